@@ -1,0 +1,1 @@
+"""kvcache: the KV-cache engine for LLM inference on CPUs."""
