@@ -45,6 +45,7 @@ cdef class SequenceTable:
     cdef IndexedHeap order    # rows that may be evicted, next victim on top
     cdef int strategy         # which number ranks them, one of RANK_*
     cdef int64_t clock        # recency counter
+    cdef int64_t batch        # counts batch calls, for `mark`
     cdef int64_t next_uid
 
     # What the last call wants copied before anything is written (copy-on-write), for the owner of the bytes.

@@ -3,6 +3,7 @@
 Every public call checks first and changes afterwards, so a call that raises has changed nothing.
 """
 
+from cython cimport wraparound
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
@@ -152,12 +153,12 @@ cdef class SequenceTable:
         cdef int32_t row
         cdef Sequence *seq
         cdef int32_t[::1] rows = np.empty(n, np.int32)
-        self.clock += 1
+        self.batch += 1
         for i in range(n):
             row = rows[i] = self.row_of(seq_ids[i])
-            if self.seqs[row].mark == self.clock:
+            if self.seqs[row].mark == self.batch:
                 raise ValueError(f"expected each sequence once, got {seq_ids[i]} twice")
-            self.seqs[row].mark = self.clock
+            self.seqs[row].mark = self.batch
             self.reserve_(row, self.seqs[row].num_runs + 2)
         self.reserve_copies_(n)
         # Of two that share one tail block only the first copies it: count with its reference already gone.
@@ -284,6 +285,7 @@ cdef class SequenceTable:
         seq.sink_tokens = sink_tokens
         return n - sink_tokens - window_tokens
 
+    @wraparound(True)
     def compact(self, uint64_t seq_id):
         """Move the tokens into as few blocks as they need, one after another.
 
@@ -455,6 +457,7 @@ cdef class SequenceTable:
             view[i] = seq.positions[i]
         return out
 
+    @wraparound(True)
     def blocks(self, uint64_t seq_id):
         """The blocks in the order of the text, each once, int32."""
         block = self.runs(seq_id)["block"]
@@ -482,6 +485,7 @@ cdef class SequenceTable:
             total += self.seqs[row].capacity * (sizeof(kvc_run) + sizeof(int64_t))
         return total
 
+    @wraparound(True)
     def check(self):
         """Verify every invariant of the tables; references against the pool are the owner's to compare.
 
@@ -775,7 +779,7 @@ cdef class SequenceTable:
             key = seq.priority
         else:
             key = seq.last_access
-        self.order.put(row, key, seq.seq_id)
+        self.order.put_tied(row, <double>key, seq.seq_id)
 
     cdef bint all_shared_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
