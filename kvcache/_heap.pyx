@@ -1,7 +1,7 @@
 """The indexed binary heap behind every eviction order; drawn and explained in _heap.pxd."""
 
 from libc.math cimport isnan
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 cdef enum:
@@ -9,13 +9,13 @@ cdef enum:
 
 
 cdef inline bint before(heap_item a, heap_item b) noexcept nogil:
-    return a.key < b.key or (a.key == b.key and a.id < b.id)
+    return a.key < b.key or (a.key == b.key and a.tie < b.tie)
 
 
 cdef class IndexedHeap:
     """A priority queue of ids with keys that may change.
 
-    Ids are dense small integers (memory grows with the highest one, 20 bytes each); keys are floats or
+    Ids are dense small integers (memory grows with the highest one, 28 bytes each); keys are floats or
     integers of less than 2**53 in magnitude. The smallest key leaves first, ties go to the lowest id.
     `push`, `update`, `remove` and `pop` are O(log n), the rest O(1).
     """
@@ -46,9 +46,13 @@ cdef class IndexedHeap:
         return 0
 
     cdef void put(self, int32_t id, double key) noexcept nogil:
+        self.put_tied(id, key, <uint64_t>id)
+
+    cdef void put_tied(self, int32_t id, double key, uint64_t tie) noexcept nogil:
         cdef heap_item item
         cdef Py_ssize_t i = self.place[id]
         item.key = key
+        item.tie = tie
         item.id = id
         if i < 0:
             self.size += 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcache._entries import EntryTrie
-from tests.oracle_trie import NaiveEntries, Tokens
+from oracle_trie import NaiveEntries, Tokens
 
 KEYS = st.lists(st.integers(0, 2), min_size=1, max_size=10).map(tuple)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvcache._trie import TokenTrie
 from kvcache.errors import InvalidOperationError
-from tests.oracle_trie import NaiveTrie, Tokens
+from oracle_trie import NaiveTrie, Tokens
 
 # Few letters, so that sequences share prefixes and fork inside pages.
 TEXT = st.lists(st.integers(0, 2), max_size=24).map(tuple)
