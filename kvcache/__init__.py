@@ -12,8 +12,10 @@ from kvcache.errors import (
     SequenceNotFoundError,
     SnapshotError,
 )
-from kvcache.eviction import EvictionStrategy
+from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+from kvcache.manager import CacheManager
+from kvcache.manager_config import KVCacheConfig
 from kvcache.paged import PagedKvCache
 from kvcache.paged_handle import PagedKvCacheHandle
 from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
@@ -25,11 +27,14 @@ __all__ = [
     "BlockNotFoundError",
     "BlockTable",
     "CacheHandleStats",
+    "CacheManager",
     "CacheStats",
     "CsrBlockTable",
     "Device",
+    "EvictionPolicy",
     "EvictionStrategy",
     "InvalidOperationError",
+    "KVCacheConfig",
     "KvCacheError",
     "KvCacheHandle",
     "OutOfMemoryError",
