@@ -85,7 +85,7 @@ class ModelConfig:
 
         Raises:
             FileNotFoundError: there is no `config.json`.
-            CheckpointError: it is not JSON, a key is missing or of the wrong type, or an option is not supported.
+            CheckpointError: not JSON, a key is missing or of the wrong type, or an option is not supported.
         """
         directory = Path(directory)
         config = read_json(directory / "config.json")
@@ -106,7 +106,7 @@ class ModelConfig:
         num_kv_heads = read.size("num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads ({num_heads}), got {num_kv_heads}"
+                f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {num_kv_heads}"
             )
         # An explicit null means the quotient, also where an absent key means something else.
         absent = family.head_dim if "head_dim" not in config else None
@@ -222,16 +222,16 @@ def _refuse_unsupported(config: Mapping[str, Any], read: _Reader, family: _Famil
     window = config.get("sliding_window", family.sliding_window) if slides else None
     if window is not None and (type(window) is not int or window < positions):
         raise CheckpointError(
-            f"sliding_window: expected none, or at least max_position_embeddings ({positions}), got {window!r}"
+            f"sliding_window: expected none, or at least all {positions} positions, got {window!r}"
         )
     kinds = config.get("layer_types")
-    allowed = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    allowed = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if kinds is not None and not (isinstance(kinds, list) and all(kind in allowed for kind in kinds)):
         raise CheckpointError(f"layer_types: expected only 'full_attention', got {kinds!r}")
 
 
 def _rope(config: Mapping[str, Any], positions: int) -> Rope:
-    """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """The rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     scaling = config.get(name) or {}
     if not isinstance(scaling, dict):

@@ -151,7 +151,7 @@ class InferenceEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's `tokenizers.Tokenizer`, loaded at first use; None where it has no `tokenizer.json`.
+        """The checkpoint's `tokenizers.Tokenizer`, loaded at first use; None if it has no `tokenizer.json`.
 
         Raises:
             ImportError: there is one, and the `tokenizers` package (extra `text`) is not installed.
@@ -248,12 +248,12 @@ class InferenceEngine:
             self.begin(_allocate_empty)
 
     def begin(self, share: Share) -> int:
-        """Replace the current sequence by one that `share` makes, for example of blocks that are there already.
+        """Replace the current sequence by one that `share` makes, say of blocks that are there already.
 
         Args:
-            share: called with the cache and the id of the new sequence; creates it and returns how many tokens
-                it holds. If it raises, the current sequence stays. The old one is freed after it, so call
-                `reset` first where memory is short.
+            share: called with the cache and the id of the new sequence; creates it and returns how many
+                tokens it holds. If it raises, the current sequence stays. The old one is freed after it, so
+                call `reset` first where memory is short.
 
         Returns:
             The number of tokens: the position from which `prefill_from_pos` goes on.
@@ -294,7 +294,7 @@ class InferenceEngine:
             return logits
 
     def decode_step(self, token: int, pos: int) -> Float32:
-        """Run one token at position `pos`; like `prefill_from_pos` of one token, and not counted as prefill."""
+        """Run one token at position `pos`: `prefill_from_pos` of one token, but not counted as prefill."""
         tokens = as_tokens((token,), self.config.vocab_size)
         with self._lock:
             pos = self._check_pos(pos)

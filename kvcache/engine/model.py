@@ -68,7 +68,7 @@ class Transformer:
     def _project(
         self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32]
     ) -> tuple[Float32, ...]:
-        """Queries, keys and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`, queries and keys rotated."""
+        """Queries and keys (rotated) and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`."""
         config = self.config
         heads = _linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
         turning = config.num_heads + config.num_kv_heads

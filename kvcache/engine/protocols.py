@@ -36,14 +36,15 @@ class NetworkConfig(Protocol):
 
 
 class Attend(Protocol):
-    """What a network calls once per layer, in order: store these keys and values, attend with these queries."""
+    """What a network calls once per layer, in order: store these keys and values, attend with the queries."""
 
     def __call__(self, layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
         """Causal attention over everything stored so far, these tokens included.
 
         Args:
             layer: 0 to `num_layers - 1`.
-            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by `head_dim**-0.5`.
+            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by
+                `head_dim**-0.5`.
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
             values: `(n, num_kv_heads, head_dim)`.
 

@@ -201,9 +201,7 @@ def make(name: str, folder: Path) -> None:
     np.savez_compressed(folder / "golden.npz", **arrays)
     spread = float(np.std(arrays["logits_33"]))
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(
-        f"{name}: seed {seed}, margin {arrays['margin']:.4f}, logit spread {spread:.2f}, {size / 1024:.0f} KiB"
-    )
+    print(f"{name}: seed {seed}, margin {arrays['margin']:.4f}, spread {spread:.2f}, {size / 1024:.0f} KiB")
 
 
 def main(names: list[str]) -> None:
