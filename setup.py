@@ -39,7 +39,7 @@ CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once.
-ONCE = ["ckernels/kvc_dispatch.c", "ckernels/kvc_parallel.c"]
+ONCE = ["ckernels/kvc_dispatch.c", "ckernels/kvc_layout.c", "ckernels/kvc_parallel.c"]
 PER_LEVEL = sorted(set(glob("ckernels/kvc_*.c")) - set(ONCE))
 
 

@@ -7,7 +7,7 @@
  *
  *   arena of one layer     block 0 | block 1 | ...            each layout.block_bytes long, 64-byte aligned
  *   one block              K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... | padding
- *   one head of K or V     f32, f16: [slot][dim]              quantised: see the tile drawing in kvc_quant.c
+ *   one head of K or V     f32, f16: [slot][dim]              quantised: see the tile drawing in kvc_quant.h
  *   a sequence             runs: (block, first slot, stop slot), the tokens in the order of the text
  */
 #ifndef KVC_H
@@ -17,6 +17,8 @@
 #include <stdint.h>
 
 typedef enum kvc_format { KVC_F32 = 0, KVC_F16, KVC_Q8, KVC_Q4, KVC_Q3, KVC_Q2 } kvc_format;
+
+enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
@@ -48,5 +50,70 @@ typedef struct kvc_seq {
     int64_t sink_tokens;
     int64_t num_queries;
 } kvc_seq;
+
+/* What one attention call reads and writes. Rows of queries and out: sequence by sequence in the order of seqs. */
+typedef struct kvc_attend_args {
+    const kvc_layout *layout;
+    const unsigned char *arena; /* of one layer */
+    const kvc_seq *seqs;
+    int64_t num_seqs;
+    int32_t num_query_heads; /* a multiple of layout->num_heads; query head i reads KV head i / group */
+    float scale;
+    const float *queries;      /* (total_queries, num_query_heads, head_dim) */
+    const float *sink_queries; /* the same shape, or NULL */
+    float *out;                /* the same shape */
+    float *scores;             /* (total tokens), or NULL: each token's weight, summed over queries and query heads */
+} kvc_attend_args;
+
+/* A piece of that call which one thread does alone. A row is a (query, query head of the group) pair of one
+ * KV head, numbered query * group + head in group. */
+typedef struct kvc_item {
+    int64_t seq;
+    int64_t first_query; /* of the sequence, in queries and out */
+    int64_t first_score; /* of the sequence, in scores */
+    int64_t row, row_stop;
+    int64_t token, token_stop;
+    int32_t head, head_stop;
+    int32_t part, parts; /* of the context: parts > 1 leaves partial results to be combined */
+    float *partial;      /* parts > 1: (heads * rows) of (head_dim padded to 16, maximum, sum, 14 unused) */
+    float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
+} kvc_item;
+
+/* The kernels of one SIMD level. Immutable; `name` is what was compiled, not what was asked for. */
+typedef struct kvc_kernels {
+    const char *name;
+    /* Float rows (sum of run lengths, heads, dim) into the slots of the runs; NULL: not written. */
+    void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
+                       const float *keys, const float *values);
+    /* The same way back. */
+    void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
+                      float *keys, float *values);
+    /* Index of the first value that is not finite or that the format cannot hold, or -1. */
+    int64_t (*check_representable)(const float *, int64_t n, kvc_format);
+    /* Attention of one item; scratch of kvc_thread_scratch_bytes. Error against float64: 5e-6 of the largest output. */
+    void (*attend_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
+    /* Exact sum of the parts of one split item (given its part 0) into out and norms. */
+    void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
+    /* The weights of tokens [token, token_stop), all rows and heads of the sequence, from norms into scores. */
+    void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
+} kvc_kernels;
+
+/* kvc_dispatch.c: levels, best first. */
+int kvc_num_levels(void);                        /* that this build and this CPU can run, at least 1 */
+const kvc_kernels *kvc_level(int index);         /* 0 is the best */
+const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
+
+/* kvc_layout.c */
+int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, kvc_format key_format,
+                    kvc_format value_format, int rotate_keys, int rotate_values);
+/* Moves stored codes, bit for bit; within one block the ranges may overlap. */
+void kvc_copy_slots(const kvc_layout *, unsigned char *arena, int32_t src_block, int src_slot, int32_t dst_block,
+                    int dst_slot, int count);
+
+/* kvc_parallel.c: attention over threads; scratch of kvc_attend_scratch_bytes, any alignment. */
+int kvc_default_threads(void);
+size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, int64_t num_seqs, int num_query_heads,
+                                int num_threads);
+void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);
 
 #endif

@@ -1,0 +1,347 @@
+/* kvc_attend.c - softmax(q K^T scale) V over runs of slots, without a score matrix.
+ *
+ * Online softmax (Milakov and Gimelshein, 2018) over chunks of KVC_CHUNK tokens, in powers of two: scores come out
+ * of the product already times log2(e). For each row: the largest score so far, the sum of 2^(score - largest), and
+ * the accumulator of V, both rescaled by alpha = 2^(old largest - new largest) when a chunk joins.
+ *
+ * Error against float64 over the same K and V: at most 5e-6 of the largest output, for up to 8k tokens and scores of
+ * ordinary size; a score s adds its own float32 rounding, about 2^-22 |s|, to the relative error of its weight.
+ */
+#include "kvc_products.h"
+
+#include <math.h>
+#include <string.h>
+
+#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST still -inf */
+#define LOG2E 1.4426950408889634
+
+/* Consecutive tokens of the text, at most KVC_CHUNK, all before or all behind the sinks. */
+typedef struct chunk {
+    int64_t first;
+    int count;
+    int sink;
+    const unsigned char *k[KVC_CHUNK], *v[KVC_CHUNK]; /* their rows of head 0; behind count the last one again */
+} chunk;
+
+typedef struct cursor { /* the next token of a sequence */
+    const kvc_run *run;
+    int64_t token;
+    int slot;
+} cursor;
+
+typedef struct job {
+    const kvc_attend_args *args;
+    const kvc_item *item;
+    const kvc_layout *layout;
+    const kvc_seq *seq;
+    int dim, padded, group, rows;
+    size_t k_row_bytes, v_row_bytes;
+    float *q, *sink_q, *acc;    /* [head][row][padded] */
+    float *largest, *sum;       /* [head][row] */
+    float *weights, *alpha;     /* [row][KVC_CHUNK], [row] */
+    float *panels, *stage;      /* [KVC_CHUNK * padded] each */
+} job;
+
+static cursor seek(const kvc_seq *seq, int64_t token) {
+    cursor at = {seq->runs, token, 0};
+    int64_t first = 0;
+    while (first + (at.run->stop - at.run->first) <= token) {
+        first += at.run->stop - at.run->first;
+        at.run++;
+    }
+    at.slot = at.run->first + (int)(token - first);
+    return at;
+}
+
+static void next_chunk(const job *j, cursor *at, chunk *c) {
+    const kvc_layout *layout = j->layout;
+    int64_t stop = j->item->token_stop;
+    c->sink = j->args->sink_queries && at->token < j->seq->sink_tokens;
+    if (c->sink && stop > j->seq->sink_tokens) stop = j->seq->sink_tokens;
+    if (stop > at->token + KVC_CHUNK) stop = at->token + KVC_CHUNK;
+    c->first = at->token;
+    c->count = (int)(stop - at->token);
+    for (int t = 0; t < c->count;) {
+        const unsigned char *k = j->args->arena + (size_t)at->run->block * layout->block_bytes;
+        const unsigned char *v = k + (size_t)layout->num_heads * layout->key_head_bytes;
+        for (; t < c->count && at->slot < at->run->stop; t++, at->slot++) {
+            c->k[t] = k + (size_t)at->slot * j->k_row_bytes;
+            c->v[t] = v + (size_t)at->slot * j->v_row_bytes;
+        }
+        if (at->slot == at->run->stop && at->token + t < j->seq->num_tokens) {
+            do at->run++;
+            while (at->run->first == at->run->stop);
+            at->slot = at->run->first;
+        }
+    }
+    at->token = stop;
+    for (int t = c->count; c->count && t < KVC_CHUNK; t++) {
+        c->k[t] = c->k[c->count - 1];
+        c->v[t] = c->v[c->count - 1];
+    }
+}
+
+static void start(job *j, const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+    const kvc_layout *layout = args->layout;
+    memset(j, 0, sizeof *j);
+    j->args = args;
+    j->item = item;
+    j->layout = layout;
+    j->seq = &args->seqs[item->seq];
+    j->dim = layout->head_dim;
+    j->padded = (int)kvc_padded_dim(layout);
+    j->group = args->num_query_heads / layout->num_heads;
+    j->rows = (int)(item->row_stop - item->row);
+    j->k_row_bytes = layout->key_head_bytes / (size_t)layout->block_size;
+    j->v_row_bytes = layout->value_head_bytes / (size_t)layout->block_size;
+    const int64_t rows = kvc_item_max_rows(layout);
+    float *free = scratch;
+    j->q = free, free += rows * j->padded;
+    j->sink_q = free, free += rows * j->padded;
+    j->acc = free, free += rows * j->padded;
+    j->panels = free, free += KVC_CHUNK * j->padded;
+    j->stage = free, free += KVC_CHUNK * j->padded;
+    j->weights = free, free += KVC_ITEM_ROWS * KVC_CHUNK;
+    j->alpha = free, free += KVC_ITEM_ROWS;
+    j->largest = free, free += rows;
+    j->sum = free;
+}
+
+/* Where row r of KV head h lies in queries and out, counted in (query, query head) pairs. */
+static size_t pair_index(const job *j, int head, int64_t row) {
+    const int64_t query = j->item->first_query + row / j->group;
+    return (size_t)(query * j->args->num_query_heads + (int64_t)head * j->group + row % j->group);
+}
+
+static void pack_queries(const job *j, const float *queries, int head, int64_t row, int rows, float *q) {
+    const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
+    for (int r = 0; r < rows; r++, q += j->padded) {
+        const float *from = queries + pair_index(j, head, row + r) * (size_t)j->dim;
+        for (int d = 0; d < j->dim; d += KVC_LANES) f32v_store(q + d, f32v_mul(load_dims(from, d, j->dim), scale_v));
+        for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
+    }
+}
+
+/* Tokens that row r of the item sees, counted from the start of the sequence. */
+static int64_t visible(const job *j, int64_t row) {
+    const int64_t last = j->seq->num_tokens - j->seq->num_queries + row / j->group;
+    return last < 0 ? 0 : last + 1;
+}
+
+/* Half rows as floats, and pointers to them. */
+static void stage_rows(const job *j, int tokens, const unsigned char *const *rows, size_t offset,
+                       const unsigned char **staged) {
+    for (int t = 0; t < tokens; t++) {
+        float *to = j->stage + t * j->padded;
+        const uint16_t *from = (const uint16_t *)(rows[t] + offset);
+        for (int d = 0; d < j->dim; d += KVC_LANES) f32v_store(to + d, load_dims_half(from, d, j->dim));
+        staged[t] = (const unsigned char *)to;
+    }
+}
+
+/* One function per (format, head_dim) through inlining: 64 and 128 as constants, the rest as a bound. */
+#define WITH_DIM(dim, call)            \
+    switch (dim) {                     \
+    case 64: call(64); break;          \
+    case 128: call(128); break;        \
+    default: call(dim); break;         \
+    }
+
+static void scores_few(const job *j, const chunk *c, int tokens, size_t offset, const float *q, int rows,
+                       ahead_rows ahead) {
+#define F32(dim) dot_chunk(KVC_F32, dim, rows, tokens, q, j->padded, c->k, offset, j->weights, ahead)
+#define F16(dim) dot_chunk(KVC_F16, dim, rows, tokens, q, j->padded, c->k, offset, j->weights, ahead)
+    if (j->layout->key_format == KVC_F32) WITH_DIM(j->dim, F32)
+    else WITH_DIM(j->dim, F16)
+#undef F32
+#undef F16
+}
+
+static void scores_many(const job *j, const chunk *c, int tokens, size_t offset, const float *q, int rows) {
+    const unsigned char *staged[KVC_CHUNK], *const *k = c->k;
+    if (j->layout->key_format != KVC_F32) {
+        stage_rows(j, tokens, c->k, offset, staged);
+        k = staged, offset = 0;
+    }
+#define SCORES(dim)                                   \
+    pack_panels(dim, tokens, k, offset, j->panels);   \
+    panel_chunk(dim, rows, tokens, q, j->padded, j->panels, j->weights)
+    WITH_DIM(j->dim, SCORES)
+#undef SCORES
+}
+
+/* Scores of the chunk, in weights; behind its last token they are those of the last token again. */
+static int score_chunk(const job *j, const chunk *c, int head, const float *q, int rows, ahead_rows ahead) {
+    const size_t offset = (size_t)head * j->layout->key_head_bytes;
+    const int few = rows <= KVC_DOT_ROWS, step = few || KVC_PANEL < KVC_DOT_TOKENS ? KVC_DOT_TOKENS : KVC_PANEL;
+    const int tokens = (c->count + step - 1) / step * step;
+    if (few) scores_few(j, c, tokens, offset, q, rows, ahead);
+    else scores_many(j, c, tokens, offset, q, rows);
+    return tokens;
+}
+
+static void mix_chunk_in(const job *j, const chunk *c, int head, int rows, int tokens, float *acc, ahead_rows ahead) {
+    size_t offset = (size_t)head * j->layout->value_head_bytes;
+    const unsigned char *staged[KVC_CHUNK], *const *v = c->v;
+    if (rows > KVC_DOT_ROWS) {
+        if (j->layout->value_format != KVC_F32) {
+            stage_rows(j, tokens, c->v, offset, staged);
+            v = staged, offset = 0;
+        }
+        ahead.rows = NULL;
+#define MIX(dim) mix_chunk(KVC_TILE_ROWS, KVC_F32, dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead)
+        WITH_DIM(j->dim, MIX)
+#undef MIX
+        return;
+    }
+#define F32(dim) mix_chunk(0, KVC_F32, dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead)
+#define F16(dim) mix_chunk(0, KVC_F16, dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead)
+    if (j->layout->value_format == KVC_F32) WITH_DIM(j->dim, F32)
+    else WITH_DIM(j->dim, F16)
+#undef F32
+#undef F16
+}
+
+/* Scores -> weights 2^(score - largest), masked; largest, sum and alpha brought up to date. */
+static void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest, float *sum) {
+    for (int r = 0; r < rows; r++) {
+        float *w = j->weights + r * KVC_CHUNK;
+        const int64_t seen = visible(j, row + r) - c->first;
+        const int count = seen < 0 ? 0 : seen < c->count ? (int)seen : c->count;
+        for (int t = count; t < tokens; t++) w[t] = -INFINITY;
+        f32v max_v = f32v_set1(largest[r]);
+        for (int t = 0; t < tokens; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
+        const float max = f32v_max_of(max_v);
+        f32v sum_v = f32v_zero();
+        for (int t = 0; t < tokens; t += KVC_LANES) {
+            const f32v w_v = f32v_exp2(f32v_sub(f32v_load(w + t), f32v_set1(max)));
+            f32v_store(w + t, w_v);
+            sum_v = f32v_add(sum_v, w_v);
+        }
+        float alpha[KVC_LANES];
+        f32v_store(alpha, f32v_exp2(f32v_set1(largest[r] - max)));
+        j->alpha[r] = alpha[0];
+        sum[r] = sum[r] * alpha[0] + f32v_sum_of(sum_v);
+        largest[r] = max;
+    }
+}
+
+/* acc / sum of one (head, row) to its place in out. */
+static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
+    const size_t pair = pair_index(j, head, row);
+    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    float *out = j->args->out + pair * (size_t)j->dim;
+    for (int d = 0; d < j->dim; d++) out[d] = acc[d] * inverse;
+    if (j->item->norms) {
+        j->item->norms[2 * pair] = largest;
+        j->item->norms[2 * pair + 1] = inverse;
+    }
+}
+
+static void finish(const job *j) {
+    const int heads = j->item->head_stop - j->item->head;
+    const size_t stride = (size_t)j->padded + KVC_PARTIAL_EXTRA;
+    for (int i = 0; i < heads * j->rows; i++) {
+        const float *acc = j->acc + (size_t)i * (size_t)j->padded;
+        if (j->item->parts == 1) {
+            write_row(j, j->item->head + i / j->rows, j->item->row + i % j->rows, acc, j->largest[i], j->sum[i]);
+        } else {
+            float *partial = j->item->partial + (size_t)i * stride;
+            memcpy(partial, acc, (size_t)j->padded * sizeof(float));
+            partial[j->padded] = j->largest[i];
+            partial[j->padded + 1] = j->sum[i];
+        }
+    }
+}
+
+void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+    job j;
+    start(&j, args, item, scratch);
+    const int heads = item->head_stop - item->head;
+    const size_t per_head = (size_t)j.rows * (size_t)j.padded;
+    for (int h = 0; h < heads; h++) {
+        pack_queries(&j, args->queries, item->head + h, item->row, j.rows, j.q + h * per_head);
+        if (args->sink_queries) {
+            pack_queries(&j, args->sink_queries, item->head + h, item->row, j.rows, j.sink_q + h * per_head);
+        }
+    }
+    memset(j.acc, 0, (size_t)heads * per_head * sizeof(float));
+    for (int i = 0; i < heads * j.rows; i++) j.largest[i] = LOWEST, j.sum[i] = 0.0f;
+
+    chunk chunks[2];
+    chunks[0].count = chunks[1].count = 0;
+    cursor at = {NULL, 0, 0};
+    if (item->token < item->token_stop) {
+        at = seek(j.seq, item->token);
+        next_chunk(&j, &at, &chunks[0]);
+    }
+    for (int turn = 0; chunks[turn].count; turn ^= 1) {
+        const chunk *now = &chunks[turn];
+        chunk *next = &chunks[turn ^ 1];
+        next->count = 0;
+        if (at.token < item->token_stop) next_chunk(&j, &at, next);
+        for (int h = 0; h < heads; h++) {
+            const int head = item->head + h, last = h + 1 == heads;
+            const float *q = (now->sink ? j.sink_q : j.q) + h * per_head;
+            const ahead_rows v = {now->v, (size_t)head * j.layout->value_head_bytes, (int)j.v_row_bytes};
+            ahead_rows k = {now->k, (size_t)(head + 1) * j.layout->key_head_bytes, (int)j.k_row_bytes};
+            if (last) k = (ahead_rows){next->count ? next->k : NULL, (size_t)item->head * j.layout->key_head_bytes, k.bytes};
+            const int tokens = score_chunk(&j, now, head, q, j.rows, v);
+            softmax_rows(&j, now, item->row, j.rows, tokens, j.largest + h * j.rows, j.sum + h * j.rows);
+            mix_chunk_in(&j, now, head, j.rows, tokens, j.acc + h * per_head, k);
+        }
+    }
+    finish(&j);
+}
+
+void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
+    job j;
+    start(&j, args, item, NULL);
+    const int heads = item->head_stop - item->head;
+    const size_t stride = (size_t)j.padded + KVC_PARTIAL_EXTRA, part = stride * (size_t)(heads * j.rows);
+    for (int i = 0; i < heads * j.rows; i++) {
+        const float *first = item->partial + (size_t)i * stride;
+        float acc[KVC_MAX_HEAD_DIM] = {0}, largest = LOWEST, sum = 0.0f;
+        for (int p = 0; p < item->parts; p++) largest = fmaxf(largest, first[(size_t)p * part + j.padded]);
+        for (int p = 0; p < item->parts; p++) {
+            const float *from = first + (size_t)p * part, factor = exp2f(from[j.padded] - largest);
+            sum += factor * from[j.padded + 1];
+            for (int d = 0; d < j.dim; d++) acc[d] += factor * from[d];
+        }
+        write_row(&j, item->head + i / j.rows, item->row + i % j.rows, acc, largest, sum);
+    }
+}
+
+/* Weights of one chunk and row block, added over rows. */
+static void add_weights(const job *j, const chunk *c, int head, int64_t row, int rows, float *scores) {
+    for (int r = 0; r < rows; r++) {
+        const float *w = j->weights + r * KVC_CHUNK, *norm = j->item->norms + 2 * pair_index(j, head, row + r);
+        const int64_t seen = visible(j, row + r) - c->first;
+        for (int t = 0; t < c->count && t < seen; t += KVC_LANES) {
+            float lanes[KVC_LANES];
+            f32v_store(lanes, f32v_mul(f32v_exp2(f32v_sub(f32v_load(w + t), f32v_set1(norm[0]))), f32v_set1(norm[1])));
+            for (int i = 0; i < KVC_LANES && t + i < c->count && t + i < seen; i++) scores[t + i] += lanes[i];
+        }
+    }
+}
+
+void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+    job j;
+    start(&j, args, item, scratch);
+    float *scores = args->scores + item->first_score;
+    memset(scores + item->token, 0, (size_t)(item->token_stop - item->token) * sizeof(float));
+    for (int head = item->head; item->token < item->token_stop && head < item->head_stop; head++) {
+        for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
+            const int rows = item->row_stop - row < KVC_ITEM_ROWS ? (int)(item->row_stop - row) : KVC_ITEM_ROWS;
+            pack_queries(&j, args->queries, head, row, rows, j.q);
+            if (args->sink_queries) pack_queries(&j, args->sink_queries, head, row, rows, j.sink_q);
+            cursor at = seek(j.seq, item->token);
+            while (at.token < item->token_stop && at.token < visible(&j, row + rows - 1)) {
+                chunk c;
+                next_chunk(&j, &at, &c);
+                score_chunk(&j, &c, head, c.sink ? j.sink_q : j.q, rows, (ahead_rows){NULL, 0, 0});
+                add_weights(&j, &c, head, row, rows, scores + c.first);
+            }
+        }
+    }
+}

@@ -1,0 +1,31 @@
+/* kvc_attend.h - the sizes on which the plan (kvc_parallel.c) and the kernels (kvc_attend.c) agree. */
+#ifndef KVC_ATTEND_H
+#define KVC_ATTEND_H
+
+#include "kvc.h"
+
+enum {
+    KVC_CHUNK = 64,      /* tokens whose scores are held at once: K and V of f32, head_dim 128: 64 KB, in the L2 cache */
+    KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
+    KVC_DOT_ROWS = 8,    /* up to so many rows, dot products beat turning K into panels */
+    KVC_FEW_ROWS = 16,   /* up to so many rows, one item takes all heads, block by block as they lie in memory */
+    KVC_ITEM_ROWS = 96,  /* most rows of an item: a multiple of every tile; q and accumulators 96 KB at head_dim 128 */
+    KVC_PARTIAL_EXTRA = 16, /* floats behind a partial accumulator: maximum, sum, 14 unused */
+};
+
+static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
+
+/* Most (head, row) pairs that one item can have. */
+static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
+    const int64_t few = (int64_t)layout->num_heads * KVC_FEW_ROWS;
+    return few > KVC_ITEM_ROWS ? few : KVC_ITEM_ROWS;
+}
+
+/* One thread's scratch in floats: q, sink q, accumulators of every (head, row); maxima, sums; then, for one head,
+ * the scores of a chunk and their factors; K panels, and staged rows of K or V. */
+static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
+    const int64_t dim = kvc_padded_dim(layout), rows = kvc_item_max_rows(layout);
+    return rows * (3 * dim + 2) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
+}
+
+#endif

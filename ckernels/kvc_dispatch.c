@@ -1,0 +1,88 @@
+/* kvc_dispatch.c - which levels this build has and this CPU can run. Pure: asks the CPU, keeps nothing. */
+#include "kvc.h"
+
+#include <string.h>
+
+extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avx512, kvc_kernels_neon;
+
+#if defined(KVC_HAVE_AVX2) || defined(KVC_HAVE_AVX512)
+#include <cpuid.h>
+
+enum { /* leaf 1, ecx */ FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C = 1 << 29 };
+enum { /* leaf 7, ebx */ AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17, AVX512BW = 1 << 30 };
+#define AVX512VL (1u << 31)
+enum { /* leaf 7, ecx */ AVX512VNNI = 1 << 11 };
+enum { /* xcr0: state that the system saves on a switch */ XMM = 1 << 1, YMM = 1 << 2, OPMASK_ZMM = 7 << 5 };
+
+static unsigned saved_state(void) {
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    (void)high;
+    return low;
+}
+
+static int has_all(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
+
+static int cpu_runs_avx2(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_all(ecx, FMA | OSXSAVE | AVX | F16C)) return 0;
+    if (!has_all(saved_state(), XMM | YMM)) return 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(ebx, AVX2);
+}
+
+static int cpu_runs_avx512(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!cpu_runs_avx2() || !has_all(saved_state(), XMM | YMM | OPMASK_ZMM)) return 0;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;
+    return has_all(ebx, AVX512F | AVX512DQ | AVX512BW | AVX512VL) && has_all(ecx, AVX512VNNI);
+}
+#endif
+
+#if defined(KVC_HAVE_NEON)
+#if defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+static int cpu_runs_neon(void) { /* the level is compiled for armv8.2 with dot products and half arithmetic */
+    const unsigned long wanted = HWCAP_ASIMD | HWCAP_ASIMDDP | HWCAP_ASIMDHP | HWCAP_FPHP;
+    return (getauxval(AT_HWCAP) & wanted) == wanted;
+}
+#else
+static int cpu_runs_neon(void) { return 1; } /* every 64-bit Apple machine */
+#endif
+#endif
+
+/* The levels in order of preference; count says how many were found. */
+static int find_levels(const kvc_kernels *levels[4]) {
+    int count = 0;
+#if defined(KVC_HAVE_AVX512)
+    if (cpu_runs_avx512()) levels[count++] = &kvc_kernels_avx512;
+#endif
+#if defined(KVC_HAVE_AVX2)
+    if (cpu_runs_avx2()) levels[count++] = &kvc_kernels_avx2;
+#endif
+#if defined(KVC_HAVE_NEON)
+    if (cpu_runs_neon()) levels[count++] = &kvc_kernels_neon;
+#endif
+    levels[count++] = &kvc_kernels_scalar;
+    return count;
+}
+
+int kvc_num_levels(void) {
+    const kvc_kernels *levels[4];
+    return find_levels(levels);
+}
+
+const kvc_kernels *kvc_level(int index) {
+    const kvc_kernels *levels[4];
+    return index >= 0 && index < find_levels(levels) ? levels[index] : NULL;
+}
+
+const kvc_kernels *kvc_find_level(const char *name) {
+    const kvc_kernels *levels[4];
+    const int count = find_levels(levels);
+    for (int i = 0; i < count; i++) {
+        if (strcmp(levels[i]->name, name) == 0) return levels[i];
+    }
+    return NULL;
+}

@@ -1,0 +1,202 @@
+/* kvc_parallel.c - cuts an attention call into items and hands them to threads; the only file that knows OpenMP.
+ *
+ *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
+ *   unit     -> parts of the context, when a unit is more than a thread's fair share
+ *
+ * The items depend on the call and the number of threads, never on timing, and no two write the same place: the
+ * result is the same each time. Scratch: [items][norms][partials][one piece per thread].
+ */
+#include "kvc_attend.h"
+
+#include <string.h>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+#endif
+
+enum {
+    PIECES_PER_THREAD = 4,  /* so that threads which start late or run slowly still end together */
+    MIN_PART_TOKENS = 256,  /* below this, combining costs more than a thread gives */
+    MIN_THREAD_WORK = 1 << 16, /* key-row products: 10 microseconds, about what waking a thread takes */
+};
+
+typedef struct plan {
+    const kvc_layout *layout;
+    const kvc_seq *seqs;
+    int64_t num_seqs;
+    int32_t num_query_heads;
+    int64_t fair_share; /* key-row products of one piece */
+    int64_t work;       /* of the whole call */
+    int64_t num_items, num_score_items, partial_floats, total_queries;
+} plan;
+
+typedef struct unit { /* rows and heads that share their tokens */
+    int64_t row, row_stop, tokens;
+    int32_t head, head_stop, parts;
+} unit;
+
+int kvc_default_threads(void) {
+#if defined(_OPENMP)
+    return omp_get_num_procs();
+#else
+    return 1;
+#endif
+}
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static int64_t seq_rows(const plan *p, const kvc_seq *seq) {
+    return seq->num_queries * (p->num_query_heads / p->layout->num_heads);
+}
+
+static int64_t num_units(const plan *p, const kvc_seq *seq) {
+    const int64_t rows = seq_rows(p, seq);
+    if (rows <= KVC_FEW_ROWS) return rows > 0;
+    return ceil_div(rows, KVC_ITEM_ROWS) * p->layout->num_heads;
+}
+
+static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index) {
+    const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads;
+    unit u = {0, rows, 0, 0, p->layout->num_heads, 1};
+    if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V, and the last rows see most */
+        const int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
+        u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
+        u.row = (blocks - 1 - index % blocks) * KVC_ITEM_ROWS;
+        u.row_stop = u.row + KVC_ITEM_ROWS < rows ? u.row + KVC_ITEM_ROWS : rows;
+    }
+    u.tokens = seq->num_tokens - seq->num_queries + (u.row_stop - 1) / group + 1;
+    if (u.tokens < 0) u.tokens = 0;
+    const int64_t work = u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
+    int64_t parts = p->fair_share ? ceil_div(work, p->fair_share) : 1;
+    if (parts > u.tokens / MIN_PART_TOKENS) parts = u.tokens / MIN_PART_TOKENS;
+    u.parts = parts < 1 ? 1 : (int32_t)parts;
+    return u;
+}
+
+static int64_t num_score_parts(const plan *p, const kvc_seq *seq, int num_threads) {
+    const int64_t share = ceil_div(seq->num_tokens, (int64_t)num_threads * PIECES_PER_THREAD);
+    const int64_t tokens = share < MIN_PART_TOKENS ? MIN_PART_TOKENS : share;
+    (void)p;
+    return ceil_div(seq->num_tokens, tokens);
+}
+
+static size_t unit_floats(const plan *p, const unit *u) {
+    return (size_t)((u->row_stop - u->row) * (u->head_stop - u->head)) *
+           (size_t)(kvc_padded_dim(p->layout) + KVC_PARTIAL_EXTRA);
+}
+
+static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs, int num_query_heads,
+                      int num_threads) {
+    plan p = {layout, seqs, num_seqs, num_query_heads, 0, 0, 0, 0, 0, 0};
+    for (int64_t s = 0; s < num_seqs; s++) {
+        p.total_queries += seqs[s].num_queries;
+        p.num_score_items += num_score_parts(&p, &seqs[s], num_threads);
+        for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
+            const unit u = unit_at(&p, &seqs[s], i);
+            p.work += u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
+        }
+    }
+    if (num_threads > 1) p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
+    for (int64_t s = 0; s < num_seqs; s++) {
+        for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
+            const unit u = unit_at(&p, &seqs[s], i);
+            p.num_items += u.parts;
+            if (u.parts > 1) p.partial_floats += (int64_t)unit_floats(&p, &u) * u.parts;
+        }
+    }
+    return p;
+}
+
+static size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
+
+static size_t items_bytes(const plan *p) {
+    const int64_t most = p->num_items > p->num_score_items ? p->num_items : p->num_score_items;
+    return align64((size_t)most * sizeof(kvc_item));
+}
+static size_t norms_bytes(const plan *p) {
+    return align64((size_t)p->total_queries * (size_t)p->num_query_heads * 2 * sizeof(float));
+}
+static size_t partials_bytes(const plan *p) { return align64((size_t)p->partial_floats * sizeof(float)); }
+static size_t thread_bytes(const plan *p) {
+    return align64((size_t)kvc_thread_scratch_floats(p->layout) * sizeof(float));
+}
+
+size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
+                                int num_query_heads, int num_threads) {
+    const plan p = make_plan(layout, seqs, num_seqs, num_query_heads, num_threads);
+    return 64 + items_bytes(&p) + norms_bytes(&p) + partials_bytes(&p) + (size_t)num_threads * thread_bytes(&p);
+}
+
+static void list_items(const plan *p, kvc_item *items, float *norms, float *partials) {
+    int64_t first_query = 0;
+    for (int64_t s = 0; s < p->num_seqs; first_query += p->seqs[s].num_queries, s++) {
+        for (int64_t i = 0, n = num_units(p, &p->seqs[s]); i < n; i++) {
+            const unit u = unit_at(p, &p->seqs[s], i);
+            for (int32_t part = 0; part < u.parts; part++, items++) {
+                *items = (kvc_item){.seq = s, .first_query = first_query, .row = u.row, .row_stop = u.row_stop,
+                                    .head = u.head, .head_stop = u.head_stop, .part = part, .parts = u.parts,
+                                    .norms = norms};
+                items->token = u.tokens * part / u.parts;
+                items->token_stop = u.tokens * (part + 1) / u.parts;
+                if (u.parts > 1) items->partial = partials, partials += unit_floats(p, &u);
+            }
+        }
+    }
+}
+
+static void list_score_items(const plan *p, kvc_item *items, float *norms, int num_threads) {
+    int64_t first_query = 0, first_score = 0;
+    for (int64_t s = 0; s < p->num_seqs; s++) {
+        const kvc_seq *seq = &p->seqs[s];
+        const int64_t parts = num_score_parts(p, seq, num_threads);
+        for (int64_t part = 0; part < parts; part++, items++) {
+            *items = (kvc_item){.seq = s, .first_query = first_query, .first_score = first_score,
+                                .row_stop = seq_rows(p, seq), .head_stop = p->layout->num_heads, .parts = 1,
+                                .norms = norms};
+            items->token = seq->num_tokens * part / parts;
+            items->token_stop = seq->num_tokens * (part + 1) / parts;
+        }
+        first_query += seq->num_queries, first_score += seq->num_tokens;
+    }
+}
+
+void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
+    const plan p = make_plan(args->layout, args->seqs, args->num_seqs, args->num_query_heads, num_threads);
+    const int threads = p.work < MIN_THREAD_WORK ? 1 : num_threads;
+    unsigned char *base = (unsigned char *)align64((size_t)scratch);
+    kvc_item *items = (kvc_item *)base;
+    float *norms = (float *)(base + items_bytes(&p));
+    float *partials = (float *)((unsigned char *)norms + norms_bytes(&p));
+    unsigned char *own = (unsigned char *)partials + partials_bytes(&p);
+    const size_t own_bytes = thread_bytes(&p);
+    list_items(&p, items, args->scores ? norms : NULL, partials);
+    (void)threads;
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads)
+#endif
+    {
+        void *mine = own + (size_t)omp_get_thread_num() * own_bytes;
+#if defined(_OPENMP)
+#pragma omp for schedule(dynamic, 1)
+#endif
+        for (int64_t i = 0; i < p.num_items; i++) kernels->attend_item(args, &items[i], mine);
+#if defined(_OPENMP)
+#pragma omp for schedule(dynamic, 1)
+#endif
+        for (int64_t i = 0; i < p.num_items; i++) {
+            if (items[i].parts > 1 && items[i].part == 0) kernels->combine_parts(args, &items[i]);
+        }
+        if (args->scores) {
+#if defined(_OPENMP)
+#pragma omp single
+#endif
+            list_score_items(&p, items, norms, num_threads);
+#if defined(_OPENMP)
+#pragma omp for schedule(dynamic, 1)
+#endif
+            for (int64_t i = 0; i < p.num_score_items; i++) kernels->score_item(args, &items[i], mine);
+        }
+    }
+}

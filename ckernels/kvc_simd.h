@@ -1,0 +1,67 @@
+/* kvc_simd.h - picks the primitives of the level that this file is being compiled for.
+ *
+ * A level gives one vector type f32v of KVC_LANES floats and, on it:
+ *   load, store, load_half, store_half, zero, set1, add, sub, mul, fma, min, max, round (half to even), abs,
+ *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
+ *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
+ *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i,
+ *   load8/store8 (and _half): 8 floats, where a vector is wider than 8.
+ * and the shape of its register tiles:
+ *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
+ *   KVC_DOT_SUMS                    accumulators of the product over few rows
+ */
+#ifndef KVC_SIMD_H
+#define KVC_SIMD_H
+
+#include "kvc.h"
+
+#define KVC_JOIN2(a, b) kvc_##a##_##b
+#define KVC_JOIN(a, b) KVC_JOIN2(a, b)
+#define KVC_FN(name) KVC_JOIN(name, KVC_LEVEL) /* kvc_<name>_<level>: each level's own copy of a function */
+#define KVC_STR2(x) #x
+#define KVC_STR(x) KVC_STR2(x)
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+
+#if defined(KVC_AVX512)
+#include "simd_avx512.h"
+#elif defined(KVC_AVX2)
+#include "simd_avx2.h"
+#elif defined(KVC_NEON)
+#include "simd_neon.h"
+#else
+#include "simd_scalar.h"
+#endif
+
+/* Lanes [d, d + KVC_LANES) of a row of dim values, dim a multiple of 8: only 16 lanes can stick out, by 8. */
+INLINE f32v load_dims(const float *row, int d, int dim) {
+    return KVC_LANES > 8 && d + 8 == dim ? f32v_load8(row + d) : f32v_load(row + d);
+}
+INLINE f32v load_dims_half(const uint16_t *row, int d, int dim) {
+    return KVC_LANES > 8 && d + 8 == dim ? f32v_load8_half(row + d) : f32v_load_half(row + d);
+}
+INLINE void store_dims(float *row, int d, int dim, f32v x) {
+    if (KVC_LANES > 8 && d + 8 == dim) f32v_store8(row + d, x);
+    else f32v_store(row + d, x);
+}
+INLINE void store_dims_half(uint16_t *row, int d, int dim, f32v x) {
+    if (KVC_LANES > 8 && d + 8 == dim) f32v_store8_half(row + d, x);
+    else f32v_store_half(row + d, x);
+}
+
+/* 2^x, for x <= 127: 1 ulp, 0 below 2^-126 and for -inf. x = n + f with |f| <= 1/2; 2^f by the polynomial of
+ * degree 6 whose largest relative error on [-1/2, 1/2] is least (1.9e-9, Remez). */
+INLINE f32v f32v_exp2(f32v x) {
+    const f32v clamped = f32v_max(x, f32v_set1(-127.0f)), n = f32v_round(clamped), f = f32v_sub(clamped, n);
+    f32v p = f32v_set1(0x1.41d334p-13f);
+    p = f32v_fma(p, f, f32v_set1(0x1.5f456ap-10f));
+    p = f32v_fma(p, f, f32v_set1(0x1.3b2dbcp-7f));
+    p = f32v_fma(p, f, f32v_set1(0x1.c6aed4p-5f));
+    p = f32v_fma(p, f, f32v_set1(0x1.ebfbdap-3f));
+    p = f32v_fma(p, f, f32v_set1(0x1.62e430p-1f));
+    p = f32v_fma(p, f, f32v_set1(1.0f));
+    return f32v_zero_below(f32v_scale2(p, n), x, f32v_set1(-126.0f));
+}
+
+#endif

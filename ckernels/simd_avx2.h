@@ -1,0 +1,80 @@
+/* simd_avx2.h - 8 lanes: avx2, fma, f16c. 16 registers: 12 sums, 2 vectors, 1 broadcast. */
+#include <immintrin.h>
+
+#define KVC_LANES 8
+#define KVC_TILE_ROWS 6
+#define KVC_TILE_VECS 2
+#define KVC_DOT_SUMS 8
+
+typedef __m256 f32v;
+
+INLINE f32v f32v_zero(void) { return _mm256_setzero_ps(); }
+INLINE f32v f32v_set1(float x) { return _mm256_set1_ps(x); }
+INLINE f32v f32v_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void f32v_store(float *p, f32v x) { _mm256_storeu_ps(p, x); }
+INLINE f32v f32v_load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE void f32v_store_half(uint16_t *p, f32v x) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+INLINE f32v f32v_load8(const float *p) { return f32v_load(p); }
+INLINE void f32v_store8(float *p, f32v x) { f32v_store(p, x); }
+INLINE f32v f32v_load8_half(const uint16_t *p) { return f32v_load_half(p); }
+INLINE void f32v_store8_half(uint16_t *p, f32v x) { f32v_store_half(p, x); }
+
+INLINE f32v f32v_add(f32v a, f32v b) { return _mm256_add_ps(a, b); }
+INLINE f32v f32v_sub(f32v a, f32v b) { return _mm256_sub_ps(a, b); }
+INLINE f32v f32v_mul(f32v a, f32v b) { return _mm256_mul_ps(a, b); }
+INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE f32v f32v_min(f32v a, f32v b) { return _mm256_min_ps(a, b); }
+INLINE f32v f32v_max(f32v a, f32v b) { return _mm256_max_ps(a, b); }
+INLINE f32v f32v_abs(f32v x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+INLINE f32v f32v_round(f32v x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE f32v f32v_scale2(f32v p, f32v n) {
+    const __m256i exponent_i32x8 = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent_i32x8));
+}
+INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), r);
+}
+
+INLINE float f32v_max_of(f32v x) {
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+INLINE float f32v_sum_of(f32v x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE int f32v_first_not_below(f32v x, float limit) {
+    const __m256 below = _mm256_cmp_ps(f32v_abs(x), _mm256_set1_ps(limit), _CMP_LT_OQ);
+    const int not_below = ~_mm256_movemask_ps(below) & 0xff;
+    return not_below ? __builtin_ctz((unsigned)not_below) : -1;
+}
+
+/* Pairs of rows, pairs of pairs, then the two 128-bit halves. */
+INLINE void f32v_transpose(f32v r[8]) {
+    f32v t[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+    UNROLL for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+INLINE f32v f32v_sums(const f32v r[8]) {
+    const f32v s01 = _mm256_hadd_ps(r[0], r[1]), s23 = _mm256_hadd_ps(r[2], r[3]);
+    const f32v s45 = _mm256_hadd_ps(r[4], r[5]), s67 = _mm256_hadd_ps(r[6], r[7]);
+    const f32v s0123 = _mm256_hadd_ps(s01, s23), s4567 = _mm256_hadd_ps(s45, s67);
+    return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20), _mm256_permute2f128_ps(s0123, s4567, 0x31));
+}

@@ -1,0 +1,86 @@
+/* simd_avx512.h - 16 lanes: avx512 f, bw, vl, dq, vnni. 32 registers: 24 sums, 2 vectors, 1 broadcast. */
+#include <immintrin.h>
+
+#define KVC_LANES 16
+#define KVC_TILE_ROWS 12
+#define KVC_TILE_VECS 2
+#define KVC_DOT_SUMS 16
+
+typedef __m512 f32v;
+
+INLINE f32v f32v_zero(void) { return _mm512_setzero_ps(); }
+INLINE f32v f32v_set1(float x) { return _mm512_set1_ps(x); }
+INLINE f32v f32v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void f32v_store(float *p, f32v x) { _mm512_storeu_ps(p, x); }
+INLINE f32v f32v_load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void f32v_store_half(uint16_t *p, f32v x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+INLINE f32v f32v_load8(const float *p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
+INLINE void f32v_store8(float *p, f32v x) { _mm256_storeu_ps(p, _mm512_castps512_ps256(x)); }
+INLINE f32v f32v_load8_half(const uint16_t *p) {
+    return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE void f32v_store8_half(uint16_t *p, f32v x) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT));
+}
+
+INLINE f32v f32v_add(f32v a, f32v b) { return _mm512_add_ps(a, b); }
+INLINE f32v f32v_sub(f32v a, f32v b) { return _mm512_sub_ps(a, b); }
+INLINE f32v f32v_mul(f32v a, f32v b) { return _mm512_mul_ps(a, b); }
+INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE f32v f32v_min(f32v a, f32v b) { return _mm512_min_ps(a, b); }
+INLINE f32v f32v_max(f32v a, f32v b) { return _mm512_max_ps(a, b); }
+INLINE f32v f32v_abs(f32v x) { return _mm512_abs_ps(x); }
+INLINE f32v f32v_round(f32v x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE f32v f32v_scale2(f32v p, f32v n) { return _mm512_scalef_ps(p, n); }
+INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), r);
+}
+
+INLINE float f32v_max_of(f32v x) { return _mm512_reduce_max_ps(x); }
+INLINE float f32v_sum_of(f32v x) { return _mm512_reduce_add_ps(x); }
+INLINE int f32v_first_not_below(f32v x, float limit) {
+    const __mmask16 not_below = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(limit), _CMP_NLT_UQ);
+    return not_below ? __builtin_ctz(not_below) : -1;
+}
+
+/* Pairs of rows, pairs of pairs, then 128-bit quarters twice. */
+INLINE void f32v_transpose(f32v r[16]) {
+    f32v t[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) { /* r[i + c]: column 4q + c of rows i .. i+3 in quarter q */
+        r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+        r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        t[c] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x88);          /* quarters 0, 2 of rows 0-3, then of 4-7 */
+        t[c + 4] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xdd);      /* quarters 1, 3 */
+        t[c + 8] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0x88); /* the same of rows 8-15 */
+        t[c + 12] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0xdd);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        r[c] = _mm512_shuffle_f32x4(t[c], t[c + 8], 0x88);
+        r[c + 8] = _mm512_shuffle_f32x4(t[c], t[c + 8], 0xdd);
+        r[c + 4] = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0x88);
+        r[c + 12] = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0xdd);
+    }
+}
+INLINE f32v f32v_sums(const f32v r[16]) {
+    f32v t[8], u[4];
+    UNROLL for (int i = 0; i < 8; i++) { /* per quarter: (r0, r1, r0, r1) */
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+    }
+    UNROLL for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */
+        u[i] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44),
+                             _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
+    }
+    const f32v lo = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    const f32v hi = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
+}

@@ -1,0 +1,59 @@
+/* simd_neon.h - 4 lanes: neon, dotprod. 32 registers: 24 sums, 4 vectors, 1 broadcast. */
+#include <arm_neon.h>
+
+#define KVC_LANES 4
+#define KVC_TILE_ROWS 6
+#define KVC_TILE_VECS 4
+#define KVC_DOT_SUMS 16
+
+typedef float32x4_t f32v;
+
+INLINE f32v f32v_zero(void) { return vdupq_n_f32(0.0f); }
+INLINE f32v f32v_set1(float x) { return vdupq_n_f32(x); }
+INLINE f32v f32v_load(const float *p) { return vld1q_f32(p); }
+INLINE void f32v_store(float *p, f32v x) { vst1q_f32(p, x); }
+INLINE f32v f32v_load_half(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE void f32v_store_half(uint16_t *p, f32v x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+INLINE f32v f32v_load8(const float *p) { return f32v_load(p); } /* never reached: 4 lanes never stick out */
+INLINE void f32v_store8(float *p, f32v x) { f32v_store(p, x); }
+INLINE f32v f32v_load8_half(const uint16_t *p) { return f32v_load_half(p); }
+INLINE void f32v_store8_half(uint16_t *p, f32v x) { f32v_store_half(p, x); }
+
+INLINE f32v f32v_add(f32v a, f32v b) { return vaddq_f32(a, b); }
+INLINE f32v f32v_sub(f32v a, f32v b) { return vsubq_f32(a, b); }
+INLINE f32v f32v_mul(f32v a, f32v b) { return vmulq_f32(a, b); }
+INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return vfmaq_f32(c, a, b); }
+INLINE f32v f32v_min(f32v a, f32v b) { return vminq_f32(a, b); }
+INLINE f32v f32v_max(f32v a, f32v b) { return vmaxq_f32(a, b); }
+INLINE f32v f32v_abs(f32v x) { return vabsq_f32(x); }
+INLINE f32v f32v_round(f32v x) { return vrndnq_f32(x); }
+INLINE f32v f32v_scale2(f32v p, f32v n) {
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), vshlq_n_s32(vcvtq_s32_f32(n), 23)));
+}
+INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(r), vcltq_f32(x, limit)));
+}
+
+INLINE float f32v_max_of(f32v x) { return vmaxvq_f32(x); }
+INLINE float f32v_sum_of(f32v x) { return vaddvq_f32(x); }
+INLINE int f32v_first_not_below(f32v x, float limit) {
+    const uint32x4_t below = vcaltq_f32(x, vdupq_n_f32(limit));
+    if (vminvq_u32(below)) return -1;
+    uint32_t lanes[4];
+    vst1q_u32(lanes, below);
+    int i = 0;
+    while (lanes[i]) i++;
+    return i;
+}
+
+INLINE void f32v_transpose(f32v r[4]) {
+    const f32v a = vtrn1q_f32(r[0], r[1]), b = vtrn2q_f32(r[0], r[1]);
+    const f32v c = vtrn1q_f32(r[2], r[3]), d = vtrn2q_f32(r[2], r[3]);
+#define TRN64(n, x, y) vreinterpretq_f32_f64(vtrn##n##q_f64(vreinterpretq_f64_f32(x), vreinterpretq_f64_f32(y)))
+    r[0] = TRN64(1, a, c);
+    r[1] = TRN64(1, b, d);
+    r[2] = TRN64(2, a, c);
+    r[3] = TRN64(2, b, d);
+#undef TRN64
+}
+INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }

@@ -1,0 +1,42 @@
+/* simd_scalar.h - the specification: a vector of one. */
+#include <math.h>
+
+#include "kvc_half.h"
+
+#define KVC_LANES 1
+#define KVC_TILE_ROWS 4
+#define KVC_TILE_VECS 4
+#define KVC_DOT_SUMS 4
+
+typedef float f32v;
+
+INLINE f32v f32v_zero(void) { return 0.0f; }
+INLINE f32v f32v_set1(float x) { return x; }
+INLINE f32v f32v_load(const float *p) { return *p; }
+INLINE void f32v_store(float *p, f32v x) { *p = x; }
+INLINE f32v f32v_load_half(const uint16_t *p) { return kvc_float_of_half(*p); }
+INLINE void f32v_store_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
+INLINE f32v f32v_load8(const float *p) { return *p; } /* never reached: one lane never sticks out */
+INLINE void f32v_store8(float *p, f32v x) { *p = x; }
+INLINE f32v f32v_load8_half(const uint16_t *p) { return kvc_float_of_half(*p); }
+INLINE void f32v_store8_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
+
+INLINE f32v f32v_add(f32v a, f32v b) { return a + b; }
+INLINE f32v f32v_sub(f32v a, f32v b) { return a - b; }
+INLINE f32v f32v_mul(f32v a, f32v b) { return a * b; }
+INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return a * b + c; }
+INLINE f32v f32v_min(f32v a, f32v b) { return a < b ? a : b; }
+INLINE f32v f32v_max(f32v a, f32v b) { return a > b ? a : b; }
+INLINE f32v f32v_abs(f32v x) { return fabsf(x); }
+/* Adding 1.5 * 2^23 leaves no bits below the point; |x| < 2^22. */
+INLINE f32v f32v_round(f32v x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+INLINE f32v f32v_scale2(f32v p, f32v n) {
+    return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)n << 23));
+}
+INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) { return x < limit ? 0.0f : r; }
+
+INLINE float f32v_max_of(f32v x) { return x; }
+INLINE float f32v_sum_of(f32v x) { return x; }
+INLINE int f32v_first_not_below(f32v x, float limit) { return fabsf(x) < limit ? -1 : 0; }
+INLINE void f32v_transpose(f32v rows[KVC_LANES]) { (void)rows; }
+INLINE f32v f32v_sums(const f32v rows[KVC_LANES]) { return rows[0]; }

@@ -1,0 +1,83 @@
+"""What callers hand in, as the arrays that the core takes: one place for every conversion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["as_floats", "as_indices", "as_seq_ids"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+def _as_array(x: Any, name: str) -> npt.NDArray[Any]:
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "__array__") or not hasattr(x, "__dlpack__"):
+        return np.asarray(x)
+    try:
+        return np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+
+
+def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
+    """`x` as a C-contiguous float32 array of `shape`, without a copy where it is one already.
+
+    Args:
+        x: any float array of 16, 32 or 64 bits (bfloat16 from ml_dtypes too), or what has `__array__` or DLPack.
+        shape: the expected shape; `None` stands for any length.
+        name: what to call it in messages.
+
+    Raises:
+        TypeError: not an array of floats.
+        ValueError: another shape.
+    """
+    array = _as_array(x, name)
+    if array.dtype != np.float32:
+        # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            raise TypeError(f"expected {name} of a float dtype, got {array.dtype}")
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+    if array.ndim != len(shape) or any(
+        want is not None and want != got for want, got in zip(shape, array.shape, strict=True)
+    ):
+        wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
+        raise ValueError(f"expected {name} of shape {wanted}, got {array.shape}")
+    return np.ascontiguousarray(array)
+
+
+def _as_integers(x: Any, name: str) -> npt.NDArray[Any]:
+    array = _as_array(x, name)
+    if array.ndim != 1:
+        raise ValueError(f"expected {name} in one dimension, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"expected integer {name}, got {array.dtype}")
+    return array
+
+
+def as_seq_ids(x: Any) -> npt.NDArray[np.uint64]:
+    """Sequence ids, each in [0, 2**64), as uint64 `(n,)`.
+
+    Raises:
+        TypeError, ValueError: not integers, not one-dimensional, a negative id.
+    """
+    array = _as_integers(x, "sequence ids")
+    if array.size and array.dtype.kind == "i" and int(array.min()) < 0:
+        raise ValueError(f"expected sequence ids >= 0, got {int(array.min())}")
+    return np.ascontiguousarray(array, np.uint64)
+
+
+def as_indices(x: Any, name: str) -> npt.NDArray[np.int64]:
+    """Integers as int64 `(n,)`.
+
+    Raises:
+        TypeError, ValueError: not integers, not one-dimensional, beyond int64.
+    """
+    array = _as_integers(x, name)
+    if array.size and array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"expected {name} below 2**63, got {int(array.max())}")
+    return np.ascontiguousarray(array, np.int64)

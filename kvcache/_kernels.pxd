@@ -1,0 +1,78 @@
+"""The kernels as the rest of the library sees them: what a block holds, and what can be done with it.
+
+Everything here runs without the GIL on validated input: block ids inside the arena, first <= stop <= block_size,
+counts that agree. Nothing allocates but attend's caller, who gives attend_scratch_bytes of scratch.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint16_t
+
+
+cdef extern from "kvc.h" nogil:
+    ctypedef enum kvc_format:
+        KVC_F32, KVC_F16, KVC_Q8, KVC_Q4, KVC_Q3, KVC_Q2
+
+    enum:
+        KVC_MAX_BLOCK_SIZE, KVC_MAX_HEAD_DIM
+
+    ctypedef struct kvc_run:        # consecutive tokens in slots [first, stop) of one block
+        int32_t block
+        uint16_t first
+        uint16_t stop
+
+    ctypedef struct kvc_layout:     # how the bytes of one block of one layer lie
+        int32_t block_size
+        int32_t num_heads           # KV heads
+        int32_t head_dim
+        kvc_format key_format
+        kvc_format value_format
+        int32_t rotate_keys         # stored under a Hadamard rotation of the head
+        int32_t rotate_values
+        size_t key_head_bytes       # one KV head's K of one block
+        size_t value_head_bytes
+        size_t block_bytes          # all heads, K and V; a multiple of 64
+
+    ctypedef struct kvc_seq:        # one sequence of an attention call
+        const kvc_run *runs
+        int64_t num_runs
+        int64_t num_tokens          # the sum of the runs
+        int64_t sink_tokens         # these first tokens meet the sink queries
+        int64_t num_queries         # standing on the last tokens
+
+
+# 0, or -1 where the sizes or formats are not supported.
+cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
+                     kvc_format value_format, int rotate_keys, int rotate_values) noexcept nogil
+
+# Float rows (tokens of the runs in order, num_heads, head_dim) into slots and back. NULL: that side is left alone.
+cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
+                     const float *keys, const float *values) noexcept nogil
+cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
+                    float *keys, float *values) noexcept nogil
+
+# The first value that is not finite or that the format cannot hold, or -1.
+cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil
+
+# Moves stored tokens bit for bit. Inside one block the slots may overlap.
+cdef void copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
+                     int32_t dst_block, int dst_slot, int count) noexcept nogil
+
+# softmax(q K^T * scale) V, causal, over the arena of one layer. queries, sink_queries, out: (total_queries,
+# num_query_heads, head_dim). scores: (total tokens), each token's weight summed over queries and query heads.
+# sink_queries and scores may be NULL.
+cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
+                                 int num_query_heads, int num_threads) noexcept nogil
+cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
+                 int num_query_heads, float scale, const float *queries, const float *sink_queries, float *out,
+                 float *scores, void *scratch, int num_threads) noexcept nogil
+
+# What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
+cdef int num_threads() noexcept nogil
+
+# "f32" ... "q2" -> kvc_format; ValueError names the formats there are.
+cdef int format_code(object name) except -1
+
+
+cdef class Layout:
+    """A kvc_layout with a Python face: its sizes as properties."""
+    cdef kvc_layout c
+

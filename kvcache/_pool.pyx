@@ -1,0 +1,157 @@
+"""Block ids, reference counts and the free list: O(1) everything, first freed first reused."""
+
+from libc.stdint cimport int32_t, int64_t
+
+import numpy as np
+
+from kvcache.errors import BlockNotFoundError, OutOfMemoryError
+
+__all__ = ["BlockPool"]
+
+cdef int64_t MAX_BLOCKS = (<int64_t>1 << 31) - 1
+
+
+cdef class BlockPool:
+    """Reference-counted block ids.
+
+    `acquire` hands out free ids with one reference each, `retain` adds a reference, `release` drops one and
+    frees the block with the last. Not thread safe: the owner serialises.
+    """
+
+    def __init__(self, num_blocks):
+        if not isinstance(num_blocks, (int, np.integer)) or isinstance(num_blocks, bool):
+            raise TypeError(f"expected num_blocks to be an int, got {type(num_blocks).__name__}")
+        if not 0 <= num_blocks <= MAX_BLOCKS:
+            raise ValueError(f"expected 0 <= num_blocks <= {MAX_BLOCKS}, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.refs = np.zeros(num_blocks, np.int32)
+        self.ring = np.arange(num_blocks, dtype=np.int32)
+        self.head = 0
+        self.num_free = num_blocks
+
+    cdef int32_t take(self) noexcept nogil:
+        cdef int32_t block = self.ring[self.head]
+        self.head += 1
+        if self.head == self.num_blocks:
+            self.head = 0
+        self.num_free -= 1
+        self.refs[block] = 1
+        self.total_allocations += 1
+        if self.num_blocks - self.num_free > self.peak_used:
+            self.peak_used = self.num_blocks - self.num_free
+        return block
+
+    cdef void retain_(self, int32_t block) noexcept nogil:
+        self.refs[block] += 1
+
+    cdef bint release_(self, int32_t block) noexcept nogil:
+        cdef int64_t tail
+        self.refs[block] -= 1
+        if self.refs[block] > 0:
+            return False
+        tail = <int64_t>self.head + self.num_free
+        if tail >= self.num_blocks:
+            tail -= self.num_blocks
+        self.ring[tail] = block
+        self.num_free += 1
+        self.total_frees += 1
+        return True
+
+    @property
+    def num_used(self):
+        """Blocks with at least one reference; a shared block counts once."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def nbytes(self):
+        """Bytes of this bookkeeping."""
+        return 8 * self.num_blocks
+
+    def acquire(self, n=1):
+        """`n` free blocks, one reference each, as int32 `(n,)`.
+
+        Raises:
+            ValueError: `n` is negative.
+            OutOfMemoryError: fewer than `n` blocks are free; nothing was taken.
+        """
+        if n < 0:
+            raise ValueError(f"expected a count of blocks >= 0, got {n}")
+        if n > self.num_free:
+            raise OutOfMemoryError(n, self.num_free)
+        ids = np.empty(n, np.int32)
+        cdef int32_t[::1] view = ids
+        cdef int32_t i
+        for i in range(<int32_t>n):
+            view[i] = self.take()
+        return ids
+
+    def retain(self, blocks):
+        """One more reference on each of `blocks` (int32 `(n,)`).
+
+        Raises:
+            BlockNotFoundError: one of them is free or out of range; no count has changed.
+        """
+        cdef const int32_t[::1] view = self._used(blocks)
+        cdef Py_ssize_t i
+        for i in range(view.shape[0]):
+            self.retain_(view[i])
+
+    def release(self, blocks):
+        """One reference less on each of `blocks` (int32 `(n,)`); the number of blocks that this freed.
+
+        Raises:
+            BlockNotFoundError: one of them is out of range, or named more often than it is held; no count
+                has changed.
+        """
+        cdef const int32_t[::1] view = self._used(blocks)
+        cdef Py_ssize_t i, undo, freed = 0
+        for i in range(view.shape[0]):
+            # A name that comes twice in `blocks` could pass the check above and still be one too many.
+            if self.refs[view[i]] == 0:
+                for undo in range(i):
+                    self.refs[view[undo]] += 1
+                raise BlockNotFoundError(view[i])
+            self.refs[view[i]] -= 1
+        for i in range(view.shape[0]):
+            self.refs[view[i]] += 1
+        for i in range(view.shape[0]):
+            freed += self.release_(view[i])
+        return freed
+
+    def ref_count(self, block):
+        """References held on `block`; 0 when it is free.
+
+        Raises:
+            BlockNotFoundError: no such id.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise BlockNotFoundError(block)
+        return self.refs[block]
+
+    def ref_counts(self):
+        """References held on every block, int32 `(num_blocks,)`, a copy."""
+        return np.array(self.refs)
+
+    def check(self):
+        """Verify every invariant.
+
+        Raises:
+            AssertionError: naming the broken one.
+        """
+        refs = np.asarray(self.refs)
+        free = np.asarray(self.ring)[(self.head + np.arange(self.num_free)) % max(self.num_blocks, 1)]
+        assert (refs >= 0).all(), "a reference count is negative"
+        assert len(np.unique(free)) == self.num_free, "the free list names a block twice"
+        assert (refs[free] == 0).all(), "a block on the free list has references"
+        assert np.count_nonzero(refs) + self.num_free == self.num_blocks, "free + used != total"
+        assert self.total_allocations - self.total_frees == self.num_used, "allocations - frees != used"
+        assert self.num_used <= self.peak_used <= self.num_blocks, "peak is below what is used, or above all"
+
+    def _used(self, blocks):
+        ids = np.ascontiguousarray(blocks, np.int32)
+        cdef const int32_t[::1] view = ids
+        cdef Py_ssize_t i
+        for i in range(view.shape[0]):
+            if not 0 <= view[i] < self.num_blocks or self.refs[view[i]] == 0:
+                raise BlockNotFoundError(int(view[i]))
+        return ids

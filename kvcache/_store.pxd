@@ -1,0 +1,26 @@
+"""The bytes: one arena per layer, blocks of one layout, and the kernels that write, read and attend over runs."""
+
+from libc.stdint cimport int32_t, int64_t
+
+from kvcache._kernels cimport kvc_layout, kvc_run, kvc_seq
+from kvcache._table cimport SequenceTable
+
+
+cdef class BlockStore:
+    cdef kvc_layout layout
+    cdef readonly int32_t num_layers
+    cdef readonly int32_t num_blocks
+    cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
+    cdef size_t arena_bytes
+    cdef void *scratch                 # of the attention call, grown to the largest so far
+    cdef size_t scratch_bytes
+    cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the attention call
+    cdef int64_t seqs_capacity
+    cdef readonly str key_dtype        # "f32", "f16", "q8", "q4", "q3" or "q2"
+    cdef readonly str value_dtype
+
+    cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
+    cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
+    cdef int reserve_seqs(self, int64_t count) except -1
+    cdef int attend_(self, unsigned char *base, int64_t num_seqs, const float[:, :, ::1] queries,
+                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out, float[::1] scores) except -1

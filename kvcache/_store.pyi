@@ -1,0 +1,70 @@
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._table import Runs, SequenceTable
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+FORMATS: dict[str, int]
+
+class BlockStore:
+    num_layers: int
+    num_blocks: int
+    key_dtype: str
+    value_dtype: str
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        key_dtype: str = "f32",
+        value_dtype: str = "f32",
+        rotate: bool | str = "auto",
+    ) -> None: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def rotated(self) -> tuple[bool, bool]: ...
+    def represent(self, keys: Float32, values: Float32) -> None: ...
+    def write(self, layer: int, runs: Runs, keys: Float32, values: Float32) -> None: ...
+    def read(self, layer: int, runs: Runs) -> tuple[Float32, Float32]: ...
+    def attend(
+        self, layer: int, runs: Runs, queries: Float32, scale: float, out: Float32, scores: Float32 | None = None
+    ) -> None: ...
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None: ...
+    def move_slots(self, moves: Int32) -> None: ...
+    def write_sequence(
+        self, table: SequenceTable, layer: int, seq_id: int, start: int, keys: Float32, values: Float32
+    ) -> None: ...
+    def write_batch(
+        self, table: SequenceTable, layer: int, seq_ids: UInt64, keys: Float32, values: Float32
+    ) -> None: ...
+    def read_sequence(
+        self, table: SequenceTable, layer: int, seq_id: int, start: int, stop: int
+    ) -> tuple[Float32, Float32]: ...
+    def attend_sequences(
+        self,
+        table: SequenceTable,
+        layer: int,
+        seq_ids: UInt64,
+        query_lens: Int64 | None,
+        queries: Float32,
+        sink_queries: Float32 | None,
+        scale: float,
+        out: Float32,
+        scores: Float32 | None = None,
+    ) -> None: ...
+    def carry_out(self, table: SequenceTable) -> None: ...

@@ -1,0 +1,399 @@
+"""BlockStore: the arena of every layer, and the kernels over it.
+
+It knows bytes and runs, nothing of ids, references or sequences' names; those are the table's and the pool's.
+Values are checked here, once, before the first byte changes: what a format cannot hold never gets in.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcpy
+
+from kvcache cimport _kernels
+from kvcache._kernels cimport kvc_format, kvc_run, kvc_seq
+from kvcache._table cimport SequenceTable
+
+import numpy as np
+
+from kvcache._table import RUN
+from kvcache.errors import OutOfMemoryError
+
+__all__ = ["FORMATS", "BlockStore"]
+
+cdef extern from "sys/mman.h" nogil:
+    void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
+    int munmap(void *addr, size_t length)
+    int madvise(void *addr, size_t length, int advice)
+    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MADV_HUGEPAGE
+    void *MAP_FAILED
+
+FORMATS = {"f32": 0, "f16": 1, "q8": 2, "q4": 3, "q3": 4, "q2": 5}
+
+
+def _format(name, what):
+    if name not in FORMATS:
+        raise ValueError(f"expected {what} to be one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]
+
+
+def _rotation(rotate, head_dim, quantised):
+    """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
+    power_of_two = head_dim & (head_dim - 1) == 0
+    if rotate is True and not power_of_two:
+        raise ValueError(f"expected a head_dim that is a power of two for rotate=True, got {head_dim}")
+    if rotate not in (True, False, "auto"):
+        raise ValueError(f'expected rotate to be True, False or "auto", got {rotate!r}')
+    return int(bool(rotate) and quantised and power_of_two)
+
+
+cdef class BlockStore:
+    """K and V of `num_blocks` blocks in `num_layers` layers.
+
+    Args:
+        num_layers, num_blocks: how many; the memory is mapped at once and touched when first written.
+        block_size: tokens per block, 1 to 256.
+        num_heads: KV heads.
+        head_dim: a multiple of 8, at most 256.
+        key_dtype, value_dtype: storage formats, keys of `FORMATS`.
+        rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
+
+    Raises:
+        ValueError: a size or format that is not supported.
+        OutOfMemoryError: the system refuses the memory (in bytes).
+    """
+
+    def __init__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
+                 value_dtype="f32", rotate="auto"):
+        cdef kvc_format key_format = <kvc_format><int>_format(key_dtype, "key_dtype")
+        cdef kvc_format value_format = <kvc_format><int>_format(value_dtype, "value_dtype")
+        if not 1 <= block_size <= 256:
+            raise ValueError(f"expected 1 <= block_size <= 256, got {block_size}")
+        if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
+            raise ValueError(f"expected head_dim to be a multiple of 8, at most 256, got {head_dim}")
+        if num_heads < 1 or num_layers < 1 or num_blocks < 0:
+            raise ValueError(
+                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, got {num_heads}, {num_layers}, {num_blocks}"
+            )
+        if _kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
+                                _rotation(rotate, head_dim, key_dtype[0] == "q"),
+                                _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
+            raise ValueError(f"expected a supported layout, got head_dim {head_dim} with {key_dtype} and {value_dtype}")
+        self.num_layers, self.num_blocks = num_layers, num_blocks
+        self.key_dtype, self.value_dtype = key_dtype, value_dtype
+        size = int(self.layout.block_bytes) * num_blocks * num_layers
+        cdef void *arena = MAP_FAILED
+        if size < 1 << 62:
+            self.arena_bytes = size
+            # A mapping of no bytes is an error to the system and nothing unusual to us.
+            arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        if arena == MAP_FAILED:
+            raise OutOfMemoryError(size, 0, "bytes")
+        madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
+        self.arena = <unsigned char *>arena
+
+    def __dealloc__(self):
+        if self.arena != NULL:
+            munmap(self.arena, max(self.arena_bytes, <size_t>1))
+        free(self.scratch)
+        free(self.seqs)
+
+    # -- shape ----------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.layout.block_size
+
+    @property
+    def num_heads(self):
+        """KV heads."""
+        return self.layout.num_heads
+
+    @property
+    def head_dim(self):
+        """Channels per head."""
+        return self.layout.head_dim
+
+    @property
+    def block_bytes(self):
+        """Bytes of K and V of one block in all layers."""
+        return int(self.layout.block_bytes) * self.num_layers
+
+    @property
+    def nbytes(self):
+        """Bytes of K and V of all blocks in all layers."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def rotated(self):
+        """`(keys, values)`: whether rows are stored under a Hadamard rotation."""
+        return bool(self.layout.rotate_keys), bool(self.layout.rotate_values)
+
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def represent(self, keys, values):
+        """Raise unless every value can be stored.
+
+        Raises:
+            ValueError: NaN, an infinity, or a magnitude that the format cannot hold; names where.
+        """
+        self.represent_(keys, values)
+
+    def write(self, layer, runs, keys, values):
+        """Store rows at `runs`.
+
+        Args:
+            layer: in [0, num_layers).
+            runs: dtype `RUN` `(r,)`.
+            keys, values: float32 `(n, num_heads, head_dim)`, n the slots in `runs`.
+
+        Raises:
+            IndexError, ValueError: no such layer; runs outside the arena, another number of rows; values that
+                the format cannot hold.
+        """
+        cdef unsigned char *base = self.layer_base(layer)
+        cdef const kvc_run[::1] view = self._runs(runs, keys.shape[0])
+        cdef const float[:, :, ::1] k = keys
+        cdef const float[:, :, ::1] v = values
+        self.represent_(k, v)
+        if view.shape[0]:
+            with nogil:
+                _kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+
+    def read(self, layer, runs):
+        """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32 `(n, num_heads, head_dim)` each.
+
+        Raises:
+            IndexError, ValueError: no such layer; runs outside the arena.
+        """
+        cdef unsigned char *base = self.layer_base(layer)
+        n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
+        cdef const kvc_run[::1] view = self._runs(runs, n)
+        keys, values = self._rows(n), self._rows(n)
+        cdef float[:, :, ::1] k = keys
+        cdef float[:, :, ::1] v = values
+        if n:
+            with nogil:
+                _kernels.read_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+        return keys, values
+
+    def attend(self, layer, runs, queries, scale, out, scores=None):
+        """Causal attention of the last tokens of one list of runs; see `attend_sequences` for the shapes."""
+        cdef unsigned char *base = self.layer_base(layer)
+        cdef const kvc_run[::1] view = self._runs(runs, None)
+        lengths = runs["stop"].astype(np.int64) - runs["first"]
+        self.reserve_seqs(1)
+        self.seqs[0].runs = &view[0] if view.shape[0] else NULL
+        self.seqs[0].num_runs, self.seqs[0].num_tokens = view.shape[0], lengths.sum()
+        self.seqs[0].sink_tokens, self.seqs[0].num_queries = 0, queries.shape[0]
+        self.attend_(base, 1, queries, None, scale, out, scores)
+
+    def copy_blocks(self, sources, targets):
+        """Copy whole blocks in every layer, in order.
+
+        Args:
+            sources, targets: int32 `(n,)` block ids in range; the owner has checked them.
+        """
+        cdef const int32_t[::1] src = sources
+        cdef const int32_t[::1] dst = targets
+        cdef Py_ssize_t size = self.layout.block_bytes
+        cdef unsigned char *base
+        cdef int64_t i, layer
+        for layer in range(self.num_layers):
+            base = self.layer_base(layer)
+            with nogil:
+                for i in range(src.shape[0]):
+                    memcpy(base + dst[i] * size, base + src[i] * size, size)
+
+    def move_slots(self, moves):
+        """Move tokens bit for bit in every layer, in order.
+
+        Args:
+            moves: int32 `(n, 5)`: source block, source slot, target block, target slot, tokens.
+        """
+        cdef const int32_t[:, ::1] view = moves
+        cdef unsigned char *base
+        cdef int64_t i, layer
+        for layer in range(self.num_layers):
+            base = self.layer_base(layer)
+            with nogil:
+                for i in range(view.shape[0]):
+                    _kernels.copy_slots(&self.layout, base, view[i, 0], view[i, 1], view[i, 2], view[i, 3], view[i, 4])
+
+    # -- sequences of a table -------------------------------------------------------------------------------
+
+    def write_sequence(self, SequenceTable table not None, layer, uint64_t seq_id, start, keys, values):
+        """Store rows at tokens `start`.. of a sequence, copying shared blocks first.
+
+        Args:
+            keys, values: float32 `(n, num_heads, head_dim)`; `start + n` at most the sequence's length.
+
+        Raises:
+            as `write`, and OutOfMemoryError: too few blocks are free for the copies.
+        """
+        cdef unsigned char *base = self.layer_base(layer)
+        cdef const float[:, :, ::1] k = keys
+        cdef const float[:, :, ::1] v = values
+        cdef int64_t first = start, count = k.shape[0], num_runs
+        cdef int32_t row = table.row_of(seq_id)
+        self.represent_(k, v)
+        table.own_(row, first, first + count)
+        self.carry_out(table)
+        num_runs = table.slice_(row, first, first + count)
+        if num_runs:
+            with nogil:
+                _kernels.write_runs(&self.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])
+
+    def write_batch(self, SequenceTable table not None, layer, const uint64_t[::1] seq_ids, keys, values):
+        """Store one row each at the last tokens of many sequences; `keys`, `values` `(len(seq_ids), heads, dim)`.
+
+        Raises:
+            as `write_sequence`; ValueError also for a sequence without tokens or named twice. All or nothing,
+            but for copies of shared blocks, which change no sequence's content.
+        """
+        cdef unsigned char *base = self.layer_base(layer)
+        cdef const float[:, :, ::1] k = keys
+        cdef const float[:, :, ::1] v = values
+        cdef int64_t i, n = seq_ids.shape[0], last
+        cdef int32_t row
+        self.represent_(k, v)
+        rows = np.empty(n, np.int32)
+        cdef int32_t[::1] row_view = rows
+        for i in range(n):
+            row_view[i] = table.row_of(seq_ids[i])
+            if table.seqs[row_view[i]].num_tokens == 0:
+                raise ValueError(f"expected sequences with tokens, got an empty one: {seq_ids[i]}")
+        if len(np.unique(rows)) != n:
+            raise ValueError("expected each sequence once, got one twice")
+        for i in range(n):
+            last = table.seqs[row_view[i]].num_tokens
+            table.own_(row_view[i], last - 1, last)
+            self.carry_out(table)
+        for i in range(n):
+            row = row_view[i]
+            last = table.seqs[row].num_tokens
+            table.slice_(row, last - 1, last)
+            _kernels.write_runs(&self.layout, base, table.cut, 1, &k[i, 0, 0], &v[i, 0, 0])
+
+    def read_sequence(self, SequenceTable table not None, layer, uint64_t seq_id, start, stop):
+        """Tokens `start`..`stop` of a sequence as `(keys, values)`, float32 `(n, num_heads, head_dim)` each."""
+        cdef unsigned char *base = self.layer_base(layer)
+        cdef int64_t num_runs = table.slice_(table.row_of(seq_id), start, stop)
+        keys, values = self._rows(stop - start), self._rows(stop - start)
+        cdef float[:, :, ::1] k = keys
+        cdef float[:, :, ::1] v = values
+        if num_runs:
+            with nogil:
+                _kernels.read_runs(&self.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])
+        return keys, values
+
+    def attend_sequences(self, SequenceTable table not None, layer, const uint64_t[::1] seq_ids, query_lens,
+                         queries, sink_queries, scale, out, scores=None):
+        """softmax(q K^T scale) V over the blocks of several sequences, causal, in one call.
+
+        Args:
+            query_lens: int64 `(len(seq_ids),)` or None for one query each; a sequence's queries stand on its
+                last tokens.
+            queries: float32 `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of
+                num_heads.
+            sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
+            out: like `queries`, written.
+            scores: float32 `(total tokens,)`, written with each token's attention mass; or None.
+        """
+        cdef unsigned char *base = self.layer_base(layer)
+        cdef const int64_t[::1] lens
+        cdef int64_t i, n = seq_ids.shape[0], total = n
+        self.reserve_seqs(n)
+        if query_lens is None:
+            for i in range(n):
+                table.describe(table.row_of(seq_ids[i]), 1, &self.seqs[i])
+        else:
+            lens = query_lens
+            if lens.shape[0] != n:
+                raise ValueError(f"expected {n} query_lens, got {lens.shape[0]}")
+            total = 0
+            for i in range(n):
+                table.describe(table.row_of(seq_ids[i]), lens[i], &self.seqs[i])
+                if not 0 <= lens[i] <= self.seqs[i].num_tokens:
+                    raise ValueError(f"expected 0 to {self.seqs[i].num_tokens} queries for sequence {seq_ids[i]}, "
+                                     f"got {lens[i]}")
+                total += lens[i]
+        if total != queries.shape[0]:
+            raise ValueError(f"expected {total} queries, got {queries.shape[0]}")
+        self.attend_(base, n, queries, sink_queries, scale, out, scores)
+
+    def carry_out(self, SequenceTable table not None):
+        """Copy what the table's copy-on-write has ordered."""
+        if table.num_copies:
+            self.copy_blocks(*table.take_copies())
+
+    # -- below the shell ------------------------------------------------------------------------------------
+
+    def _rows(self, n):
+        return np.empty((n, self.layout.num_heads, self.layout.head_dim), np.float32)
+
+    def _runs(self, runs, rows):
+        if runs.dtype != RUN or runs.ndim != 1:
+            raise ValueError(f"expected runs of dtype {RUN}, got {runs.dtype}")
+        if len(runs) and not (
+            (runs["block"] >= 0).all() and (runs["block"] < self.num_blocks).all()
+            and (runs["first"] < runs["stop"]).all() and (runs["stop"] <= self.layout.block_size).all()
+        ):
+            raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
+        if rows is not None and int((runs["stop"].astype(np.int64) - runs["first"]).sum()) != rows:
+            raise ValueError(f"expected as many rows as slots, got {rows}")
+        return np.ascontiguousarray(runs)
+
+    cdef unsigned char *layer_base(self, int64_t layer) except NULL:
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"expected a layer in [0, {self.num_layers}), got {layer}")
+        return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
+
+    cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
+        cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
+        if keys.shape[0] != values.shape[0] or keys.shape[1] != self.layout.num_heads \
+                or keys.shape[2] != self.layout.head_dim or values.shape[1] != keys.shape[1] \
+                or values.shape[2] != keys.shape[2]:
+            raise ValueError(f"expected rows of shape ({self.layout.num_heads}, {self.layout.head_dim})")
+        if n == 0:
+            return 0
+        for what, name in ((0, "keys"), (1, "values")):
+            with nogil:
+                if what == 0:
+                    bad = _kernels.check_representable(&keys[0, 0, 0], n, self.layout.key_format)
+                else:
+                    bad = _kernels.check_representable(&values[0, 0, 0], n, self.layout.value_format)
+            if bad >= 0:
+                row = bad // (keys.shape[1] * keys.shape[2])
+                value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
+                dtype = self.key_dtype if what == 0 else self.value_dtype
+                raise ValueError(f"expected {name} that {dtype} can hold, got {value} in row {row}")
+        return 0
+
+    cdef int reserve_seqs(self, int64_t count) except -1:
+        if count <= self.seqs_capacity:
+            return 0
+        cdef kvc_seq *seqs = <kvc_seq *>realloc(self.seqs, count * sizeof(kvc_seq))
+        if seqs == NULL:
+            raise MemoryError(f"no memory for {count} sequences")
+        self.seqs, self.seqs_capacity = seqs, count
+        return 0
+
+    cdef int attend_(self, unsigned char *base, int64_t num_seqs, const float[:, :, ::1] queries,
+                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out, float[::1] scores) except -1:
+        cdef int heads = <int>queries.shape[1], threads = _kernels.num_threads()
+        if queries.shape[0] == 0 or num_seqs == 0:
+            return 0
+        cdef size_t size = _kernels.attend_scratch_bytes(&self.layout, self.seqs, num_seqs, heads, threads)
+        if size > self.scratch_bytes:
+            free(self.scratch)
+            self.scratch_bytes = 0
+            self.scratch = malloc(size)
+            if self.scratch == NULL:
+                raise OutOfMemoryError(size, 0, "bytes")
+            self.scratch_bytes = size
+        cdef const float *sinks = &sink_queries[0, 0, 0] if sink_queries is not None else NULL
+        cdef float *mass = &scores[0] if scores is not None and scores.shape[0] else NULL
+        with nogil:
+            _kernels.attend(&self.layout, base, self.seqs, num_seqs, heads, scale, &queries[0, 0, 0], sinks,
+                            &out[0, 0, 0], mass, self.scratch, threads)
+        return 0

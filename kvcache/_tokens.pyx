@@ -1,0 +1,85 @@
+"""Any one-dimensional integer array-like as a uint32 array; see _tokens.pxd."""
+
+cimport numpy as cnp
+from cpython.list cimport PyList_CheckExact
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.object cimport PyObject
+from cpython.tuple cimport PyTuple_CheckExact
+from libc.stdint cimport uint32_t
+
+import operator
+
+import numpy as np
+
+cnp.import_array()
+
+cdef extern from "Python.h":
+    Py_ssize_t PySequence_Fast_GET_SIZE(object)
+    PyObject** PySequence_Fast_ITEMS(object)
+
+cdef object BOOLS = (bool, np.bool_)
+
+
+cdef cnp.ndarray uint32_tokens(object tokens):
+    if (
+        isinstance(tokens, np.ndarray)
+        and cnp.PyArray_TYPE(<cnp.ndarray>tokens) == cnp.NPY_UINT32
+        and cnp.PyArray_NDIM(<cnp.ndarray>tokens) == 1
+        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>tokens)
+    ):
+        return tokens
+    if PyList_CheckExact(tokens) or PyTuple_CheckExact(tokens):
+        return from_sequence(tokens)
+    if isinstance(tokens, (list, tuple, range)):
+        return from_sequence(list(tokens))
+    return from_array(np.asarray(tokens))
+
+
+cdef cnp.ndarray from_sequence(object tokens):
+    """A list or tuple, item by item: several times faster than NumPy, which looks twice at each."""
+    cdef Py_ssize_t i, n = PySequence_Fast_GET_SIZE(tokens)
+    cdef cnp.npy_intp size = n
+    cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_UINT32, 0)
+    cdef uint32_t* ids = <uint32_t*>cnp.PyArray_DATA(out)
+    cdef object item
+    cdef long long number
+    cdef int overflow = 0
+    for i in range(n):
+        if PySequence_Fast_GET_SIZE(tokens) != n:
+            raise ValueError("expected a list of tokens that stays as it is, got one that changed its length")
+        item = <object>PySequence_Fast_ITEMS(tokens)[i]
+        if not PyLong_CheckExact(item):
+            item = whole_number(item)
+        number = PyLong_AsLongLongAndOverflow(item, &overflow)
+        if overflow or not 0 <= number <= 0xFFFFFFFF:
+            raise ValueError(f"expected token ids in [0, 2**32), got {item} at position {i}")
+        ids[i] = <uint32_t>number
+    return out
+
+
+cdef object whole_number(object item):
+    """An integer of another type (NumPy's) as int; bools, floats and the rest are refused."""
+    if not isinstance(item, BOOLS) and hasattr(item, "__index__"):
+        return operator.index(item)
+    raise TypeError(f"expected token ids as integers, got {type(item).__name__}")
+
+
+cdef cnp.ndarray from_array(cnp.ndarray array):
+    if array.ndim != 1:
+        raise ValueError(f"expected a one-dimensional sequence of tokens, got {array.ndim} dimensions")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"expected token ids as integers, got dtype {array.dtype}")
+    if array.dtype.itemsize > 4 or array.dtype.kind == "i":
+        if array.size and not (array.min() >= 0 and array.max() <= 0xFFFFFFFF):
+            raise ValueError(f"expected token ids in [0, 2**32), got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+def as_tokens(tokens):
+    """`tokens` as a C-contiguous uint32 array, shape (num_tokens,).
+
+    Takes any one-dimensional array-like of integers in [0, 2**32): a uint32 array is returned as it is,
+    without a copy. TypeError for bools, floats and anything else that is no integer, ValueError for an id
+    out of range or more than one dimension.
+    """
+    return uint32_tokens(tokens)

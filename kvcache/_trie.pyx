@@ -1,0 +1,367 @@
+"""The operations of the token trie; see _trie.pxd and, for the drawing, _nodes.pxd."""
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t, uint32_t
+from libc.string cimport memcmp, memcpy
+
+from kvcache._nodes cimport NodeTable, node_t
+from kvcache._tokens cimport uint32_tokens
+from kvcache._trie_check cimport check_nodes
+
+import numpy as np
+
+from kvcache.errors import InvalidOperationError
+
+cnp.import_array()
+
+
+cdef inline Py_ssize_t common_prefix(const uint32_t* a, const uint32_t* b, Py_ssize_t n) noexcept nogil:
+    """Tokens before the first difference. memcmp passes over equal stretches at the speed of memory."""
+    cdef Py_ssize_t i = 0
+    while i + 1024 <= n and memcmp(a + i, b + i, 1024 * sizeof(uint32_t)) == 0:
+        i += 1024
+    while i + 32 <= n and memcmp(a + i, b + i, 32 * sizeof(uint32_t)) == 0:
+        i += 32
+    while i < n and a[i] == b[i]:
+        i += 1
+    return i
+
+
+cdef inline cnp.ndarray new_values(Py_ssize_t n):
+    cdef cnp.npy_intp size = n
+    return cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
+
+
+cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
+    return <int32_t*>cnp.PyArray_DATA(array)
+
+
+cdef cnp.ndarray int32_values(object values):
+    """Values as a C-contiguous int32 array; without a copy where they are one."""
+    cdef cnp.ndarray array = np.asarray(values)
+    if array.size == 0:
+        return new_values(0)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"expected integers as values, got dtype {array.dtype}")
+    if array.dtype != np.int32 and not (array.min() >= -(2**31) and array.max() < 2**31):
+        raise ValueError(f"expected values in [-2**31, 2**31), got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+cdef class TokenTrie(NodeTable):
+    """A radix tree from token sequences to the pages that cache them, exact to the token.
+
+    Every `page_size` tokens (1 to 256) carry one int32 value, say a block id. Tokens are any one-dimensional
+    integers in [0, 2**32); uint32 arrays are read without a copy. Several roots keep namespaces apart.
+
+    A node id comes from `match`, `lookup` or `insert` and is good until the next call that changes the trie;
+    while it is pinned or marked, until it is unpinned or unmarked. After the radix cache of SGLang (Zheng et
+    al., 2024, arXiv:2312.07104), with exact matches inside pages and eviction in O(log n).
+    """
+
+    # ------------------------------------------------------------------ below the shell
+
+    cdef walk_t walk(self, int32_t root, const uint32_t* tokens, Py_ssize_t n) noexcept nogil:
+        cdef walk_t at = walk_t(node=root, length=0)
+        cdef int32_t child
+        cdef Py_ssize_t edge, same
+        while at.length < n:
+            child = self.children.find(at.node, tokens[at.length])
+            if child < 0:
+                break
+            edge = self.nodes[child].end - self.nodes[child].begin
+            same = common_prefix(self.tokens(child), tokens + at.length, min(edge, n - at.length))
+            at.node = child
+            at.length += same
+            if same < edge:
+                break
+        return at
+
+    cdef void gather(self, walk_t at, int32_t* out) noexcept nogil:
+        cdef int32_t id = at.node
+        cdef Py_ssize_t first, last = at.length // self.page_size
+        while last > 0:
+            first = self.nodes[id].begin // self.page_size
+            memcpy(out + first, self.values(id), (last - first) * sizeof(int32_t))
+            last = first
+            id = self.nodes[id].parent
+
+    cdef int32_t partial(self, walk_t at) noexcept nogil:
+        cdef int32_t id = at.node
+        cdef Py_ssize_t page = at.length // self.page_size
+        if at.length % self.page_size == 0:
+            return -1
+        while self.nodes[id].end < (page + 1) * self.page_size:
+            id = self.nodes[id].child
+        return self.values(id)[page - self.nodes[id].begin // self.page_size]
+
+    cdef int32_t put(
+        self, int32_t root, const uint32_t* tokens, Py_ssize_t n, const int32_t* values, Py_ssize_t* existing
+    ) except -1 nogil:
+        cdef walk_t at = self.walk(root, tokens, n)
+        cdef int32_t id = at.node, upper, above
+        cdef node_t* node
+        existing[0] = at.length // self.page_size
+        if at.length < self.nodes[id].end:
+            id = self.split(id, at.length)
+        if at.length < n:
+            node = &self.nodes[id]
+            tokens += at.length
+            values += existing[0]
+            if node.parent >= 0 and node.child < 0 and node.pins == 0 and not node.marked:
+                self.extend(id, tokens, n, values)
+            else:
+                id = self.attach(id, tokens, n, values)
+        self.stamp_path(id)
+        # The path was walked token by token, so joining what is no fork any more costs no more than that.
+        upper = self.nodes[id].parent
+        while upper >= 0:
+            above = self.nodes[upper].parent
+            self.join(upper, n)
+            upper = above
+        return id
+
+    cdef Py_ssize_t free_pages(self, Py_ssize_t count, int32_t* out) noexcept nogil:
+        cdef Py_ssize_t freed = 0, pages
+        cdef int32_t leaf = self.leaves.top(), waiting = -1
+        cdef bint keep
+        while freed < count and leaf >= 0:
+            keep = self.guarded(leaf)
+            pages = min(count - freed, self.pages(leaf) - keep)
+            if pages > 0:
+                self.shrink(leaf, pages, out + freed)
+                freed += pages
+            if keep and freed < count:
+                # Nothing more to take here as long as the pin above lasts; it comes back after this call.
+                self.leaves.drop(leaf)
+                self.nodes[leaf].queue = waiting
+                waiting = leaf
+            leaf = self.leaves.top()
+        while waiting >= 0:
+            self.list_leaf(waiting)
+            waiting = self.nodes[waiting].queue
+        return freed
+
+    cdef Py_ssize_t cut(self, int32_t leaf, int32_t* out) noexcept nogil:
+        cdef Py_ssize_t freed = 0, pages
+        cdef bint keep = False
+        while leaf >= 0 and not keep and self.nodes[leaf].pins == 0 and not self.nodes[leaf].marked:
+            keep = self.guarded(leaf)
+            pages = self.pages(leaf) - keep
+            if pages > 0:
+                leaf = self.shrink(leaf, pages, out + freed)
+                freed += pages
+        return freed
+
+    cdef void add_pins(self, int32_t id, int32_t count) noexcept nogil:
+        cdef int32_t leaf = id
+        self.nodes[id].held += count
+        while id >= 0:
+            self.nodes[id].pins += count
+            id = self.nodes[id].parent
+        self.list_leaf(leaf)
+
+    # ------------------------------------------------------------------ the shell
+
+    cdef int32_t _node(self, object node) except -1:
+        cdef Py_ssize_t id = node
+        if not 0 <= id < self.used or self.nodes[id].begin < 0:
+            raise ValueError(f"expected the id of a node in the trie, got {node}")
+        return <int32_t>id
+
+    cdef int32_t _root(self, object root) except -1:
+        cdef int32_t id = self._node(root)
+        if self.nodes[id].parent >= 0:
+            raise ValueError(f"expected the id of a root, got {root}")
+        return id
+
+    def add_root(self):
+        """A new, empty namespace; returns its root's id."""
+        return self.new_root()
+
+    def match(self, root, tokens):
+        """`(node, length)`: the longest cached prefix of `tokens`, to the token, and the node it ends in."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef walk_t at = self.walk(self._root(root), <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
+        return at.node, at.length
+
+    def lookup(self, root, tokens):
+        """`(node, length, values, partial)`: a match and the pages behind it.
+
+        `values` is int32, shape (length // page_size,), one for each full page. If the match ends inside a
+        page, `partial` is the value of one page that begins with these tokens, else -1.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef walk_t at = self.walk(self._root(root), <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
+        cdef cnp.ndarray values = new_values(at.length // self.page_size)
+        self.gather(at, int32s(values))
+        return at.node, at.length, values, self.partial(at)
+
+    def insert(self, root, tokens, values):
+        """`(node, num_existing_pages)`: cache `tokens`, a multiple of the page size, with a value per page.
+
+        Pages that are there keep their value: the first `num_existing_pages` of `values` are the caller's to
+        release. `node` ends exactly behind the tokens. Counts as a use of the whole path. ValueError if the
+        lengths do not fit.
+        """
+        cdef int32_t top = self._root(root), id
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef cnp.ndarray pages = int32_values(values)
+        cdef Py_ssize_t n = ids.shape[0], existing = 0
+        if n % self.page_size:
+            raise ValueError(f"expected a multiple of {self.page_size} tokens, got {n}")
+        if pages.ndim != 1 or pages.shape[0] != n // self.page_size:
+            raise ValueError(f"expected {n // self.page_size} values, one per page, got shape {np.shape(pages)}")
+        id = self.put(top, <uint32_t*>cnp.PyArray_DATA(ids), n, int32s(pages), &existing)
+        return id, existing
+
+    def touch(self, node, length=None):
+        """Use `node` and all above it; with `length`, only the full pages of its first `length` tokens."""
+        cdef int32_t id = self._node(node)
+        cdef Py_ssize_t depth = self.nodes[id].end
+        if length is not None:
+            depth = length
+            if not 0 <= depth <= self.nodes[id].end:
+                raise ValueError(f"expected a length in [0, {self.nodes[id].end}], got {length}")
+            depth -= depth % self.page_size
+            while depth <= self.nodes[id].begin and self.nodes[id].parent >= 0:
+                id = self.nodes[id].parent
+            if depth < self.nodes[id].end:
+                id = self.split(id, depth)
+        self.stamp_path(id)
+
+    def pin(self, node):
+        """Keep `node` and all above it, with their values, until `unpin(node)`.
+
+        If the node ends inside a page, one page that completes it stays as well.
+        """
+        self.add_pins(self._node(node), 1)
+
+    def unpin(self, node):
+        """Undo one `pin(node)`. InvalidOperationError if there is none."""
+        cdef int32_t id = self._node(node)
+        if self.nodes[id].held == 0:
+            raise InvalidOperationError(f"expected a pinned node, got node {node} without pins")
+        self.add_pins(id, -1)
+
+    def evict(self, num_pages):
+        """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
+
+        The least recently used leaf goes first, from its tail page by page; pinned nodes stay.
+        """
+        cdef Py_ssize_t count = num_pages
+        if count < 0:
+            raise ValueError(f"expected a number of pages, got {num_pages}")
+        cdef cnp.ndarray freed = new_values(min(count, self.num_pages))
+        count = self.free_pages(freed.shape[0], int32s(freed))
+        return freed if count == freed.shape[0] else freed[:count].copy()
+
+    def remove(self, root, tokens):
+        """Forget `tokens` and free what no other cached sequence, mark or pin needs; returns the values.
+
+        Only a sequence that ends here is forgotten: a mark at the last token, or a leaf.
+        """
+        cdef int32_t top = self._root(root)
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
+        if at.length < ids.shape[0] or at.length < self.nodes[at.node].end or at.node == top:
+            return new_values(0)
+        self.num_entries -= self.nodes[at.node].marked
+        self.nodes[at.node].marked = 0
+        return self._cut(at.node)
+
+    def _cut(self, node):
+        """`cut` from `node` if it is a leaf, into an array of the right size."""
+        cdef int32_t id = self._node(node)
+        if self.nodes[id].child >= 0:
+            return new_values(0)
+        cdef cnp.ndarray freed = new_values(self.nodes[id].end // self.page_size)
+        return freed[: self.cut(id, int32s(freed))].copy()
+
+    def _empty(self, root):
+        """All values below `root`, which is left empty; pins and marks do not count."""
+        cdef int32_t top = self._root(root), id = top, parent
+        cdef list parts = []
+        cdef cnp.ndarray values
+        while True:
+            while self.nodes[id].child >= 0:
+                id = self.nodes[id].child
+            if id == top:
+                break
+            parent = self.nodes[id].parent
+            values = new_values(self.pages(id))
+            memcpy(int32s(values), self.values(id), self.pages(id) * sizeof(int32_t))
+            parts.append(values)
+            self.num_pages -= self.pages(id)
+            self.num_entries -= self.nodes[id].marked
+            self.trim(id, self.nodes[id].begin)
+            id = parent
+        self.nodes[top].pins = self.nodes[top].held = 0
+        return np.concatenate(parts) if parts else new_values(0)
+
+    def drop_root(self, root):
+        """Drop a namespace with all it caches, also what is pinned; returns the values."""
+        freed = self._empty(root)
+        self.give(self._root(root))
+        return freed
+
+    def clear(self):
+        """Empty every namespace, also what is pinned; the roots stay. Returns the values."""
+        cdef Py_ssize_t id
+        parts = [self._empty(id) for id in self.roots()]
+        return np.concatenate(parts) if parts else new_values(0)
+
+    # ------------------------------------------------------------------ what is inside
+
+    def roots(self):
+        """The ids of all roots, ascending."""
+        cdef Py_ssize_t id
+        return [id for id in range(self.used) if self.nodes[id].begin >= 0 and self.nodes[id].parent < 0]
+
+    def leaf_ids(self):
+        """The ids of all leaves, ascending; each is the end of one cached sequence."""
+        cdef Py_ssize_t id
+        return [
+            id
+            for id in range(self.used)
+            if self.nodes[id].begin >= 0 and self.nodes[id].parent >= 0 and self.nodes[id].child < 0
+        ]
+
+    def path(self, node):
+        """`(root, tokens, values)`: the sequence that ends with `node`, uint32 and int32."""
+        cdef int32_t id = self._node(node)
+        cdef cnp.npy_intp n = self.nodes[id].end
+        cdef cnp.ndarray tokens = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT32, 0)
+        cdef cnp.ndarray values = new_values(n // self.page_size)
+        self.gather(walk_t(node=id, length=n), int32s(values))
+        while self.nodes[id].parent >= 0:
+            n = self.nodes[id].begin
+            memcpy(
+                <uint32_t*>cnp.PyArray_DATA(tokens) + n,
+                self.tokens(id),
+                (self.nodes[id].end - n) * sizeof(uint32_t),
+            )
+            id = self.nodes[id].parent
+        return id, tokens, values
+
+    def num_pins(self, node):
+        """Pins on `node` and below."""
+        return self.nodes[self._node(node)].pins
+
+    @property
+    def num_nodes(self):
+        """Nodes in use, roots included."""
+        return self.used - self.num_free
+
+    @property
+    def nbytes(self):
+        """Bytes of memory that the trie holds: records, tokens, values, children and candidates."""
+        return self.capacity * sizeof(node_t) + self.text_bytes + self.children.nbytes + self.leaves.nbytes
+
+    def __len__(self):
+        """Pages held."""
+        return self.num_pages
+
+    def check(self):
+        """Verify every invariant; AssertionError names the broken one."""
+        check_nodes(self)

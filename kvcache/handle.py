@@ -1,0 +1,194 @@
+"""`KvCacheHandle`: a request's view of its own KV, whatever cache holds it.
+
+A handle is a reference, never a copy: it shows the tokens that its sequence has now, and nothing once the
+sequence is gone, also when somebody else has taken its id or its blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import InvalidOperationError
+
+__all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+class Device(enum.Enum):
+    """Where a cache lives."""
+
+    CPU = "cpu"
+
+    @property
+    def is_gpu(self) -> bool:
+        """False: this is a library for CPUs."""
+        return False
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass
+class BlockTable:
+    """Which blocks a sequence has: ids, and logical indices into them.
+
+    Attributes:
+        block_size: tokens per block.
+        physical_blocks: block ids in the order of the text.
+        logical_to_physical: for each logical block, its index in `physical_blocks`.
+        sequence_length: tokens stored.
+    """
+
+    block_size: int
+    physical_blocks: list[int] = field(default_factory=list)
+    logical_to_physical: list[int] = field(default_factory=list)
+    sequence_length: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"expected block_size >= 1, got {self.block_size}")
+
+    @staticmethod
+    def blocks_needed_for_length(length: int, block_size: int) -> int:
+        """ceil(length / block_size).
+
+        Raises:
+            ValueError: a negative length, or a block size below 1.
+        """
+        if length < 0 or block_size < 1:
+            raise ValueError(f"expected length >= 0 and block_size >= 1, got {length} and {block_size}")
+        return -(-length // block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the table."""
+        return len(self.physical_blocks)
+
+    @property
+    def has_free_space(self) -> bool:
+        """Whether one more token fits without another block."""
+        return self.free_tokens > 0
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that still fit; 0 when the length already exceeds the blocks."""
+        return max(0, self.num_blocks * self.block_size - self.sequence_length)
+
+    def add_blocks(self, ids: Iterable[int]) -> None:
+        """Append block ids, and running logical indices to them."""
+        for block in ids:
+            self.logical_to_physical.append(len(self.physical_blocks))
+            self.physical_blocks.append(int(block))
+
+    def extend_sequence(self, num_tokens: int) -> None:
+        """Count `num_tokens` more tokens.
+
+        Raises:
+            ValueError: a negative count.
+            InvalidOperationError: more blocks are needed than there are; the length is as before.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
+        need = self.blocks_needed_for_length(self.sequence_length + num_tokens, self.block_size)
+        if need > self.num_blocks:
+            raise InvalidOperationError(f"expected {need} blocks for the longer sequence, got {self.num_blocks}")
+        self.sequence_length += num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHandleStats:
+    """A snapshot of one handle.
+
+    Attributes:
+        memory_bytes: K and V of its blocks, all layers; a shared block counts in full.
+        blocks_allocated: blocks it holds.
+        tokens_stored: tokens alive.
+        utilization: tokens / (blocks * block_size), 0.0 without blocks.
+        last_access: the cache's recency counter when the sequence was last touched.
+    """
+
+    memory_bytes: int
+    blocks_allocated: int
+    tokens_stored: int
+    utilization: float
+    last_access: int
+
+
+class KvCacheHandle(ABC):
+    """What every KV cache shows of one request: thirteen members to implement, two that follow from them."""
+
+    @property
+    @abstractmethod
+    def block_table(self) -> BlockTable:
+        """A snapshot of the block table."""
+
+    @abstractmethod
+    def block_table_mut(self) -> BlockTable:
+        """The live table."""
+
+    @abstractmethod
+    def as_any(self) -> Any:
+        """The handle itself, for callers that know its class."""
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """Where the cache lives."""
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Layers cached."""
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """KV heads."""
+
+    @property
+    @abstractmethod
+    def head_dim(self) -> int:
+        """Channels per head."""
+
+    @abstractmethod
+    def key_cache(self, layer: int) -> Float32 | None:
+        """K of one layer, float32 `(num_tokens, num_heads, head_dim)`."""
+
+    @abstractmethod
+    def value_cache(self, layer: int) -> Float32 | None:
+        """V of one layer, float32 `(num_tokens, num_heads, head_dim)`."""
+
+    @abstractmethod
+    def clone_handle(self) -> KvCacheHandle:
+        """Another reference to the same data."""
+
+    @abstractmethod
+    def stats(self) -> CacheHandleStats:
+        """What this request occupies now."""
+
+    @property
+    @abstractmethod
+    def is_valid(self) -> bool:
+        """Whether the data is still there."""
+
+    @property
+    @abstractmethod
+    def cache_id(self) -> str:
+        """A name for this request's data that no other request's data ever has."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens stored."""
+        return self.block_table.sequence_length
+
+    def kv_cache(self, layer: int) -> tuple[Float32 | None, Float32 | None]:
+        """`(key_cache(layer), value_cache(layer))`."""
+        return self.key_cache(layer), self.value_cache(layer)

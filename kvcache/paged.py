@@ -1,0 +1,617 @@
+"""`PagedKvCache`: block tables for sequences, and the K and V in the blocks.
+
+Blocks of fixed size and a table per sequence are the design of PagedAttention (Kwon et al., SOSP 2023,
+sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._arrays import as_floats, as_indices, as_seq_ids
+from kvcache._pool import BlockPool
+from kvcache._store import BlockStore
+from kvcache._table import SequenceTable
+from kvcache.errors import BlockNotFoundError, InvalidOperationError, SequenceNotFoundError
+from kvcache.eviction import EvictionStrategy
+from kvcache.paged_handle import PagedKvCacheHandle
+from kvcache.paged_info import CacheStats, CsrBlockTable, SeqId, SequenceInfo
+
+__all__ = ["PagedKvCache"]
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+
+
+class PagedKvCache:
+    """K and V of many sequences in blocks of fixed size, shared between forks, attended in place.
+
+    Args:
+        num_blocks: blocks in all; their memory is mapped now and touched when first written.
+        block_size: tokens per block, 1 to 256.
+        num_heads: KV heads; queries may have any multiple of it.
+        head_dim: channels per head, a multiple of 8, at most 256.
+        num_layers: layers; every block holds its tokens' K and V of all of them.
+        dtype: storage format, "f32" or "f16"; `key_dtype` and `value_dtype` name them apart.
+        rotate: "auto", True or False: whether quantised rows are stored under a Hadamard rotation.
+        eviction_strategy: who leaves first, by default `EvictionStrategy.LRU()`.
+        eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
+
+    Raises:
+        TypeError, ValueError: a setting that is not supported.
+        OutOfMemoryError: the system refuses the memory.
+
+    Calls on one cache are serialised; the kernels run without the GIL.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_layers: int = 1,
+        dtype: str = "f16",
+        key_dtype: str | None = None,
+        value_dtype: str | None = None,
+        rotate: bool | str = "auto",
+        eviction_strategy: EvictionStrategy | None = None,
+        eviction_threshold: float = 0.9,
+    ) -> None:
+        for name, value in (
+            ("num_blocks", num_blocks), ("block_size", block_size), ("num_heads", num_heads),
+            ("head_dim", head_dim), ("num_layers", num_layers),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+        self._store = BlockStore(
+            num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
+        )
+        self._pool = BlockPool(num_blocks)
+        self._table = SequenceTable(self._pool, block_size)
+        self._lock = threading.RLock()
+        self._evictions = 0
+        self._forks = 0
+        # Others that hold references on our blocks (a prefix cache), each a function -> int32 (num_blocks,).
+        self._holders: list[Callable[[], Int32]] = []
+        self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
+        self.with_eviction_threshold(eviction_threshold)
+
+    # -- configuration --------------------------------------------------------------------------------------
+
+    def with_eviction_strategy(self, strategy: EvictionStrategy) -> PagedKvCache:
+        """Choose who leaves first; returns the cache."""
+        if not isinstance(strategy, EvictionStrategy):
+            raise TypeError(f"expected an EvictionStrategy, got {type(strategy).__name__}")
+        with self._lock:
+            self._strategy = strategy
+            self._table.rank_by(strategy.rank)
+        return self
+
+    def with_eviction_threshold(self, threshold: float) -> PagedKvCache:
+        """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache.
+
+        Raises:
+            ValueError: NaN.
+        """
+        if not threshold == threshold:
+            raise ValueError("expected a threshold between 0 and 1, got nan")
+        self._threshold = min(1.0, max(0.0, float(threshold)))
+        return self
+
+    @property
+    def eviction_strategy(self) -> EvictionStrategy:
+        """Who leaves first."""
+        return self._strategy
+
+    @property
+    def eviction_threshold(self) -> float:
+        """The share of blocks in use from which `needs_eviction` is true."""
+        return self._threshold
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._store.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads."""
+        return self._store.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self._store.head_dim
+
+    @property
+    def key_dtype(self) -> str:
+        """Storage format of K."""
+        return self._store.key_dtype
+
+    @property
+    def value_dtype(self) -> str:
+        """Storage format of V."""
+        return self._store.value_dtype
+
+    # -- capacity -------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._store.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks that nobody holds."""
+        return self._pool.num_free
+
+    @property
+    def used_block_count(self) -> int:
+        """Blocks that somebody holds; a shared block counts once."""
+        return self._pool.num_used
+
+    @property
+    def utilization(self) -> float:
+        """Used blocks over all blocks; 0.0 for a cache without blocks."""
+        return self._pool.num_used / self._pool.num_blocks if self._pool.num_blocks else 0.0
+
+    @property
+    def needs_eviction(self) -> bool:
+        """Whether `utilization` has reached the threshold; nothing is evicted by itself."""
+        return self.utilization >= self._threshold
+
+    @property
+    def block_memory_bytes(self) -> int:
+        """Bytes of K and V of one block in all layers."""
+        return self._store.block_bytes
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """Bytes of K and V of all blocks."""
+        return self._store.nbytes
+
+    @property
+    def used_memory_bytes(self) -> int:
+        """Bytes of K and V of the blocks in use."""
+        return self._store.block_bytes * self._pool.num_used
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences alive."""
+        return len(self._table)
+
+    def stats(self) -> CacheStats:
+        """The counters now."""
+        with self._lock:
+            return CacheStats(
+                self._pool.total_allocations, self._pool.total_frees, self._evictions, self._forks, self._pool.peak_used
+            )
+
+    # -- sequences ------------------------------------------------------------------------------------------
+
+    def allocate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Start a sequence with room for `num_tokens` tokens, 0 allowed.
+
+        Raises:
+            InvalidOperationError: the id is taken.
+            OutOfMemoryError: too few blocks are free.
+        """
+        with self._lock:
+            self._table.allocate(self._id(seq_id), num_tokens)
+
+    def adopt(self, seq_id: SeqId, block_ids: npt.ArrayLike, num_tokens: int) -> None:
+        """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
+
+        Args:
+            block_ids: integers `(ceil(num_tokens / block_size),)`; the last block may be covered in part, and is
+                then copied by the first append.
+
+        Raises:
+            InvalidOperationError: the id is taken.
+            ValueError: the number of blocks does not fit `num_tokens`.
+            BlockNotFoundError: a block is not in use.
+        """
+        with self._lock:
+            self._table.adopt(self._id(seq_id), self._block_ids(block_ids), num_tokens)
+
+    def append(self, seq_id: SeqId, num_new_tokens: int) -> None:
+        """Room for `num_new_tokens` more tokens; a shared tail block is copied for this sequence first.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+            OutOfMemoryError: too few blocks are free, the copy counted.
+        """
+        with self._lock:
+            self._table.append(self._id(seq_id), num_new_tokens)
+            self._store.carry_out(self._table)
+
+    def append_batch(self, seq_ids: npt.ArrayLike) -> None:
+        """Room for one more token in each of many sequences, all or nothing.
+
+        Raises:
+            SequenceNotFoundError, ValueError: no such sequence; one named twice.
+            OutOfMemoryError: too few blocks are free for all of them together.
+        """
+        with self._lock:
+            self._table.append_batch(as_seq_ids(seq_ids))
+            self._store.carry_out(self._table)
+
+    def free(self, seq_id: SeqId) -> None:
+        """End a sequence and let go of its blocks.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+        """
+        with self._lock:
+            self._table.free(self._id(seq_id))
+
+    def fork(self, src_seq: SeqId, dst_seq: SeqId) -> None:
+        """Start `dst_seq` with the tokens of `src_seq`: every block shared until one of them writes to it.
+
+        Raises:
+            InvalidOperationError: `dst_seq` is taken.
+            SequenceNotFoundError: there is no `src_seq`.
+        """
+        with self._lock:
+            self._table.fork(self._id(src_seq), self._id(dst_seq))
+            self._forks += 1
+
+    def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding.
+
+        Raises:
+            SequenceNotFoundError, ValueError: no such sequence; not between 0 and its length.
+        """
+        with self._lock:
+            self._table.truncate(self._id(seq_id), num_tokens)
+
+    def keep_tokens(self, seq_id: SeqId, indices: npt.ArrayLike) -> None:
+        """Evict all tokens of a sequence but those at `indices` (ascending, among those alive).
+
+        Blocks that hold none of them are freed; nothing is moved (see `compact`).
+
+        Raises:
+            SequenceNotFoundError, IndexError, ValueError: no such sequence; out of range; not ascending.
+        """
+        with self._lock:
+            self._table.keep(self._id(seq_id), as_indices(indices, "token indices"))
+
+    def compact(self, seq_id: SeqId) -> None:
+        """Move scattered tokens into as few blocks as they need, bit for bit.
+
+        Without shared blocks they move within the sequence's own blocks; with shared ones to fresh blocks.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+            OutOfMemoryError: too few blocks are free for the fresh ones.
+        """
+        with self._lock:
+            self._store.move_slots(self._table.compact(self._id(seq_id)))
+
+    def get_sequence(self, seq_id: SeqId) -> SequenceInfo | None:
+        """A snapshot of one sequence, or None; not an access."""
+        with self._lock:
+            seq_id = self._id(seq_id)
+            if seq_id not in self._table:
+                return None
+            tokens, position, last_access, count, priority, _, _ = self._table.info(seq_id)
+            blocks = tuple(self._table.blocks(seq_id).tolist())
+            return SequenceInfo(seq_id, tokens, position, blocks, last_access, count, priority)
+
+    def sequence_ids(self) -> list[SeqId]:
+        """Every id, ascending."""
+        with self._lock:
+            return self._table.seq_ids()
+
+    def set_priority(self, seq_id: SeqId, priority: int) -> None:
+        """Under `EvictionStrategy.Priority(levels)` the lowest leaves first.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+            ValueError: negative, or not below `levels` where the strategy names them.
+        """
+        levels = self._strategy.levels
+        if priority < 0 or (levels is not None and priority >= levels):
+            raise ValueError(f"expected a priority in [0, {levels or 'any'}), got {priority}")
+        with self._lock:
+            self._table.set_priority(self._id(seq_id), priority)
+
+    def pin(self, seq_id: SeqId) -> None:
+        """Never evict this sequence until it was unpinned as often as pinned.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+        """
+        with self._lock:
+            self._table.pin(self._id(seq_id))
+
+    def unpin(self, seq_id: SeqId) -> None:
+        """
+        Raises:
+            SequenceNotFoundError: no such sequence.
+            InvalidOperationError: it is not pinned.
+        """
+        with self._lock:
+            self._table.unpin(self._id(seq_id))
+
+    # -- data -----------------------------------------------------------------------------------------------
+
+    def write(
+        self, layer: int, seq_id: SeqId, keys: npt.ArrayLike, values: npt.ArrayLike, start: int | None = None
+    ) -> None:
+        """Store K and V of consecutive tokens in one layer; shared blocks are copied for this sequence first.
+
+        Args:
+            keys, values: `(num_tokens, num_heads, head_dim)`, float32 read without a copy.
+            start: index of the first token; by default they are the sequence's last tokens.
+
+        Raises:
+            SequenceNotFoundError, IndexError: no such sequence, no such layer, tokens outside the sequence.
+            TypeError, ValueError: another shape or dtype; values that the format cannot hold.
+            OutOfMemoryError: too few blocks are free for the copies.
+        """
+        k, v = self._rows(keys, "keys"), self._rows(values, "values")
+        if len(k) != len(v):
+            raise ValueError(f"expected as many values as keys, {len(k)}, got {len(v)}")
+        with self._lock:
+            seq_id = self._id(seq_id)
+            n = self._table.num_tokens(seq_id)
+            if start is None:
+                start = n - len(k)
+            if start < 0 or start + len(k) > n:
+                raise IndexError(f"expected tokens within [0, {n}), got [{start}, {start + len(k)})")
+            self._store.write_sequence(self._table, layer, seq_id, start, k, v)
+            self._table.touch(seq_id)
+
+    def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """Store K and V of the last token of each of many sequences, all or nothing.
+
+        Args:
+            keys, values: `(len(seq_ids), num_heads, head_dim)`.
+
+        Raises:
+            as `write`; ValueError also for a sequence named twice or without tokens.
+        """
+        ids = as_seq_ids(seq_ids)
+        k, v = self._rows(keys, "keys"), self._rows(values, "values")
+        if len(k) != len(ids) or len(v) != len(ids):
+            raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
+        with self._lock:
+            self._store.write_batch(self._table, layer, ids, k, v)
+            for seq_id in ids.tolist():
+                self._table.touch(seq_id)
+
+    def read(self, layer: int, seq_id: SeqId, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
+        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
+
+        Raises:
+            SequenceNotFoundError, IndexError: no such sequence, no such layer, tokens outside the sequence.
+        """
+        with self._lock:
+            seq_id = self._id(seq_id)
+            n = self._table.num_tokens(seq_id)
+            stop = n if stop is None else stop
+            if not 0 <= start <= stop <= n:
+                raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
+            self._table.touch(seq_id)
+            return self._store.read_sequence(self._table, layer, seq_id, start, stop)
+
+    def attention(
+        self,
+        layer: int,
+        queries: npt.ArrayLike,
+        seq_ids: npt.ArrayLike,
+        *,
+        query_lens: npt.ArrayLike | None = None,
+        scale: float | None = None,
+        sink_queries: npt.ArrayLike | None = None,
+        out: Float32 | None = None,
+        return_scores: bool = False,
+    ) -> Any:
+        """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
+
+        Causal: the last query of a sequence stands on its last token, the one before on the token before.
+
+        Args:
+            queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads;
+                query head h reads KV head h // (num_query_heads / num_heads).
+            seq_ids: whose tokens, in the order of the queries.
+            query_lens: queries of each sequence, by default one each.
+            scale: by default head_dim ** -0.5.
+            sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same
+                queries under the RoPE of the shorter distance.
+            out: float32, C-contiguous, shaped like `queries`: written and returned.
+            return_scores: also return each token's attention mass, summed over queries and heads.
+
+        Returns:
+            float32 `(total_queries, num_query_heads, head_dim)`; with `return_scores` a pair with float32
+            `(total tokens of seq_ids,)`, the sequences one after another.
+
+        Raises:
+            SequenceNotFoundError, IndexError: no such sequence, no such layer.
+            TypeError, ValueError: other shapes or dtypes.
+        """
+        q = as_floats(queries, (None, None, self._store.head_dim), "queries")
+        if q.shape[1] == 0 or q.shape[1] % self._store.num_heads:
+            raise ValueError(f"expected a multiple of {self._store.num_heads} query heads, got {q.shape[1]}")
+        sinks = None if sink_queries is None else as_floats(sink_queries, q.shape, "sink_queries")
+        if out is None:
+            out = np.empty_like(q)
+        elif not (
+            isinstance(out, np.ndarray) and out.dtype == np.float32 and out.shape == q.shape and out.flags.c_contiguous
+        ):
+            raise ValueError(f"expected out to be C-contiguous float32 of shape {q.shape}")
+        elif np.may_share_memory(out, q):
+            raise ValueError("expected out apart from queries, got the same memory")
+        ids = as_seq_ids(seq_ids)
+        lens = None if query_lens is None else as_indices(query_lens, "query_lens")
+        scale = self._store.head_dim**-0.5 if scale is None else scale
+        with self._lock:
+            mass = None
+            if return_scores:
+                mass = np.zeros(sum(self._table.num_tokens(i) for i in ids.tolist()), np.float32)
+            self._store.attend_sequences(self._table, layer, ids, lens, q, sinks, scale, out, mass)
+            for seq_id in ids.tolist():
+                self._table.touch(seq_id)
+        return out if mass is None else (out, mass)
+
+    # -- eviction -------------------------------------------------------------------------------------------
+
+    def select_eviction_target(self) -> SeqId | None:
+        """The sequence that `evict` would take; None when there is none that is not pinned."""
+        with self._lock:
+            return self._table.victim()
+
+    def evict(self) -> SeqId:
+        """Free the eviction target and return its id.
+
+        Raises:
+            InvalidOperationError: there is no sequence that may leave.
+        """
+        with self._lock:
+            seq_id = self._table.victim()
+            if seq_id is None:
+                raise InvalidOperationError("no sequence to evict")
+            self._table.free(seq_id)
+            self._evictions += 1
+            return seq_id
+
+    def evict_to_threshold(self, target_util: float) -> list[SeqId]:
+        """Evict until `utilization` is at most `target_util`; the ids that left, in order.
+
+        Sequences whose blocks are all shared free nothing and are passed over until nothing else is left;
+        pinned ones stay always, so the target may be missed.
+
+        Raises:
+            ValueError: NaN.
+        """
+        if not target_util == target_util:
+            raise ValueError("expected a utilization, got nan")
+        with self._lock:
+            evicted = self._table.evict_to(target_util)
+            self._evictions += len(evicted)
+            return evicted
+
+    def apply_streaming_llm(self, seq_id: SeqId, sink_tokens: int, window_tokens: int) -> int:
+        """Keep exactly the first `sink_tokens` and the last `window_tokens` tokens; the number that left.
+
+        Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), section 3.
+
+        Raises:
+            SequenceNotFoundError, ValueError: no such sequence; a negative count.
+        """
+        with self._lock:
+            return self._table.stream(self._id(seq_id), sink_tokens, window_tokens)
+
+    # -- views ----------------------------------------------------------------------------------------------
+
+    def handle(self, seq_id: SeqId) -> PagedKvCacheHandle:
+        """A handle on one sequence.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+        """
+        with self._lock:
+            seq_id = self._id(seq_id)
+            uid = self._table.uid(seq_id)
+            if uid < 0:
+                raise SequenceNotFoundError(seq_id)
+            return PagedKvCacheHandle(self, seq_id, uid)
+
+    def block_table(self, seq_ids: npt.ArrayLike) -> CsrBlockTable:
+        """The block tables of several sequences as CSR arrays, as FlashInfer lays them out.
+
+        Raises:
+            SequenceNotFoundError: no such sequence.
+        """
+        with self._lock:
+            ids = as_seq_ids(seq_ids).tolist()
+            blocks = [self._table.blocks(seq_id) for seq_id in ids]
+            runs = [self._table.runs(seq_id) for seq_id in ids]
+        indptr = np.zeros(len(ids) + 1, np.int32)
+        np.cumsum([len(b) for b in blocks], out=indptr[1:])
+        block_ids = np.concatenate(blocks) if blocks else np.empty(0, np.int32)
+        last = np.array([r["stop"][-1] if len(r) else 0 for r in runs], np.int32)
+        return CsrBlockTable(indptr, block_ids, last)
+
+    def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+        """Copy the K and V of whole blocks, all layers, in order; sequences and references stay as they are.
+
+        Raises:
+            ValueError: not as many targets as sources.
+            BlockNotFoundError: a block is not in use.
+        """
+        with self._lock:
+            src, dst = self._block_ids(sources), self._block_ids(targets)
+            if len(src) != len(dst):
+                raise ValueError(f"expected as many targets as sources, {len(src)}, got {len(dst)}")
+            for block in np.concatenate([src, dst]).tolist():
+                if self._pool.ref_count(block) == 0:
+                    raise BlockNotFoundError(block)
+            self._store.copy_blocks(src, dst)
+
+    def check(self) -> None:
+        """Verify every invariant of pool, tables and references.
+
+        Raises:
+            AssertionError: naming the broken one.
+        """
+        with self._lock:
+            self._pool.check()
+            self._table.check()
+            held = self._table.references() + sum(holder() for holder in self._holders)
+            wrong = np.flatnonzero(held != self._pool.ref_counts())
+            assert not len(wrong), f"references held on blocks {wrong.tolist()} differ from their counts"
+
+    def __str__(self) -> str:
+        used, total = self.used_block_count, self.total_blocks
+        stats = self.stats()
+        return (
+            f"PagedKvCache\n"
+            f"  strategy: {self._strategy}, block size: {self.block_size}\n"
+            f"  blocks: {used}/{total} used ({100 * self.utilization:.1f}%)\n"
+            f"  memory: {self.used_memory_bytes / 1e6:.2f}/{self.total_memory_bytes / 1e6:.2f} MB\n"
+            f"  sequences: {self.num_sequences}\n"
+            f"  allocs: {stats.total_allocations}, frees: {stats.total_frees}, "
+            f"evictions: {stats.total_evictions}, forks: {stats.total_forks}"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKvCache(num_blocks={self.total_blocks}, block_size={self.block_size}, num_heads={self.num_heads}, "
+            f"head_dim={self.head_dim}, num_layers={self.num_layers}, key_dtype={self.key_dtype!r}, "
+            f"value_dtype={self.value_dtype!r}, eviction_strategy={self._strategy}, "
+            f"used_blocks={self.used_block_count}, num_sequences={self.num_sequences})"
+        )
+
+    # -- input ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _id(seq_id: SeqId) -> int:
+        if isinstance(seq_id, bool) or not isinstance(seq_id, (int, np.integer)):
+            raise TypeError(f"expected a sequence id, an int, got {type(seq_id).__name__}")
+        if not 0 <= seq_id < 1 << 64:
+            raise ValueError(f"expected a sequence id in [0, 2**64), got {seq_id}")
+        return int(seq_id)
+
+    def _block_ids(self, block_ids: npt.ArrayLike) -> Int32:
+        ids = as_indices(block_ids, "block ids")
+        outside = ids[(ids < 0) | (ids >= self.total_blocks)]
+        if len(outside):
+            raise BlockNotFoundError(int(outside[0]))
+        return ids.astype(np.int32)
+
+    def _rows(self, x: npt.ArrayLike, name: str) -> Float32:
+        return as_floats(x, (None, self._store.num_heads, self._store.head_dim), name)

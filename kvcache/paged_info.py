@@ -1,0 +1,73 @@
+"""What `PagedKvCache` reports: frozen snapshots of a sequence, of the counters, of block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo"]
+
+SeqId: TypeAlias = int
+BlockId: TypeAlias = int
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """A snapshot of one sequence.
+
+    Attributes:
+        seq_id: its id.
+        num_tokens: tokens alive.
+        next_position: position of the next token in the text; differs from `num_tokens` once tokens were evicted.
+        block_ids: its blocks in the order of the text.
+        last_access: the cache's recency counter when it was last touched.
+        access_count: times it was touched.
+        priority: see `EvictionStrategy.Priority`.
+    """
+
+    seq_id: SeqId
+    num_tokens: int
+    next_position: int
+    block_ids: tuple[BlockId, ...]
+    last_access: int
+    access_count: int
+    priority: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it holds; shared ones count."""
+        return len(self.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot of the cache's counters.
+
+    Attributes:
+        total_allocations: blocks handed out.
+        total_frees: blocks whose last reference went.
+        total_evictions: sequences evicted.
+        total_forks: forks made.
+        peak_blocks_used: most blocks in use at once.
+    """
+
+    total_allocations: int
+    total_frees: int
+    total_evictions: int
+    total_forks: int
+    peak_blocks_used: int
+
+
+class CsrBlockTable(NamedTuple):
+    """Block tables of several sequences as CSR arrays, int32: sequence i has `block_ids[indptr[i]:indptr[i+1]]`.
+
+    `last_block_len[i]` is where its tokens end in its last block, 0 for a sequence without blocks.
+    """
+
+    indptr: Int32
+    block_ids: Int32
+    last_block_len: Int32

@@ -1,0 +1,217 @@
+"""The obviously correct twin of `PagedKvCache`: Python lists, one object per token.
+
+Content and structure are kept apart. A sequence's content is its own list of tokens, copied on fork, so no
+sharing bug can hide in it; its structure is a list of (block, slot), with references counted by looking.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+class NaiveOutOfMemoryError(Exception):
+    def __init__(self, requested, available):
+        super().__init__(requested, available)
+        self.requested, self.available = requested, available
+
+
+@dataclass
+class NaiveSequence:
+    content: list = field(default_factory=list)  # per token: {layer: (key, value)}
+    slots: list = field(default_factory=list)  # per token: (block, slot)
+    positions: list = field(default_factory=list)
+    next_position: int = 0
+    sinks: int = 0
+    last_access: int = 0
+    accesses: int = 0
+    priority: int = 0
+    pins: int = 0
+
+    def blocks(self):
+        return list(dict.fromkeys(block for block, _ in self.slots))
+
+
+class NaivePagedKvCache:
+    def __init__(self, num_blocks, block_size):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.free_blocks = deque(range(num_blocks))
+        self.sequences = {}
+        self.clock = self.allocations = self.frees = 0
+
+    def references(self, block):
+        return sum(block in seq.blocks() for seq in self.sequences.values())
+
+    def touch(self, seq):
+        self.clock += 1
+        seq.last_access = self.clock
+        seq.accesses += 1
+
+    def take(self):
+        self.allocations += 1
+        return self.free_blocks.popleft()
+
+    def release_unnamed(self, blocks):
+        """Blocks that nobody names any more go back, in this order."""
+        for block in blocks:
+            if self.references(block) == 0:
+                self.free_blocks.append(block)
+                self.frees += 1
+
+    def cost(self, seq, count):
+        if count == 0:
+            return 0
+        tail = self.block_size - 1 - seq.slots[-1][1] if seq.slots else 0
+        copy = tail > 0 and self.references(seq.slots[-1][0]) > 1
+        return copy + -(-max(0, count - tail) // self.block_size)
+
+    def own(self, seq, block):
+        new = self.take()
+        seq.slots = [(new if b == block else b, slot) for b, slot in seq.slots]
+        return new
+
+    def grow(self, seq, count):
+        for _ in range(count):
+            if seq.slots and seq.slots[-1][1] + 1 < self.block_size:
+                block, slot = seq.slots[-1]
+                if self.references(block) > 1:
+                    block = self.own(seq, block)
+                seq.slots.append((block, slot + 1))
+            else:
+                seq.slots.append((self.take(), 0))
+            seq.content.append({})
+            seq.positions.append(seq.next_position)
+            seq.next_position += 1
+
+    def demand(self, blocks):
+        if blocks > len(self.free_blocks):
+            raise NaiveOutOfMemoryError(blocks, len(self.free_blocks))
+
+    def allocate(self, seq_id, count):
+        self.demand(-(-count // self.block_size))
+        seq = self.sequences[seq_id] = NaiveSequence()
+        self.grow(seq, count)
+        self.touch(seq)
+
+    def append(self, seq_id, count):
+        seq = self.sequences[seq_id]
+        self.demand(self.cost(seq, count))
+        self.grow(seq, count)
+        self.touch(seq)
+
+    def append_batch(self, seq_ids):
+        need, named = 0, {}
+        for seq_id in seq_ids:
+            seq = self.sequences[seq_id]
+            tail = self.block_size - 1 - seq.slots[-1][1] if seq.slots else 0
+            if tail == 0:
+                need += 1
+            else:
+                block = seq.slots[-1][0]
+                need += self.references(block) - named.get(block, 0) > 1
+            if seq.slots:
+                named[seq.slots[-1][0]] = named.get(seq.slots[-1][0], 0) + 1
+        self.demand(need)
+        for seq_id in seq_ids:
+            self.grow(self.sequences[seq_id], 1)
+            self.touch(self.sequences[seq_id])
+
+    def free(self, seq_id):
+        blocks = self.sequences.pop(seq_id).blocks()
+        self.release_unnamed(blocks)
+
+    def fork(self, source, target):
+        old = self.sequences[source]
+        new = self.sequences[target] = NaiveSequence(
+            [dict(token) for token in old.content], list(old.slots), list(old.positions), old.next_position, old.sinks
+        )
+        new.priority = old.priority
+        self.touch(new)
+
+    def keep(self, seq_id, indices):
+        seq = self.sequences[seq_id]
+        before = seq.blocks()
+        seq.sinks = sum(i < seq.sinks for i in indices)
+        seq.content = [seq.content[i] for i in indices]
+        seq.slots = [seq.slots[i] for i in indices]
+        seq.positions = [seq.positions[i] for i in indices]
+        self.release_unnamed([b for b in before if b not in seq.blocks()])
+
+    def truncate(self, seq_id, count):
+        seq = self.sequences[seq_id]
+        if count < len(seq.content):
+            seq.next_position = seq.positions[count]
+        before = seq.blocks()
+        del seq.content[count:], seq.slots[count:], seq.positions[count:]
+        seq.sinks = min(seq.sinks, count)
+        self.release_unnamed([b for b in reversed(before) if b not in seq.blocks()])
+
+    def stream(self, seq_id, sink, window):
+        n = len(self.sequences[seq_id].content)
+        if sink + window >= n:
+            return 0
+        self.keep(seq_id, [*range(sink), *range(n - window, n)])
+        self.sequences[seq_id].sinks = sink
+        return n - sink - window
+
+    def compact(self, seq_id):
+        seq = self.sequences[seq_id]
+        old, n = seq.blocks(), len(seq.slots)
+        count = -(-n // self.block_size)
+        if len(old) == count:
+            return
+        if any(self.references(b) > 1 for b in old):
+            self.demand(count)
+            new = [self.take() for _ in range(count)]
+        else:
+            new = old[:count]
+        seq.slots = [(new[i // self.block_size], i % self.block_size) for i in range(n)]
+        self.release_unnamed([b for b in old if b not in new])
+
+    def write(self, layer, seq_id, start, keys, values):
+        seq = self.sequences[seq_id]
+        span = dict.fromkeys(block for block, _ in seq.slots[start : start + len(keys)])
+        shared = [block for block in span if self.references(block) > 1]
+        self.demand(len(shared))
+        for block in shared:
+            self.own(seq, block)
+        for i, (k, v) in enumerate(zip(keys, values, strict=True)):
+            seq.content[start + i][layer] = (k, v)
+        self.touch(seq)
+
+    def written(self, layer, seq_id):
+        """Indices and rows of the tokens that were written in this layer."""
+        rows = [(i, *token[layer]) for i, token in enumerate(self.sequences[seq_id].content) if layer in token]
+        return [r[0] for r in rows], np.array([r[1] for r in rows]), np.array([r[2] for r in rows])
+
+    def victim(self, rank, *, sole=False):
+        """The next to leave: least of `rank(seq)`, then the lowest id."""
+        candidates = [
+            (rank(seq), seq_id)
+            for seq_id, seq in self.sequences.items()
+            if seq.pins == 0 and (not sole or any(self.references(b) == 1 for b in seq.blocks()))
+        ]
+        return min(candidates)[1] if candidates else None
+
+    def evict_to(self, utilization, rank):
+        evicted = []
+        while self.num_blocks - len(self.free_blocks) > utilization * self.num_blocks:
+            seq_id = self.victim(rank, sole=True)
+            if seq_id is None:
+                seq_id = self.victim(rank)
+            if seq_id is None:
+                break
+            evicted.append(seq_id)
+            self.free(seq_id)
+        return evicted
+
+
+RANKS = {
+    "LRU": lambda seq: seq.last_access,
+    "LFU": lambda seq: seq.accesses,
+    "LongestFirst": lambda seq: -len(seq.content),
+    "Priority": lambda seq: seq.priority,
+    "StreamingLLM": lambda seq: seq.last_access,
+}

@@ -1,0 +1,161 @@
+"""The token trie and the heap, written to be obviously right: dicts of whole prefixes and sorted lists.
+
+Everything is a scan over all that is cached. A page is known by the whole sequence that ends with it, so no
+tree, no node and no sharing appear here.
+"""
+
+from __future__ import annotations
+
+Tokens = tuple[int, ...]
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Tokens before the first difference."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
+
+
+class NaiveHeap:
+    """An indexed heap as a sorted list."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, float] = {}
+
+    def order(self) -> list[tuple[int, float]]:
+        return sorted(self.keys.items(), key=lambda item: (item[1], item[0]))
+
+
+class NaiveTrie:
+    """What a `TokenTrie` has cached: per namespace, page sequence -> [value, time of last use]."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.roots: dict[int, dict[Tokens, list[int]]] = {}
+        self.pins: list[tuple[int, Tokens]] = []
+        self.clock = 0
+
+    def match(self, root: int, tokens: Tokens) -> int:
+        return max((common_prefix(tokens, page) for page in self.roots[root]), default=0)
+
+    def values(self, root: int, tokens: Tokens) -> list[int]:
+        """The values of the full pages that `tokens` shares with the cache."""
+        full = self.match(root, tokens) // self.page_size
+        return [self.roots[root][tokens[: (i + 1) * self.page_size]][0] for i in range(full)]
+
+    def donors(self, root: int, tokens: Tokens) -> set[int]:
+        """The values of all pages that hold the last tokens of a match which ends inside a page."""
+        length = self.match(root, tokens)
+        if length % self.page_size == 0:
+            return {-1}
+        end = length - length % self.page_size + self.page_size
+        pages = self.roots[root].items()
+        return {value for page, (value, _) in pages if len(page) == end and page[:length] == tokens[:length]}
+
+    def insert(self, root: int, tokens: Tokens, values: list[int]) -> int:
+        existing = len(self.values(root, tokens))
+        self.clock += 1
+        for i, value in enumerate(values):
+            page = self.roots[root].setdefault(tokens[: (i + 1) * self.page_size], [value, 0])
+            page[1] = self.clock
+        return existing
+
+    def touch(self, root: int, tokens: Tokens) -> None:
+        self.clock += 1
+        for end in range(self.page_size, len(tokens) + 1, self.page_size):
+            self.roots[root][tokens[:end]][1] = self.clock
+
+    def evict(self, count: int) -> list[int]:
+        freed: list[int] = []
+        while len(freed) < count:
+            free = [(page[1], root, key) for root, pages in self.roots.items() for key, page in pages.items()
+                    if not self.needed(root, key)]
+            if not free:
+                break
+            _, root, key = min(free)
+            freed.append(self.roots[root].pop(key)[0])
+        return freed
+
+    def remove(self, root: int, tokens: Tokens) -> list[int]:
+        freed = []
+        while tokens in self.roots[root] and not self.needed(root, tokens):
+            freed.append(self.roots[root].pop(tokens)[0])
+            tokens = tokens[: -self.page_size]
+        return freed
+
+    def needed(self, root: int, page: Tokens) -> bool:
+        """Whether a longer cached sequence or a pin needs this page."""
+        pages = self.roots[root]
+        if any(len(other) > len(page) and other[: len(page)] == page for other in pages):
+            return True
+        for pin_root, pin in self.pins:
+            if pin_root != root:
+                continue
+            if pin[: len(page)] == page:
+                return True
+            inside = len(page) - self.page_size < len(pin) < len(page) and page[: len(pin)] == pin
+            if inside and sum(other[: len(pin)] == pin for other in pages) == 1:
+                return True
+        return False
+
+
+class NaiveEntries:
+    """What an `EntryTrie` has stored: per namespace, the entries; tokens are those of the entries.
+
+    `used` holds, for every prefix of an entry, the time of its last use.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, set[Tokens]] = {}
+        self.used: dict[tuple[int, Tokens], int] = {}
+        self.values: dict[tuple[int, Tokens], int] = {}
+        self.clock = 0
+
+    def alive(self, root: int) -> set[Tokens]:
+        return {entry[:n] for entry in self.entries[root] for n in range(1, len(entry) + 1)}
+
+    def match(self, root: int, tokens: Tokens) -> int:
+        return max((common_prefix(tokens, entry) for entry in self.entries[root]), default=0)
+
+    def stored_prefix(self, root: int, tokens: Tokens) -> int:
+        return max((len(e) for e in self.entries[root] if tokens[: len(e)] == e), default=0)
+
+    def use(self, root: int, entry: Tokens) -> None:
+        self.clock += 1
+        for n in range(1, len(entry) + 1):
+            self.used[root, entry[:n]] = self.clock
+
+    def serving(self, root: int, prefix: Tokens) -> Tokens:
+        """The entry that serves a match: from its last token on, along the most recent use, to the first entry."""
+        while prefix not in self.entries[root]:
+            nexts = [p for p in self.alive(root) if len(p) == len(prefix) + 1 and p[:-1] == prefix]
+            prefix = max(nexts, key=lambda p: self.used[root, p])
+        return prefix
+
+    def insert(self, root: int, tokens: Tokens, values: list[int]) -> int:
+        existing = self.match(root, tokens)
+        self.entries[root].add(tokens)
+        for n in range(existing + 1, len(tokens) + 1):
+            self.values[root, tokens[:n]] = values[n - 1]
+        self.use(root, tokens)
+        return existing
+
+    def forget(self, root: int, entry: Tokens) -> list[int]:
+        """Remove an entry; the values of the tokens that no other entry needs, last first."""
+        self.entries[root].discard(entry)
+        alive = self.alive(root)
+        gone = [entry[:n] for n in range(len(entry), 0, -1) if entry[:n] not in alive]
+        for prefix in gone:
+            del self.used[root, prefix]
+        return [self.values.pop((root, prefix)) for prefix in gone]
+
+    def evict(self) -> list[int] | None:
+        leaves = [(self.used[root, e], root, e) for root, entries in self.entries.items() for e in entries
+                  if not any(len(o) > len(e) and o[: len(e)] == e for o in entries)]
+        if not leaves:
+            return None
+        _, root, entry = min(leaves)
+        return self.forget(root, entry)

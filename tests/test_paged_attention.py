@@ -1,0 +1,96 @@
+"""PagedKvCache.attention against float64, through every kind of block table."""
+
+import numpy as np
+import pytest
+from oracle import attention
+
+from kvcache import PagedKvCache
+from kvcache.errors import SequenceNotFoundError
+
+
+def fill(cache, rng, seq_id, n):
+    shape = (n, cache.num_heads, cache.head_dim)
+    k, v = rng.standard_normal(shape).astype(np.float32), rng.standard_normal(shape).astype(np.float32)
+    cache.allocate(seq_id, n)
+    for layer in range(cache.num_layers):
+        cache.write(layer, seq_id, k * (layer + 1), v - layer)
+    return k, v
+
+
+def close(got, want, tolerance=5e-6):
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 4, 64), (1, 1, 8), (3, 2, 40)])
+def test_mixed_batch(simd, dtype, block_size, heads, group, dim):
+    rng = np.random.default_rng(block_size)
+    lengths, query_lens = [1, 37, 130, 64, 9], [1, 1, 40, 64, 0]
+    cache = PagedKvCache(600 // block_size + 6, block_size, heads, dim, num_layers=2, dtype=dtype)
+    for i, n in enumerate(lengths):
+        fill(cache, rng, i, n)
+    q = rng.standard_normal((sum(query_lens), heads * group, dim)).astype(np.float32)
+    out, mass = cache.attention(1, q, range(5), query_lens=query_lens, return_scores=True)
+    at = token = 0
+    for i, (n, lens) in enumerate(zip(lengths, query_lens, strict=True)):
+        k, v = cache.read(1, i)
+        if lens:
+            want, want_mass = attention(q[at : at + lens], k, v, dim**-0.5)
+            close(out[at : at + lens], want)
+            close(mass[token : token + n], want_mass)
+        else:
+            assert not mass[token : token + n].any()
+        at += lens
+        token += n
+
+
+def test_holes_forks_and_sinks(simd):
+    rng = np.random.default_rng(1)
+    cache = PagedKvCache(64, 8, 2, 32, dtype="f32")
+    k, v = fill(cache, rng, 0, 100)
+    cache.fork(0, 1)
+    cache.apply_streaming_llm(0, 5, 30)
+    kept = [*range(5), *range(70, 100)]
+    q, sink_q = rng.standard_normal((2, 1, 4, 32)).astype(np.float32)
+    close(cache.attention(0, q, [0]), attention(q, k[kept], v[kept], 32**-0.5)[0])
+    # With sink queries, the sinks are scored by the other query.
+    far = attention(q, k[kept], v[kept], 32**-0.5, sink_queries=sink_q, sink_tokens=5)[0]
+    close(cache.attention(0, q, [0], sink_queries=sink_q), far)
+    close(cache.attention(0, q, [1], sink_queries=sink_q), attention(q, k, v, 32**-0.5)[0])
+    cache.keep_tokens(1, range(0, 100, 3))
+    close(cache.attention(0, q, [1]), attention(q, k[::3], v[::3], 32**-0.5)[0])
+
+
+def test_out_is_written_and_returned():
+    rng = np.random.default_rng(2)
+    cache = PagedKvCache(8, 8, 1, 8, dtype="f32")
+    fill(cache, rng, 0, 5)
+    q = rng.standard_normal((1, 2, 8)).astype(np.float32)
+    out = np.full_like(q, np.nan)
+    assert cache.attention(0, q, [0], out=out) is out
+    np.testing.assert_array_equal(out, cache.attention(0, q, [0]))
+
+
+def test_bad_calls():
+    rng = np.random.default_rng(3)
+    cache = PagedKvCache(8, 8, 2, 8, dtype="f32")
+    fill(cache, rng, 0, 5)
+    q = np.zeros((1, 2, 8), np.float32)
+    for wrong, message in (
+        ({"queries": np.zeros((1, 3, 8), np.float32)}, "multiple of 2"),
+        ({"queries": np.zeros((1, 2, 16), np.float32)}, "queries of shape"),
+        ({"seq_ids": [0, 0]}, "expected 2 queries"),
+        ({"query_lens": [2]}, "expected 2 queries"),
+        ({"query_lens": [6], "queries": np.zeros((6, 2, 8), np.float32)}, "0 to 5 queries"),
+        ({"query_lens": [1, 1]}, "1 query_lens"),
+        ({"sink_queries": np.zeros((2, 2, 8), np.float32)}, "sink_queries"),
+        ({"out": np.zeros((1, 2, 8))}, "out"),
+        ({"out": q}, "same memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.attention(0, **({"queries": q, "seq_ids": [0]} | wrong))
+    with pytest.raises(SequenceNotFoundError):
+        cache.attention(0, q, [1])
+    with pytest.raises(IndexError, match="layer"):
+        cache.attention(1, q, [0])
