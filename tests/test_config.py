@@ -132,9 +132,7 @@ def test_mistral_without_the_key_has_a_window_of_4096():
 
 def test_yarn_attention_factor():
     def factor(**rope):
-        return parse(
-            LLAMA, rope_parameters={"rope_type": "yarn", "factor": 4.0, **rope}
-        ).rope.attention_factor
+        return parse(LLAMA, rope_parameters={"rope_type": "yarn", "factor": 4.0, **rope}).rope.attention_factor
 
     assert factor() == pytest.approx(0.1 * math.log(4) + 1)
     assert factor(attention_factor=1.5) == 1.5

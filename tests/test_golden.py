@@ -37,8 +37,6 @@ def golden(request):
 
 @pytest.fixture(scope="module", params=[DenseEngine, InferenceEngine])
 def engine_class(request):
-    if request.param is InferenceEngine:
-        pytest.importorskip("kvcache.paged")
     return request.param
 
 

@@ -37,10 +37,7 @@ def test_llama3_pair_by_pair():
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
             expected.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
     np.testing.assert_allclose(rope.frequencies(128), expected, rtol=1e-14)
-    assert (
-        len({round(f / g, 6) for f, g in zip(expected, Rope(theta=500000.0).frequencies(128), strict=True)})
-        > 3
-    )
+    assert len({round(f / g, 6) for f, g in zip(expected, Rope(theta=500000.0).frequencies(128), strict=True)}) > 3
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -57,9 +54,7 @@ def test_yarn_pair_by_pair(truncate):
 
 
 def test_yarn_band_of_no_width():
-    frequencies = Rope(
-        kind="yarn", factor=4.0, original_positions=2, beta_fast=8.0, beta_slow=8.0
-    ).frequencies(16)
+    frequencies = Rope(kind="yarn", factor=4.0, original_positions=2, beta_fast=8.0, beta_slow=8.0).frequencies(16)
     assert np.isfinite(frequencies).all()
 
 

@@ -256,9 +256,7 @@ def test_round_trip_in_another_dtype(checkpoint):
     np.testing.assert_array_equal(model.weights.layers[1].gate_up, golden.weights.layers[1].gate_up)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.self_attn.k_proj.bias", "lm_head.weight", "model.norm.weight"]
-)
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.bias", "lm_head.weight", "model.norm.weight"])
 def test_missing_tensor(checkpoint, name):
     _, tensors, save = checkpoint
     del tensors[name]
@@ -292,9 +290,7 @@ def test_wrong_shape(checkpoint):
     _, tensors, save = checkpoint
     name = "model.layers.2.mlp.down_proj.weight"
     tensors[name] = np.ascontiguousarray(tensors[name].T)
-    with pytest.raises(
-        CheckpointError, match=r"down_proj.weight: expected shape \(64, 112\), got \(112, 64\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"down_proj.weight: expected shape \(64, 112\), got \(112, 64\)"):
         Transformer.from_pretrained(save())
 
 

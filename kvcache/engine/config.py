@@ -142,9 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"expected a checkpoint directory with {path.name}, got none at {path}"
-        ) from None
+        raise FileNotFoundError(f"expected a checkpoint directory with {path.name}, got none at {path}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -196,16 +194,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if not named:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
-            raise CheckpointError(
-                f"model_type: expected one of {', '.join(_MODEL_TYPES)}, got {model_type!r}"
-            )
+            raise CheckpointError(f"model_type: expected one of {', '.join(_MODEL_TYPES)}, got {model_type!r}")
         return _MODEL_TYPES[model_type]
-    if (
-        not isinstance(named, list)
-        or len(named) != 1
-        or not isinstance(named[0], str)
-        or named[0] not in _FAMILIES
-    ):
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in _FAMILIES:
         raise CheckpointError(f"architectures: expected one of {known}, got {named!r}")
     return named[0]
 
@@ -221,9 +212,7 @@ def _refuse_unsupported(config: Mapping[str, Any], read: _Reader, family: _Famil
     slides = read.flag("use_sliding_window", False) if family.window_switch else True
     window = config.get("sliding_window", family.sliding_window) if slides else None
     if window is not None and (type(window) is not int or window < positions):
-        raise CheckpointError(
-            f"sliding_window: expected none, or at least all {positions} positions, got {window!r}"
-        )
+        raise CheckpointError(f"sliding_window: expected none, or at least all {positions} positions, got {window!r}")
     kinds = config.get("layer_types")
     allowed = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if kinds is not None and not (isinstance(kinds, list) and all(kind in allowed for kind in kinds)):
@@ -237,17 +226,13 @@ def _rope(config: Mapping[str, Any], positions: int) -> Rope:
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{name}: expected an object, got {scaling!r}")
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise CheckpointError(
-            f"{name}: expected one kind for all layers, got one per layer type: {scaling!r}"
-        )
+        raise CheckpointError(f"{name}: expected one kind for all layers, got one per layer type: {scaling!r}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"partial_rotary_factor: expected 1, got {partial!r}")
 
     read = _Reader(scaling, f"{name}.")
-    theta = read.number(
-        "rope_theta", _Reader(config).number("rope_theta", 10000.0, at_least=1.0), at_least=1.0
-    )
+    theta = read.number("rope_theta", _Reader(config).number("rope_theta", 10000.0, at_least=1.0), at_least=1.0)
     if theta <= 1:
         raise CheckpointError(f"rope_theta: expected more than 1, got {theta!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -262,9 +247,7 @@ def _rope(config: Mapping[str, Any], positions: int) -> Rope:
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
         if low >= high:
-            raise CheckpointError(
-                f"{name}: expected low_freq_factor < high_freq_factor, got {low!r} and {high!r}"
-            )
+            raise CheckpointError(f"{name}: expected low_freq_factor < high_freq_factor, got {low!r} and {high!r}")
         factor = read.number("factor", at_least=1.0)
         return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 

@@ -6,7 +6,6 @@ the part of `PagedKvCache` that the engine calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -91,5 +90,5 @@ class SequenceCache(Protocol):
     def check(self) -> None: ...
     def write(self, layer: int, seq_id: int, keys: Float32, values: Float32, /) -> Any: ...
     def attention(
-        self, layer: int, queries: Float32, seq_ids: Sequence[int], /, *, query_lens: Sequence[int]
+        self, layer: int, queries: Float32, seq_ids: NDArray[np.uint64], /, *, query_lens: NDArray[np.int64]
     ) -> Any: ...

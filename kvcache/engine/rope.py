@@ -66,9 +66,7 @@ class Rope:
         below `low_freq_factor` divided by `factor`, and between them the two are mixed, linearly in `turns`.
         """
         turns = self.original_positions * base / (2 * math.pi)
-        kept = np.clip(
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0
-        )
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         blended: Float64 = (1 - kept) * base / self.factor + kept * base
         return blended
 

@@ -165,9 +165,7 @@ def _entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= _MAX_BYTES for value in values
-    )
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_BYTES for value in values)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -186,7 +184,5 @@ def _no_constant(name: str) -> Any:
 
 def _short(value: Any) -> str:
     """`repr`, cut to a line: what came may be megabytes of hostile input."""
-    text = (
-        f"{value!r:.100}" if isinstance(value, str) else repr(value[:8] if isinstance(value, list) else value)
-    )
+    text = f"{value!r:.100}" if isinstance(value, str) else repr(value[:8] if isinstance(value, list) else value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -94,9 +94,7 @@ class Checkpoint:
         elif (directory / _INDEX).is_file():
             self._files = _sharded(directory)
         else:
-            others = sorted(
-                path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern)
-            )
+            others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern))
             found = f"; {', '.join(others[:3])} cannot be read" if others else ""
             raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
 
@@ -119,9 +117,7 @@ class Checkpoint:
             if info.shape != shape:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, got {info.shape}")
             if info.dtype not in ("F32", "F16", "BF16"):
-                raise CheckpointError(
-                    f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}"
-                )
+                raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
 
     def read(self, name: str) -> Float32:
         """The tensor as float32, a read-only view of the file where possible."""
@@ -147,9 +143,7 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
     shards: dict[str, SafetensorsFile] = {}
     for name, shard in names.items():
         if not isinstance(shard, str) or shard in ("", "..") or {"/", "\\", "\0"} & set(shard):
-            raise CheckpointError(
-                f"{index}: {name}: expected the name of a file beside it, got {shard!r}"
-            )
+            raise CheckpointError(f"{index}: {name}: expected the name of a file beside it, got {shard!r}")
         if shard not in shards:
             if not (directory / shard).is_file():
                 raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none")
@@ -159,9 +153,7 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
     for shard, file in shards.items():
         for name in file:
             if names.get(name) != shard:
-                raise CheckpointError(
-                    f"{directory / shard}: {name}: the index does not place it in this file"
-                )
+                raise CheckpointError(f"{directory / shard}: {name}: the index does not place it in this file")
     return {name: shards[shard] for name, shard in names.items()}
 
 

@@ -157,14 +157,10 @@ def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
     for length in PROMPT_LENGTHS:
         prompt = rng.integers(0, VOCAB, size=length).tolist()
         logits = logits_of(model, prompt)
-        positions = (
-            np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
-        )
+        positions = np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
         tokens = list(prompt)
         for _ in range(CONTINUATION):
-            (best, second), (choice, _) = (
-                part.tolist() for part in torch.topk(logits_of(model, tokens)[-1], 2)
-            )
+            (best, second), (choice, _) = (part.tolist() for part in torch.topk(logits_of(model, tokens)[-1], 2))
             margin = min(margin, best - second)
             if margin < MIN_MARGIN:
                 return None
