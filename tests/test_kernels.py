@@ -56,8 +56,16 @@ def test_floats_round_to_the_nearest_half_ties_to_even(simd, rng):
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("f16", "f32")])
 def test_rows_come_back_as_the_format_keeps_them(simd, rng, block_size, formats):
     for dim in DIMS:
-        s = Scattered(rng, [1, 40, 0], block_size=block_size, heads=3, dim=dim, key_format=formats[0],
-                      value_format=formats[1], holes=block_size > 1)
+        s = Scattered(
+            rng,
+            [1, 40, 0],
+            block_size=block_size,
+            heads=3,
+            dim=dim,
+            key_format=formats[0],
+            value_format=formats[1],
+            holes=block_size > 1,
+        )
         for i in range(3):
             np.testing.assert_array_equal(s.read_keys[i], to_format(s.keys[i], formats[0]))
             np.testing.assert_array_equal(s.read_values[i], to_format(s.values[i], formats[1]))
@@ -163,16 +171,23 @@ def test_threads_can_be_set():
         _kernels.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (10**6, ValueError), (1.5, TypeError),
-                                          (True, TypeError), ("2", TypeError)])
+@pytest.mark.parametrize(
+    ("n", "error"),
+    [(0, ValueError), (-1, ValueError), (10**6, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)],
+)
 def test_odd_numbers_of_threads_are_refused(n, error):
     with pytest.raises(error, match="expected"):
         _kernels.set_num_threads(n)
 
 
 def ask(code, **environ):
-    return subprocess.run([sys.executable, "-c", f"from kvcache import _kernels as k; {code}"], text=True,
-                          capture_output=True, env={**os.environ, **environ}, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", f"from kvcache import _kernels as k; {code}"],
+        text=True,
+        capture_output=True,
+        env={**os.environ, **environ},
+        check=False,
+    )
 
 
 def test_the_environment_chooses_level_and_threads():
@@ -180,8 +195,9 @@ def test_the_environment_chooses_level_and_threads():
     assert got.stdout.split() == ["scalar", "3"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("KVCACHE_SIMD", "sse9"), ("KVCACHE_NUM_THREADS", "none"),
-                                             ("KVCACHE_NUM_THREADS", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("KVCACHE_SIMD", "sse9"), ("KVCACHE_NUM_THREADS", "none"), ("KVCACHE_NUM_THREADS", "0")]
+)
 def test_an_environment_that_cannot_be_honoured_fails_the_import(name, value):
     got = ask("pass", **{name: value})
     assert got.returncode != 0
