@@ -71,29 +71,29 @@ class InferenceEngine:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
-        self._seed = _natural("seed", seed, 0)
+        self.reseed(seed)
         self._chunk = _natural("prefill_chunk", prefill_chunk, 1)
         block_size = _natural("block_size", block_size, 1)
         if num_blocks is None:
             tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
             # One more than they fill: going back by a token may need a copy of the last block.
             num_blocks = -(-tokens // block_size) + 1
-        self.cache = self._make_cache(
-            num_blocks=_natural("num_blocks", num_blocks, 1),
-            block_size=block_size,
-            num_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            num_layers=model.config.num_layers,
-            dtype=dtype,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            rotate=rotate,
-        )
+        self._cache_options: dict[str, Any] = {
+            "num_blocks": _natural("num_blocks", num_blocks, 1),
+            "block_size": block_size,
+            "num_heads": model.config.num_kv_heads,
+            "head_dim": model.config.head_dim,
+            "num_layers": model.config.num_layers,
+            "dtype": dtype,
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
+            "rotate": rotate,
+        }
+        self.cache = self._make_cache(**self._cache_options)
         self._lock = threading.RLock()
         self._seq = 0  # the id of the sequence; 1 - _seq is free for the one that replaces it
         self._length = 0  # its tokens in the cache
         self._version = 0  # counts changes, so that a stream notices those of others
-        self._requests = 0
         self._prefilled = 0
         self._directory: Path | None = None
         self._tokenizer: Any = None
@@ -127,6 +127,24 @@ class InferenceEngine:
 
         return PagedKvCache(**options)
 
+    def reseed(self, seed: int) -> None:
+        """Start the random numbers of requests without a seed of their own anew."""
+        self._seed = _natural("seed", seed, 0)
+        self._requests = 0
+
+    def enlarge(self, blocks: int) -> None:
+        """Replace the cache by an empty one of `blocks` more blocks; the sequence starts anew.
+
+        Raises:
+            OutOfMemoryError: the system refuses the memory; the old cache stays.
+        """
+        with self._lock:
+            options = self._cache_options | {"num_blocks": self.cache.total_blocks + _natural("blocks", blocks, 0)}
+            self.cache = self._make_cache(**options)
+            self.cache.allocate(self._seq, 0)
+            self._length = 0
+            self._version += 1
+
     # ---------------------------------------------------------------- what there is
 
     @property
@@ -143,6 +161,11 @@ class InferenceEngine:
     def seq_id(self) -> int:
         """The id of the current sequence in `cache`. It changes when a sequence is replaced."""
         return self._seq
+
+    @property
+    def version(self) -> int:
+        """Counts changes of the current sequence: equal numbers, the same tokens in the same blocks."""
+        return self._version
 
     @property
     def prefill_token_count(self) -> int:
@@ -208,10 +231,7 @@ class InferenceEngine:
         """
         tokens = as_tokens(prompt_tokens, self.config.vocab_size)
         self._check_span(tokens, 0)
-        params = _params(params, self.sampling_params)
-        with self._lock:
-            rng = self._rng(params)
-        return self._stream(tokens, params, rng)
+        return self._stream(tokens, *self._request(params))
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
@@ -317,10 +337,9 @@ class InferenceEngine:
             An iterator of new tokens, without the stop token. Raises InvalidOperationError if another call
             changes the sequence meanwhile.
         """
-        params = _params(params, self.sampling_params)
         history = as_tokens(history, self.config.vocab_size)
         with self._lock:
-            return self._decode(logits, params, self._rng(params), history, self._version)
+            return self._decode(logits, *self._request(params), history, self._version)
 
     # ---------------------------------------------------------------- inside
 
@@ -424,11 +443,13 @@ class InferenceEngine:
         self._seq, self._length = seq, length
         self._version += 1
 
-    def _rng(self, params: SamplingParams) -> np.random.Generator:
-        """The random numbers of one request, which it also counts."""
-        request = self._requests
-        self._requests += 1
-        return np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
+    def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
+        """The parameters and the random numbers of one request, which it also counts."""
+        params = _params(params, self.sampling_params)
+        with self._lock:
+            request = self._requests
+            self._requests += 1
+        return params, np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
 
     def _check_pos(self, pos: int) -> int:
         pos = _natural("pos", pos, 0)
