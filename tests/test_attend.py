@@ -167,7 +167,9 @@ def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
     for block_size, tokens in ((1, 3), (16, 32), (5, 67)):
         s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
         for num_queries in (1, min(tokens, 20)):
-            queries = copy_guarded(rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end)
+            queries = copy_guarded(
+                rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end
+            )
             out, scores = (guarded(n, np.float32, at_end=at_end) for n in (queries.shape, tokens))
             for threads in (1, 2):
                 _kernels._attend(
