@@ -13,18 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.model import Transformer
-from kvcache.engine.protocols import Float32, Logits, Model, NetworkConfig, SequenceCache
+from kvcache.engine.protocols import Float32, Logits, Model, NetworkConfig
 from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
+from kvcache.paged import PagedKvCache
 
 __all__ = ["InferenceEngine"]
 
 _DEFAULT_TOKENS = 8192  # the default pool holds the whole context, up to so many tokens
 _SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
 
-Share = Callable[[Any, int], int]
+Share = Callable[[PagedKvCache, int], int]
 
 
 class InferenceEngine:
@@ -121,10 +122,8 @@ class InferenceEngine:
         engine._directory = Path(directory)
         return engine
 
-    def _make_cache(self, **options: Any) -> Any:
+    def _make_cache(self, **options: Any) -> PagedKvCache:
         """The one place where the cache is made."""
-        from kvcache.paged import PagedKvCache
-
         return PagedKvCache(**options)
 
     def reseed(self, seed: int) -> None:
@@ -280,6 +279,10 @@ class InferenceEngine:
             fresh = 1 - self._seq
             try:
                 length = share(self.cache, fresh)
+                made = self.cache.get_sequence(fresh)
+                if made is None or made.num_tokens != length:
+                    held = "no sequence" if made is None else f"{made.num_tokens} tokens"
+                    raise ValueError(f"share: expected sequence {fresh} of {length!r} tokens, got {held}")
             except BaseException:
                 with suppress(KvCacheError):  # it may not have come as far as creating it
                     self.cache.free(fresh)
@@ -388,8 +391,7 @@ class InferenceEngine:
 
     def _feed(self, seq: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         """Append tokens to a sequence that holds `pos` of them and run them through the network."""
-        cache: SequenceCache = self.cache
-        count = len(tokens)
+        cache, count = self.cache, len(tokens)
         self._append(seq, count)
         seq_ids, query_lens = np.array([seq], np.uint64), np.array([count])  # once, not once per layer
 
@@ -468,7 +470,7 @@ class InferenceEngine:
             )
 
 
-def _allocate_empty(cache: SequenceCache, seq_id: int) -> int:
+def _allocate_empty(cache: PagedKvCache, seq_id: int) -> int:
     cache.allocate(seq_id, 0)
     return 0
 
