@@ -1,15 +1,17 @@
 """An indexed binary heap: who leaves next, and any item's place in O(log n).
 
 Items are small non-negative ids, each in the heap at most once. The order is total, so that every result
-is repeatable: the smallest key comes out first, among equal keys the lowest id.
+is repeatable: the smallest key comes out first, among equal keys the lowest tie, which is the id itself
+unless the owner knows its items by other names (a sequence by its id, not by its row).
 """
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint64_t
 
 
 cdef struct heap_item:
-    double key     # the smallest leaves first; counters are exact up to 2**53
-    int32_t id     # among equal keys the lowest leaves first
+    double key      # the smallest leaves first; counters are exact up to 2**53
+    uint64_t tie    # among equal keys the lowest leaves first
+    int32_t id
 
 
 cdef class IndexedHeap:
@@ -21,7 +23,7 @@ cdef class IndexedHeap:
     # Room for the ids below num_ids; what follows cannot fail for these.
     cdef int reserve(self, Py_ssize_t num_ids) except -1 nogil
     # Push the id, or move it to its new key.
-    cdef void put(self, int32_t id, double key) noexcept nogil
+    cdef void put(self, int32_t id, double key, uint64_t tie) noexcept nogil
     # Take the id out if it is in.
     cdef void drop(self, int32_t id) noexcept nogil
     # The id that leaves next, -1 when empty.

@@ -293,7 +293,7 @@ cdef class NodeTable:
 
     cdef bint guarded(self, int32_t leaf) noexcept nogil:
         """Whether the leaf's first page is the last one to complete a pinned node that ends inside a page."""
-        cdef int32_t id = leaf, parent
+        cdef int32_t id = leaf
         cdef int32_t boundary = self.nodes[leaf].begin - self.nodes[leaf].begin % self.page_size
         while self.nodes[id].begin > boundary and self.nodes[id].prev < 0 and self.nodes[id].next < 0:
             id = self.nodes[id].parent
@@ -310,7 +310,7 @@ cdef class NodeTable:
     cdef void list_leaf(self, int32_t id) noexcept nogil:
         """Put `id` where it belongs among the candidates for eviction: in if an unpinned leaf, else out."""
         if self.nodes[id].child < 0 and self.nodes[id].pins == 0 and self.nodes[id].parent >= 0:
-            self.leaves.put(id, self.rank(id))
+            self.leaves.put(id, self.rank(id), id)
         else:
             self.leaves.drop(id)
 

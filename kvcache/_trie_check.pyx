@@ -25,7 +25,7 @@ cdef int check_node(NodeTable table, int32_t id) except -1:
     expect(not leaf or node.end % table.page_size == 0, "a leaf ends inside a page", id)
     expect(not node.marked or node.end % table.page_size == 0, "a mark lies inside a page", id)
     expect(node.stamp <= above.stamp, "it was used later than its parent", id)
-    expect(table.leaves.has(id) == (leaf and node.pins == 0), "it is a candidate though not an unpinned leaf, or not", id)
+    expect(table.leaves.has(id) == (leaf and node.pins == 0), "the candidates are not the unpinned leaves", id)
     if table.leaves.has(id):
         expect(table.leaves.items[table.leaves.place[id]].key == table.rank(id), "its rank is out of date", id)
     return 0
