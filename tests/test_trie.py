@@ -72,8 +72,19 @@ class TrieMachine(RuleBasedStateMachine):
     def touch_match(self, choice: int, text: Tokens) -> None:
         root = self.root(choice)
         node, length = self.trie.match(root, text)
-        self.trie.touch(node, length)
+        full = length // self.page_size * self.page_size
+        assert self.end_of(self.trie.touch(node, length)) == (root, text[:full])
         self.naive.touch(root, text[:length])
+
+    @rule(target=pinned, choice=st.integers(0, 2), text=TEXT)
+    def pin_match(self, choice: int, text: Tokens) -> tuple[int, int, int, Tokens]:
+        node, length = self.trie.match(self.root(choice), text)
+        node = self.trie.boundary(node, length)
+        root, tokens = self.end_of(node)
+        assert tokens == text[: length // self.page_size * self.page_size]
+        self.trie.pin(node)
+        self.naive.pins.append((root, tokens))
+        return self.epoch, node, root, tokens
 
     @rule(choice=st.integers(0, 2), text=TEXT)
     def touch_node(self, choice: int, text: Tokens) -> None:
@@ -142,6 +153,7 @@ class TrieMachine(RuleBasedStateMachine):
         assert self.trie.roots() == sorted(self.naive.roots)
         assert self.trie.num_pages == len(self.trie) == sum(map(len, self.naive.roots.values()))
         for root, pages in self.naive.roots.items():
+            assert sorted(self.trie.all_values(root).tolist()) == sorted(value for value, _ in pages.values())
             for page, (value, _) in pages.items():
                 assert self.trie.match(root, page)[1] == len(page)
                 assert self.trie.lookup(root, page)[2][-1] == value
