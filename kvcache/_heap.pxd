@@ -1,16 +1,15 @@
 """An indexed binary heap: who leaves next, and any item's place in O(log n).
 
 Items are small non-negative ids, each in the heap at most once. The order is total, so that every result
-is repeatable: the smallest key comes out first, among equal keys the lowest tie, which is the id itself
-unless the owner knows its items by other names (a sequence by its id, not by its row).
+is repeatable: the smallest key comes out first, among equal keys the lowest tie, which is the id unless given.
 """
 
 from libc.stdint cimport int32_t, uint64_t
 
 
 cdef struct heap_item:
-    double key      # the smallest leaves first; counters are exact up to 2**53
-    uint64_t tie    # among equal keys the lowest leaves first
+    double key     # the smallest leaves first; counters are exact up to 2**53
+    uint64_t tie   # among equal keys the lowest leaves first
     int32_t id
 
 
@@ -23,7 +22,9 @@ cdef class IndexedHeap:
     # Room for the ids below num_ids; what follows cannot fail for these.
     cdef int reserve(self, Py_ssize_t num_ids) except -1 nogil
     # Push the id, or move it to its new key.
-    cdef void put(self, int32_t id, double key, uint64_t tie) noexcept nogil
+    cdef void put(self, int32_t id, double key) noexcept nogil
+    # The same, where equal keys are to be told apart by another number than the id; no two ties may be equal.
+    cdef void put_tied(self, int32_t id, double key, uint64_t tie) noexcept nogil
     # Take the id out if it is in.
     cdef void drop(self, int32_t id) noexcept nogil
     # The id that leaves next, -1 when empty.

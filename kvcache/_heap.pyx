@@ -9,17 +9,15 @@ cdef enum:
 
 
 cdef inline bint before(heap_item a, heap_item b) noexcept nogil:
-    if a.key != b.key:
-        return a.key < b.key
-    return a.tie < b.tie or (a.tie == b.tie and a.id < b.id)
+    return a.key < b.key or (a.key == b.key and a.tie < b.tie)
 
 
 cdef class IndexedHeap:
     """A priority queue of ids with keys that may change.
 
     Ids are dense small integers (memory grows with the highest one, 28 bytes each); keys are floats or
-    integers of less than 2**53 in magnitude. The smallest key leaves first; ties go to the lowest `tie`, by
-    default the id. `push`, `update`, `remove` and `pop` are O(log n), the rest O(1).
+    integers of less than 2**53 in magnitude. The smallest key leaves first, ties go to the lowest id.
+    `push`, `update`, `remove` and `pop` are O(log n), the rest O(1).
     """
 
     def __dealloc__(self):
@@ -47,7 +45,10 @@ cdef class IndexedHeap:
         self.num_ids = room
         return 0
 
-    cdef void put(self, int32_t id, double key, uint64_t tie) noexcept nogil:
+    cdef void put(self, int32_t id, double key) noexcept nogil:
+        self.put_tied(id, key, <uint64_t>id)
+
+    cdef void put_tied(self, int32_t id, double key, uint64_t tie) noexcept nogil:
         cdef heap_item item
         cdef Py_ssize_t i = self.place[id]
         item.key = key
@@ -132,25 +133,22 @@ cdef class IndexedHeap:
             raise KeyError(f"expected an id in the heap, got {id}")
         return number
 
-    def push(self, id, double key, tie=None):
-        """Add `id` with `key`, and `tie` (in [0, 2**64)) to order equal keys.
-
-        ValueError if the id is in the heap already, or the key is not a number.
-        """
+    def push(self, id, double key):
+        """Add `id` with `key`. ValueError if the id is in the heap already, or the key is not a number."""
         cdef int32_t number = self._id(id)
         if isnan(key):
             raise ValueError("expected a number as key, got nan")
         if self.has(number):
             raise ValueError(f"expected an id that is not in the heap, got {id}")
         self.reserve(number + 1)
-        self.put(number, key, id if tie is None else tie)
+        self.put(number, key)
 
     def update(self, id, double key):
-        """Give `id` a new key, up or down; its tie stays. KeyError if it is not in the heap."""
+        """Give `id` a new key, up or down. KeyError if it is not in the heap."""
         cdef int32_t number = self._member(id)
         if isnan(key):
             raise ValueError("expected a number as key, got nan")
-        self.put(number, key, self.items[self.place[number]].tie)
+        self.put(number, key)
 
     def remove(self, id):
         """Take `id` out. KeyError if it is not in the heap."""

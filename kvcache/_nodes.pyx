@@ -309,7 +309,7 @@ cdef class NodeTable:
     cdef void list_leaf(self, int32_t id) noexcept nogil:
         """Put `id` where it belongs among the candidates for eviction: in if an unpinned leaf, else out."""
         if self.nodes[id].child < 0 and self.nodes[id].pins == 0 and self.nodes[id].parent >= 0:
-            self.leaves.put(id, self.rank(id), id)
+            self.leaves.put(id, self.rank(id))
         else:
             self.leaves.drop(id)
 

@@ -14,7 +14,7 @@ from kvcache._table cimport SequenceTable
 
 import numpy as np
 
-from kvcache._table import RUN
+from kvcache._sequences import RUN
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["FORMATS", "BlockStore"]
@@ -87,12 +87,12 @@ cdef class BlockStore:
             arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         if arena == MAP_FAILED:
             raise OutOfMemoryError(size, 0, "bytes")
-        madvise(arena, max(self.arena_bytes, 1), MADV_HUGEPAGE)
+        madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
         self.arena = <unsigned char *>arena
 
     def __dealloc__(self):
         if self.arena != NULL:
-            munmap(self.arena, max(self.arena_bytes, 1))
+            munmap(self.arena, max(self.arena_bytes, <size_t>1))
         free(self.scratch)
         free(self.seqs)
 
@@ -195,7 +195,7 @@ cdef class BlockStore:
         """
         cdef const int32_t[::1] src = sources
         cdef const int32_t[::1] dst = targets
-        cdef size_t size = self.layout.block_bytes
+        cdef Py_ssize_t size = self.layout.block_bytes
         cdef unsigned char *base
         cdef int64_t i, layer
         for layer in range(self.num_layers):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "BlockNotFoundError",
+    "CheckpointError",
     "InvalidOperationError",
     "KvCacheError",
     "OutOfMemoryError",
@@ -68,3 +69,10 @@ class InvalidOperationError(KvCacheError):
 
 class SnapshotError(KvCacheError):
     """A saved cache or a snapshot does not fit, is damaged, or belongs to something else."""
+
+
+class CheckpointError(KvCacheError, ValueError):
+    """A model checkpoint cannot be used: damaged, incomplete, or of a kind that is not supported.
+
+    The message names the file, the tensor or the option, and what was expected of it.
+    """

@@ -70,10 +70,10 @@ class PagedKvCache:
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-        self._pool = BlockPool(num_blocks)
         self._store = BlockStore(
             num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         )
+        self._pool = BlockPool(num_blocks)
         self._table = SequenceTable(self._pool, block_size)
         self._lock = threading.RLock()
         self._evictions = 0

@@ -227,7 +227,8 @@ class PrefixKvCache:
         if root is not None and self._arena_of[root] is not arena:
             other = self._arena_of[root]
             raise ValueError(
-                f"expected {other.num_layers} layers of kv_dim {other.kv_dim} in this namespace, got {shape[0]} of {shape[1]}"
+                f"expected {other.num_layers} layers of kv_dim {other.kv_dim} in this namespace, "
+                f"got {shape[0]} of {shape[1]}"
             )
         node, length, old = -1, 0, np.empty(0, np.int32)
         if root is not None:
@@ -294,7 +295,7 @@ class PrefixKvCache:
             root = self._roots.get(namespace)
             if root is None or not len(ids):
                 return False
-            node, length = self._trie.entry_at(*self._trie.match(root, ids))
+            _, length = self._trie.entry_at(*self._trie.match(root, ids))
             if length < len(ids):
                 return False
             self._let_go(root, self._trie.remove(root, ids))

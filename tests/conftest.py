@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import numpy as np
 import pytest
 
 from kvcache import _kernels
@@ -11,3 +12,8 @@ def simd(request):
     with _kernels.use_simd(request.param):
         assert _kernels.simd_level() == request.param
         yield request.param
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from oracle_trie import NaiveHeap
 
 from kvcache._heap import IndexedHeap
+from oracle_trie import NaiveHeap
 
 IDS = st.integers(0, 12)
 KEYS = st.one_of(st.integers(-3, 3), st.floats(-2, 2), st.sampled_from([math.inf, -math.inf, 2**53]))
@@ -79,15 +79,6 @@ def test_pops_in_order_with_ties_to_the_lowest_id() -> None:
     assert [heap.pop()[0] for _ in range(5)] == [4, 1, 3, 5, 9]
 
 
-def test_ties_may_go_by_another_number_than_the_id() -> None:
-    heap = IndexedHeap()
-    for id, tie in ((0, 2**64 - 1), (1, 7), (2, 7), (3, 0)):
-        heap.push(id, 1, tie)
-    heap.update(3, 0.5)
-    heap.update(3, 1)
-    assert [heap.pop()[0] for _ in range(4)] == [3, 1, 2, 0]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_long_random_history(seed: int) -> None:
     draw = random.Random(seed)
@@ -117,7 +108,7 @@ def test_memory_is_steady_over_a_million_operations() -> None:
         heap.update(step % 1000, step * 7919 % 1009)
     heap.check()
     assert heap.nbytes == size
-    assert size <= 2 * 28 * 1000 + 1000
+    assert size <= 2 * 20 * 1000 + 1000
 
 
 def test_empty_heap() -> None:

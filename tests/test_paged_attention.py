@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from oracle import attention64
+from oracle import attention
 
 from kvcache import PagedKvCache
 from kvcache.errors import SequenceNotFoundError
@@ -36,7 +36,7 @@ def test_mixed_batch(simd, dtype, block_size, heads, group, dim):
     for i, (n, lens) in enumerate(zip(lengths, query_lens, strict=True)):
         k, v = cache.read(1, i)
         if lens:
-            want, want_mass = attention64(q[at : at + lens], k, v, dim**-0.5)
+            want, want_mass = attention(q[at : at + lens], k, v, dim**-0.5)
             close(out[at : at + lens], want)
             close(mass[token : token + n], want_mass)
         else:
@@ -53,13 +53,13 @@ def test_holes_forks_and_sinks(simd):
     cache.apply_streaming_llm(0, 5, 30)
     kept = [*range(5), *range(70, 100)]
     q, sink_q = rng.standard_normal((2, 1, 4, 32)).astype(np.float32)
-    close(cache.attention(0, q, [0]), attention64(q, k[kept], v[kept], 32**-0.5)[0])
+    close(cache.attention(0, q, [0]), attention(q, k[kept], v[kept], 32**-0.5)[0])
     # With sink queries, the sinks are scored by the other query.
-    far = attention64(q, k[kept], v[kept], 32**-0.5, sink_queries=sink_q, sinks=5)[0]
+    far = attention(q, k[kept], v[kept], 32**-0.5, sink_queries=sink_q, sink_tokens=5)[0]
     close(cache.attention(0, q, [0], sink_queries=sink_q), far)
-    close(cache.attention(0, q, [1], sink_queries=sink_q), attention64(q, k, v, 32**-0.5)[0])
+    close(cache.attention(0, q, [1], sink_queries=sink_q), attention(q, k, v, 32**-0.5)[0])
     cache.keep_tokens(1, range(0, 100, 3))
-    close(cache.attention(0, q, [1]), attention64(q, k[::3], v[::3], 32**-0.5)[0])
+    close(cache.attention(0, q, [1]), attention(q, k[::3], v[::3], 32**-0.5)[0])
 
 
 def test_out_is_written_and_returned():

@@ -66,10 +66,10 @@ class PagedMachine(RuleBasedStateMachine):
         seqs = [s for s in seqs if s in self.naive.sequences]
         self.both(lambda: self.real.append_batch(seqs), lambda: self.naive.append_batch(seqs))
 
-    @rule(source=IDS, target=IDS)
-    def fork(self, source, target):
-        if source in self.naive.sequences and target not in self.naive.sequences:
-            self.both(lambda: self.real.fork(source, target), lambda: self.naive.fork(source, target))
+    @rule(source=IDS, other=IDS)
+    def fork(self, source, other):
+        if source in self.naive.sequences and other not in self.naive.sequences:
+            self.both(lambda: self.real.fork(source, other), lambda: self.naive.fork(source, other))
 
     @rule(seq=IDS)
     def free(self, seq):
@@ -137,9 +137,7 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(utilization=st.floats(0, 1))
     def evict_to(self, utilization):
         rank = RANKS[self.real.eviction_strategy.name]
-        self.both(
-            lambda: self.real.evict_to_threshold(utilization), lambda: self.naive.evict_to(utilization, rank)
-        )
+        self.both(lambda: self.real.evict_to_threshold(utilization), lambda: self.naive.evict_to(utilization, rank))
 
     @rule(seq=IDS)
     def take_handle(self, seq):

@@ -1,0 +1,9 @@
+"""From a checkpoint to text: the transformer, sampling, and the engine that runs them over a cache."""
+
+from kvcache.engine.config import ModelConfig
+from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.model import Transformer
+from kvcache.engine.protocols import Attend, Model
+from kvcache.engine.sampling import SamplingParams
+
+__all__ = ["Attend", "InferenceEngine", "Model", "ModelConfig", "SamplingParams", "Transformer"]

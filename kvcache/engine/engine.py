@@ -1,0 +1,479 @@
+"""The inference engine: a network, a cache of its own, and the loop that turns prompts into tokens."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.model import Transformer
+from kvcache.engine.protocols import Float32, Logits, Model, NetworkConfig, SequenceCache
+from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.tokenizer import load_tokenizer
+from kvcache.engine.tokens import as_tokens
+from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
+
+__all__ = ["InferenceEngine"]
+
+_DEFAULT_TOKENS = 8192  # the default pool holds the whole context, up to so many tokens
+_SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
+
+Share = Callable[[Any, int], int]
+
+
+class InferenceEngine:
+    """Runs one sequence at a time through a network whose keys and values live in a `PagedKvCache`.
+
+    `generate`, `stream` and `score` start a new sequence; `prefill_from_pos` and `decode_step` go on with the
+    one there is. Calls are serialised, so threads may share an engine.
+
+    Failing calls are atomic: `prefill_from_pos`, `decode_step` and `begin` leave the sequence as it was.
+    `generate`, `stream` and `score` check their arguments first and then give up the old sequence, since two
+    would need twice the memory. A failure after that (memory, the network) leaves `generate` and `score` with
+    an empty sequence, and `stream` with the tokens that it has delivered.
+
+    Args:
+        model: a `Transformer`, or anything with the `Model` protocol.
+        sampling_params: used where a request brings none.
+        seed: requests without a seed of their own derive one from this and from how many came before.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        num_blocks: size of the cache; by default enough for the whole context, but for 8192 tokens at most.
+        prefill_chunk: prompts run through the network in pieces of so many tokens.
+
+    Attributes:
+        model: the network.
+        sampling_params: the defaults of a request.
+        cache: the `PagedKvCache`. The engine owns its sequences 0 and 1; others may be added beside them.
+        reclaim: called with the OutOfMemoryError when the cache has no block for new tokens. If it frees some
+            and returns true, the engine tries again. None: the error is raised.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sampling_params: SamplingParams | None = None,
+        seed: int = 0,
+        *,
+        dtype: str = "f32",
+        key_dtype: str | None = None,
+        value_dtype: str | None = None,
+        rotate: bool | str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        prefill_chunk: int = 512,
+    ) -> None:
+        self.model = model
+        self.sampling_params = _params(sampling_params, SamplingParams())
+        self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
+        self._seed = _natural("seed", seed, 0)
+        self._chunk = _natural("prefill_chunk", prefill_chunk, 1)
+        block_size = _natural("block_size", block_size, 1)
+        if num_blocks is None:
+            tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
+            # One more than they fill: going back by a token may need a copy of the last block.
+            num_blocks = -(-tokens // block_size) + 1
+        self.cache = self._make_cache(
+            num_blocks=_natural("num_blocks", num_blocks, 1),
+            block_size=block_size,
+            num_heads=model.config.num_kv_heads,
+            head_dim=model.config.head_dim,
+            num_layers=model.config.num_layers,
+            dtype=dtype,
+            key_dtype=key_dtype,
+            value_dtype=value_dtype,
+            rotate=rotate,
+        )
+        self._lock = threading.RLock()
+        self._seq = 0  # the id of the sequence; 1 - _seq is free for the one that replaces it
+        self._length = 0  # its tokens in the cache
+        self._version = 0  # counts changes, so that a stream notices those of others
+        self._requests = 0
+        self._prefilled = 0
+        self._directory: Path | None = None
+        self._tokenizer: Any = None
+        self.cache.allocate(self._seq, 0)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        sampling_params: SamplingParams | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> InferenceEngine:
+        """An engine over a Hugging Face checkpoint directory: Llama, Mistral, Qwen2 or Qwen3.
+
+        Args:
+            directory: holds `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`.
+            sampling_params, seed, options: as for the constructor.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            CheckpointError: a file is damaged, or names something that is not supported.
+        """
+        engine = cls(Transformer.from_pretrained(directory), sampling_params, seed, **options)
+        engine._directory = Path(directory)
+        return engine
+
+    def _make_cache(self, **options: Any) -> Any:
+        """The one place where the cache is made."""
+        from kvcache.paged import PagedKvCache
+
+        return PagedKvCache(**options)
+
+    # ---------------------------------------------------------------- what there is
+
+    @property
+    def config(self) -> NetworkConfig:
+        """The sizes of the network: `model.config`."""
+        return self.model.config
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current sequence in the cache; the next one stands at this position."""
+        return self._length
+
+    @property
+    def seq_id(self) -> int:
+        """The id of the current sequence in `cache`. It changes when a sequence is replaced."""
+        return self._seq
+
+    @property
+    def prefill_token_count(self) -> int:
+        """How many tokens have been prefilled, over all requests; failed calls and `score` do not count."""
+        return self._prefilled
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's `tokenizers.Tokenizer`, loaded at first use; None if it has no `tokenizer.json`.
+
+        Raises:
+            ImportError: there is one, and the `tokenizers` package (extra `text`) is not installed.
+            CheckpointError: `tokenizer.json` is damaged.
+        """
+        if self._tokenizer is None and self._directory is not None:
+            self._tokenizer = load_tokenizer(self._directory)
+        return self._tokenizer
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, {config.num_layers} layers, "
+            f"{self._length} of {config.max_position_embeddings} positions in use)"
+        )
+
+    def check(self) -> None:
+        """Verify the invariants of the engine and of its cache; AssertionError names the broken one."""
+        with self._lock:
+            self.cache.check()
+            held = self.cache.get_sequence(self._seq)
+            assert held is not None, f"sequence {self._seq} is gone from the cache"
+            assert held.num_tokens == self._length, f"{self._length} tokens expected, the cache has {held.num_tokens}"
+            assert self.cache.get_sequence(1 - self._seq) is None, "a replaced sequence was not freed"
+
+    # ---------------------------------------------------------------- whole requests
+
+    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
+        """Continue a prompt; the new tokens only, without the stop token that ended them.
+
+        The text ends with a stop token, after `max_tokens`, or where the network's positions end.
+
+        Args:
+            prompt_tokens: at least one token id.
+            params: how to sample; by default the engine's `sampling_params`.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions.
+            OutOfMemoryError: the cache is too small.
+        """
+        tokens = self.stream(prompt_tokens, params)
+        with self._lock:
+            try:
+                return list(tokens)
+            except BaseException:
+                self.reset()
+                raise
+
+    def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
+        """`generate`, token by token. Arguments are checked now, the prompt is run with the first `next`.
+
+        If another call changes the engine's sequence before the stream ends, its next token raises
+        InvalidOperationError.
+        """
+        tokens = as_tokens(prompt_tokens, self.config.vocab_size)
+        self._check_span(tokens, 0)
+        params = _params(params, self.sampling_params)
+        with self._lock:
+            rng = self._rng(params)
+        return self._stream(tokens, params, rng)
+
+    def score(self, tokens: Any) -> Float32:
+        """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
+
+        The mean of their negatives is the log of the perplexity. Starts a new sequence, which then holds all
+        tokens but the last. Raises like `generate`.
+        """
+        tokens = as_tokens(tokens, self.config.vocab_size)
+        self._check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
+        scores = np.empty(len(tokens) - 1, np.float32)
+        chunk = max(1, min(self._chunk, _SCORE_FLOATS // self.config.vocab_size))
+        with self._lock:
+            self.reset()
+            try:
+                for start in range(0, len(scores), chunk):
+                    piece = tokens[start : min(start + chunk, len(scores))]
+                    logits = self._feed(self._seq, piece, start, "all")
+                    self._length = start + len(piece)
+                    targets = tokens[start + 1 : start + 1 + len(piece)]
+                    scores[start : start + len(piece)] = _log_probabilities(logits, targets)
+            except BaseException:
+                self.reset()
+                raise
+        return scores
+
+    # ---------------------------------------------------------------- one sequence, step by step
+
+    def reset(self) -> None:
+        """Start an empty sequence. `prefill_token_count` goes on counting."""
+        with self._lock:
+            # Allocate first: an empty sequence needs no block, so nothing here can fail half way.
+            self.begin(_allocate_empty)
+
+    def begin(self, share: Share) -> int:
+        """Replace the current sequence by one that `share` makes, say of blocks that are there already.
+
+        Args:
+            share: called with the cache and the id of the new sequence; creates it and returns how many
+                tokens it holds. If it raises, the current sequence stays. The old one is freed after it, so
+                call `reset` first where memory is short.
+
+        Returns:
+            The number of tokens: the position from which `prefill_from_pos` goes on.
+        """
+        with self._lock:
+            fresh = 1 - self._seq
+            try:
+                length = share(self.cache, fresh)
+            except BaseException:
+                with suppress(KvCacheError):  # it may not have come as far as creating it
+                    self.cache.free(fresh)
+                raise
+            self._replace(fresh, length)
+            return length
+
+    def prefill_from_pos(self, tokens: Any, pos: int) -> Float32:
+        """Run tokens through the network at positions `pos`, `pos + 1`, ...; in chunks of `prefill_chunk`.
+
+        Args:
+            tokens: at least one token id.
+            pos: at most `num_tokens`. If less, the sequence is cut there first.
+
+        Returns:
+            float32 logits `(vocab_size,)` after the last token.
+
+        Raises:
+            ValueError: no tokens, an id outside the vocabulary, or a position that does not exist.
+            OutOfMemoryError: the cache cannot hold them; found before anything is computed.
+        """
+        tokens = as_tokens(tokens, self.config.vocab_size)
+        with self._lock:
+            pos = self._check_pos(pos)
+            self._check_span(tokens, pos)
+            with self._rewound(pos) as seq:
+                logits = self._prefill(seq, tokens, pos)
+            self._length = pos + len(tokens)
+            self._prefilled += len(tokens)
+            return logits
+
+    def decode_step(self, token: int, pos: int) -> Float32:
+        """Run one token at position `pos`: `prefill_from_pos` of one token, but not counted as prefill."""
+        tokens = as_tokens((token,), self.config.vocab_size)
+        with self._lock:
+            pos = self._check_pos(pos)
+            self._check_span(tokens, pos)
+            with self._rewound(pos) as seq:
+                logits: Float32 = self._feed(seq, tokens, pos, "last")[0]
+            self._length = pos + 1
+            return logits
+
+    def decode(self, logits: Float32, params: SamplingParams | None = None, history: Any = ()) -> Iterator[int]:
+        """Sample from `logits`, run the token, sample again: the loop of every request, after its prefill.
+
+        A token enters the cache when the one after it is asked for; the last one does not, so that in the end
+        `num_tokens` counts the prompt and all new tokens but one (all of them where a stop token ended it).
+
+        Args:
+            logits: `(vocab_size,)`, what `prefill_from_pos` or `decode_step` returned.
+            params: how to sample; by default the engine's `sampling_params`.
+            history: the tokens so far, which the repetition penalty counts.
+
+        Returns:
+            An iterator of new tokens, without the stop token. Raises InvalidOperationError if another call
+            changes the sequence meanwhile.
+        """
+        params = _params(params, self.sampling_params)
+        history = as_tokens(history, self.config.vocab_size)
+        with self._lock:
+            return self._decode(logits, params, self._rng(params), history, self._version)
+
+    # ---------------------------------------------------------------- inside
+
+    def _stream(self, tokens: NDArray[np.uint32], params: SamplingParams, rng: np.random.Generator) -> Iterator[int]:
+        with self._lock:
+            self.reset()
+            logits = self.prefill_from_pos(tokens, 0)
+            version = self._version
+        yield from self._decode(logits, params, rng, tokens, version)
+
+    def _decode(
+        self,
+        logits: Float32,
+        params: SamplingParams,
+        rng: np.random.Generator,
+        history: NDArray[np.uint32],
+        version: int,
+    ) -> Iterator[int]:
+        sampler = Sampler(params, rng, self.config.vocab_size, history)
+        stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
+        for left in reversed(range(params.max_tokens)):
+            token = sampler.sample(logits)
+            if token in stops:
+                return
+            yield token
+            if left == 0:
+                return
+            with self._lock:
+                if self._version != version:
+                    raise InvalidOperationError("another call has changed the sequence that this stream continues")
+                if self._length == self.config.max_position_embeddings:
+                    return
+                logits = self.decode_step(token, self._length)
+                version = self._version
+
+    def _prefill(self, seq: int, tokens: NDArray[np.uint32], pos: int) -> Float32:
+        if len(tokens) > self._chunk:
+            # Is there memory for all of them? Better known now than after most of the work.
+            self._append(seq, len(tokens))
+            self.cache.truncate(seq, pos)
+        last = (len(tokens) - 1) // self._chunk * self._chunk
+        for start in range(0, last, self._chunk):
+            self._feed(seq, tokens[start : start + self._chunk], pos + start, "none")
+        logits: Float32 = self._feed(seq, tokens[last:], pos + last, "last")[0]
+        return logits
+
+    def _feed(self, seq: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
+        """Append tokens to a sequence that holds `pos` of them and run them through the network."""
+        cache: SequenceCache = self.cache
+        count = len(tokens)
+        self._append(seq, count)
+        seq_ids, query_lens = np.array([seq], np.uint64), np.array([count])  # once, not once per layer
+
+        def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
+            cache.write(layer, seq, keys, values)
+            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens)
+            return mixed
+
+        rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits)
+        expected = ({"last": 1, "all": count, "none": 0}[logits], self.config.vocab_size)
+        if rows.shape != expected:
+            raise ValueError(f"model.forward: expected logits of shape {expected}, got {rows.shape}")
+        return rows
+
+    def _append(self, seq: int, count: int) -> None:
+        while True:
+            try:
+                self.cache.append(seq, count)
+                return
+            except OutOfMemoryError as error:
+                if self.reclaim is None or not self.reclaim(error):
+                    raise
+
+    @contextmanager
+    def _rewound(self, pos: int) -> Iterator[int]:
+        """The id of a sequence of `pos` tokens to extend; if that fails, the current sequence is untouched.
+
+        At the end of the sequence this is the sequence itself, cut back on failure. Before the end it is a
+        fork (which shares the blocks), cut to `pos`; it takes the sequence's place on success.
+        """
+        if pos == self._length:
+            try:
+                yield self._seq
+            except BaseException:
+                self.cache.truncate(self._seq, pos)
+                raise
+            self._version += 1
+            return
+        fork = 1 - self._seq
+        self.cache.fork(self._seq, fork)
+        try:
+            self.cache.truncate(fork, pos)
+            yield fork
+        except BaseException:
+            self.cache.free(fork)
+            raise
+        self._replace(fork, pos)
+
+    def _replace(self, seq: int, length: int) -> None:
+        self.cache.free(self._seq)
+        self._seq, self._length = seq, length
+        self._version += 1
+
+    def _rng(self, params: SamplingParams) -> np.random.Generator:
+        """The random numbers of one request, which it also counts."""
+        request = self._requests
+        self._requests += 1
+        return np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
+
+    def _check_pos(self, pos: int) -> int:
+        pos = _natural("pos", pos, 0)
+        if pos > self._length:
+            raise ValueError(f"pos: expected at most the {self._length} tokens in the cache, got {pos}")
+        return pos
+
+    def _check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
+        limit = self.config.max_position_embeddings
+        if not len(tokens):
+            raise ValueError("tokens: expected at least one, got none")
+        if pos + len(tokens) > limit:
+            raise ValueError(
+                f"tokens: expected positions below max_position_embeddings ({limit}), "
+                f"got {len(tokens)} tokens from position {pos}"
+            )
+
+
+def _allocate_empty(cache: SequenceCache, seq_id: int) -> int:
+    cache.allocate(seq_id, 0)
+    return 0
+
+
+def _log_probabilities(logits: Float32, targets: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """log softmax of `logits` `(n, vocab)`, which are overwritten, at `targets` `(n,)`."""
+    logits -= logits.max(axis=1, keepdims=True)
+    chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
+    total = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
+    result: NDArray[np.float64] = chosen - np.log(total)
+    return result
+
+
+def _params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
+    if params is None:
+        return default
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params: expected SamplingParams, got {type(params).__name__}")
+    return params
+
+
+def _natural(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value!r}")
+    return number

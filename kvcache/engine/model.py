@@ -1,0 +1,111 @@
+"""The transformer: a decoder of the Llama kind (Llama, Mistral, Qwen2, Qwen3), in float32 NumPy.
+
+It owns no cache. `forward` hands queries, keys and values to its caller's `attend` once per layer and goes on
+with what comes back, so the same network runs over a paged, a quantised or a shared cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.config import ModelConfig
+from kvcache.engine.protocols import Attend, Logits
+from kvcache.engine.rope import RopeTable
+from kvcache.engine.weights import LayerWeights, Weights
+
+__all__ = ["Transformer"]
+
+Float32 = NDArray[np.float32]
+
+
+class Transformer:
+    """A network and its weights.
+
+    Attributes:
+        config: its sizes and options.
+        weights: float32; may be views of the checkpoint's files.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self._rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Transformer:
+        """Load a Hugging Face checkpoint directory. Errors are those of `ModelConfig` and `Weights`."""
+        config = ModelConfig.from_pretrained(directory)
+        return cls(config, Weights.from_pretrained(directory, config))
+
+    def forward(
+        self,
+        tokens: NDArray[np.uint32],
+        positions: NDArray[np.int64],
+        attend: Attend,
+        logits: Logits = "last",
+    ) -> Float32:
+        """Run new tokens through all layers; see `protocols.Model.forward` for shapes."""
+        config, eps = self.config, self.config.rms_norm_eps
+        x = self.weights.embedding[tokens]
+        turns = self._rope.rows(positions)
+        for i, layer in enumerate(self.weights.layers):
+            queries, keys, values = self._project(_rms_norm(x, layer.input_norm, eps), layer, turns)
+            mixed = attend(i, queries, keys, values).reshape(len(x), -1)
+            if i == config.num_layers - 1 and logits != "all":
+                # From here on rows do not see each other: only those that are asked for go on.
+                first = len(x) - 1 if logits == "last" else len(x)
+                x, mixed = x[first:], mixed[first:]
+            if len(x):
+                x += _linear(mixed, layer.output, layer.output_bias)
+                x += _mlp(_rms_norm(x, layer.mlp_norm, eps), layer)
+        if not len(x):
+            return np.empty((0, config.vocab_size), np.float32)
+        return _linear(_rms_norm(x, self.weights.norm, eps), self.weights.head, None)
+
+    def _project(self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32]) -> tuple[Float32, ...]:
+        """Queries and keys (rotated) and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`."""
+        config = self.config
+        heads = _linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
+        turning = config.num_heads + config.num_kv_heads
+        turned = heads[:, :turning]
+        if layer.qk_norm is not None:
+            turned = _rms_norm(turned, layer.qk_norm, config.rms_norm_eps)
+        turned = self._rope.rotate(turned, turns)
+        return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, turning:]
+
+
+def _rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
+    """Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, over the last axis."""
+    mean = np.einsum("...i,...i->...", x, x)
+    mean /= x.shape[-1]
+    mean += eps
+    normed: Float32 = x / np.sqrt(mean)[..., None]
+    normed *= weight
+    return normed
+
+
+def _mlp(x: Float32, layer: LayerWeights) -> Float32:
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202): `down(silu(gate(x)) * up(x))`.
+
+    silu(g) = g * sigmoid(g) = h + h * tanh(h) with h = g / 2, which cannot overflow.
+    """
+    both = _linear(x, layer.gate_up, layer.gate_up_bias)
+    half = both.shape[1] // 2
+    gate, up = both[:, :half], both[:, half:]
+    gate *= np.float32(0.5)
+    hidden = np.tanh(gate)
+    hidden += np.float32(1)
+    hidden *= gate
+    hidden *= up
+    return _linear(hidden, layer.down, layer.down_bias)
+
+
+def _linear(x: Float32, weight: Float32, bias: Float32 | None) -> Float32:
+    """`x` `(n, in)` times `weight` `(out, in)` transposed, plus `bias` `(out,)`: a new `(n, out)` array."""
+    out: Float32 = np.dot(weight, x[0])[None] if len(x) == 1 else x @ weight.T
+    if bias is not None:
+        out += bias
+    return out

@@ -1,0 +1,94 @@
+"""What the engine asks of a network and of a cache: two small protocols.
+
+`Model` is public: anything that has it can be run with this cache, see `InferenceEngine`. `SequenceCache` is
+the part of `PagedKvCache` that the engine calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Attend", "Logits", "Model", "NetworkConfig", "SequenceCache"]
+
+Float32 = NDArray[np.float32]
+Logits = Literal["last", "all", "none"]
+
+
+class NetworkConfig(Protocol):
+    """The sizes of a network. `eos_token_ids`, a tuple of token ids, is read where it is present."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class Attend(Protocol):
+    """What a network calls once per layer, in order: store these keys and values, attend with the queries."""
+
+    def __call__(self, layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
+        """Causal attention over everything stored so far, these tokens included.
+
+        Args:
+            layer: 0 to `num_layers - 1`.
+            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by
+                `head_dim**-0.5`.
+            keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
+            values: `(n, num_kv_heads, head_dim)`.
+
+        Returns:
+            float32 `(n, num_heads, head_dim)`.
+        """
+        ...
+
+
+class Model(Protocol):
+    """A network whose attention is done by the caller."""
+
+    @property
+    def config(self) -> NetworkConfig: ...
+
+    def forward(
+        self, tokens: NDArray[np.uint32], positions: NDArray[np.int64], attend: Attend, logits: Logits
+    ) -> Float32:
+        """Run `n` new tokens through the network.
+
+        Args:
+            tokens: `(n,)`, ids below `vocab_size`. Tokens of several sequences may follow one another; only
+                `attend` needs to know where one ends.
+            positions: `(n,)`, where each token stands in its own sequence.
+            attend: to be called once for each layer.
+            logits: which rows to return.
+
+        Returns:
+            float32 logits: `(n, vocab_size)` for "all", `(1, vocab_size)` of the last token for "last",
+            `(0, vocab_size)` for "none".
+        """
+        ...
+
+
+class SequenceCache(Protocol):
+    """Sequences of tokens, and their keys and values per layer. Every failing call changes nothing."""
+
+    def allocate(self, seq_id: int, num_tokens: int, /) -> Any: ...
+    def append(self, seq_id: int, num_tokens: int, /) -> Any: ...
+    def truncate(self, seq_id: int, num_tokens: int, /) -> Any: ...
+    def fork(self, source: int, target: int, /) -> Any: ...
+    def free(self, seq_id: int, /) -> Any: ...
+    def get_sequence(self, seq_id: int, /) -> Any: ...
+    def check(self) -> None: ...
+    def write(self, layer: int, seq_id: int, keys: Float32, values: Float32, /) -> Any: ...
+    def attention(
+        self, layer: int, queries: Float32, seq_ids: NDArray[np.uint64], /, *, query_lens: NDArray[np.int64]
+    ) -> Any: ...

@@ -1,0 +1,135 @@
+"""Rotary position embeddings: the frequencies of each scaling kind, and tables of their cosines and sines.
+
+RoPE (Su et al., "RoFormer", arXiv 2104.09864, section 3.2.2) turns each pair of channels of a query or key
+by `position * frequency`. Checkpoints in the Hugging Face format pair channel `i` with channel
+`i + head_dim / 2` ("rotate half"), not with its neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Rope", "RopeTable"]
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+
+_FIRST_POSITIONS = 256  # a table starts with these and doubles: a 128k context costs nothing until used
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How a checkpoint turns its heads. Fields that a kind does not use keep their defaults.
+
+    Attributes:
+        kind: "default", "linear", "llama3" or "yarn".
+        theta: base of the wavelengths.
+        factor: how far the context was stretched.
+        original_positions: context length before stretching (llama3, yarn).
+        low_freq_factor, high_freq_factor: bounds of the blended band (llama3).
+        beta_fast, beta_slow: rotations over the original context that bound the blended band (yarn).
+        attention_factor: what cosines and sines are multiplied by (yarn; 1 for the others).
+        truncate: whether the yarn band is widened to whole channels.
+    """
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, head_dim: int) -> Float64:
+        """Radians per position of each channel pair, float64 `(head_dim // 2,)`, highest first."""
+        base: Float64 = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.kind == "linear":
+            return base / self.factor
+        if self.kind == "llama3":
+            return self._llama3(base)
+        if self.kind == "yarn":
+            return self._yarn(base, head_dim)
+        return base
+
+    def _llama3(self, base: Float64) -> Float64:
+        """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.
+
+        `turns` is how often a pair turns over the original context: above `high_freq_factor` it is kept,
+        below `low_freq_factor` divided by `factor`, and between them the two are mixed, linearly in `turns`.
+        """
+        turns = self.original_positions * base / (2 * math.pi)
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        blended: Float64 = (1 - kept) * base / self.factor + kept * base
+        return blended
+
+    def _yarn(self, base: Float64, head_dim: int) -> Float64:
+        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), its ramp over channel pairs.
+
+        The pair that makes `r` rotations over the original context is `pair(r)`. Pairs before
+        `pair(beta_fast)` are kept, pairs after `pair(beta_slow)` divided by `factor`.
+        """
+
+        def pair(rotations: float) -> float:
+            wavelength = self.original_positions / (2 * math.pi * rotations)
+            return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first if last != first else 1e-3
+        stretched = np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)
+        blended: Float64 = stretched * base / self.factor + (1 - stretched) * base
+        return blended
+
+
+class RopeTable:
+    """Cosines and sines for positions 0, 1, ..., computed once and grown as positions are asked for.
+
+    Angles are computed in float64 and rounded last, so that far positions are as exact as near ones.
+
+    Attributes:
+        head_dim: channels of a head; pairs are `(i, i + head_dim // 2)`.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int) -> None:
+        self.head_dim = head_dim
+        self._max_positions = max_positions
+        self._frequencies = rope.frequencies(head_dim)
+        self._scale = rope.attention_factor
+        self._cos, self._sin = self._rows(0, 0)
+
+    def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
+        """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, 1, 2, head_dim // 2)`.
+
+        Axis 1 broadcasts over heads, axis 2 over the halves of a head; `sin` is negated in the first half.
+        """
+        needed = int(positions.max(initial=-1)) + 1
+        if needed > len(self._cos):
+            size = min(max(needed, 2 * len(self._cos), _FIRST_POSITIONS), max(needed, self._max_positions))
+            cos, sin = self._rows(len(self._cos), size)
+            self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
+        return self._cos[positions], self._sin[positions]
+
+    def rotate(self, heads: Float32, rows: tuple[Float32, Float32]) -> Float32:
+        """Turn `heads` `(n, num_heads, head_dim)` by the table rows of their positions; a new array."""
+        cos, sin = rows
+        halves = heads.reshape(*heads.shape[:2], 2, self.head_dim // 2)
+        turned = halves * cos
+        turned += halves[:, :, ::-1] * sin
+        return turned.reshape(heads.shape)
+
+    def _rows(self, start: int, stop: int) -> tuple[Float32, Float32]:
+        angles = np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies
+        cos = (np.cos(angles) * self._scale).astype(np.float32)
+        sin = (np.sin(angles) * self._scale).astype(np.float32)
+        both = np.stack([cos, cos], axis=1), np.stack([-sin, sin], axis=1)
+        return both[0][:, None], both[1][:, None]

@@ -1,0 +1,226 @@
+"""The weights of a network, from a checkpoint directory to the matrices of the forward pass.
+
+Everything is checked before anything is allocated: which tensors there must be, their shapes, their dtypes.
+Then tensors are converted one by one, straight into their place in the fused matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.config import ModelConfig, read_json
+from kvcache.engine.safetensors import SafetensorsFile
+from kvcache.errors import CheckpointError
+
+__all__ = ["Checkpoint", "LayerWeights", "Weights"]
+
+Float32 = NDArray[np.float32]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer; matrices are `(out, in)`, float32. A bias or norm that the network lacks is None.
+
+    Attributes:
+        input_norm: `(hidden,)`, before attention.
+        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked.
+        qkv_bias: one value per row of `qkv`.
+        qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
+        output: `(hidden, num_heads * head_dim)`.
+        mlp_norm: `(hidden,)`, before the MLP.
+        gate_up: `(2 * intermediate, hidden)`: gate above up.
+        down: `(hidden, intermediate)`.
+    """
+
+    input_norm: Float32
+    qkv: Float32
+    qkv_bias: Float32 | None
+    qk_norm: Float32 | None
+    output: Float32
+    output_bias: Float32 | None
+    mlp_norm: Float32
+    gate_up: Float32
+    gate_up_bias: Float32 | None
+    down: Float32
+    down_bias: Float32 | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """All weights: `embedding` and `head` `(vocab, hidden)` (one array if tied), layers, last norm."""
+
+    embedding: Float32
+    layers: tuple[LayerWeights, ...]
+    norm: Float32
+    head: Float32
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, config: ModelConfig) -> Weights:
+        """Load the weights that `config` asks for.
+
+        Raises:
+            FileNotFoundError: no safetensors files, or a shard is missing.
+            CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype.
+        """
+        checkpoint = Checkpoint(directory)
+        checkpoint.require(dict(_expected(config)), optional=_ignored(config))
+        embedding = checkpoint.read("model.embed_tokens.weight")
+        return cls(
+            embedding=embedding,
+            layers=tuple(_layer(checkpoint, f"model.layers.{i}.", config) for i in range(config.num_layers)),
+            norm=checkpoint.read("model.norm.weight"),
+            head=embedding if config.tie_word_embeddings else checkpoint.read("lm_head.weight"),
+        )
+
+
+class Checkpoint:
+    """The tensors of a directory: `model.safetensors`, or shards with `model.safetensors.index.json`."""
+
+    def __init__(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        self.directory = directory
+        self._files: dict[str, SafetensorsFile] = {}
+        if (directory / _SINGLE).is_file():
+            file = SafetensorsFile(directory / _SINGLE)
+            self._files = dict.fromkeys(file, file)
+        elif (directory / _INDEX).is_file():
+            self._files = _sharded(directory)
+        else:
+            others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern))
+            found = f"; {', '.join(others[:3])} cannot be read" if others else ""
+            raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
+
+    def require(self, shapes: dict[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
+        """Raise CheckpointError unless exactly these tensors are here, in these shapes and a dtype we load.
+
+        Args:
+            shapes: the shape of each tensor that must be there.
+            optional: names that may be there as well. Any other is an error: a weight that the network
+                would silently leave out, such as a bias that the configuration does not mention.
+        """
+        missing = [name for name in shapes if name not in self._files]
+        if missing:
+            raise CheckpointError(f"{self.directory}: {_some('missing', missing)}")
+        unexpected = [name for name in self._files if name not in shapes and name not in optional]
+        if unexpected:
+            raise CheckpointError(f"{self.directory}: {_some('unexpected', unexpected)}")
+        for name, shape in shapes.items():
+            info = self._files[name][name]
+            if info.shape != shape:
+                raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, got {info.shape}")
+            if info.dtype not in ("F32", "F16", "BF16"):
+                raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
+
+    def read(self, name: str) -> Float32:
+        """The tensor as float32, a read-only view of the file where possible."""
+        return self._files[name].read(name)
+
+    def stack(self, names: list[str]) -> Float32:
+        """Several tensors, one below the other, as one new float32 array."""
+        shapes = [self._files[name][name].shape for name in names]
+        out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
+        row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._files[name].read_into(name, out[row : row + shape[0]])
+            row += shape[0]
+        return out
+
+
+def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
+    """Which shard holds which tensor. The index is not trusted: names must stay in the directory."""
+    index = directory / _INDEX
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files")
+    shards: dict[str, SafetensorsFile] = {}
+    for name, shard in names.items():
+        if not isinstance(shard, str) or shard in ("", "..") or {"/", "\\", "\0"} & set(shard):
+            raise CheckpointError(f"{index}: {name}: expected the name of a file beside it, got {shard!r}")
+        if shard not in shards:
+            if not (directory / shard).is_file():
+                raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none")
+            shards[shard] = SafetensorsFile(directory / shard)
+        if name not in shards[shard]:
+            raise CheckpointError(f"{directory / shard}: expected the tensor {name}, found none")
+    for shard, file in shards.items():
+        for name in file:
+            if names.get(name) != shard:
+                raise CheckpointError(f"{directory / shard}: {name}: the index does not place it in this file")
+    return {name: shards[shard] for name, shard in names.items()}
+
+
+def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the network with its shape."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        yield layer + "input_layernorm.weight", (hidden,)
+        yield layer + "post_attention_layernorm.weight", (hidden,)
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", queries, hidden, config.qkv_bias),
+            ("self_attn.k_proj", pairs, hidden, config.qkv_bias),
+            ("self_attn.v_proj", pairs, hidden, config.qkv_bias),
+            ("self_attn.o_proj", hidden, queries, config.output_bias),
+            ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
+            ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
+        ):
+            yield f"{layer}{name}.weight", (rows, columns)
+            if bias:
+                yield f"{layer}{name}.bias", (rows,)
+        if config.qk_norm:
+            yield layer + "self_attn.q_norm.weight", (config.head_dim,)
+            yield layer + "self_attn.k_norm.weight", (config.head_dim,)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def _ignored(config: ModelConfig) -> frozenset[str]:
+    """Tensors of older files that hold nothing new: RoPE frequencies, a second copy of tied weights."""
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
+    return frozenset(buffers | {"lm_head.weight", "model.rotary_emb.inv_freq"})
+
+
+def _layer(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> LayerWeights:
+    def read(name: str) -> Float32:
+        return checkpoint.read(prefix + name)
+
+    def stack(names: list[str]) -> Float32:
+        return checkpoint.stack([prefix + name for name in names])
+
+    qkv = [f"self_attn.{part}_proj." for part in "qkv"]
+    gate_up = ["mlp.gate_proj.", "mlp.up_proj."]
+    qk_norm = None
+    if config.qk_norm:
+        query, key = read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")
+        qk_norm = np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
+    return LayerWeights(
+        input_norm=read("input_layernorm.weight"),
+        qkv=stack([name + "weight" for name in qkv]),
+        qkv_bias=stack([name + "bias" for name in qkv]) if config.qkv_bias else None,
+        qk_norm=qk_norm,
+        output=read("self_attn.o_proj.weight"),
+        output_bias=read("self_attn.o_proj.bias") if config.output_bias else None,
+        mlp_norm=read("post_attention_layernorm.weight"),
+        gate_up=stack([name + "weight" for name in gate_up]),
+        gate_up_bias=stack([name + "bias" for name in gate_up]) if config.mlp_bias else None,
+        down=read("mlp.down_proj.weight"),
+        down_bias=read("mlp.down_proj.bias") if config.mlp_bias else None,
+    )
+
+
+def _some(what: str, names: list[str]) -> str:
+    """A list of names for a message, the first few of them."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{what} tensors: {', '.join(names[:4])}{more}"

@@ -1,0 +1,82 @@
+"""Sequences scattered over an arena, and memory that ends where an array ends: for tests of the kernels."""
+
+import ctypes
+import mmap
+
+import numpy as np
+
+from kvcache import _kernels
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(shape, dtype, *, at_end=True):
+    """A zeroed array between two unreadable pages: it ends where one begins, or begins where the other ends."""
+    page = mmap.PAGESIZE
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    inner = max(1, -(-size // page)) * page
+    area = mmap.mmap(-1, inner + 2 * page)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    for offset in (0, page + inner):
+        if _libc.mprotect(ctypes.c_void_p(base + offset), ctypes.c_size_t(page), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    start = page + (inner - size if at_end else 0)
+    return np.frombuffer(area, np.dtype(dtype), int(np.prod(shape)), start).reshape(shape)
+
+
+def copy_guarded(array, *, at_end=True):
+    result = guarded(array.shape, array.dtype, at_end=at_end)
+    result[...] = array
+    return result
+
+
+class Scattered:
+    """Sequences of the given lengths in one arena, blocks in random order, with what was written and what is read.
+
+    holes: each sequence keeps only some slots of every block, as scattered survivors of eviction do.
+    """
+
+    def __init__(
+        self,
+        rng,
+        lengths,
+        *,
+        block_size=16,
+        heads=2,
+        dim=32,
+        key_format="f32",
+        value_format=None,
+        holes=False,
+        empty=np.zeros,
+        rotate=False,
+        spread=1.0,
+    ):
+        value_format = value_format or key_format
+        self.layout = _kernels.Layout(block_size, heads, dim, key_format, value_format, rotate, rotate)
+        tables = [list(self._spans(rng, n, block_size, holes)) for n in lengths]
+        num_blocks = sum(map(len, tables)) + 2
+        free = rng.permutation(num_blocks).tolist()
+        self.arena = empty(num_blocks * self.layout.block_bytes, np.uint8)
+        self.runs, self.keys, self.values, self.read_keys, self.read_values = [], [], [], [], []
+        for n, table in zip(lengths, tables, strict=True):
+            runs = [(free.pop(), *span) for span in table]
+            keys, values = (rng.standard_normal((n, heads, dim)).astype(np.float32) for _ in range(2))
+            keys *= spread
+            _kernels._write(self.layout, self.arena, runs, keys, values)
+            got = np.full_like(keys, np.nan), np.full_like(values, np.nan)
+            _kernels._read(self.layout, self.arena, runs, *got)
+            for kept, new in zip(
+                (self.runs, self.keys, self.values, self.read_keys, self.read_values),
+                (runs, keys, values, *got),
+                strict=True,
+            ):
+                kept.append(new)
+
+    @staticmethod
+    def _spans(rng, tokens, block_size, holes):
+        while tokens:
+            first = int(rng.integers(block_size)) if holes else 0
+            stop = int(rng.integers(first, block_size)) + 1 if holes else block_size
+            stop = min(stop, first + tokens)
+            tokens -= stop - first
+            yield first, stop

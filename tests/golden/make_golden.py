@@ -1,0 +1,215 @@
+"""Make the golden data: tiny random checkpoints, and what the transformers library computes from them.
+
+Run by hand, once, with torch and transformers installed; the tests only read what it wrote:
+
+    python tests/golden/make_golden.py            # every model
+    python tests/golden/make_golden.py qwen3      # one of them
+
+Each model becomes a folder with a checkpoint as `save_pretrained` writes it and `golden.npz`:
+
+    prompt_<n>     uint32 (n,)           the prompt of n tokens
+    positions_<n>  int64 (m,)            the positions whose logits are kept (all, for the long prompt some)
+    logits_<n>     float32 (m, vocab)    float32 logits of the stored (rounded) weights, eager attention
+    greedy_<n>     uint32 (64,)          the greedy continuation, each token by a forward pass without a cache
+    margin         float32 ()            the smallest distance between best and second-best along all of them
+
+A random model is only a fair judge if its choices are clear: weights are scaled so that logits spread over
+several units, and a seed is taken only if every greedy choice has a margin that float32 noise cannot turn
+and the continuations are not stuck on one token.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
+CONTINUATION = 64
+MIN_MARGIN = 5e-3
+MIN_DISTINCT = 8
+VOCAB = 256
+CONTEXT = 512
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+class Variant(NamedTuple):
+    """One golden model: its configuration, the stored dtype and the size at which files are split."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    max_shard_size: str = "1GB"
+
+
+VARIANTS = {
+    "llama": Variant(LlamaConfig(**COMMON, rope_parameters=DEFAULT_ROPE), torch.float32),
+    "llama_llama3_bf16": Variant(LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE), torch.bfloat16),
+    "llama_linear_tied_sharded_f16": Variant(
+        LlamaConfig(**COMMON, rope_parameters=LINEAR_ROPE, tie_word_embeddings=True), torch.float16, "40KB"
+    ),
+    "llama_biases": Variant(
+        LlamaConfig(
+            **COMMON | {"num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 3},
+            rope_parameters=DEFAULT_ROPE,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        torch.bfloat16,
+    ),
+    "mistral_yarn": Variant(
+        MistralConfig(**COMMON, head_dim=32, sliding_window=None, rope_parameters=YARN_ROPE), torch.bfloat16
+    ),
+    "qwen2": Variant(
+        Qwen2Config(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
+        torch.bfloat16,
+    ),
+    "qwen3_tied": Variant(
+        Qwen3Config(
+            **COMMON | {"num_hidden_layers": 3},
+            head_dim=24,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        ),
+        torch.float32,
+    ),
+}
+
+
+def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Fill every parameter so that each matters: attention that is not flat, logits that spread.
+
+    With tied embeddings the layers speak louder, or every token would predict itself.
+    """
+    gain = 3.0 if model.config.tie_word_embeddings else 1.0
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        if name.endswith("norm.weight"):
+            value = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            value = 0.3 * noise
+        elif "embed_tokens" in name or "lm_head" in name:
+            value = 0.4 * noise
+        elif "q_proj" in name or "k_proj" in name:
+            value = 1.6 * noise * parameter.shape[1] ** -0.5
+        elif "o_proj" in name or "down_proj" in name:
+            value = gain * noise * parameter.shape[1] ** -0.5
+        else:
+            value = noise * parameter.shape[1] ** -0.5
+        parameter.data.copy_(value)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Logits (len(tokens), vocab) of one forward pass from nothing."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
+    """The golden arrays of this model, or None where its greedy choices are not clear enough."""
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray] = {}
+    margin = float("inf")
+    for length in PROMPT_LENGTHS:
+        prompt = rng.integers(0, VOCAB, size=length).tolist()
+        logits = logits_of(model, prompt)
+        positions = np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
+        tokens = list(prompt)
+        for _ in range(CONTINUATION):
+            (best, second), (choice, _) = (part.tolist() for part in torch.topk(logits_of(model, tokens)[-1], 2))
+            margin = min(margin, best - second)
+            if margin < MIN_MARGIN:
+                return None
+            tokens.append(choice)
+        continuation = tokens[length:]
+        if len(set(continuation)) < MIN_DISTINCT:
+            return None
+        generated = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=CONTINUATION)
+        assert generated[0, length:].tolist() == continuation, "transformers disagrees with itself"
+        arrays[f"prompt_{length}"] = np.array(prompt, np.uint32)
+        arrays[f"positions_{length}"] = positions
+        arrays[f"logits_{length}"] = logits.numpy()[positions]
+        arrays[f"greedy_{length}"] = np.array(continuation, np.uint32)
+    arrays["margin"] = np.float32(margin)
+    return arrays
+
+
+def make(name: str, folder: Path) -> None:
+    """Find the first seed that is clear, and write its checkpoint and golden.npz to `folder`."""
+    variant = VARIANTS[name]
+    for seed in range(1000):
+        shutil.rmtree(folder, ignore_errors=True)
+        model = transformers.AutoModelForCausalLM.from_config(variant.config, attn_implementation="eager")
+        randomise(model, torch.Generator().manual_seed(seed))
+        model.to(variant.dtype).save_pretrained(folder, max_shard_size=variant.max_shard_size)
+        stored = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        arrays = judge(stored, seed)
+        if arrays is not None:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed gives clear choices")
+    np.savez_compressed(folder / "golden.npz", **arrays)
+    spread = float(np.std(arrays["logits_33"]))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{name}: seed {seed}, margin {arrays['margin']:.4f}, spread {spread:.2f}, {size / 1024:.0f} KiB")
+
+
+def main(names: list[str]) -> None:
+    here = Path(__file__).parent
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for name in names or VARIANTS:
+        make(name, here / name)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
+    (here / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""Naive twins for the engine's tests: slow, short, and obviously right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import OutOfMemoryError, SequenceNotFoundError
+
+
+class DenseKvCache:
+    """What `PagedKvCache` does for the engine, with one float32 array per sequence and layer.
+
+    A fork copies. Memory is still counted in blocks, each sequence paying for its own.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_heads: int, head_dim: int, *, num_layers: int, **_: Any
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_layers, self.row = num_layers, (num_heads, head_dim)
+        self.sequences: dict[int, list[NDArray[np.float32]]] = {}
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _tokens(self, seq_id: int) -> int:
+        if seq_id not in self.sequences:
+            raise SequenceNotFoundError(seq_id)
+        return self.sequences[seq_id][0].shape[1]
+
+    @property
+    def free_block_count(self) -> int:
+        return self.num_blocks - sum(self._blocks(self._tokens(seq_id)) for seq_id in self.sequences)
+
+    def _resize(self, seq_id: int, num_tokens: int) -> None:
+        needed = self._blocks(num_tokens) - self._blocks(self._tokens(seq_id))
+        if needed > self.free_block_count:
+            raise OutOfMemoryError(needed, self.free_block_count)
+        layers = []
+        for old in self.sequences[seq_id]:
+            new = np.full((2, num_tokens, *self.row), np.nan, np.float32)
+            kept = min(num_tokens, old.shape[1])
+            new[:, :kept] = old[:, :kept]
+            layers.append(new)
+        self.sequences[seq_id] = layers
+
+    def allocate(self, seq_id: int, num_tokens: int) -> None:
+        assert seq_id not in self.sequences
+        self.sequences[seq_id] = [np.empty((2, 0, *self.row), np.float32) for _ in range(self.num_layers)]
+        self._resize(seq_id, num_tokens)
+
+    def append(self, seq_id: int, num_tokens: int) -> None:
+        self._resize(seq_id, self._tokens(seq_id) + num_tokens)
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        assert num_tokens <= self._tokens(seq_id)
+        self._resize(seq_id, num_tokens)
+
+    def fork(self, source: int, target: int) -> None:
+        self.allocate(target, self._tokens(source))
+        self.sequences[target] = [layer.copy() for layer in self.sequences[source]]
+
+    def free(self, seq_id: int) -> None:
+        self._tokens(seq_id)
+        del self.sequences[seq_id]
+
+    def get_sequence(self, seq_id: int) -> Any:
+        return SimpleNamespace(num_tokens=self._tokens(seq_id)) if seq_id in self.sequences else None
+
+    def check(self) -> None:
+        assert self.free_block_count >= 0
+
+    def write(self, layer: int, seq_id: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        assert len(keys) == len(values) <= self._tokens(seq_id)
+        start = self._tokens(seq_id) - len(keys)
+        self.sequences[seq_id][layer][0, start:] = keys
+        self.sequences[seq_id][layer][1, start:] = values
+
+    def attention(
+        self, layer: int, queries: NDArray[Any], seq_ids: Sequence[int], *, query_lens: Sequence[int]
+    ) -> NDArray[np.float32]:
+        out = np.empty_like(queries)
+        row = 0
+        for seq_id, count in zip(seq_ids, query_lens, strict=True):
+            keys, values = self.sequences[seq_id][layer]
+            out[row : row + count] = dense_attention(queries[row : row + count], keys, values)
+            row += count
+        return out
+
+
+def dense_attention(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.float64]:
+    """Causal attention in float64, the last query on the last token: `(n, heads, head_dim)`."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (np.repeat(rows.astype(np.float64), group, axis=1) for rows in (keys, values))
+    scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), keys) / math.sqrt(queries.shape[2])
+    ahead = np.arange(len(keys)) > np.arange(len(keys) - len(queries), len(keys))[:, None]
+    scores[:, ahead] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, values)
+
+
+def sampling_distribution(
+    logits: Sequence[float],
+    history: Sequence[int],
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    repetition_penalty: float,
+) -> list[float]:
+    """The probability of each token, step by step as the documentation of SamplingParams has it."""
+    logits = list(map(float, logits))
+    for token in set(history):
+        logits[token] = logits[token] / repetition_penalty if logits[token] > 0 else logits[token] * repetition_penalty
+    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if temperature < 1e-6:
+        return [float(token == ranked[0]) for token in range(len(logits))]
+    if top_k:
+        ranked = ranked[:top_k]
+    weights = {token: math.exp((logits[token] - logits[ranked[0]]) / temperature) for token in ranked}
+    total = math.fsum(weights.values())
+    nucleus, mass = [], 0.0
+    for token in ranked:
+        nucleus.append(token)
+        mass += weights[token] / total
+        if mass >= top_p:
+            break
+    total = math.fsum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(logits))]
