@@ -57,7 +57,7 @@ static void range_of(const float *x, int dim, float *lowest, float *highest) {
     }
     float low = -f32v_max_of(f32v_sub(f32v_zero(), low_v)), high = f32v_max_of(high_v);
     for (; d < dim; d++) low = x[d] < low ? x[d] : low, high = x[d] > high ? x[d] : high;
-    *lowest = low, *highest = high;
+    *lowest = low + 0.0f, *highest = high; /* -0 to 0: which of them is least depends on the order */
 }
 
 /* One row, rotated where the rows are. head_dim codes, scale and minimum as halves. */
