@@ -9,6 +9,7 @@
  */
 #include "kvc_kernels.h"
 #include "kvc_products.h"
+#include "kvc_tiles.h"
 
 #include <math.h>
 #include <string.h>
@@ -43,12 +44,15 @@ typedef struct job {
     const kvc_layout *layout;
     const kvc_seq *seq;
     int dim, padded, group, rows;
+    int units; /* K and V lie in tiles and meet integers, not floats */
     kvc_rows k_rows, v_rows;
     size_t k_row_bytes, v_row_bytes;
     float *q, *sink_q, *acc;    /* [head][row][padded] */
     float *largest, *sum;       /* [head][row] */
     float *weights, *alpha;     /* [row][KVC_CHUNK], [row] */
     float *panels, *stage;      /* [KVC_CHUNK * padded] each */
+    unit_query *unit_q, *unit_sink_q; /* [head][row] */
+    unit_weights *unit_w;       /* [row], where panels and stage lie */
 } job;
 
 static cursor seek(const kvc_seq *seq, int64_t token) {
@@ -62,12 +66,18 @@ static cursor seek(const kvc_seq *seq, int64_t token) {
     return at;
 }
 
+/* A piece of tiles takes the 16 lanes of its tile, other pieces as many as they have tokens. */
 static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     const unsigned char *block = j->args->arena + (size_t)at->run->block * j->layout->block_bytes;
     const unsigned char *k = block + (size_t)at->slot * j->k_row_bytes;
     const unsigned char *v = block + (size_t)j->layout->num_heads * j->layout->key_head_bytes;
     v += (size_t)at->slot * j->v_row_bytes;
-    c->piece[c->pieces++] = (piece){block, at->token, at->slot, count, c->lanes};
+    const int lane = c->lanes + (j->units ? at->slot % KVC_TILE : 0);
+    c->piece[c->pieces++] = (piece){block, at->token, at->slot, count, lane};
+    if (j->units) {
+        c->lanes += KVC_TILE;
+        return;
+    }
     for (int t = 0; t < count; t++, k += j->k_row_bytes, v += j->v_row_bytes) {
         c->k[c->lanes + t] = k;
         c->v[c->lanes + t] = v;
@@ -83,13 +93,14 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     if (c->sink && stop > j->seq->sink_tokens) stop = j->seq->sink_tokens;
     while (at->token < stop && c->lanes < KVC_CHUNK) {
         while (at->slot == at->run->stop) at->run++, at->slot = at->run->first;
-        int count = at->run->stop - at->slot, room = KVC_CHUNK - c->lanes;
+        int count = at->run->stop - at->slot;
+        const int room = j->units ? KVC_TILE - at->slot % KVC_TILE : KVC_CHUNK - c->lanes;
         if (count > room) count = room;
         if (count > stop - at->token) count = (int)(stop - at->token);
         add_piece(j, at, count, c);
         at->slot += count, at->token += count;
     }
-    for (int t = c->lanes; c->lanes && t < KVC_CHUNK; t++) {
+    for (int t = c->lanes; !j->units && c->lanes && t < KVC_CHUNK; t++) {
         c->k[t] = c->k[c->lanes - 1];
         c->v[t] = c->v[c->lanes - 1];
     }
@@ -110,11 +121,17 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item, voi
     j->v_rows = kvc_rows_of(layout, KVC_VALUES);
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
     j->v_row_bytes = kvc_row_bytes(j->v_rows);
+#if defined(KVC_HAVE_DOTS)
+    j->units = j->k_rows.tiled && j->v_rows.tiled && (j->rows <= KVC_UNIT_ROWS || KVC_UNIT_ROWS == KVC_ITEM_ROWS);
+#endif
     const int64_t rows = kvc_item_max_rows(layout);
     float *free = scratch;
     j->q = free, free += rows * j->padded;
     j->sink_q = free, free += rows * j->padded;
     j->acc = free, free += rows * j->padded;
+    j->unit_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
+    j->unit_sink_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
+    j->unit_w = (unit_weights *)free;
     j->panels = free, free += KVC_CHUNK * j->padded;
     j->stage = free, free += KVC_CHUNK * j->padded;
     j->weights = free, free += KVC_ITEM_ROWS * KVC_CHUNK;
@@ -129,13 +146,21 @@ static size_t pair_index(const job *j, int head, int64_t row) {
     return (size_t)(query * j->args->num_query_heads + (int64_t)head * j->group + row % j->group);
 }
 
-static void pack_queries(const job *j, const float *queries, int head, int64_t row, int rows, float *q) {
+/* rows of one KV head, scaled, rotated and in digits where K is, to places index and following. */
+static void pack_queries(const job *j, int head, int64_t row, int rows, size_t index) {
     const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
-    for (int r = 0; r < rows; r++, q += j->padded) {
-        const float *from = queries + pair_index(j, head, row + r) * (size_t)j->dim;
-        for (int d = 0; d < j->dim; d += KVC_LANES) f32v_store(q + d, f32v_mul(load_dims(from, d, j->dim), scale_v));
-        for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
-        if (j->k_rows.rotated) KVC_FN(hadamard)(q, j->dim);
+    for (int sink = 0; sink <= (j->args->sink_queries != NULL); sink++) {
+        const float *queries = sink ? j->args->sink_queries : j->args->queries;
+        float *q = (sink ? j->sink_q : j->q) + index * (size_t)j->padded;
+        for (int r = 0; r < rows; r++, q += j->padded) {
+            const float *from = queries + pair_index(j, head, row + r) * (size_t)j->dim;
+            for (int d = 0; d < j->dim; d += KVC_LANES) f32v_store(q + d, f32v_mul(load_dims(from, d, j->dim), scale_v));
+            for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
+            if (j->k_rows.rotated) KVC_FN(hadamard)(q, j->dim);
+#if defined(KVC_HAVE_DOTS)
+            if (j->units) quantise_query(q, j->dim, (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
+#endif
+        }
     }
 }
 
@@ -173,8 +198,62 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     default: call(dim); break;         \
     }
 
-/* Scores of the chunk, in weights; what stands behind its last lane has no meaning. Returns the lanes written. */
-static int score_chunk(const job *j, const chunk *c, int head, const float *q, int rows, ahead_rows ahead) {
+#if defined(KVC_HAVE_DOTS)
+static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows, int head) {
+    const size_t tile = (size_t)(p->slot / KVC_TILE) * kvc_tile_bytes(rows);
+    if (rows.side == KVC_KEYS) return p->block + (size_t)head * j->layout->key_head_bytes + tile;
+    const size_t values = (size_t)j->layout->num_heads * j->layout->key_head_bytes;
+    return p->block + values + (size_t)head * j->layout->value_head_bytes + tile;
+}
+
+static void fetch_tile(const job *j, const piece *p, kvc_rows rows, int head) {
+    const unsigned char *tile = tile_of(j, p, rows, head);
+    for (size_t b = 0; b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(tile + b, 0, 2);
+}
+
+static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows) {
+    for (int i = 0; i < c->pieces; i++) {
+        fetch_tile(j, &c->piece[i], j->v_rows, head);
+        const unsigned char *tile = tile_of(j, &c->piece[i], j->k_rows, head);
+        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i);
+    }
+    return c->lanes;
+}
+
+/* Lanes of a tile that hold no token of the piece have weight 0, but any bytes as scale and minimum: 0 as well. */
+static void load_scales(const piece *p, const unsigned char *tile, float *scales, float *minima) {
+    const uint16_t *halves = (const uint16_t *)tile;
+    for (int t = 0; t < KVC_TILE; t += KVC_LANES) {
+        f32v_store(scales + t, f32v_load_half(halves + t));
+        f32v_store(minima + t, f32v_load_half(halves + KVC_TILE + t));
+    }
+    const int first = p->slot % KVC_TILE;
+    for (int t = 0; p->count < KVC_TILE && t < KVC_TILE; t++) {
+        if (t < first || t >= first + p->count) scales[t] = minima[t] = 0.0f;
+    }
+}
+
+static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc) {
+    const unsigned char *tile[KVC_CHUNK / KVC_TILE];
+    float scales[KVC_CHUNK], minima[KVC_CHUNK];
+    for (int i = 0; i < c->pieces; i++) {
+        tile[i] = tile_of(j, &c->piece[i], j->v_rows, head);
+        load_scales(&c->piece[i], tile[i], scales + KVC_TILE * i, minima + KVC_TILE * i);
+    }
+    for (int r = 0; r < rows; r++) {
+        quantise_weights(j->v_rows.bits, c->lanes, j->weights + r * KVC_CHUNK, scales, minima, &j->unit_w[r]);
+    }
+    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded);
+}
+#endif
+
+/* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has no
+ * meaning. Returns the lanes written. */
+static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead) {
+#if defined(KVC_HAVE_DOTS)
+    if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows);
+#endif
+    const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;
     const int few = rows <= KVC_DOT_ROWS, step = few || KVC_PANEL < KVC_DOT_TOKENS ? KVC_DOT_TOKENS : KVC_PANEL;
     const int tokens = (c->lanes + step - 1) / step * step;
     const unsigned char *staged[KVC_CHUNK], *const *k = c->k;
@@ -200,6 +279,12 @@ static int score_chunk(const job *j, const chunk *c, int head, const float *q, i
 
 /* acc = acc * alpha + weights V. */
 static void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc, ahead_rows ahead) {
+#if defined(KVC_HAVE_DOTS)
+    if (j->units) {
+        mix_tiles(j, c, head, rows, acc);
+        return;
+    }
+#endif
     const int few = rows <= KVC_DOT_ROWS;
     const unsigned char *staged[KVC_CHUNK], *const *v = c->v;
     size_t offset = (size_t)head * j->layout->value_head_bytes;
@@ -286,17 +371,29 @@ static void finish(const job *j) {
     }
 }
 
+/* Head h of the item over one chunk. While K is read V is fetched, then the K that is read next. */
+static void attend_chunk(const job *j, const chunk *now, const chunk *next, int h) {
+    const kvc_item *item = j->item;
+    const int head = item->head + h, last = head + 1 == item->head_stop, ahead_head = last ? item->head : head + 1;
+    const size_t index = (size_t)(h * j->rows);
+    const chunk *then = last ? next : now;
+    const size_t k_offset = (size_t)ahead_head * j->layout->key_head_bytes;
+    const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (int)j->v_row_bytes};
+    const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (int)j->k_row_bytes};
+    const int lanes = score_chunk(j, now, head, index, j->rows, v);
+#if defined(KVC_HAVE_DOTS)
+    for (int i = 0; j->units && i < then->pieces; i++) fetch_tile(j, &then->piece[i], j->k_rows, ahead_head);
+#endif
+    softmax_rows(j, now, item->row, j->rows, lanes, j->largest + index, j->sum + index);
+    mix_values(j, now, head, j->rows, lanes, j->acc + index * (size_t)j->padded, k);
+}
+
 void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
     start(&j, args, item, scratch);
     const int heads = item->head_stop - item->head;
     const size_t per_head = (size_t)j.rows * (size_t)j.padded;
-    for (int h = 0; h < heads; h++) {
-        pack_queries(&j, args->queries, item->head + h, item->row, j.rows, j.q + h * per_head);
-        if (args->sink_queries) {
-            pack_queries(&j, args->sink_queries, item->head + h, item->row, j.rows, j.sink_q + h * per_head);
-        }
-    }
+    for (int h = 0; h < heads; h++) pack_queries(&j, item->head + h, item->row, j.rows, (size_t)(h * j.rows));
     memset(j.acc, 0, (size_t)heads * per_head * sizeof(float));
     for (int i = 0; i < heads * j.rows; i++) j.largest[i] = LOWEST, j.sum[i] = 0.0f;
 
@@ -308,19 +405,8 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
         next_chunk(&j, &at, &chunks[0]);
     }
     for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
-        const chunk *now = &chunks[turn];
-        chunk *next = &chunks[turn ^ 1];
-        next_chunk(&j, &at, next);
-        for (int h = 0; h < heads; h++) {
-            const int head = item->head + h, last = h + 1 == heads;
-            const float *q = (now->sink ? j.sink_q : j.q) + h * per_head;
-            const ahead_rows v = {now->v, (size_t)head * j.layout->value_head_bytes, (int)j.v_row_bytes};
-            ahead_rows k = {now->k, (size_t)(head + 1) * j.layout->key_head_bytes, (int)j.k_row_bytes};
-            if (last) k.rows = next->lanes ? next->k : NULL, k.offset = (size_t)item->head * j.layout->key_head_bytes;
-            const int tokens = score_chunk(&j, now, head, q, j.rows, v);
-            softmax_rows(&j, now, item->row, j.rows, tokens, j.largest + h * j.rows, j.sum + h * j.rows);
-            mix_values(&j, now, head, j.rows, tokens, j.acc + h * per_head, k);
-        }
+        next_chunk(&j, &at, &chunks[turn ^ 1]);
+        for (int h = 0; h < heads; h++) attend_chunk(&j, &chunks[turn], &chunks[turn ^ 1], h);
     }
     finish(&j);
 }
@@ -368,13 +454,12 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
     for (int head = item->head; item->token < item->token_stop && head < item->head_stop; head++) {
         for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
             const int rows = item->row_stop - row < KVC_ITEM_ROWS ? (int)(item->row_stop - row) : KVC_ITEM_ROWS;
-            pack_queries(&j, args->queries, head, row, rows, j.q);
-            if (args->sink_queries) pack_queries(&j, args->sink_queries, head, row, rows, j.sink_q);
+            pack_queries(&j, head, row, rows, 0);
             cursor at = seek(j.seq, item->token);
             while (at.token < item->token_stop && at.token < visible(&j, row + rows - 1)) {
                 chunk c;
                 next_chunk(&j, &at, &c);
-                const int lanes = score_chunk(&j, &c, head, c.sink ? j.sink_q : j.q, rows, (ahead_rows){NULL, 0, 0});
+                const int lanes = score_chunk(&j, &c, head, 0, rows, (ahead_rows){NULL, 0, 0});
                 add_weights(&j, &c, head, row, rows, lanes, scores);
             }
         }

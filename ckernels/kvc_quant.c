@@ -60,19 +60,26 @@ static void range_of(const float *x, int dim, float *lowest, float *highest) {
     *lowest = low + 0.0f, *highest = high; /* -0 to 0: which of them is least depends on the order */
 }
 
+/* head_dim times the same value. Rotated it is (value, 0, 0, ...): with code = 2^k where the value is not 0, scale is
+ * value / 2^k, exact for the largest k that leaves no denormal; so scales stay near those of other rows. */
+static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint16_t *scale, uint16_t *minimum) {
+    const uint16_t half = kvc_half_of_float(value);
+    const float kept = kvc_float_of_half(half), magnitude = kept < 0.0f ? -kept : kept;
+    int code = rows.rotated ? 1 << (rows.bits - 1) : 0;
+    while (code > 1 && magnitude / (float)code < 0x1p-14f) code /= 2;
+    *scale = code ? kvc_half_of_float(magnitude / (float)code) : 0;
+    *minimum = code && kept >= 0.0f ? 0 : half;
+    memset(codes, kept < 0.0f ? code : 0, (size_t)rows.dim);
+    codes[0] = (unsigned char)(kept < 0.0f ? 0 : code);
+}
+
 /* One row, rotated where the rows are. head_dim codes, scale and minimum as halves. */
 static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, uint16_t *scale, uint16_t *minimum) {
     const int dim = rows.dim, top = (1 << rows.bits) - 1;
     float lowest, highest, rotated[KVC_MAX_HEAD_DIM], whole[KVC_MAX_HEAD_DIM];
     range_of(x, dim, &lowest, &highest);
     if (lowest == highest) {
-        const uint16_t half = kvc_half_of_float(lowest), magnitude = half & 0x7fff;
-        const int negative = half != magnitude;
-        *scale = rows.rotated ? magnitude : 0;
-        *minimum = rows.rotated && !negative ? 0 : half;
-        memset(codes, rows.rotated && negative, (size_t)dim);
-        if (rows.rotated && !negative) codes[0] = 1;
-        else codes[0] = 0;
+        constant_row(rows, lowest, codes, scale, minimum);
         return;
     }
     if (rows.rotated) {
