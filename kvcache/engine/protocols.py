@@ -1,18 +1,13 @@
-"""What the engine asks of a network and of a cache: two small protocols.
-
-`Model` is public: anything that has it can be run with this cache, see `InferenceEngine`. `SequenceCache` is
-the part of `PagedKvCache` that the engine calls.
-"""
+"""What the engine asks of a network: anything with the `Model` protocol can be run with this cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Attend", "Logits", "Model", "NetworkConfig", "SequenceCache"]
+__all__ = ["Attend", "Logits", "Model", "NetworkConfig"]
 
 Float32 = NDArray[np.float32]
 Logits = Literal["last", "all", "none"]
@@ -36,14 +31,15 @@ class NetworkConfig(Protocol):
 
 
 class Attend(Protocol):
-    """What a network calls once per layer, in order: store these keys and values, attend with these queries."""
+    """What a network calls once per layer, in order: store these keys and values, attend with the queries."""
 
     def __call__(self, layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
         """Causal attention over everything stored so far, these tokens included.
 
         Args:
             layer: 0 to `num_layers - 1`.
-            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by `head_dim**-0.5`.
+            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by
+                `head_dim**-0.5`.
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
             values: `(n, num_kv_heads, head_dim)`.
 
@@ -76,19 +72,3 @@ class Model(Protocol):
             `(0, vocab_size)` for "none".
         """
         ...
-
-
-class SequenceCache(Protocol):
-    """Sequences of tokens, and their keys and values per layer. Every failing call changes nothing."""
-
-    def allocate(self, seq_id: int, num_tokens: int, /) -> Any: ...
-    def append(self, seq_id: int, num_tokens: int, /) -> Any: ...
-    def truncate(self, seq_id: int, num_tokens: int, /) -> Any: ...
-    def fork(self, source: int, target: int, /) -> Any: ...
-    def free(self, seq_id: int, /) -> Any: ...
-    def get_sequence(self, seq_id: int, /) -> Any: ...
-    def check(self) -> None: ...
-    def write(self, layer: int, seq_id: int, keys: Float32, values: Float32, /) -> Any: ...
-    def attention(
-        self, layer: int, queries: Float32, seq_ids: Sequence[int], /, *, query_lens: Sequence[int]
-    ) -> Any: ...

@@ -60,23 +60,21 @@ class Rope:
         return base
 
     def _llama3(self, base: Float64) -> Float64:
-        """Keep short wavelengths, stretch long ones, blend between (Llama 3.1; arXiv 2407.21783, section 3.4.2).
+        """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.
 
         `turns` is how often a pair turns over the original context: above `high_freq_factor` it is kept,
-        below `low_freq_factor` it is divided by `factor`, and between them the two are mixed linearly in `turns`.
+        below `low_freq_factor` divided by `factor`, and between them the two are mixed, linearly in `turns`.
         """
         turns = self.original_positions * base / (2 * math.pi)
-        kept = np.clip(
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0
-        )
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         blended: Float64 = (1 - kept) * base / self.factor + kept * base
         return blended
 
     def _yarn(self, base: Float64, head_dim: int) -> Float64:
-        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), the ramp taken over channel pairs.
+        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), its ramp over channel pairs.
 
-        The pair that makes `r` rotations over the original context is `pair(r)`; pairs before `pair(beta_fast)`
-        are kept, pairs after `pair(beta_slow)` divided by `factor`.
+        The pair that makes `r` rotations over the original context is `pair(r)`. Pairs before
+        `pair(beta_fast)` are kept, pairs after `pair(beta_slow)` divided by `factor`.
         """
 
         def pair(rotations: float) -> float:
@@ -107,19 +105,22 @@ class RopeTable:
         self._max_positions = max_positions
         self._frequencies = rope.frequencies(head_dim)
         self._scale = rope.attention_factor
-        self._cos, self._sin = self._rows(0, 0)
+        self._table = self._rows(0, 0)
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
-        """The table rows of `positions` `(n,)`, each non-negative: `(cos, sin)`, float32, `(n, 1, 2, head_dim // 2)`.
+        """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, 1, 2, head_dim // 2)`.
 
         Axis 1 broadcasts over heads, axis 2 over the halves of a head; `sin` is negated in the first half.
         """
         needed = int(positions.max(initial=-1)) + 1
-        if needed > len(self._cos):
-            size = min(max(needed, 2 * len(self._cos), _FIRST_POSITIONS), max(needed, self._max_positions))
-            cos, sin = self._rows(len(self._cos), size)
-            self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
-        return self._cos[positions], self._sin[positions]
+        cos, sin = self._table
+        if needed > len(cos):
+            size = min(max(needed, 2 * len(cos), _FIRST_POSITIONS), max(needed, self._max_positions))
+            more = self._rows(len(cos), size)
+            cos, sin = np.concatenate([cos, more[0]]), np.concatenate([sin, more[1]])
+            # One assignment of both: threads that share a network at worst compute the same rows twice.
+            self._table = cos, sin
+        return cos[positions], sin[positions]
 
     def rotate(self, heads: Float32, rows: tuple[Float32, Float32]) -> Float32:
         """Turn `heads` `(n, num_heads, head_dim)` by the table rows of their positions; a new array."""
