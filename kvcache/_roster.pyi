@@ -1,7 +1,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._table import Runs
+from kvcache._sequences import Runs
 
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]

@@ -9,7 +9,7 @@ from kvcache._kernels cimport kvc_run
 
 import numpy as np
 
-from kvcache._table import RUN
+from kvcache._sequences import RUN
 
 __all__ = ["Roster", "runs_of"]
 
