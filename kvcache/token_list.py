@@ -51,7 +51,11 @@ class TokenList:
         """
         self.store.represent(keys, values)
         rows, slots = self.roster.append(len(keys), *rule)
-        if len(rows) < len(keys):
+        if len(slots) > 1:
+            # Neighbours share a tile: by slot, each tile is packed once.
+            order = np.argsort(slots)
+            rows, slots = rows[order], slots[order]
+        if not np.array_equal(rows, np.arange(len(keys))):
             keys, values = keys[rows], values[rows]
         self.store.write(0, runs_of(slots, BLOCK_SIZE), keys, values)
 
@@ -61,7 +65,14 @@ class TokenList:
 
     def read(self, indices: Int64) -> tuple[Float32, Float32]:
         """`(keys, values)` of entries in range, float32 `(n, num_heads, head_dim)` each."""
-        return self.store.read(0, runs_of(self.roster.slots()[indices], BLOCK_SIZE))
+        slots = self.roster.slots()[indices]
+        if len(slots) < 2 or (np.diff(slots) > 0).all():
+            return self.store.read(0, runs_of(slots, BLOCK_SIZE))
+        # Neighbours share a tile: by slot, each tile is unpacked once.
+        order = np.argsort(slots)
+        keys, values = np.empty((2, len(slots), self.store.num_heads, self.store.head_dim), np.float32)
+        keys[order], values[order] = self.store.read(0, runs_of(slots[order], BLOCK_SIZE))
+        return keys, values
 
     def attend(self, queries: Float32, scale: float, scores: Float32 | None) -> Float32:
         """softmax(q K^T scale) V, causal, the last query on the last entry.
