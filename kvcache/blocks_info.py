@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcache.holds import Holds
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
 
@@ -84,7 +85,8 @@ class CacheSession:
         self.tail_block = tail_block
         self.tail_tokens = tail_tokens
         self._hold = -1
-        self._ended: deque[int] | None = None
+        self._holds: Holds | None = None
+        self._close: Callable[[CacheSession], None] | None = None
 
     def cached_tokens(self, block_size: int) -> int:
         """Tokens in blocks of this size."""
@@ -95,10 +97,27 @@ class CacheSession:
         """Whether no block matched."""
         return not self.block_indices
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed: those of the matched blocks, and the head of the tail block."""
+        return self.matched_prefix_len + self.tail_tokens
+
+    @property
+    def shared_blocks(self) -> list[int]:
+        """The blocks of these tokens, the tail block last."""
+        return [*self.block_indices, self.tail_block] if self.tail_tokens else list(self.block_indices)
+
+    def __enter__(self) -> CacheSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._close is not None:
+            self._close(self)
+
     def __del__(self) -> None:
         # Collection may strike anywhere, also inside a call on the cache: only leave a note.
-        if self._ended is not None:
-            self._ended.append(self._hold)
+        if self._holds is not None:
+            self._holds.ended.append(self._hold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +132,9 @@ class PrefixCacheStats:
         total_misses: lookups that stopped before the prompt's last full block.
         total_evictions: blocks evicted.
         hit_tokens, lookup_tokens: tokens of the blocks found, of the prompts asked for.
-        miss_reasons: why lookups stopped, they add up to the misses. "evicted": the block was here once.
-            "namespace": another namespace has it. "shorter_than_block": the prompt goes on as something cached
-            does, but not for a whole block. "no_shared_prefix": it does not.
+        miss_reasons: why lookups stopped. "evicted": the block was here once. "namespace": another namespace has
+            it. "shorter_than_block": the prompt goes on as something cached does, but not for a whole block; or
+            all of it is shorter than one, which is no miss. "no_shared_prefix": it goes on in its own way.
     """
 
     hit_rate: float

@@ -11,7 +11,7 @@ from kvcache._arrays import as_floats
 from kvcache._sequences import RUN
 from kvcache._store import BlockStore
 
-__all__ = ["block_rows", "read_block"]
+__all__ = ["block_rows", "read_block", "write_blocks"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -38,10 +38,21 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Floa
     return layers
 
 
+def write_blocks(
+    store: BlockStore, blocks: npt.NDArray[np.int32], keys: list[Float32], values: list[Float32], first_row: int
+) -> None:
+    """Fill `blocks` with rows of `block_rows`, from row `first_row` on."""
+    runs = np.array([(block, 0, store.block_size) for block in blocks.tolist()], RUN)
+    rows = slice(first_row, first_row + len(blocks) * store.block_size)
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        store.write(layer, runs, k[rows], v[rows])
+
+
 def read_block(store: BlockStore, index: int, head_dim: int) -> tuple[list[Float32], list[Float32]]:
     """`(keys, values)` of one block, each per layer float32 `(num_heads * block_size * head_dim,)`."""
     runs = np.array([(index, 0, store.block_size)], RUN)
-    keys, values = [], []
+    keys: list[Float32] = []
+    values: list[Float32] = []
     for layer in range(store.num_layers):
         for rows, out in zip(store.read(layer, runs), (keys, values), strict=True):
             out.append(rows[..., :head_dim].swapaxes(0, 1).reshape(-1))

@@ -242,9 +242,11 @@ def test_miss_reasons() -> None:
     cache.insert(B, 0, *pair(), namespace="a")
     cache.insert(C, 0, *pair(), namespace="a")
     cache.lookup(A, namespace="a")
+    cache.lookup([1, 2], namespace="a")
+    assert cache.misses == 4
     assert dict(cache.stats().miss_reasons) == {
         "no_shared_prefix": 1,
-        "shorter_than_block": 1,
+        "shorter_than_block": 2,
         "evicted": 1,
         "namespace": 1,
     }
@@ -282,7 +284,7 @@ def test_bad_input_changes_nothing() -> None:
 
 def test_the_blocks_of_a_paged_cache_are_shared() -> None:
     paged = PagedKvCache(8, 4, 2, 8, dtype="f32", num_layers=2)
-    cache = PrefixCache.sharing(paged, 6)
+    cache = PrefixCache.over(paged, 6)
     paged.allocate(1, 10)
     rows = np.arange(10 * 16, dtype=np.float32).reshape(10, 2, 8)
     for layer in range(2):
@@ -293,14 +295,35 @@ def test_the_blocks_of_a_paged_cache_are_shared() -> None:
     paged.free(1)
     paged.check()
     assert paged.used_block_count == 2
-    session = cache.open_session([*range(8), 99])
-    paged.adopt(2, session.block_indices, session.matched_prefix_len)
-    paged.check()
-    assert paged.used_block_count == 2
-    np.testing.assert_array_equal(paged.read(1, 2)[0], rows[:8] + 1)
-    assert cache.evict(2) == 0
-    cache.close_session(session)
+    with cache.open_session([*range(7), 99]) as session:
+        assert (session.shared_blocks, session.num_tokens) == ([0, 1], 7)
+        assert (cache.block_ids(), cache.pinned_blocks) == ([0, 1], 1)
+        paged.adopt(2, session.shared_blocks, session.num_tokens)
+        paged.check()
+        assert paged.used_block_count == 2
+        np.testing.assert_array_equal(paged.read(1, 2)[0], rows[:7] + 1)
+        assert cache.evict(2) == 0
+        cache.check()
+    assert cache.pinned_blocks == 0
     paged.free(2)
+    assert cache.evict(2) == 1
+    paged.check()
+    cache.check()
+
+
+def test_a_running_sequence_gives_its_full_blocks() -> None:
+    paged = PagedKvCache(8, 4, 2, 8, dtype="f32", num_layers=2)
+    cache = PrefixCache.over(paged)
+    paged.allocate(1, 10)
+    info = paged.get_sequence(1)
+    assert info is not None
+    assert cache.adopt(range(10), info.block_ids) == 2
+    assert cache.adopt(range(10), info.block_ids) == 2
+    with pytest.raises(BlockNotFoundError):
+        cache.adopt(range(4), [7])
+    with pytest.raises(ValueError, match="expected 2 block ids"):
+        cache.adopt(range(8), [0])
+    paged.free(1)
     assert cache.evict(2) == 2
     paged.check()
     cache.check()
@@ -378,7 +401,7 @@ class BlocksMachine(RuleBasedStateMachine):
         room = min(room, wanted)
         assert cached == len(old) // SIZE + room
         if room:
-            blocks = self.cache._trie.lookup(self.cache._roots[name], tokens)[2].tolist()
+            blocks = self.cache._index.find(np.array(tokens, np.uint32), name).blocks.tolist()
             assert len(blocks) == cached
             self.naive.insert(root, tokens[: cached * SIZE], blocks)
 
