@@ -83,13 +83,14 @@ class TokenList:
         """
         # Softmax does not care about order: entries are read as they lie, but those that not every query sees.
         order = self.roster.reading_order(max(len(queries) - 1, 0))
-        mass = None if scores is None else np.zeros(len(order), np.float32)
-        out = np.empty_like(queries)
-        self.store.attend(0, runs_of(order, BLOCK_SIZE), queries, scale, out, mass)
-        if mass is not None:
-            by_slot = np.empty(self.roster.slots_used, np.float32)
-            by_slot[order] = mass
-            np.take(by_slot, self.roster.slots(), out=scores)
+        runs = runs_of(order, BLOCK_SIZE)
+        if scores is None:
+            out: Float32 = self.store.attend(0, runs, queries, scale)
+            return out
+        out, mass = self.store.attend(0, runs, queries, scale, return_scores=True)
+        by_slot = np.empty(self.roster.slots_used, np.float32)
+        by_slot[order] = mass
+        np.take(by_slot, self.roster.slots(), out=scores)
         return out
 
     def check(self, rule: Rule) -> None:
