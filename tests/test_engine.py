@@ -300,7 +300,7 @@ def test_bad_positions_change_nothing(engine):
             engine.decode_step(1, pos)
     with pytest.raises(ValueError, match=r"max_position_embeddings \(512\), got 500 tokens from position 37"):
         engine.prefill_from_pos([1] * 500, 37)
-    with pytest.raises(ValueError, match="below 256, got 256"):
+    with pytest.raises(ValueError, match="from 0 to 255, got 256"):
         engine.decode_step(256, 37)
     assert_same_state(engine, before)
 

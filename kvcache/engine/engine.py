@@ -48,7 +48,6 @@ class InferenceEngine:
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
-        cache: the `PagedKvCache`. The engine owns its sequences 0 and 1; others may be added beside them.
     """
 
     def __init__(
@@ -67,26 +66,26 @@ class InferenceEngine:
     ) -> None:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
-        self._seed = natural("seed", seed)
+        self.reseed(seed)
         block_size = natural("block_size", block_size, least=1)
         if num_blocks is None:
             tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
             # One more than they fill: going back by a token may need a copy of the last block.
             num_blocks = -(-tokens // block_size) + 1
-        self.cache = self._make_cache(
-            num_blocks=natural("num_blocks", num_blocks, least=1),
-            block_size=block_size,
-            num_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            num_layers=model.config.num_layers,
-            dtype=dtype,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            rotate=rotate,
-        )
-        self._sequence = LiveSequence(model, self.cache, natural("prefill_chunk", prefill_chunk, least=1))
+        self._cache_options: dict[str, Any] = {
+            "num_blocks": natural("num_blocks", num_blocks, least=1),
+            "block_size": block_size,
+            "num_heads": model.config.num_kv_heads,
+            "head_dim": model.config.head_dim,
+            "num_layers": model.config.num_layers,
+            "dtype": dtype,
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
+            "rotate": rotate,
+        }
+        prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
+        self._sequence = LiveSequence(model, self._make_cache(**self._cache_options), prefill_chunk)
         self._lock = threading.RLock()
-        self._requests = 0
         self._prefilled = 0
         self._directory: Path | None = None
         self._tokenizer: Any = None
@@ -117,7 +116,27 @@ class InferenceEngine:
         """The one place where the cache is made."""
         return PagedKvCache(**options)
 
+    def reseed(self, seed: int) -> None:
+        """Start the random numbers of requests without a seed of their own anew."""
+        self._seed = natural("seed", seed)
+        self._requests = 0
+
+    def enlarge(self, blocks: int) -> None:
+        """Replace the cache by an empty one of `blocks` more blocks; the sequence starts anew.
+
+        Raises:
+            OutOfMemoryError: the system refuses the memory; the old cache stays.
+        """
+        with self._lock:
+            total = self.cache.total_blocks + natural("blocks", blocks)
+            self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}))
+
     # ---------------------------------------------------------------- what there is
+
+    @property
+    def cache(self) -> PagedKvCache:
+        """Where keys and values are. The engine owns its sequences 0 and 1; others may live beside them."""
+        return self._sequence.cache
 
     @property
     def config(self) -> NetworkConfig:
@@ -146,6 +165,11 @@ class InferenceEngine:
     def seq_id(self) -> int:
         """The id of the current sequence in `cache`. It changes when a sequence is replaced."""
         return self._sequence.seq_id
+
+    @property
+    def version(self) -> int:
+        """Counts changes of the current sequence: equal numbers, the same tokens in the same blocks."""
+        return self._sequence.version
 
     @property
     def prefill_token_count(self) -> int:
@@ -206,12 +230,7 @@ class InferenceEngine:
         If another call changes the engine's sequence before the stream ends, its next token raises
         InvalidOperationError.
         """
-        tokens = as_tokens(prompt_tokens, self.config.vocab_size)
-        self._check_span(tokens, 0)
-        params = _params(params, self.sampling_params)
-        with self._lock:
-            rng = self._rng(params)
-        return self._stream(tokens, params, rng)
+        return self._stream(*self.request(prompt_tokens, params))
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
@@ -304,19 +323,44 @@ class InferenceEngine:
             An iterator of new tokens, without the stop token. Raises InvalidOperationError if another call
             changes the sequence meanwhile.
         """
-        params = _params(params, self.sampling_params)
         history = as_tokens(history, self.config.vocab_size)
-        with self._lock:
-            return self._decode(logits, params, self._rng(params), history, self._sequence.version)
+        return self.continue_from(logits, *self._draws(params), history)
+
+    def request(
+        self, tokens: Any, params: SamplingParams | None = None, *, allow_empty: bool = False
+    ) -> tuple[NDArray[np.uint32], SamplingParams, np.random.Generator]:
+        """Check the arguments of a request and give it its random numbers: how every request begins.
+
+        Args:
+            tokens: the prompt.
+            params: how to sample; by default the engine's `sampling_params`.
+            allow_empty: whether a prompt of no tokens passes.
+
+        Returns:
+            The tokens as uint32 `(n,)`, the parameters, and the generator that the request draws from.
+        """
+        tokens = as_tokens(tokens, self.config.vocab_size)
+        if len(tokens) or not allow_empty:
+            self._check_span(tokens, 0)
+        return tokens, *self._draws(params)
+
+    def continue_from(
+        self,
+        logits: Float32,
+        params: SamplingParams,
+        rng: np.random.Generator,
+        history: NDArray[np.uint32],
+    ) -> Iterator[int]:
+        """`decode` for a request that has its random numbers already, see `request`."""
+        return self._decode(logits, params, rng, history, self.version)
 
     # ---------------------------------------------------------------- inside
 
     def _stream(self, tokens: NDArray[np.uint32], params: SamplingParams, rng: np.random.Generator) -> Iterator[int]:
         with self._lock:
             self.reset()
-            logits = self.prefill_from_pos(tokens, 0)
-            version = self._sequence.version
-        yield from self._decode(logits, params, rng, tokens, version)
+            new_tokens = self.continue_from(self.prefill_from_pos(tokens, 0), params, rng, tokens)
+        yield from new_tokens
 
     def _decode(
         self,
@@ -343,11 +387,13 @@ class InferenceEngine:
                 logits = self.decode_step(token, self._sequence.num_tokens)
                 version = self._sequence.version
 
-    def _rng(self, params: SamplingParams) -> np.random.Generator:
-        """The random numbers of one request, which it also counts."""
-        request = self._requests
-        self._requests += 1
-        return np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
+    def _draws(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
+        """The parameters and the random numbers of a request, which is counted here."""
+        params = _params(params, self.sampling_params)
+        with self._lock:
+            number = self._requests
+            self._requests += 1
+        return params, np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
 
     def _check_pos(self, pos: int) -> int:
         pos = natural("pos", pos)

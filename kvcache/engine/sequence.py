@@ -56,6 +56,12 @@ class LiveSequence:
         """Become an empty sequence. Cannot fail for want of memory: an empty one needs no block."""
         self.replace(_allocate_empty)
 
+    def move(self, cache: PagedKvCache) -> None:
+        """Become an empty sequence in another cache."""
+        cache.allocate(self.seq_id, 0)
+        self.cache, self.num_tokens = cache, 0
+        self.version += 1
+
     def replace(self, share: Share) -> None:
         """Become the sequence that `share(cache, id)` makes, which returns how many tokens it holds.
 
