@@ -260,19 +260,6 @@ def test_begin_checks_what_it_was_given(engine):
     assert_same_state(engine, before)
 
 
-def test_request_and_continue_from_are_a_stream_in_parts(make):
-    params = SamplingParams(temperature=1.5, max_tokens=8)
-    expected = make(seed=3).generate(PROMPT, params)
-    engine = make(seed=3)
-    tokens, params, rng = engine.request(PROMPT.tolist(), params)
-    assert tokens.dtype == np.uint32
-    logits = engine.prefill_from_pos(tokens, 0)
-    assert list(engine.continue_from(logits, params, rng, tokens)) == expected
-    assert len(engine.request([], allow_empty=True)[0]) == 0
-    with pytest.raises(ValueError, match="at least one"):
-        engine.request([])
-
-
 def test_version_counts_changes(engine):
     versions = [engine.version]
     for change in (

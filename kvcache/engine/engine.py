@@ -230,7 +230,9 @@ class InferenceEngine:
         If another call changes the engine's sequence before the stream ends, its next token raises
         InvalidOperationError.
         """
-        return self._stream(*self.request(prompt_tokens, params))
+        tokens = as_tokens(prompt_tokens, self.config.vocab_size)
+        self._check_span(tokens, 0)
+        return self._stream(tokens, *self._request(params))
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
@@ -324,43 +326,16 @@ class InferenceEngine:
             changes the sequence meanwhile.
         """
         history = as_tokens(history, self.config.vocab_size)
-        return self.continue_from(logits, *self._draws(params), history)
-
-    def request(
-        self, tokens: Any, params: SamplingParams | None = None, *, allow_empty: bool = False
-    ) -> tuple[NDArray[np.uint32], SamplingParams, np.random.Generator]:
-        """Check the arguments of a request and give it its random numbers: how every request begins.
-
-        Args:
-            tokens: the prompt.
-            params: how to sample; by default the engine's `sampling_params`.
-            allow_empty: whether a prompt of no tokens passes.
-
-        Returns:
-            The tokens as uint32 `(n,)`, the parameters, and the generator that the request draws from.
-        """
-        tokens = as_tokens(tokens, self.config.vocab_size)
-        if len(tokens) or not allow_empty:
-            self._check_span(tokens, 0)
-        return tokens, *self._draws(params)
-
-    def continue_from(
-        self,
-        logits: Float32,
-        params: SamplingParams,
-        rng: np.random.Generator,
-        history: NDArray[np.uint32],
-    ) -> Iterator[int]:
-        """`decode` for a request that has its random numbers already, see `request`."""
-        return self._decode(logits, params, rng, history, self.version)
+        return self._decode(logits, *self._request(params), history, self.version)
 
     # ---------------------------------------------------------------- inside
 
     def _stream(self, tokens: NDArray[np.uint32], params: SamplingParams, rng: np.random.Generator) -> Iterator[int]:
         with self._lock:
             self.reset()
-            new_tokens = self.continue_from(self.prefill_from_pos(tokens, 0), params, rng, tokens)
-        yield from new_tokens
+            logits = self.prefill_from_pos(tokens, 0)
+            version = self.version
+        yield from self._decode(logits, params, rng, tokens, version)
 
     def _decode(
         self,
@@ -387,7 +362,7 @@ class InferenceEngine:
                 logits = self.decode_step(token, self._sequence.num_tokens)
                 version = self._sequence.version
 
-    def _draws(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
+    def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
         """The parameters and the random numbers of a request, which is counted here."""
         params = _params(params, self.sampling_params)
         with self._lock:
