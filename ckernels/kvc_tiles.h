@@ -19,8 +19,6 @@
 #include "kvc_attend.h"
 #include "kvc_kernels.h"
 
-#include <math.h>
-
 #if defined(KVC_HAVE_DOTS)
 
 enum { UNIT_VECS = 16 / KVC_LANES };
@@ -44,18 +42,19 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 #define UNITS_TOGETHER(bits) ((bits) == 3 ? 8 : 8 / (bits))
 #define BYTES_TOGETHER(bits) ((bits) == 3 ? 3 * KVC_UNIT : KVC_UNIT)
 
-static void quantise_query(const float *q, int dim, unit_query *to) {
-    float largest = 0.0f;
+static void quantise_query(const float *q, int dim, unit_query *to) { /* dim a multiple of 32: no odd lanes */
+    f32v largest_v = f32v_zero();
+    for (int d = 0; d < dim; d += KVC_LANES) largest_v = f32v_max(largest_v, f32v_abs(f32v_load(q + d)));
+    const float largest = f32v_max_of(largest_v), inverse = largest > 0x1p-100f ? 8127.0f / largest : 0.0f;
     int32_t sum = 0;
-    for (int d = 0; d < dim; d++) largest = fmaxf(largest, fabsf(q[d]));
-    const float inverse = largest > 0.0f ? 8127.0f / largest : 0.0f;
-    to->scale = largest / 8127.0f;
     for (int d = 0; d < dim; d++) {
-        const int32_t whole = (int32_t)lrintf(q[d] * inverse), high = (whole + 64) >> 7;
+        const float rounded = (q[d] * inverse + 0x1.8p23f) - 0x1.8p23f;
+        const int32_t whole = (int32_t)rounded, high = (whole + 64) >> 7;
         to->high[d] = (int8_t)high;
         to->low[d] = (int8_t)(whole - 128 * high);
         sum += whole;
     }
+    to->scale = largest / 8127.0f;
     to->sum = to->scale * (float)sum;
 }
 

@@ -104,8 +104,8 @@ int main(int argc, char **argv) {
     const kvc_kernels *kernels = kvc_find_level(name), *scalar = kvc_find_level("scalar");
     if (!kernels) return printf("this CPU or build has no level %s\n", name), 1;
     int cases = 0;
-    for (int format = KVC_F32; format <= KVC_F16; format++) {
-        for (int i = 0; i < 40; i++, cases++) compare(kernels, scalar, (kvc_format)format, 0);
+    for (int format = KVC_F32; format <= KVC_Q2; format++) {
+        for (int i = 0; i < 40; i++, cases++) compare(kernels, scalar, (kvc_format)format, format >= KVC_Q8 && i % 2);
     }
     printf("%s against %s: %d cases, %d failures\n", kernels->name, scalar->name, cases, failures);
     return failures > 0;
