@@ -59,7 +59,7 @@ class build_kernels(build_ext):
         common = WARN + OPTIMISE + CHECK + openmp + ["-fPIC"]
         levels = LEVELS.get(MACHINE, {"scalar": []})
         has = [(f"KVC_HAVE_{level.upper()}", "1") for level in levels]
-        objects = self.compiler.compile(ONCE, self.build_temp, has, extra_postargs=common, depends=glob("ckernels/*.h"))
+        objects = self.compiler.compile(ONCE, self.build_temp, has, extra_postargs=common)
         for level, flags in levels.items():
             macros = [("KVC_LEVEL", level), (f"KVC_{level.upper()}", "1")]
             folder = os.path.join(self.build_temp, level)
@@ -97,4 +97,5 @@ EXTENSIONS = [
     )
     for path in MODULES
 ]
-setup(ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES), cmdclass={"build_ext": build_kernels})
+MODULES_C = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES)
+setup(ext_modules=MODULES_C, cmdclass={"build_ext": build_kernels})
