@@ -4,6 +4,7 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 """
 
 from kvcache._kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+from kvcache.blocks import CacheBlock, CacheSession, PrefixAwarePrefill, PrefixCache, PrefixCacheStats
 from kvcache.errors import (
     BlockNotFoundError,
     InvalidOperationError,
@@ -14,9 +15,11 @@ from kvcache.errors import (
 )
 from kvcache.eviction import EvictionStrategy
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
 from kvcache.paged import PagedKvCache
 from kvcache.paged_handle import PagedKvCacheHandle
 from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
+from kvcache.prefix import PrefixCacheConfig, PrefixKvCache, PrefixKvStats
 
 __version__ = "0.1.0"
 
@@ -24,17 +27,28 @@ __all__ = [
     "BlockId",
     "BlockNotFoundError",
     "BlockTable",
+    "CacheBlock",
     "CacheHandleStats",
+    "CacheSession",
     "CacheStats",
+    "CachedKvState",
     "CsrBlockTable",
     "Device",
     "EvictionStrategy",
     "InvalidOperationError",
+    "KvCache",
+    "KvCacheAccess",
     "KvCacheError",
     "KvCacheHandle",
     "OutOfMemoryError",
     "PagedKvCache",
     "PagedKvCacheHandle",
+    "PrefixAwarePrefill",
+    "PrefixCache",
+    "PrefixCacheConfig",
+    "PrefixCacheStats",
+    "PrefixKvCache",
+    "PrefixKvStats",
     "SeqId",
     "SequenceInfo",
     "SequenceNotFoundError",
