@@ -1,7 +1,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._table import Runs, SequenceTable
+from kvcache._sequences import Runs
+from kvcache._table import SequenceTable
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]

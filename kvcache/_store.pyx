@@ -14,7 +14,7 @@ from kvcache._table cimport SequenceTable
 
 import numpy as np
 
-from kvcache._table import RUN
+from kvcache._sequences import RUN
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["FORMATS", "BlockStore"]

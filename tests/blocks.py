@@ -36,8 +36,21 @@ class Scattered:
     holes: each sequence keeps only some slots of every block, as scattered survivors of eviction do.
     """
 
-    def __init__(self, rng, lengths, *, block_size=16, heads=2, dim=32, key_format="f32", value_format=None,
-                 holes=False, empty=np.zeros, rotate=False, spread=1.0):
+    def __init__(
+        self,
+        rng,
+        lengths,
+        *,
+        block_size=16,
+        heads=2,
+        dim=32,
+        key_format="f32",
+        value_format=None,
+        holes=False,
+        empty=np.zeros,
+        rotate=False,
+        spread=1.0,
+    ):
         value_format = value_format or key_format
         self.layout = _kernels.Layout(block_size, heads, dim, key_format, value_format, rotate, rotate)
         tables = [list(self._spans(rng, n, block_size, holes)) for n in lengths]
@@ -52,8 +65,11 @@ class Scattered:
             _kernels._write(self.layout, self.arena, runs, keys, values)
             got = np.full_like(keys, np.nan), np.full_like(values, np.nan)
             _kernels._read(self.layout, self.arena, runs, *got)
-            for kept, new in zip((self.runs, self.keys, self.values, self.read_keys, self.read_values),
-                                 (runs, keys, values, *got), strict=True):
+            for kept, new in zip(
+                (self.runs, self.keys, self.values, self.read_keys, self.read_values),
+                (runs, keys, values, *got),
+                strict=True,
+            ):
                 kept.append(new)
 
     @staticmethod

@@ -118,9 +118,7 @@ def sampling_distribution(
     """The probability of each token, step by step as the documentation of SamplingParams has it."""
     logits = list(map(float, logits))
     for token in set(history):
-        logits[token] = (
-            logits[token] / repetition_penalty if logits[token] > 0 else logits[token] * repetition_penalty
-        )
+        logits[token] = logits[token] / repetition_penalty if logits[token] > 0 else logits[token] * repetition_penalty
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if temperature < 1e-6:
         return [float(token == ranked[0]) for token in range(len(logits))]

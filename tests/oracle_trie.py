@@ -71,8 +71,12 @@ class NaiveTrie:
     def evict(self, count: int) -> list[int]:
         freed: list[int] = []
         while len(freed) < count:
-            free = [(page[1], root, key) for root, pages in self.roots.items() for key, page in pages.items()
-                    if not self.needed(root, key)]
+            free = [
+                (page[1], root, key)
+                for root, pages in self.roots.items()
+                for key, page in pages.items()
+                if not self.needed(root, key)
+            ]
             if not free:
                 break
             _, root, key = min(free)
@@ -153,8 +157,12 @@ class NaiveEntries:
         return [self.values.pop((root, prefix)) for prefix in gone]
 
     def evict(self) -> list[int] | None:
-        leaves = [(self.used[root, e], root, e) for root, entries in self.entries.items() for e in entries
-                  if not any(len(o) > len(e) and o[: len(e)] == e for o in entries)]
+        leaves = [
+            (self.used[root, e], root, e)
+            for root, entries in self.entries.items()
+            for e in entries
+            if not any(len(o) > len(e) and o[: len(e)] == e for o in entries)
+        ]
         if not leaves:
             return None
         _, root, entry = min(leaves)

@@ -19,13 +19,28 @@ def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, s
     sinks = sinks or [0] * len(num_queries)
     total = sum(map(len, s.keys))
     out, scores = np.full_like(queries, np.nan), np.full(total, np.nan, np.float32)
-    _kernels._attend(s.layout, s.arena, list(zip(s.runs, num_queries, sinks, strict=True)), queries, scale,
-                     sink_queries=sink_queries, out=out, scores=scores, threads=threads)
+    _kernels._attend(
+        s.layout,
+        s.arena,
+        list(zip(s.runs, num_queries, sinks, strict=True)),
+        queries,
+        scale,
+        sink_queries=sink_queries,
+        out=out,
+        scores=scores,
+        threads=threads,
+    )
     expected, mass, at = [], [], 0
     for i, n in enumerate(num_queries):
         part = slice(at, at + n)
-        o, m = oracle.attention(queries[part], s.read_keys[i], s.read_values[i], scale, sink_tokens=sinks[i],
-                                sink_queries=None if sink_queries is None else sink_queries[part])
+        o, m = oracle.attention(
+            queries[part],
+            s.read_keys[i],
+            s.read_values[i],
+            scale,
+            sink_tokens=sinks[i],
+            sink_queries=None if sink_queries is None else sink_queries[part],
+        )
         expected.append(o), mass.append(m)
         at += n
     return out, scores, np.concatenate(expected), np.concatenate(mass)
@@ -152,11 +167,23 @@ def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
     for block_size, tokens in ((1, 3), (16, 32), (5, 67)):
         s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
         for num_queries in (1, min(tokens, 20)):
-            queries = copy_guarded(rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end)
+            queries = copy_guarded(
+                rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end
+            )
             out, scores = (guarded(n, np.float32, at_end=at_end) for n in (queries.shape, tokens))
             for threads in (1, 2):
-                _kernels._attend(s.layout, s.arena, [(s.runs[0], num_queries, 2)], queries, 0.1, sink_queries=queries,
-                                 out=out, scores=scores, threads=threads, scratch=lambda n: empty(n, np.uint8))
+                _kernels._attend(
+                    s.layout,
+                    s.arena,
+                    [(s.runs[0], num_queries, 2)],
+                    queries,
+                    0.1,
+                    sink_queries=queries,
+                    out=out,
+                    scores=scores,
+                    threads=threads,
+                    scratch=lambda n: empty(n, np.uint8),
+                )
             expected, mass = oracle.attention(queries, s.read_keys[0], s.read_values[0], 0.1)
             assert_close((out, scores, expected, mass))
 

@@ -51,7 +51,7 @@ class EntryMachine(RuleBasedStateMachine):
     @rule(root=st.integers(0, 1), key=KEYS)
     def remove(self, root: int, key: Tokens) -> None:
         node, length = self.trie.match(root, key)
-        key = key[: self.trie.entry_at(node, length)[1]]    # Mostly an entry, so that something happens.
+        key = key[: self.trie.entry_at(node, length)[1]]  # Mostly an entry, so that something happens.
         expected = self.naive.forget(root, key) if key else []
         assert self.trie.remove(root, key).tolist() == expected
 
@@ -92,8 +92,8 @@ def test_using_a_shared_prefix_keeps_an_entry_that_holds_it() -> None:
     node, length = trie.match(root, [1, 2, 7])
     assert length == 2
     trie.touch_entry(node)
-    assert trie.evict_entry().tolist() == [2]    # type: ignore[union-attr]
-    assert trie.evict_entry().tolist() == [20]    # type: ignore[union-attr]
+    assert trie.evict_entry().tolist() == [2]  # type: ignore[union-attr]
+    assert trie.evict_entry().tolist() == [20]  # type: ignore[union-attr]
     assert trie.match(root, [1, 2, 4])[1] == 3
 
 

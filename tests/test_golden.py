@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracle_engine import DenseKvCache
 
 from kvcache.engine import InferenceEngine, SamplingParams, Transformer
-from oracle_engine import DenseKvCache
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -37,8 +37,6 @@ def golden(request):
 
 @pytest.fixture(scope="module", params=[DenseEngine, InferenceEngine])
 def engine_class(request):
-    if request.param is InferenceEngine:
-        pytest.importorskip("kvcache.paged")
     return request.param
 
 

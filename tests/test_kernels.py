@@ -43,21 +43,35 @@ def test_all_halves_come_back_bit_for_bit(simd):
 def test_floats_round_to_the_nearest_half_ties_to_even(simd, rng):
     finite = np.sort(halves()[np.isfinite(halves())].astype(np.float64))
     middles = (finite[1:] + finite[:-1]) / 2
-    around = np.concatenate([np.nextafter(middles.astype(np.float32), np.float32(x)) for x in (-np.inf, np.inf)])
+    around = np.concatenate(
+        [np.nextafter(middles.astype(np.float32), np.float32(x)) for x in (-np.inf, np.inf)]
+    )
     random = rng.integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    x = np.concatenate([middles.astype(np.float32), around, random[np.isfinite(random)], [65519.99, 65520, 1e-45]])
+    x = np.concatenate(
+        [middles.astype(np.float32), around, random[np.isfinite(random)], [65519.99, 65520, 1e-45]]
+    )
     x = np.resize(x.astype(np.float32), (len(x) + 7) // 8 * 8)
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(write_read(x.reshape(-1, 8), "f16").ravel().view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(
+        write_read(x.reshape(-1, 8), "f16").ravel().view(np.uint32), expected.view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("f16", "f32")])
 def test_rows_come_back_as_the_format_keeps_them(simd, rng, block_size, formats):
     for dim in DIMS:
-        s = Scattered(rng, [1, 40, 0], block_size=block_size, heads=3, dim=dim, key_format=formats[0],
-                      value_format=formats[1], holes=block_size > 1)
+        s = Scattered(
+            rng,
+            [1, 40, 0],
+            block_size=block_size,
+            heads=3,
+            dim=dim,
+            key_format=formats[0],
+            value_format=formats[1],
+            holes=block_size > 1,
+        )
         for i in range(3):
             np.testing.assert_array_equal(s.read_keys[i], to_format(s.keys[i], formats[0]))
             np.testing.assert_array_equal(s.read_values[i], to_format(s.values[i], formats[1]))
@@ -81,7 +95,10 @@ def test_write_and_read_stay_inside_their_arrays(simd, rng, at_end, name):
         layout = _kernels.Layout(5, 1, dim, name, name)
         arena = guarded(2 * layout.block_bytes, np.uint8, at_end=at_end)
         rows = copy_guarded(rng.standard_normal((7, 1, dim)).astype(np.float32), at_end=at_end)
-        keys, values = guarded(rows.shape, np.float32, at_end=at_end), guarded(rows.shape, np.float32, at_end=at_end)
+        keys, values = (
+            guarded(rows.shape, np.float32, at_end=at_end),
+            guarded(rows.shape, np.float32, at_end=at_end),
+        )
         runs = [(1, 0, 5), (0, 3, 5)]
         _kernels._write(layout, arena, runs, rows, rows)
         _kernels._read(layout, arena, runs, keys, values)
@@ -103,7 +120,9 @@ def test_check_names_the_first_value_that_does_not_fit(simd, name, n):
 
 
 @pytest.mark.parametrize("name", ["f32", "f16"])
-@pytest.mark.parametrize(("src", "dst"), [((0, 3), (1, 6)), ((0, 2), (0, 5)), ((1, 5), (1, 1)), ((1, 0), (0, 10))])
+@pytest.mark.parametrize(
+    ("src", "dst"), [((0, 3), (1, 6)), ((0, 2), (0, 5)), ((1, 5), (1, 1)), ((1, 0), (0, 10))]
+)
 def test_copied_slots_are_the_same_bits_and_touch_no_others(rng, name, src, dst):
     layout = _kernels.Layout(17, 2, 24, name, name)
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
@@ -163,16 +182,30 @@ def test_threads_can_be_set():
         _kernels.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (10**6, ValueError), (1.5, TypeError),
-                                          (True, TypeError), ("2", TypeError)])
+@pytest.mark.parametrize(
+    ("n", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (10**6, ValueError),
+        (1.5, TypeError),
+        (True, TypeError),
+        ("2", TypeError),
+    ],
+)
 def test_odd_numbers_of_threads_are_refused(n, error):
     with pytest.raises(error, match="expected"):
         _kernels.set_num_threads(n)
 
 
 def ask(code, **environ):
-    return subprocess.run([sys.executable, "-c", f"from kvcache import _kernels as k; {code}"], text=True,
-                          capture_output=True, env={**os.environ, **environ}, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", f"from kvcache import _kernels as k; {code}"],
+        text=True,
+        capture_output=True,
+        env={**os.environ, **environ},
+        check=False,
+    )
 
 
 def test_the_environment_chooses_level_and_threads():
@@ -180,8 +213,10 @@ def test_the_environment_chooses_level_and_threads():
     assert got.stdout.split() == ["scalar", "3"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("KVCACHE_SIMD", "sse9"), ("KVCACHE_NUM_THREADS", "none"),
-                                             ("KVCACHE_NUM_THREADS", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("KVCACHE_SIMD", "sse9"), ("KVCACHE_NUM_THREADS", "none"), ("KVCACHE_NUM_THREADS", "0")],
+)
 def test_an_environment_that_cannot_be_honoured_fails_the_import(name, value):
     got = ask("pass", **{name: value})
     assert got.returncode != 0

@@ -137,9 +137,7 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(utilization=st.floats(0, 1))
     def evict_to(self, utilization):
         rank = RANKS[self.real.eviction_strategy.name]
-        self.both(
-            lambda: self.real.evict_to_threshold(utilization), lambda: self.naive.evict_to(utilization, rank)
-        )
+        self.both(lambda: self.real.evict_to_threshold(utilization), lambda: self.naive.evict_to(utilization, rank))
 
     @rule(seq=IDS)
     def take_handle(self, seq):

@@ -67,7 +67,9 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, deadline=None)
 
 
-@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (2**31, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("size", "error"), [(-1, ValueError), (2**31, ValueError), (1.5, TypeError), (True, TypeError)]
+)
 def test_bad_sizes(size, error):
     with pytest.raises(error, match="num_blocks"):
         BlockPool(size)

@@ -104,7 +104,7 @@ class TrieMachine(RuleBasedStateMachine):
     def remove(self, choice: int, text: Tokens) -> None:
         root = self.root(choice)
         node, length = self.trie.match(root, text)
-        _, tokens = self.end_of(node)    # Mostly a whole cached sequence, so that something happens.
+        _, tokens = self.end_of(node)  # Mostly a whole cached sequence, so that something happens.
         assert self.trie.remove(root, tokens).tolist() == self.naive.remove(root, tokens)
 
     @precondition(lambda self: len(self.naive.roots) > 2)
@@ -207,7 +207,7 @@ def test_a_pinned_path_stays_and_unpins() -> None:
     trie, root = filled(2, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8])
     node, _ = trie.match(root, [1, 2, 3, 4])
     trie.pin(node)
-    trie.insert(root, [1, 2, 3, 9], [7, 8])    # Splits the pinned node; its id stays good.
+    trie.insert(root, [1, 2, 3, 9], [7, 8])  # Splits the pinned node; its id stays good.
     assert sorted(trie.evict(99).tolist()) == [4, 8]
     assert trie.num_pages == 3
     trie.unpin(node)

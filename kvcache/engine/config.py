@@ -85,7 +85,7 @@ class ModelConfig:
 
         Raises:
             FileNotFoundError: there is no `config.json`.
-            CheckpointError: it is not JSON, a key is missing or of the wrong type, or an option is not supported.
+            CheckpointError: not JSON, a key is missing or of the wrong type, or an option is not supported.
         """
         directory = Path(directory)
         config = read_json(directory / "config.json")
@@ -106,7 +106,7 @@ class ModelConfig:
         num_kv_heads = read.size("num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads ({num_heads}), got {num_kv_heads}"
+                f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {num_kv_heads}"
             )
         # An explicit null means the quotient, also where an absent key means something else.
         absent = family.head_dim if "head_dim" not in config else None
@@ -142,9 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"expected a checkpoint directory with {path.name}, got none at {path}"
-        ) from None
+        raise FileNotFoundError(f"expected a checkpoint directory with {path.name}, got none at {path}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -196,16 +194,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if not named:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
-            raise CheckpointError(
-                f"model_type: expected one of {', '.join(_MODEL_TYPES)}, got {model_type!r}"
-            )
+            raise CheckpointError(f"model_type: expected one of {', '.join(_MODEL_TYPES)}, got {model_type!r}")
         return _MODEL_TYPES[model_type]
-    if (
-        not isinstance(named, list)
-        or len(named) != 1
-        or not isinstance(named[0], str)
-        or named[0] not in _FAMILIES
-    ):
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in _FAMILIES:
         raise CheckpointError(f"architectures: expected one of {known}, got {named!r}")
     return named[0]
 
@@ -221,33 +212,27 @@ def _refuse_unsupported(config: Mapping[str, Any], read: _Reader, family: _Famil
     slides = read.flag("use_sliding_window", False) if family.window_switch else True
     window = config.get("sliding_window", family.sliding_window) if slides else None
     if window is not None and (type(window) is not int or window < positions):
-        raise CheckpointError(
-            f"sliding_window: expected none, or at least max_position_embeddings ({positions}), got {window!r}"
-        )
+        raise CheckpointError(f"sliding_window: expected none, or at least all {positions} positions, got {window!r}")
     kinds = config.get("layer_types")
-    allowed = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    allowed = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if kinds is not None and not (isinstance(kinds, list) and all(kind in allowed for kind in kinds)):
         raise CheckpointError(f"layer_types: expected only 'full_attention', got {kinds!r}")
 
 
 def _rope(config: Mapping[str, Any], positions: int) -> Rope:
-    """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """The rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     scaling = config.get(name) or {}
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{name}: expected an object, got {scaling!r}")
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise CheckpointError(
-            f"{name}: expected one kind for all layers, got one per layer type: {scaling!r}"
-        )
+        raise CheckpointError(f"{name}: expected one kind for all layers, got one per layer type: {scaling!r}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"partial_rotary_factor: expected 1, got {partial!r}")
 
     read = _Reader(scaling, f"{name}.")
-    theta = read.number(
-        "rope_theta", _Reader(config).number("rope_theta", 10000.0, at_least=1.0), at_least=1.0
-    )
+    theta = read.number("rope_theta", _Reader(config).number("rope_theta", 10000.0, at_least=1.0), at_least=1.0)
     if theta <= 1:
         raise CheckpointError(f"rope_theta: expected more than 1, got {theta!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -262,9 +247,7 @@ def _rope(config: Mapping[str, Any], positions: int) -> Rope:
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
         if low >= high:
-            raise CheckpointError(
-                f"{name}: expected low_freq_factor < high_freq_factor, got {low!r} and {high!r}"
-            )
+            raise CheckpointError(f"{name}: expected low_freq_factor < high_freq_factor, got {low!r} and {high!r}")
         factor = read.number("factor", at_least=1.0)
         return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 

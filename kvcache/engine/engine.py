@@ -151,7 +151,7 @@ class InferenceEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's `tokenizers.Tokenizer`, loaded at first use; None where it has no `tokenizer.json`.
+        """The checkpoint's `tokenizers.Tokenizer`, loaded at first use; None if it has no `tokenizer.json`.
 
         Raises:
             ImportError: there is one, and the `tokenizers` package (extra `text`) is not installed.
@@ -174,9 +174,7 @@ class InferenceEngine:
             self.cache.check()
             held = self.cache.get_sequence(self._seq)
             assert held is not None, f"sequence {self._seq} is gone from the cache"
-            assert held.num_tokens == self._length, (
-                f"{self._length} tokens expected, the cache has {held.num_tokens}"
-            )
+            assert held.num_tokens == self._length, f"{self._length} tokens expected, the cache has {held.num_tokens}"
             assert self.cache.get_sequence(1 - self._seq) is None, "a replaced sequence was not freed"
 
     # ---------------------------------------------------------------- whole requests
@@ -248,12 +246,12 @@ class InferenceEngine:
             self.begin(_allocate_empty)
 
     def begin(self, share: Share) -> int:
-        """Replace the current sequence by one that `share` makes, for example of blocks that are there already.
+        """Replace the current sequence by one that `share` makes, say of blocks that are there already.
 
         Args:
-            share: called with the cache and the id of the new sequence; creates it and returns how many tokens
-                it holds. If it raises, the current sequence stays. The old one is freed after it, so call
-                `reset` first where memory is short.
+            share: called with the cache and the id of the new sequence; creates it and returns how many
+                tokens it holds. If it raises, the current sequence stays. The old one is freed after it, so
+                call `reset` first where memory is short.
 
         Returns:
             The number of tokens: the position from which `prefill_from_pos` goes on.
@@ -294,7 +292,7 @@ class InferenceEngine:
             return logits
 
     def decode_step(self, token: int, pos: int) -> Float32:
-        """Run one token at position `pos`; like `prefill_from_pos` of one token, and not counted as prefill."""
+        """Run one token at position `pos`: `prefill_from_pos` of one token, but not counted as prefill."""
         tokens = as_tokens((token,), self.config.vocab_size)
         with self._lock:
             pos = self._check_pos(pos)
@@ -304,9 +302,7 @@ class InferenceEngine:
             self._length = pos + 1
             return logits
 
-    def decode(
-        self, logits: Float32, params: SamplingParams | None = None, history: Any = ()
-    ) -> Iterator[int]:
+    def decode(self, logits: Float32, params: SamplingParams | None = None, history: Any = ()) -> Iterator[int]:
         """Sample from `logits`, run the token, sample again: the loop of every request, after its prefill.
 
         A token enters the cache when the one after it is asked for; the last one does not, so that in the end
@@ -328,9 +324,7 @@ class InferenceEngine:
 
     # ---------------------------------------------------------------- inside
 
-    def _stream(
-        self, tokens: NDArray[np.uint32], params: SamplingParams, rng: np.random.Generator
-    ) -> Iterator[int]:
+    def _stream(self, tokens: NDArray[np.uint32], params: SamplingParams, rng: np.random.Generator) -> Iterator[int]:
         with self._lock:
             self.reset()
             logits = self.prefill_from_pos(tokens, 0)
@@ -356,9 +350,7 @@ class InferenceEngine:
                 return
             with self._lock:
                 if self._version != version:
-                    raise InvalidOperationError(
-                        "another call has changed the sequence that this stream continues"
-                    )
+                    raise InvalidOperationError("another call has changed the sequence that this stream continues")
                 if self._length == self.config.max_position_embeddings:
                     return
                 logits = self.decode_step(token, self._length)
@@ -380,7 +372,7 @@ class InferenceEngine:
         cache: SequenceCache = self.cache
         count = len(tokens)
         self._append(seq, count)
-        seq_ids, query_lens = (seq,), (count,)
+        seq_ids, query_lens = np.array([seq], np.uint64), np.array([count])  # once, not once per layer
 
         def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
             cache.write(layer, seq, keys, values)

@@ -65,10 +65,8 @@ class Transformer:
             return np.empty((0, config.vocab_size), np.float32)
         return _linear(_rms_norm(x, self.weights.norm, eps), self.weights.head, None)
 
-    def _project(
-        self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32]
-    ) -> tuple[Float32, ...]:
-        """Queries, keys and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`, queries and keys rotated."""
+    def _project(self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32]) -> tuple[Float32, ...]:
+        """Queries and keys (rotated) and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`."""
         config = self.config
         heads = _linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
         turning = config.num_heads + config.num_kv_heads

@@ -6,7 +6,6 @@ the part of `PagedKvCache` that the engine calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -36,14 +35,15 @@ class NetworkConfig(Protocol):
 
 
 class Attend(Protocol):
-    """What a network calls once per layer, in order: store these keys and values, attend with these queries."""
+    """What a network calls once per layer, in order: store these keys and values, attend with the queries."""
 
     def __call__(self, layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
         """Causal attention over everything stored so far, these tokens included.
 
         Args:
             layer: 0 to `num_layers - 1`.
-            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by `head_dim**-0.5`.
+            queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by
+                `head_dim**-0.5`.
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
             values: `(n, num_kv_heads, head_dim)`.
 
@@ -90,5 +90,5 @@ class SequenceCache(Protocol):
     def check(self) -> None: ...
     def write(self, layer: int, seq_id: int, keys: Float32, values: Float32, /) -> Any: ...
     def attention(
-        self, layer: int, queries: Float32, seq_ids: Sequence[int], /, *, query_lens: Sequence[int]
+        self, layer: int, queries: Float32, seq_ids: NDArray[np.uint64], /, *, query_lens: NDArray[np.int64]
     ) -> Any: ...

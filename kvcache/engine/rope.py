@@ -60,23 +60,21 @@ class Rope:
         return base
 
     def _llama3(self, base: Float64) -> Float64:
-        """Keep short wavelengths, stretch long ones, blend between (Llama 3.1; arXiv 2407.21783, section 3.4.2).
+        """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.
 
         `turns` is how often a pair turns over the original context: above `high_freq_factor` it is kept,
-        below `low_freq_factor` it is divided by `factor`, and between them the two are mixed linearly in `turns`.
+        below `low_freq_factor` divided by `factor`, and between them the two are mixed, linearly in `turns`.
         """
         turns = self.original_positions * base / (2 * math.pi)
-        kept = np.clip(
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0
-        )
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         blended: Float64 = (1 - kept) * base / self.factor + kept * base
         return blended
 
     def _yarn(self, base: Float64, head_dim: int) -> Float64:
-        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), the ramp taken over channel pairs.
+        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), its ramp over channel pairs.
 
-        The pair that makes `r` rotations over the original context is `pair(r)`; pairs before `pair(beta_fast)`
-        are kept, pairs after `pair(beta_slow)` divided by `factor`.
+        The pair that makes `r` rotations over the original context is `pair(r)`. Pairs before
+        `pair(beta_fast)` are kept, pairs after `pair(beta_slow)` divided by `factor`.
         """
 
         def pair(rotations: float) -> float:
@@ -110,7 +108,7 @@ class RopeTable:
         self._cos, self._sin = self._rows(0, 0)
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
-        """The table rows of `positions` `(n,)`, each non-negative: `(cos, sin)`, float32, `(n, 1, 2, head_dim // 2)`.
+        """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, 1, 2, head_dim // 2)`.
 
         Axis 1 broadcasts over heads, axis 2 over the halves of a head; `sin` is negated in the first half.
         """

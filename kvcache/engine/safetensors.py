@@ -33,9 +33,11 @@ _MAX_RANK = 32
 _MAX_BYTES = 2**62
 
 _BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64,
-    "C64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -64,7 +66,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > size - 8:
                     raise CheckpointError(
-                        f"{self.path}: truncated: expected a header of {length} bytes, the file has {max(size - 8, 0)}"
+                        f"{self.path}: truncated: expected a header of {length} bytes, got {max(size - 8, 0)}"
                     )
                 if length > MAX_HEADER_BYTES:
                     raise CheckpointError(
@@ -87,7 +89,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def read(self, name: str) -> Float32:
-        """The tensor as float32: a read-only view of the file where it is stored so and aligned, else a new array."""
+        """The tensor as float32: a read-only view of the file if stored so and aligned, else a new array."""
         stored = self._stored(name)
         if stored.dtype == np.float32 and stored.flags.aligned:
             return stored
@@ -96,7 +98,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return out
 
     def read_into(self, name: str, out: Float32) -> None:
-        """Convert the tensor into `out`, a C-contiguous float32 array of its shape, without temporary copies."""
+        """Convert the tensor into `out`, C-contiguous float32 of its shape, without temporary copies."""
         stored = self._stored(name)
         if self[name].dtype == "BF16":  # a bfloat16 is the upper half of a float32
             np.left_shift(stored, np.uint32(16), out=out.view(np.uint32))
@@ -108,11 +110,9 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         if info.dtype not in _LOADABLE:
             raise CheckpointError(f"{self.path}: {name}: expected F32, F16 or BF16, got {info.dtype}")
         count = math.prod(info.shape)
-        stored: NDArray[Any] = (
-            np.frombuffer(self._bytes, _LOADABLE[info.dtype], count, info.start)
-            if count
-            else (np.empty(0, _LOADABLE[info.dtype]))
-        )
+        if not count:  # which may lie at the very end, where NumPy finds no buffer
+            return np.empty(info.shape, _LOADABLE[info.dtype])
+        stored: NDArray[Any] = np.frombuffer(self._bytes, _LOADABLE[info.dtype], count, info.start)
         return stored.reshape(info.shape)
 
 
@@ -159,23 +159,22 @@ def _entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
     bits = math.prod(shape) * _BITS[dtype]
     if bits != (stop - start) * 8:
         raise CheckpointError(
-            f"{path}: {name}: expected {-(-bits // 8)} bytes for {dtype} {_short(shape)}, got {_short(stop - start)}"
+            f"{path}: {name}: expected {-(-bits // 8)} bytes for {dtype} {_short(shape)}, got {stop - start}"
         )
     return TensorInfo(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= _MAX_BYTES for value in values
-    )
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_BYTES for value in values)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys must differ: of two tensors with one name, which one would be meant?"""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {_short(next(key for key in keys if keys.count(key) > 1))}")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"duplicate key {_short(key)}")
+        found[key] = value
     return found
 
 
@@ -185,7 +184,5 @@ def _no_constant(name: str) -> Any:
 
 def _short(value: Any) -> str:
     """`repr`, cut to a line: what came may be megabytes of hostile input."""
-    text = (
-        f"{value!r:.100}" if isinstance(value, str) else repr(value[:8] if isinstance(value, list) else value)
-    )
+    text = f"{value!r:.100}" if isinstance(value, str) else repr(value[:8] if isinstance(value, list) else value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -20,17 +20,20 @@ GREEDY_TEMPERATURE = 1e-6  # below this the softmax is a maximum
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. The steps apply in the order of the first four attributes listed.
+    """How to choose tokens, and when to stop. The first four steps apply in the order listed here.
 
     Attributes:
-        repetition_penalty: logits of tokens that the prompt or the text so far contains are divided by this
-            where positive and multiplied by it where negative (CTRL, arXiv 1909.05858, section 4.1). 1 is off.
-        temperature: logits are divided by it. Below 1e-6 the likeliest token is taken, of equals the lowest id.
+        repetition_penalty: logits of tokens that the prompt or the text so far contains are divided by
+            this where positive and multiplied by it where negative (after CTRL, arXiv 1909.05858,
+            section 4.1). 1 is off.
+        temperature: logits are divided by it. Below 1e-6 the likeliest token is taken, of equals the
+            lowest id.
         top_k: only so many likeliest tokens stay; of equals at the border, the lowest ids. 0 is off.
         top_p: of these, by falling probability, only as many as are needed for their probabilities to sum
             to `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1). 1 is off.
         max_tokens: at most so many new tokens.
-        seed: of this request's random numbers; None derives one from the engine's seed and the request's number.
+        seed: of this request's random numbers; None derives one from the engine's seed and the number of
+            the request.
         stop_token_ids: tokens that end the text, beside the model's own; they are not returned.
     """
 

@@ -1,4 +1,4 @@
-"""Token ids as they come in: checked, and as one uint32 array."""
+"""Token ids as they come in: checked against the vocabulary, and as one uint32 array."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvcache import _tokens
 
 __all__ = ["as_tokens"]
 
@@ -17,22 +19,8 @@ def as_tokens(tokens: Any, vocab_size: int) -> NDArray[np.uint32]:
         TypeError: not integers.
         ValueError: not one-dimensional, or an id is outside the vocabulary.
     """
-    try:
-        array = np.asarray(tokens)
-    except (ValueError, TypeError):
-        raise ValueError("tokens: expected one dimension, got rows of unequal length") from None
-    if array.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got shape {array.shape}")
-    if array.size == 0:
-        return np.empty(0, np.uint32)
-    if array.dtype.kind == "O" and all(isinstance(token, int) for token in array):
-        pass  # Python ints that fit no machine word: out of the vocabulary, said below
-    elif array.dtype.kind not in "iu":
-        raise TypeError(f"tokens: expected integers, got {array.dtype}")
-    outside = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if outside.size:
-        first = int(outside[0])
-        raise ValueError(
-            f"tokens: expected ids from 0 to {vocab_size - 1}, got {array[first]} at index {first}"
-        )
-    return np.ascontiguousarray(array, np.uint32)
+    array = _tokens.as_tokens(tokens)
+    if len(array) and array.max() >= vocab_size:
+        first = int(np.argmax(array >= vocab_size))
+        raise ValueError(f"expected token ids below {vocab_size}, got {array[first]} at position {first}")
+    return array

@@ -1,4 +1,4 @@
-"""The weights of a network, from a checkpoint directory to the matrices that the forward pass multiplies with.
+"""The weights of a network, from a checkpoint directory to the matrices of the forward pass.
 
 Everything is checked before anything is allocated: which tensors there must be, their shapes, their dtypes.
 Then tensors are converted one by one, straight into their place in the fused matrices.
@@ -31,7 +31,7 @@ class LayerWeights:
 
     Attributes:
         input_norm: `(hidden,)`, before attention.
-        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, one below the other.
+        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked.
         qkv_bias: one value per row of `qkv`.
         qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
         output: `(hidden, num_heads * head_dim)`.
@@ -55,7 +55,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """All weights: `embedding` and `head` `(vocab, hidden)` (one array where tied), the layers, the last norm."""
+    """All weights: `embedding` and `head` `(vocab, hidden)` (one array if tied), layers, last norm."""
 
     embedding: Float32
     layers: tuple[LayerWeights, ...]
@@ -68,7 +68,7 @@ class Weights:
 
         Raises:
             FileNotFoundError: no safetensors files, or a shard is missing.
-            CheckpointError: a file is damaged, or a tensor is missing, unexpected, of the wrong shape or dtype.
+            CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype.
         """
         checkpoint = Checkpoint(directory)
         checkpoint.require(dict(_expected(config)), optional=_ignored(config))
@@ -82,7 +82,7 @@ class Weights:
 
 
 class Checkpoint:
-    """The tensors of a directory with `model.safetensors`, or with shards and `model.safetensors.index.json`."""
+    """The tensors of a directory: `model.safetensors`, or shards with `model.safetensors.index.json`."""
 
     def __init__(self, directory: str | Path) -> None:
         directory = Path(directory)
@@ -94,14 +94,12 @@ class Checkpoint:
         elif (directory / _INDEX).is_file():
             self._files = _sharded(directory)
         else:
-            others = sorted(
-                path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern)
-            )
+            others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern))
             found = f"; {', '.join(others[:3])} cannot be read" if others else ""
             raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
 
     def require(self, shapes: dict[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Raise CheckpointError unless exactly these tensors are here, in these shapes and in a dtype we load.
+        """Raise CheckpointError unless exactly these tensors are here, in these shapes and a dtype we load.
 
         Args:
             shapes: the shape of each tensor that must be there.
@@ -119,9 +117,7 @@ class Checkpoint:
             if info.shape != shape:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, got {info.shape}")
             if info.dtype not in ("F32", "F16", "BF16"):
-                raise CheckpointError(
-                    f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}"
-                )
+                raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
 
     def read(self, name: str) -> Float32:
         """The tensor as float32, a read-only view of the file where possible."""
@@ -139,17 +135,15 @@ class Checkpoint:
 
 
 def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
-    """Which shard holds which tensor. The index is input like any other: names must stay inside the directory."""
+    """Which shard holds which tensor. The index is not trusted: names must stay in the directory."""
     index = directory / _INDEX
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files")
     shards: dict[str, SafetensorsFile] = {}
     for name, shard in names.items():
-        if not isinstance(shard, str) or shard != Path(shard).name or "\\" in shard or "\0" in shard:
-            raise CheckpointError(
-                f"{index}: {name}: expected a file name in the same directory, got {shard!r}"
-            )
+        if not isinstance(shard, str) or shard in ("", "..") or {"/", "\\", "\0"} & set(shard):
+            raise CheckpointError(f"{index}: {name}: expected the name of a file beside it, got {shard!r}")
         if shard not in shards:
             if not (directory / shard).is_file():
                 raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none")
@@ -159,9 +153,7 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
     for shard, file in shards.items():
         for name in file:
             if names.get(name) != shard:
-                raise CheckpointError(
-                    f"{directory / shard}: {name}: the index does not place it in this file"
-                )
+                raise CheckpointError(f"{directory / shard}: {name}: the index does not place it in this file")
     return {name: shards[shard] for name, shard in names.items()}
 
 
@@ -195,7 +187,7 @@ def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _ignored(config: ModelConfig) -> frozenset[str]:
-    """Tensors that older files carry and that hold nothing new: RoPE frequencies, a second copy of tied weights."""
+    """Tensors of older files that hold nothing new: RoPE frequencies, a second copy of tied weights."""
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
     return frozenset(buffers | {"lm_head.weight", "model.rotary_emb.inv_freq"})
 

@@ -157,14 +157,10 @@ def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
     for length in PROMPT_LENGTHS:
         prompt = rng.integers(0, VOCAB, size=length).tolist()
         logits = logits_of(model, prompt)
-        positions = (
-            np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
-        )
+        positions = np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
         tokens = list(prompt)
         for _ in range(CONTINUATION):
-            (best, second), (choice, _) = (
-                part.tolist() for part in torch.topk(logits_of(model, tokens)[-1], 2)
-            )
+            (best, second), (choice, _) = (part.tolist() for part in torch.topk(logits_of(model, tokens)[-1], 2))
             margin = min(margin, best - second)
             if margin < MIN_MARGIN:
                 return None
@@ -201,9 +197,7 @@ def make(name: str, folder: Path) -> None:
     np.savez_compressed(folder / "golden.npz", **arrays)
     spread = float(np.std(arrays["logits_33"]))
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(
-        f"{name}: seed {seed}, margin {arrays['margin']:.4f}, logit spread {spread:.2f}, {size / 1024:.0f} KiB"
-    )
+    print(f"{name}: seed {seed}, margin {arrays['margin']:.4f}, spread {spread:.2f}, {size / 1024:.0f} KiB")
 
 
 def main(names: list[str]) -> None:

@@ -1,0 +1,102 @@
+"""python -m kvcache: the demo, and generation with a checkpoint of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvcache.engine import InferenceEngine, SamplingParams
+
+__all__ = ["main"]
+
+DESCRIPTION = """\
+The KV-cache engine for LLM inference on CPUs.
+
+Without a command: the demo. Several users share a long system prompt and ask several turns each; a small model
+that ships with the library answers, first without and then with the prefix cache, and the two are compared."""
+
+EXAMPLES = """\
+examples:
+  python -m kvcache
+  python -m kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
+  python -m kvcache generate --model ~/models/Llama-3.2-1B --prompt "def main():" --dtype f16 --num-blocks 512
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcache",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands.add_parser("demo", help="the demo (what runs without a command)")
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt with a checkpoint of your own",
+        description="Continue a prompt with a Hugging Face checkpoint: Llama, Mistral, Qwen2 or Qwen3.",
+    )
+    defaults = SamplingParams()
+    add = generate.add_argument
+    add("--model", required=True, metavar="DIR", help="config.json, *.safetensors and tokenizer.json")
+    add("--prompt", required=True, metavar="TEXT", help="what to continue")
+    add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="new tokens at most (%(default)s)")
+    add("--temperature", type=float, default=defaults.temperature, metavar="T", help="0 is greedy (%(default)s)")
+    add("--top-k", type=int, default=defaults.top_k, metavar="K", help="0 is off (%(default)s)")
+    add("--top-p", type=float, default=defaults.top_p, metavar="P", help="1 is off (%(default)s)")
+    add(
+        "--repetition-penalty", type=float, default=defaults.repetition_penalty, metavar="R",
+        help="1 is off (%(default)s)",
+    )  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="of the random numbers (%(default)s)")
+    add("--dtype", default="f32", help="storage of keys and values: f32 or f16 (%(default)s)")
+    add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
+    return parser
+
+
+def _demo() -> int:
+    from kvcache.demo.display import display
+    from kvcache.demo.run import run
+
+    return 0 if run(display()) else 1
+
+
+def _generate(options: argparse.Namespace) -> int:
+    engine = InferenceEngine.from_pretrained(options.model, dtype=options.dtype, num_blocks=options.num_blocks)
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise FileNotFoundError(f"{options.model}: no tokenizer.json")
+    from tokenizers.decoders import DecodeStream
+
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        repetition_penalty=options.repetition_penalty,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+    decoder = DecodeStream(skip_special_tokens=True)
+    print(options.prompt, end="", flush=True)
+    for token in engine.stream(tokenizer.encode(options.prompt).ids, params):
+        print(decoder.step(tokenizer, token) or "", end="", flush=True)
+    print()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. A user's error is one line on standard error, and 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _generate(options) if options.command == "generate" else _demo()
+    except KeyboardInterrupt:
+        return 130
+    except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
+        print(f"kvcache: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

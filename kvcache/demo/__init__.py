@@ -1,0 +1,11 @@
+"""The demo: a small model that ships with the library, a serving-like workload, and the show that runs it.
+
+`config.json`, `model.safetensors` and `tokenizer.json` beside this file are an ordinary Hugging Face checkpoint;
+`README.md` is its model card.
+"""
+
+from pathlib import Path
+
+__all__ = ["DIRECTORY"]
+
+DIRECTORY = Path(__file__).parent

@@ -1,0 +1,406 @@
+"""Checkpoint files: the safetensors format, shards and their index, and what a network requires of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.engine import ModelConfig, Transformer
+from kvcache.engine.safetensors import MAX_HEADER_BYTES, SafetensorsFile
+from kvcache.engine.weights import Checkpoint
+from kvcache.errors import CheckpointError, KvCacheError
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
+
+
+def entry(dtype, shape, start, stop):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def pack(header, data=b"", length=None):
+    """The bytes of a file; `header` may be anything JSON can say, or raw bytes."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
+
+
+def pack_arrays(arrays):
+    header, data = {}, b""
+    for name, array in arrays.items():
+        header[name] = entry(NAMES[array.dtype], list(array.shape), len(data), len(data) + array.nbytes)
+        data += array.tobytes()
+    return pack(header, data)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(content):
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(content)
+        return path
+
+    return write_file
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("padding", range(5))
+def test_values_of_every_dtype_and_alignment(write, dtype, padding):
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((3, 5)).astype(dtype)
+    header = {"w": entry(NAMES[np.dtype(dtype)], [3, 5], 0, array.nbytes)}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8 + padding)
+    file = SafetensorsFile(write(pack(raw, array.tobytes())))
+    found = file.read("w")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, array.astype(np.float32))
+    out = np.empty((3, 5), np.float32)
+    file.read_into("w", out)
+    np.testing.assert_array_equal(out, found)
+
+
+def test_special_values_keep_their_bits(write):
+    bits = np.arange(2**16, dtype=np.uint16)
+    arrays = {"b": bits.view(ml_dtypes.bfloat16), "h": bits.view(np.float16)}
+    file = SafetensorsFile(write(pack_arrays(arrays)))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(file.read(name), array.astype(np.float32))
+
+
+def test_aligned_float32_is_not_copied(write):
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    raw = json.dumps({"w": entry("F32", [3, 4], 0, 48)}).encode()
+    file = SafetensorsFile(write(pack(raw + b" " * (-len(raw) % 8), array.tobytes())))
+    first, second = file.read("w"), file.read("w")
+    assert np.shares_memory(first, second)
+    assert not first.flags.writeable
+
+
+def test_empty_and_scalar_tensors(write):
+    header = {
+        "scalar": entry("F32", [], 0, 4),
+        "none": entry("F16", [0, 7], 4, 4),
+        "__metadata__": {"format": "pt"},
+    }
+    file = SafetensorsFile(write(pack(header, np.float32(2.5).tobytes())))
+    assert sorted(file) == ["none", "scalar"]
+    assert file.read("scalar") == 2.5
+    assert file.read("none").shape == (0, 7)
+
+
+GOOD = {"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 8, 12)}
+HOSTILE = {
+    "empty file": (b"", "truncated"),
+    "seven bytes": (b"\0" * 7, "truncated"),
+    "header longer than the file": (pack(GOOD, b"\0" * 12, length=1000), "truncated"),
+    "header of 2**64 - 1 bytes": (pack(GOOD, b"\0" * 12, length=2**64 - 1), "truncated"),
+    "not JSON": (pack(b"{"), "damaged header"),
+    "not UTF-8": (pack(b'{"\xff": 1}'), "damaged header"),
+    "UTF-16": (pack("{}".encode("utf-16")), "damaged header"),
+    "nested too deep": (pack(b"[" * 100_000), "damaged header"),
+    "number of 5000 digits": (pack(b'{"a": ' + b"9" * 5000 + b"}"), "damaged header"),
+    "not a number": (pack(b'{"a": NaN}'), "damaged header"),
+    "an array": (pack([]), "expected a JSON object"),
+    "duplicate tensor": (
+        pack(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+             b'"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', b"\0" * 8),
+        "duplicate key",
+    ),
+    "metadata of numbers": (pack({"__metadata__": {"a": 1}}), "__metadata__"),
+    "tensor without dtype": (pack({"a": {"shape": [], "data_offsets": [0, 4]}}, b"\0" * 4), "a: expected an"),
+    "tensor with more": (pack({"a": {**entry("F32", [1], 0, 4), "x": 1}}, b"\0" * 4), "a: expected an"),
+    "unknown dtype": (pack({"a": entry("F31", [1], 0, 4)}, b"\0" * 4), "known dtype"),
+    "dtype of a list": (pack({"a": entry(["F32"], [1], 0, 4)}, b"\0" * 4), "known dtype"),
+    "negative size": (pack({"a": entry("F32", [-1], 0, 4)}, b"\0" * 4), "shape of whole numbers"),
+    "fractional size": (pack({"a": entry("F32", [1.0], 0, 4)}, b"\0" * 4), "shape of whole numbers"),
+    "true as a size": (pack({"a": entry("F32", [True], 0, 4)}, b"\0" * 4), "shape of whole numbers"),
+    "too many dimensions": (pack({"a": entry("F32", [1] * 33, 0, 4)}, b"\0" * 4), "shape of whole numbers"),
+    "size that overflows": (pack({"a": entry("F32", [2**32, 2**32], 0, 0)}), "fits memory"),
+    "size that overflows beside a zero": (pack({"a": entry("F32", [0, 2**40, 2**40], 0, 0)}), "fits memory"),
+    "three offsets": (pack({"a": {**entry("F32", [1], 0, 4), "data_offsets": [0] * 3}}, b""), "data_offsets"),
+    "offsets backwards": (pack({"a": entry("F32", [1], 4, 0)}, b"\0" * 4), "data_offsets"),
+    "span of another shape": (pack({"a": entry("F32", [2], 0, 4)}, b"\0" * 4), "a: expected 8 bytes"),
+    "half bytes": (pack({"a": entry("F4", [3], 0, 1)}, b"\0"), "a: expected 2 bytes"),
+    "overlap": (pack({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, b"\0" * 8), "b: overlaps"),
+    "hole": (pack({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 8, 12)}), "b: leaves a hole"),
+    "hole at the start": (pack({"a": entry("F32", [1], 4, 8)}, b"\0" * 8), "a: leaves a hole"),
+    "data missing": (pack(GOOD, b"\0" * 11), "truncated"),
+    "data left over": (pack(GOOD, b"\0" * 13), "left over"),
+    "far offsets": (pack({"a": entry("F32", [2**40], 0, 2**42)}, b"\0" * 4), "truncated"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_file(write, content, message):
+    with pytest.raises(CheckpointError, match=message) as raised:
+        SafetensorsFile(write(content))
+    assert "model.safetensors" in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_header_beyond_the_bound_is_not_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((2**40).to_bytes(8, "little"))
+        file.truncate(2**40 + 8)  # sparse
+    with pytest.raises(CheckpointError, match=f"at most {MAX_HEADER_BYTES}"):
+        SafetensorsFile(path)
+
+
+def test_unloadable_dtype_is_named(write):
+    file = SafetensorsFile(write(pack({"a": entry("F8_E4M3", [4], 0, 4)}, b"\0" * 4)))
+    with pytest.raises(CheckpointError, match="a: expected F32, F16 or BF16, got F8_E4M3"):
+        file.read("a")
+
+
+def test_error_is_a_value_error_of_the_family():
+    assert issubclass(CheckpointError, ValueError)
+    assert issubclass(CheckpointError, KvCacheError)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_mutated_files_load_or_raise(tmp_path_factory, data):
+    """Whatever bytes change, a file is refused with CheckpointError, or every tensor in it can be read."""
+    rng = np.random.default_rng(1)
+    arrays = {
+        "one": rng.standard_normal((4, 3)).astype(np.float32),
+        "two": rng.standard_normal(5).astype(np.float16),
+        "three": rng.standard_normal((2, 2)).astype(ml_dtypes.bfloat16),
+    }
+    content = bytearray(pack_arrays(arrays))
+    data_start = 8 + int.from_bytes(content[:8], "little")
+    edits = data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=4))
+    for position, value in edits:
+        content[position] = value
+    if data.draw(st.booleans()):
+        start = data.draw(st.integers(0, len(content)))
+        stop = data.draw(st.integers(start, min(start + 8, len(content))))
+        content[start:stop] = data.draw(st.binary(max_size=8))
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    path.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        file = SafetensorsFile(path)
+        total = 0
+        for name in file:
+            try:
+                total += file.read(name).nbytes
+            except CheckpointError:
+                assert file[name].dtype not in ("F32", "F16", "BF16")
+        assert total <= 2 * len(content)
+        if bytes(content[:data_start]) == pack_arrays(arrays)[:data_start]:
+            assert {name: file[name].shape for name in file} == {name: a.shape for name, a in arrays.items()}
+    except CheckpointError:
+        pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024, "a small file took 64 MiB"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(max_size=4),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["F32", "I64", "F4"]),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.fixed_dictionaries({"dtype": inner, "shape": inner, "data_offsets": inner})
+            ),
+            max_leaves=12,
+        ),
+        max_size=3,
+    )
+)
+def test_any_json_header_loads_or_raises(tmp_path_factory, header):
+    path = tmp_path_factory.getbasetemp() / "header.safetensors"
+    path.write_bytes(pack(header, b"\0" * 16))
+    try:
+        file = SafetensorsFile(path)
+        assert sum(file[name].stop - file[name].start for name in file) == 16
+    except CheckpointError:
+        pass
+
+
+# ---------------------------------------------------------------- directories
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of a golden checkpoint that a test may damage: its folder, tensors, and a way to save them."""
+    source = GOLDEN / "llama_biases"
+    shutil.copy(source / "config.json", tmp_path)
+    file = SafetensorsFile(source / "model.safetensors")
+    tensors = {name: file.read(name).astype(np.float32) for name in file}
+
+    def save():
+        (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+        return tmp_path
+
+    return tmp_path, tensors, save
+
+
+def test_round_trip_in_another_dtype(checkpoint):
+    _, tensors, save = checkpoint
+    for name in list(tensors):
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    model, golden = Transformer.from_pretrained(save()), Transformer.from_pretrained(GOLDEN / "llama_biases")
+    np.testing.assert_array_equal(model.weights.layers[1].gate_up, golden.weights.layers[1].gate_up)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.bias", "lm_head.weight", "model.norm.weight"])
+def test_missing_tensor(checkpoint, name):
+    _, tensors, save = checkpoint
+    del tensors[name]
+    with pytest.raises(CheckpointError, match=f"missing tensors: {name}"):
+        Transformer.from_pretrained(save())
+
+
+def test_many_missing_tensors_are_counted(checkpoint):
+    _, tensors, save = checkpoint
+    for name in list(tensors)[4:]:
+        del tensors[name]
+    with pytest.raises(CheckpointError, match=r"and \d+ more"):
+        Transformer.from_pretrained(save())
+
+
+def test_unexpected_tensor(checkpoint):
+    """A bias that config.json does not mention would be left out in silence, and the text be wrong."""
+    _, tensors, save = checkpoint
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model.layers.0.self_attn.q_norm.weight"):
+        Transformer.from_pretrained(save())
+
+
+def test_old_rope_buffers_are_ignored(checkpoint):
+    _, tensors, save = checkpoint
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    Transformer.from_pretrained(save())
+
+
+def test_wrong_shape(checkpoint):
+    _, tensors, save = checkpoint
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight: expected shape \(64, 112\), got \(112, 64\)"):
+        Transformer.from_pretrained(save())
+
+
+def test_wrong_dtype(checkpoint):
+    folder, _, save = checkpoint
+    content = save().joinpath("model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = "I32"
+    (folder / "model.safetensors").write_bytes(pack(header, content[8 + length :]))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected F32, F16 or BF16, got I32"):
+        Transformer.from_pretrained(folder)
+
+
+def test_nothing_is_allocated_for_a_bad_checkpoint(checkpoint, monkeypatch):
+    """Sizes come from config.json; they must be found wrong before matrices of those sizes are made."""
+    folder, _, save = checkpoint
+    config = json.loads((folder / "config.json").read_text())
+    config.update(intermediate_size=2**30, vocab_size=2**30)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="expected shape"):
+        Transformer.from_pretrained(save())
+
+
+def test_no_weights(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors.*pytorch_model.bin cannot be read"):
+        Checkpoint(tmp_path)
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config.json"):
+        Transformer.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    shutil.copytree(GOLDEN / "llama_linear_tied_sharded_f16", tmp_path, dirs_exist_ok=True)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    return tmp_path, content["weight_map"], lambda: index.write_text(json.dumps(content))
+
+
+def test_missing_shard_is_named(shards):
+    folder, _, _ = shards
+    (folder / "model-00003-of-00005.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00003-of-00005"):
+        Transformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\0b", 7, None]
+)
+def test_index_cannot_leave_its_directory(shards, shard):
+    folder, weight_map, save = shards
+    weight_map["model.norm.weight"] = shard
+    save()
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected the name of a file"):
+        Transformer.from_pretrained(folder)
+
+
+def test_index_names_the_wrong_shard(shards):
+    folder, weight_map, save = shards
+    weight_map["model.norm.weight"] = weight_map["model.embed_tokens.weight"]
+    save()
+    with pytest.raises(CheckpointError, match=r"expected the tensor model.norm.weight"):
+        Transformer.from_pretrained(folder)
+
+
+def test_index_forgets_a_tensor(shards):
+    folder, weight_map, save = shards
+    del weight_map["model.norm.weight"]
+    save()
+    with pytest.raises(CheckpointError, match="does not place it"):
+        Transformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", ""])
+def test_damaged_index(shards, content):
+    folder, _, _ = shards
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index.json"):
+        Transformer.from_pretrained(folder)
+
+
+def test_truncated_shard(shards):
+    folder, weight_map, _ = shards
+    path = folder / weight_map["model.norm.weight"]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{path.name}: truncated"):
+        Transformer.from_pretrained(folder)
+
+
+def test_every_golden_tensor_is_used():
+    """The shapes that a network requires add up to what the files hold."""
+    for folder in GOLDEN.glob("*/golden.npz"):
+        model = Transformer.from_pretrained(folder.parent)
+        config = ModelConfig.from_pretrained(folder.parent)
+        stored = sum(
+            math.prod(file[name].shape)
+            for file in map(SafetensorsFile, folder.parent.glob("*.safetensors"))
+            for name in file
+        )
+        weights = model.weights
+        arrays = [weights.embedding, weights.norm] + ([] if config.tie_word_embeddings else [weights.head])
+        for layer in weights.layers:
+            arrays += [
+                layer.input_norm, layer.qkv, layer.qkv_bias, layer.output, layer.output_bias,
+                layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias,
+            ]  # fmt: skip
+            if layer.qk_norm is not None:
+                arrays += [layer.qk_norm[0], layer.qk_norm[-1]]
+        assert sum(array.size for array in arrays if array is not None) == stored
