@@ -31,7 +31,7 @@ LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
 FLAGS = ["-std=c11", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
-CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"] if SANITIZE else []
+CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZE else []
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
@@ -77,7 +77,7 @@ class build_kernels(build_ext):
         folder = os.path.join(self.build_temp, folder)
         (target,) = self.compiler.object_filenames([source], output_dir=folder)
         if self.force or newer_group([source, *(d for d in DEPENDS if not d.endswith(".c"))], target):
-            self.compiler.compile([source], folder, extra_postargs=common + ["-fPIC"] + special)
+            self.compiler.compile([source], folder, extra_postargs=[*common, "-fPIC", *special])
         return target
 
 
