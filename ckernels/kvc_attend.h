@@ -15,17 +15,32 @@ enum {
 
 static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
 
+/* A query row in digits. */
+typedef struct unit_query {
+    float scale, sum; /* sum: q_scale * sum(q) */
+    int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
+} unit_query;
+
+/* The weights of one row and chunk in digits. */
+typedef struct unit_weights {
+    unsigned char high[KVC_CHUNK], low[KVC_CHUNK];
+    float scale, base; /* base: what every channel gets, the minima and the bias of signed codes */
+} unit_weights;
+
 /* Most (head, row) pairs that one item can have. */
 static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
     const int64_t few = (int64_t)layout->num_heads * KVC_FEW_ROWS;
     return few > KVC_ITEM_ROWS ? few : KVC_ITEM_ROWS;
 }
 
-/* One thread's scratch in floats: q, sink q, accumulators of every (head, row); maxima, sums; then, for one head,
- * the scores of a chunk and their factors; K panels, and staged rows of K or V. */
+/* One thread's scratch in floats: q, sink q, both in digits, accumulators, maxima and sums of every (head, row); then,
+ * for one head, the scores of a chunk and their factors; K panels and staged rows, or the weights in digits. */
 static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
     const int64_t dim = kvc_padded_dim(layout), rows = kvc_item_max_rows(layout);
-    return rows * (3 * dim + 2) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
+    return rows * (3 * dim + 2 + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
 }
+
+_Static_assert(KVC_ITEM_ROWS * sizeof(unit_weights) <= 2 * KVC_CHUNK * 32 * sizeof(float),
+               "weights in digits fit where panels and staged rows lie, from head_dim 32 on");
 
 #endif

@@ -1,53 +1,54 @@
 /* kvc_rows.c - float rows into slots and back, and the check that a format can hold them. */
-#include "kvc_simd.h"
-
-#include "kvc_half.h"
+#include "kvc_kernels.h"
 
 #include <math.h>
 #include <string.h>
 
-/* count rows of dim values, row_stride floats apart, to consecutive slots. */
-static void write_head(kvc_format format, unsigned char *head, int slot, int count, int dim, const float *rows,
-                       size_t row_stride) {
-    for (int i = 0; i < count; i++, rows += row_stride) {
-        const size_t first = (size_t)(slot + i) * (size_t)dim;
-        if (format == KVC_F32) {
-            memcpy((float *)head + first, rows, (size_t)dim * sizeof(float));
+/* count rows, row_stride floats apart, to consecutive slots of one head. */
+static void write_head(kvc_rows rows, unsigned char *head, int slot, int count, const float *x, size_t row_stride) {
+    if (rows.bits < 16) {
+        KVC_FN(quantise_head)(rows, head, slot, count, x, row_stride);
+        return;
+    }
+    const int dim = rows.dim;
+    unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
+    for (int i = 0; i < count; i++, x += row_stride, row += kvc_row_bytes(rows)) {
+        if (rows.bits == 32) {
+            memcpy(row, x, (size_t)dim * sizeof(float));
         } else {
-            uint16_t *halves = (uint16_t *)head + first;
-            for (int d = 0; d < dim; d += KVC_LANES) store_dims_half(halves, d, dim, load_dims(rows, d, dim));
+            for (int d = 0; d < dim; d += KVC_LANES) store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
         }
     }
 }
 
-static void read_head(kvc_format format, const unsigned char *head, int slot, int count, int dim, float *rows,
-                      size_t row_stride) {
-    for (int i = 0; i < count; i++, rows += row_stride) {
-        const size_t first = (size_t)(slot + i) * (size_t)dim;
-        if (format == KVC_F32) {
-            memcpy(rows, (const float *)head + first, (size_t)dim * sizeof(float));
+static void read_head(kvc_rows rows, const unsigned char *head, int slot, int count, float *x, size_t row_stride) {
+    const int dim = rows.dim;
+    if (rows.bits < 16) {
+        KVC_FN(dequantise_head)(rows, head, slot, count, x, row_stride);
+        for (int i = 0; rows.rotated && i < count; i++) KVC_FN(hadamard)(x + (size_t)i * row_stride, dim);
+        return;
+    }
+    const unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
+    for (int i = 0; i < count; i++, x += row_stride, row += kvc_row_bytes(rows)) {
+        if (rows.bits == 32) {
+            memcpy(x, row, (size_t)dim * sizeof(float));
         } else {
-            const uint16_t *halves = (const uint16_t *)head + first;
-            for (int d = 0; d < dim; d += KVC_LANES) store_dims(rows, d, dim, load_dims_half(halves, d, dim));
+            for (int d = 0; d < dim; d += KVC_LANES) store_dims(x, d, dim, load_dims_half((const uint16_t *)row, d, dim));
         }
     }
 }
 
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                         const float *keys, const float *values) {
-    const int dim = layout->head_dim, heads = layout->num_heads;
-    const size_t row_stride = (size_t)heads * (size_t)dim;
+    const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
+    const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
     for (int64_t i = 0; i < num_runs; i++) {
         unsigned char *k = arena + (size_t)runs[i].block * layout->block_bytes;
-        unsigned char *v = k + (size_t)heads * layout->key_head_bytes;
+        unsigned char *v = k + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
-        for (size_t h = 0; keys && h < (size_t)heads; h++) {
-            write_head(layout->key_format, k + h * layout->key_head_bytes, first, count, dim,
-                       keys + h * (size_t)dim, row_stride);
-        }
-        for (size_t h = 0; values && h < (size_t)heads; h++) {
-            write_head(layout->value_format, v + h * layout->value_head_bytes, first, count, dim,
-                       values + h * (size_t)dim, row_stride);
+        for (size_t h = 0; h < heads; h++) {
+            if (keys) write_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
+            if (values) write_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim, row_stride);
         }
         if (keys) keys += (size_t)count * row_stride;
         if (values) values += (size_t)count * row_stride;
@@ -56,19 +57,15 @@ void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kv
 
 void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                        float *keys, float *values) {
-    const int dim = layout->head_dim, heads = layout->num_heads;
-    const size_t row_stride = (size_t)heads * (size_t)dim;
+    const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
+    const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
     for (int64_t i = 0; i < num_runs; i++) {
         const unsigned char *k = arena + (size_t)runs[i].block * layout->block_bytes;
-        const unsigned char *v = k + (size_t)heads * layout->key_head_bytes;
+        const unsigned char *v = k + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
-        for (size_t h = 0; keys && h < (size_t)heads; h++) {
-            read_head(layout->key_format, k + h * layout->key_head_bytes, first, count, dim, keys + h * (size_t)dim,
-                      row_stride);
-        }
-        for (size_t h = 0; values && h < (size_t)heads; h++) {
-            read_head(layout->value_format, v + h * layout->value_head_bytes, first, count, dim,
-                      values + h * (size_t)dim, row_stride);
+        for (size_t h = 0; h < heads; h++) {
+            if (keys) read_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
+            if (values) read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim, row_stride);
         }
         if (keys) keys += (size_t)count * row_stride;
         if (values) values += (size_t)count * row_stride;

@@ -78,3 +78,51 @@ INLINE f32v f32v_sums(const f32v r[8]) {
     const f32v s0123 = _mm256_hadd_ps(s01, s23), s4567 = _mm256_hadd_ps(s45, s67);
     return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20), _mm256_permute2f128_ps(s0123, s4567, 0x31));
 }
+
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). vpmaddubsw adds two products in
+ * 16 bits: 2 * 255 * 64 = 32,640 and 2 * 128 * 127 = 32,512 just fit, which is why digits have 7 bits. */
+
+#define KVC_HAVE_DOTS 1
+#define KVC_SIGNED_KEYS 0
+#define KVC_UNIT_ROWS 8 /* for more, floats are as fast */
+#define KVC_UNIT_DOT_ROWS 2
+#define KVC_UNIT_MIX_ROWS 1
+
+typedef struct u8x64 { __m256i a, b; } u8x64;
+typedef struct i32x16 { __m256i a, b; } i32x16;
+
+INLINE u8x64 u8x64_load(const unsigned char *p) {
+    return (u8x64){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
+}
+INLINE u8x64 u8x64_and(u8x64 x, int byte) {
+    const __m256i mask = _mm256_set1_epi8((char)byte);
+    return (u8x64){_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) { return (u8x64){_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
+    const __m256i mask = _mm256_set1_epi8((char)byte);
+    return (u8x64){_mm256_xor_si256(x.a, mask), _mm256_xor_si256(x.b, mask)};
+}
+/* Of 16-bit lanes: bits cross bytes and are masked off behind. */
+INLINE u8x64 u8x64_shr(u8x64 x, int n) { return (u8x64){_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
+INLINE u8x64 u8x64_shl(u8x64 x, int n) { return (u8x64){_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
+
+INLINE i32x16 i32x16_zero(void) { return (i32x16){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE __m256i i32x8_dot(__m256i sums, __m256i u8, __m256i s8) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(u8, s8), _mm256_set1_epi16(1)));
+}
+/* sums[i] += the products of codes[4i .. 4i+3], unsigned, with 4 signed bytes of -64 to 63. */
+INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
+    const __m256i q_v = _mm256_set1_epi32(q);
+    return (i32x16){i32x8_dot(sums.a, codes.a, q_v), i32x8_dot(sums.b, codes.b, q_v)};
+}
+/* sums[i] += the products of codes[4i .. 4i+3], signed, with 4 bytes of 0 to 127. */
+INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
+    const __m256i w_v = _mm256_set1_epi32(w);
+    return (i32x16){i32x8_dot(sums.a, w_v, codes.a), i32x8_dot(sums.b, w_v, codes.b)};
+}
+/* 128 * high + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, 7), low.a));
+    out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, 7), low.b));
+}

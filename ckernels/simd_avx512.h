@@ -84,3 +84,36 @@ INLINE f32v f32v_sums(const f32v r[16]) {
     const f32v hi = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
 }
+
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). */
+
+#define KVC_HAVE_DOTS 1
+#define KVC_SIGNED_KEYS 0
+#define KVC_UNIT_ROWS 96 /* two dot products per 64 codes beat four multiply-adds, however many rows */
+#define KVC_UNIT_DOT_ROWS 4
+#define KVC_UNIT_MIX_ROWS 4
+
+typedef __m512i u8x64;
+typedef __m512i i32x16;
+
+INLINE u8x64 u8x64_load(const unsigned char *p) { return _mm512_loadu_si512(p); }
+INLINE u8x64 u8x64_and(u8x64 x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char)byte)); }
+INLINE u8x64 u8x64_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
+INLINE u8x64 u8x64_xor(u8x64 x, int byte) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)byte)); }
+/* Of 16-bit lanes: bits cross bytes and are masked off behind. */
+INLINE u8x64 u8x64_shr(u8x64 x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
+INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n); }
+
+INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
+/* sums[i] += the products of codes[4i .. 4i+3], unsigned, with 4 signed bytes. */
+INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
+    return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(q));
+}
+/* sums[i] += the products of codes[4i .. 4i+3], signed, with 4 bytes of 0 to 127. */
+INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
+    return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(w), codes);
+}
+/* 128 * high + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+}

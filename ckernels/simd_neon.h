@@ -57,3 +57,62 @@ INLINE void f32v_transpose(f32v r[4]) {
 #undef TRN64
 }
 INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }
+
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). sdot is signed on both sides. */
+
+#define KVC_HAVE_DOTS 1
+#define KVC_SIGNED_KEYS 1
+#define KVC_UNIT_ROWS 96 /* 8 dot products per 64 codes beat 16 multiply-adds, however many rows */
+#define KVC_UNIT_DOT_ROWS 2
+#define KVC_UNIT_MIX_ROWS 1
+
+typedef uint8x16x4_t u8x64;
+typedef int32x4x4_t i32x16;
+
+INLINE u8x64 u8x64_load(const unsigned char *p) {
+    return (u8x64){{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}};
+}
+#define EACH(x, op) ((u8x64){{op((x).val[0]), op((x).val[1]), op((x).val[2]), op((x).val[3])}})
+INLINE u8x64 u8x64_and(u8x64 x, int byte) {
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)byte);
+#define AND(v) vandq_u8(v, mask)
+    return EACH(x, AND);
+#undef AND
+}
+INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)byte);
+#define XOR(v) veorq_u8(v, mask)
+    return EACH(x, XOR);
+#undef XOR
+}
+INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) {
+    return (u8x64){{vorrq_u8(x.val[0], y.val[0]), vorrq_u8(x.val[1], y.val[1]), vorrq_u8(x.val[2], y.val[2]),
+                    vorrq_u8(x.val[3], y.val[3])}};
+}
+INLINE u8x64 u8x64_shl(u8x64 x, int n) {
+    const int8x16_t count = vdupq_n_s8((int8_t)n);
+#define SHL(v) vshlq_u8(v, count)
+    return EACH(x, SHL);
+#undef SHL
+}
+INLINE u8x64 u8x64_shr(u8x64 x, int n) { return u8x64_shl(x, -n); }
+#undef EACH
+
+INLINE i32x16 i32x16_zero(void) {
+    return (i32x16){{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
+}
+/* sums[i] += the products of codes[4i .. 4i+3] with 4 bytes, all signed. */
+INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
+    const int8x16_t q_v = vreinterpretq_s8_s32(vdupq_n_s32(q));
+    UNROLL for (int i = 0; i < 4; i++) {
+        sums.val[i] = vdotq_s32(sums.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
+    }
+    return sums;
+}
+INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
+/* 128 * high + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        out[i] = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.val[i], 7), low.val[i]));
+    }
+}

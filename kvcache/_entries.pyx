@@ -56,19 +56,33 @@ cdef class EntryTrie(TokenTrie):
         """Use the entry that serves a match ending in `node`: its own, or the most recently used one below."""
         self.stamp_path(self.serving(self._node(node)))
 
-    def evict_entry(self):
-        """Evict the least recently used entry that no other extends; returns the values that nobody needs now.
+    def evict_entry(self, keep=-1):
+        """Evict the least recently used entry that no other extends.
 
-        None if no entry can go.
+        `(root, values)`: its namespace and the values that nobody needs now, last token first; None if no entry
+        can go. The tokens on the way to node `keep` stay, also when an entry among them goes.
         """
-        cdef int32_t leaf
-        cdef Py_ssize_t entries = self.num_entries
-        parts = []
-        while self.num_entries == entries:
-            leaf = self.leaves.top()
-            if leaf < 0:
-                break
-            self.num_entries -= self.nodes[leaf].marked
-            self.nodes[leaf].marked = 0
-            parts.append(self._cut(leaf))
-        return np.concatenate(parts) if parts else None
+        cdef int32_t kept = -1 if keep == -1 else self._node(keep)
+        if kept < 0:
+            return self._evict_entry(kept)
+        self.pin(kept)
+        try:
+            return self._evict_entry(kept)
+        finally:
+            self.unpin(kept)
+
+    cdef object _evict_entry(self, int32_t kept):
+        cdef int32_t leaf = self.leaves.top(), root
+        cdef bint spare = leaf < 0
+        if spare:    # Only the kept path is left: its longest entry goes, its tokens stay.
+            leaf = kept
+            while leaf >= 0 and not self.nodes[leaf].marked:
+                leaf = self.nodes[leaf].parent
+        if leaf < 0:
+            return None
+        self.num_entries -= self.nodes[leaf].marked
+        self.nodes[leaf].marked = 0
+        root = leaf
+        while self.nodes[root].parent >= 0:
+            root = self.nodes[root].parent
+        return root, np.empty(0, np.int32) if spare else self._cut(leaf)

@@ -27,7 +27,7 @@ from kvcache._heap cimport IndexedHeap
 
 # One node in 64 bytes: whatever a step of a walk reads about it comes with one access. Ids are indices; -1 is none.
 cdef struct node_t:
-    uint32_t* text      # one allocation: (capacity,) tokens from depth begin - head on, then their int32 values
+    uint32_t* text      # one allocation: tokens from depth begin - head on, (capacity,), then their int32 values
     int64_t stamp       # recency: the tree's clock when the node was last used; never above the parent's
     int32_t begin       # token depth of the edge's first token; -1: the record is free
     int32_t end         # token depth behind the edge's last token
@@ -37,8 +37,7 @@ cdef struct node_t:
     int32_t child       # first child, the most recently used; -1: a leaf
     int32_t prev        # siblings by recency, newest first
     int32_t next
-    int32_t pins        # pins on this node and below; above 0 it stays
-    int32_t held        # of these, the pins by this very id
+    int32_t pins        # above 0 the node stays, and with it, being no leaf any more, all above
     int32_t marked      # an entry ends here
     int32_t queue       # next in a list of the moment
 

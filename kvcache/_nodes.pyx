@@ -58,7 +58,7 @@ cdef class NodeTable:
             self.used += 1
         self.nodes[id] = node_t(
             text=NULL, stamp=0, begin=0, end=0, head=0, capacity=0, parent=-1, child=-1, prev=-1, next=-1,
-            pins=0, held=0, marked=0, queue=-1,
+            pins=0, marked=0, queue=-1,
         )
         return id
 
@@ -174,7 +174,6 @@ cdef class NodeTable:
         above.begin = node.begin
         above.end = <int32_t>depth
         above.capacity = above.end - above.begin
-        above.pins = node.pins
         memcpy(self.tokens(upper), self.tokens(id), above.capacity * sizeof(uint32_t))
         memcpy(self.values(upper), self.values(id), self.pages(upper) * sizeof(int32_t))
         self.replace(id, upper)
@@ -190,7 +189,7 @@ cdef class NodeTable:
         cdef node_t* above = &self.nodes[upper]
         cdef int32_t id = above.child
         cdef node_t* node
-        if above.parent < 0 or id < 0 or above.held or above.marked:
+        if above.parent < 0 or id < 0 or above.pins or above.marked:
             return
         node = &self.nodes[id]
         if node.next >= 0 or node.stamp != above.stamp or node.end - above.begin > max_tokens:
@@ -293,7 +292,7 @@ cdef class NodeTable:
 
     cdef bint guarded(self, int32_t leaf) noexcept nogil:
         """Whether the leaf's first page is the last one to complete a pinned node that ends inside a page."""
-        cdef int32_t id = leaf, parent
+        cdef int32_t id = leaf
         cdef int32_t boundary = self.nodes[leaf].begin - self.nodes[leaf].begin % self.page_size
         while self.nodes[id].begin > boundary and self.nodes[id].prev < 0 and self.nodes[id].next < 0:
             id = self.nodes[id].parent

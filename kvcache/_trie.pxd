@@ -29,7 +29,11 @@ cdef class TokenTrie(NodeTable):
     cdef Py_ssize_t free_pages(self, Py_ssize_t count, int32_t* out) noexcept nogil
     # Free what the leaf's sequence alone needs: up to the next fork, mark, pin or root; returns how many pages.
     cdef Py_ssize_t cut(self, int32_t leaf, int32_t* out) noexcept nogil
-    cdef void add_pins(self, int32_t id, int32_t count) noexcept nogil
+    # The node that ends exactly at `depth`, a full page's end on the way to `id`; cut out where there is none.
+    cdef int32_t at_depth(self, int32_t id, Py_ssize_t depth) except -1 nogil
+    # All values below `id` into out; returns how many.
+    cdef Py_ssize_t collect(self, int32_t id, int32_t* out) noexcept nogil
 
     cdef int32_t _root(self, object root) except -1
     cdef int32_t _node(self, object node) except -1
+    cdef Py_ssize_t _depth(self, int32_t id, object length) except -1

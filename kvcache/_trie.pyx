@@ -153,13 +153,25 @@ cdef class TokenTrie(NodeTable):
                 freed += pages
         return freed
 
-    cdef void add_pins(self, int32_t id, int32_t count) noexcept nogil:
-        cdef int32_t leaf = id
-        self.nodes[id].held += count
-        while id >= 0:
-            self.nodes[id].pins += count
+    cdef int32_t at_depth(self, int32_t id, Py_ssize_t depth) except -1 nogil:
+        while depth <= self.nodes[id].begin and self.nodes[id].parent >= 0:
             id = self.nodes[id].parent
-        self.list_leaf(leaf)
+        return self.split(id, depth) if depth < self.nodes[id].end else id
+
+    cdef Py_ssize_t collect(self, int32_t top, int32_t* out) noexcept nogil:
+        cdef int32_t id = top
+        cdef Py_ssize_t count = 0
+        while True:
+            memcpy(out + count, self.values(id), self.pages(id) * sizeof(int32_t))
+            count += self.pages(id)
+            if self.nodes[id].child >= 0:
+                id = self.nodes[id].child
+                continue
+            while id != top and self.nodes[id].next < 0:
+                id = self.nodes[id].parent
+            if id == top:
+                return count
+            id = self.nodes[id].next
 
     # ------------------------------------------------------------------ the shell
 
@@ -211,38 +223,48 @@ cdef class TokenTrie(NodeTable):
         if n % self.page_size:
             raise ValueError(f"expected a multiple of {self.page_size} tokens, got {n}")
         if pages.ndim != 1 or pages.shape[0] != n // self.page_size:
-            raise ValueError(f"expected {n // self.page_size} values, one per page, got shape {np.shape(pages)}")
+            raise ValueError(f"expected {n // self.page_size} values, one per page, got shape {(<object>pages).shape}")
         id = self.put(top, <uint32_t*>cnp.PyArray_DATA(ids), n, int32s(pages), &existing)
         return id, existing
 
-    def touch(self, node, length=None):
-        """Use `node` and all above it; with `length`, only the full pages of its first `length` tokens."""
+    cdef Py_ssize_t _depth(self, int32_t id, object length) except -1:
+        """A length on the way to `id`, rounded down to full pages; by default all of it."""
+        cdef Py_ssize_t depth = self.nodes[id].end if length is None else length
+        if not 0 <= depth <= self.nodes[id].end:
+            raise ValueError(f"expected a length in [0, {self.nodes[id].end}], got {length}")
+        return depth if length is None else depth - depth % self.page_size
+
+    def boundary(self, node, length=None):
+        """The node that ends with the last full page of the first `length` tokens on the way to `node`.
+
+        What comes after keeps an id and a recency of its own. This is how to pin no more than what was matched.
+        """
         cdef int32_t id = self._node(node)
-        cdef Py_ssize_t depth = self.nodes[id].end
-        if length is not None:
-            depth = length
-            if not 0 <= depth <= self.nodes[id].end:
-                raise ValueError(f"expected a length in [0, {self.nodes[id].end}], got {length}")
-            depth -= depth % self.page_size
-            while depth <= self.nodes[id].begin and self.nodes[id].parent >= 0:
-                id = self.nodes[id].parent
-            if depth < self.nodes[id].end:
-                id = self.split(id, depth)
+        return self.at_depth(id, self._depth(id, length))
+
+    def touch(self, node, length=None):
+        """Use `node` and all above it; with `length`, only as far as `boundary(node, length)`, which is returned."""
+        cdef int32_t id = self._node(node)
+        id = self.at_depth(id, self._depth(id, length))
         self.stamp_path(id)
+        return id
 
     def pin(self, node):
-        """Keep `node` and all above it, with their values, until `unpin(node)`.
+        """Keep `node` and all above it, with their values, until `unpin(node)`. O(1).
 
         If the node ends inside a page, one page that completes it stays as well.
         """
-        self.add_pins(self._node(node), 1)
+        cdef int32_t id = self._node(node)
+        self.nodes[id].pins += 1
+        self.list_leaf(id)
 
     def unpin(self, node):
-        """Undo one `pin(node)`. InvalidOperationError if there is none."""
+        """Undo one `pin(node)`. InvalidOperationError if there is none. O(1)."""
         cdef int32_t id = self._node(node)
-        if self.nodes[id].held == 0:
+        if self.nodes[id].pins == 0:
             raise InvalidOperationError(f"expected a pinned node, got node {node} without pins")
-        self.add_pins(id, -1)
+        self.nodes[id].pins -= 1
+        self.list_leaf(id)
 
     def evict(self, num_pages):
         """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
@@ -281,23 +303,19 @@ cdef class TokenTrie(NodeTable):
     def _empty(self, root):
         """All values below `root`, which is left empty; pins and marks do not count."""
         cdef int32_t top = self._root(root), id = top, parent
-        cdef list parts = []
-        cdef cnp.ndarray values
+        cdef cnp.ndarray freed = self.all_values(root)
         while True:
             while self.nodes[id].child >= 0:
                 id = self.nodes[id].child
             if id == top:
                 break
             parent = self.nodes[id].parent
-            values = new_values(self.pages(id))
-            memcpy(int32s(values), self.values(id), self.pages(id) * sizeof(int32_t))
-            parts.append(values)
-            self.num_pages -= self.pages(id)
             self.num_entries -= self.nodes[id].marked
             self.trim(id, self.nodes[id].begin)
             id = parent
-        self.nodes[top].pins = self.nodes[top].held = 0
-        return np.concatenate(parts) if parts else new_values(0)
+        self.num_pages -= freed.shape[0]
+        self.nodes[top].pins = 0
+        return freed
 
     def drop_root(self, root):
         """Drop a namespace with all it caches, also what is pinned; returns the values."""
@@ -344,8 +362,26 @@ cdef class TokenTrie(NodeTable):
             id = self.nodes[id].parent
         return id, tokens, values
 
+    def all_values(self, root):
+        """All values below `root`, int32, in no particular order."""
+        cdef int32_t id = self._root(root)
+        cdef cnp.ndarray values = new_values(self.num_pages)
+        return values[: self.collect(id, int32s(values))].copy()
+
+    def victim(self):
+        """The leaf that `evict` would take pages from next; -1 if there is none."""
+        return self.leaves.top()
+
+    def num_pages_of(self, node):
+        """Pages that end in `node` itself."""
+        return self.pages(self._node(node))
+
+    def is_leaf(self, node):
+        """Whether nothing is cached beyond `node`; true of a root without content."""
+        return self.nodes[self._node(node)].child < 0
+
     def num_pins(self, node):
-        """Pins on `node` and below."""
+        """Pins on `node` itself."""
         return self.nodes[self._node(node)].pins
 
     @property

@@ -109,31 +109,33 @@ class NaiveTrie:
 class NaiveEntries:
     """What an `EntryTrie` has stored: per namespace, the entries; tokens are those of the entries.
 
-    `used` holds, for every prefix of an entry, the time of its last use.
+    `used` holds, for every prefix of an entry, the time of its last use. The tokens of `kept` stay.
     """
 
     def __init__(self) -> None:
         self.entries: dict[int, set[Tokens]] = {}
         self.used: dict[tuple[int, Tokens], int] = {}
         self.values: dict[tuple[int, Tokens], int] = {}
+        self.kept: tuple[int, Tokens] = (-1, ())
         self.clock = 0
 
     def alive(self, root: int) -> set[Tokens]:
-        return {entry[:n] for entry in self.entries[root] for n in range(1, len(entry) + 1)}
+        keys = set(self.entries.get(root, ())) | ({self.kept[1]} if self.kept[0] == root else set())
+        return {key[:n] for key in keys for n in range(1, len(key) + 1)}
 
     def match(self, root: int, tokens: Tokens) -> int:
-        return max((common_prefix(tokens, entry) for entry in self.entries[root]), default=0)
+        return max((common_prefix(tokens, prefix) for prefix in self.alive(root)), default=0)
 
     def stored_prefix(self, root: int, tokens: Tokens) -> int:
-        return max((len(e) for e in self.entries[root] if tokens[: len(e)] == e), default=0)
+        return max((len(e) for e in self.entries.get(root, ()) if tokens[: len(e)] == e), default=0)
 
-    def use(self, root: int, entry: Tokens) -> None:
+    def use(self, root: int, prefix: Tokens) -> None:
         self.clock += 1
-        for n in range(1, len(entry) + 1):
-            self.used[root, entry[:n]] = self.clock
+        for n in range(1, len(prefix) + 1):
+            self.used[root, prefix[:n]] = self.clock
 
     def serving(self, root: int, prefix: Tokens) -> Tokens:
-        """The entry that serves a match: from its last token on, along the most recent use, to the first entry."""
+        """The entry that serves a match: from its last token along the most recent use to the first entry."""
         while prefix not in self.entries[root]:
             nexts = [p for p in self.alive(root) if len(p) == len(prefix) + 1 and p[:-1] == prefix]
             prefix = max(nexts, key=lambda p: self.used[root, p])
@@ -141,7 +143,7 @@ class NaiveEntries:
 
     def insert(self, root: int, tokens: Tokens, values: list[int]) -> int:
         existing = self.match(root, tokens)
-        self.entries[root].add(tokens)
+        self.entries.setdefault(root, set()).add(tokens)
         for n in range(existing + 1, len(tokens) + 1):
             self.values[root, tokens[:n]] = values[n - 1]
         self.use(root, tokens)
@@ -157,13 +159,72 @@ class NaiveEntries:
         return [self.values.pop((root, prefix)) for prefix in gone]
 
     def evict(self) -> list[int] | None:
-        leaves = [
-            (self.used[root, e], root, e)
-            for root, entries in self.entries.items()
-            for e in entries
-            if not any(len(o) > len(e) and o[: len(e)] == e for o in entries)
-        ]
-        if not leaves:
-            return None
-        _, root, entry = min(leaves)
-        return self.forget(root, entry)
+        """The least recently used entry that nothing extends; after these, the longest one on the kept path."""
+        leaves = []
+        for root, entries in self.entries.items():
+            longer = self.alive(root)
+            for e in entries:
+                kept = self.kept[0] == root and self.kept[1] == e
+                if not kept and not any(len(o) > len(e) and o[: len(e)] == e for o in longer):
+                    leaves.append((self.used[root, e], root, e))
+        if leaves:
+            _, root, entry = min(leaves)
+            return self.forget(root, entry)
+        on_path = self.stored_prefix(*self.kept)
+        return self.forget(self.kept[0], self.kept[1][:on_path]) if on_path else None
+
+
+class NaivePrefixKv:
+    """What a `PrefixKvCache` holds, with room for `max_tokens` slots and `max_entries` entries."""
+
+    def __init__(self, max_entries: int, max_tokens: int, min_prefix_len: int, partial: bool) -> None:
+        self.trie = NaiveEntries()
+        self.limits = max_entries, max_tokens
+        self.min_prefix_len = max(1, min_prefix_len)
+        self.partial = partial
+        self.next_slot = 0
+        self.held: list[set[int]] = []  # the slots of each state out there
+
+    def slots(self, root: int, tokens: Tokens) -> list[int]:
+        return [self.trie.values[root, tokens[:n]] for n in range(1, len(tokens) + 1)]
+
+    def num_used(self) -> int:
+        return len(set(self.trie.values.values()).union(*self.held))
+
+    def num_entries(self) -> int:
+        return sum(map(len, self.trie.entries.values()))
+
+    def lookup(self, root: int, tokens: Tokens) -> int:
+        """Tokens matched; 0 is a miss. The caller may put `slots` of the match into `held`."""
+        length = self.trie.match(root, tokens) if self.partial else self.trie.stored_prefix(root, tokens)
+        if length < self.min_prefix_len:
+            return 0
+        self.trie.use(root, self.trie.serving(root, tokens[:length]))
+        return length
+
+    def store(self, root: int, tokens: Tokens) -> bool:
+        """False if it can never fit."""
+        if len(tokens) < self.min_prefix_len:
+            return True
+        max_entries, max_tokens = self.limits
+        length = self.trie.match(root, tokens)
+        elsewhere = set().union(*self.held) - set(self.slots(root, tokens[:length]))
+        if max_entries == 0 or len(elsewhere) + len(tokens) > max_tokens:
+            return False
+        self.trie.use(root, tokens[:length])
+        self.trie.kept = root, tokens[:length]
+        while True:
+            new = tokens not in self.trie.entries.get(root, ())
+            if self.num_entries() + new <= max_entries and self.num_used() + len(tokens) - length <= max_tokens:
+                break
+            self.trie.evict()
+        self.trie.insert(root, tokens, list(range(self.next_slot, self.next_slot + len(tokens))))
+        self.trie.kept = (-1, ())
+        self.next_slot += len(tokens)
+        return True
+
+    def remove(self, root: int, tokens: Tokens) -> bool:
+        stored = tokens in self.trie.entries.get(root, ())
+        if stored:
+            self.trie.forget(root, tokens)
+        return stored

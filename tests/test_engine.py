@@ -15,6 +15,7 @@ from oracle_engine import DenseKvCache, dense_attention
 
 from kvcache.engine import InferenceEngine, SamplingParams, Transformer
 from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError
+from kvcache.paged import PagedKvCache
 
 GOLDEN = Path(__file__).parent / "golden"
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=10)
@@ -249,6 +250,16 @@ def test_begin_that_fails_changes_nothing(engine, created):
     assert_same_state(engine, before)
 
 
+def test_begin_checks_what_it_was_given(engine):
+    engine.prefill_from_pos(PROMPT, 0)
+    before = state(engine)
+    with pytest.raises(ValueError, match="of 5 tokens, got no sequence"):
+        engine.begin(lambda cache, seq_id: 5)
+    with pytest.raises(ValueError, match="of 5 tokens, got 3 tokens"):
+        engine.begin(lambda cache, seq_id: cache.allocate(seq_id, 3) or 5)
+    assert_same_state(engine, before)
+
+
 # ---------------------------------------------------------------- mistakes of the caller
 
 
@@ -289,7 +300,7 @@ def test_bad_positions_change_nothing(engine):
             engine.decode_step(1, pos)
     with pytest.raises(ValueError, match=r"max_position_embeddings \(512\), got 500 tokens from position 37"):
         engine.prefill_from_pos([1] * 500, 37)
-    with pytest.raises(ValueError, match="below 256, got 256"):
+    with pytest.raises(ValueError, match="from 0 to 255, got 256"):
         engine.decode_step(256, 37)
     assert_same_state(engine, before)
 
@@ -567,6 +578,38 @@ def test_default_pool_is_bounded(make):
     config = SimpleNamespace(**{**vars(ToyNetwork().config), "max_position_embeddings": 10**6})
     cache = make(SimpleNamespace(config=config)).cache
     assert (cache.num_blocks if isinstance(cache, DenseKvCache) else cache.total_blocks) == 8192 // 16 + 1
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "mistral_yarn", "qwen3_tied"])
+def test_several_sequences_in_one_forward_pass(name):
+    """A chunk of one sequence and steps of two others side by side: each as if it were alone."""
+    network = Transformer.from_pretrained(GOLDEN / name)
+    config = network.config
+    rng = np.random.default_rng(4)
+    texts = [rng.integers(0, config.vocab_size, n).astype(np.uint32) for n in (30, 17, 70)]
+    counts = [13, 1, 1]
+    cache = PagedKvCache(20, 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers, dtype="f32")
+
+    def forward(seq_ids, tokens, positions, counts):
+        def attend(layer, queries, keys, values):
+            row = 0
+            for seq_id, count in zip(seq_ids, counts, strict=True):
+                cache.write(layer, seq_id, keys[row : row + count], values[row : row + count])
+                row += count
+            return cache.attention(layer, queries, seq_ids, query_lens=counts)
+
+        return network.forward(np.concatenate(tokens), np.concatenate(positions), attend, "all")
+
+    for seq_id, (text, count) in enumerate(zip(texts, counts, strict=True)):
+        cache.allocate(seq_id, len(text) - count)
+        forward([seq_id], [text[:-count]], [np.arange(len(text) - count)], [len(text) - count])
+        cache.append(seq_id, count)
+    tails = [text[-count:] for text, count in zip(texts, counts, strict=True)]
+    places = [np.arange(len(text))[-count:] for text, count in zip(texts, counts, strict=True)]
+    together = forward([0, 1, 2], tails, places, counts)
+    for text, row in zip(texts, (12, 13, 14), strict=True):
+        alone = InferenceEngine(network).prefill_from_pos(text, 0)
+        np.testing.assert_allclose(together[row], alone, rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -96,7 +97,22 @@ def test_table_grows_to_what_is_asked_and_keeps_its_rows():
         cos, sin = table.rows(np.arange(stop))
         np.testing.assert_array_equal(cos, everything[0][:stop])
         np.testing.assert_array_equal(sin, everything[1][:stop])
-    assert len(table._cos) == 1000
+    assert len(table._table[0]) == 1000
+
+
+def test_threads_share_a_table():
+    """Growing from two threads at once must not put rows where others belong."""
+    expected = RopeTable(Rope(), 8, 4096).rows(np.arange(4096))[0]
+    for _ in range(20):
+        table = RopeTable(Rope(), 8, 4096)
+        sizes = [range(1, 4097, step) for step in (97, 131, 173, 211)]
+
+        def grow(stops, table=table):
+            for stop in stops:
+                np.testing.assert_array_equal(table.rows(np.arange(stop))[0], expected[:stop])
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(grow, sizes))
 
 
 def test_strided_heads():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle_engine import sampling_distribution
 
 from kvcache.engine import SamplingParams
-from kvcache.engine.sampling import Sampler
+from kvcache.engine.sampling import Sampler, _top_k
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
 # Ties (at the top, and at the border of top_k 4), both signs, one token that cannot be.
@@ -132,6 +132,20 @@ def test_large_vocabulary():
     likely = np.argsort(-probabilities)[:20]
     share = probabilities[likely].sum()
     assert np.isin(tokens, likely).mean() == pytest.approx(share, abs=5 * math.sqrt(share / 2000))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 640, 1000])
+@pytest.mark.parametrize("levels", [2, 30, 10**6])
+def test_top_k_against_sorting(size, levels):
+    """Sizes around the groups that candidates are found by; few levels make ties at every border."""
+    logits = np.random.default_rng(size).integers(0, levels, size).astype(np.float32)
+    ranked = np.lexsort((np.arange(size), -logits))
+    for k in (0, 1, 2, 9, 10, 11, 15, 16, 64, max(size - 1, 1), size, size + 1):
+        kept = _top_k(logits, k)
+        if k == 0 or k >= size:
+            assert kept is None
+        else:
+            np.testing.assert_array_equal(kept, np.sort(ranked[:k]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 9.9e-7])

@@ -44,6 +44,7 @@ _MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
+_MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class ModelConfig:
         # An explicit null means the quotient, also where an absent key means something else.
         absent = family.head_dim if "head_dim" not in config else None
         head_dim = read.size("head_dim", absent or hidden_size // num_heads)
-        if head_dim % 2:
+        if head_dim % 2 or not head_dim:
             raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
         positions = read.size("max_position_embeddings")
         attention_bias = read.flag("attention_bias", False)
@@ -178,7 +179,7 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None, *, at_least: float = 0.0) -> float:
         def accept(value: Any) -> bool:
-            return type(value) in (int, float) and at_least <= value < math.inf
+            return type(value) in (int, float) and at_least <= value <= _MAX_NUMBER
 
         return float(self._get(key, default, accept, f"a finite number of at least {at_least:g}"))
 

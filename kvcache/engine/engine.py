@@ -13,18 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.model import Transformer
-from kvcache.engine.protocols import Float32, Logits, Model, NetworkConfig, SequenceCache
+from kvcache.engine.protocols import Float32, Logits, Model, NetworkConfig
 from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
+from kvcache.paged import PagedKvCache
 
 __all__ = ["InferenceEngine"]
 
 _DEFAULT_TOKENS = 8192  # the default pool holds the whole context, up to so many tokens
 _SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
 
-Share = Callable[[Any, int], int]
+Share = Callable[[PagedKvCache, int], int]
 
 
 class InferenceEngine:
@@ -71,29 +72,29 @@ class InferenceEngine:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
-        self._seed = _natural("seed", seed, 0)
+        self.reseed(seed)
         self._chunk = _natural("prefill_chunk", prefill_chunk, 1)
         block_size = _natural("block_size", block_size, 1)
         if num_blocks is None:
             tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
             # One more than they fill: going back by a token may need a copy of the last block.
             num_blocks = -(-tokens // block_size) + 1
-        self.cache = self._make_cache(
-            num_blocks=_natural("num_blocks", num_blocks, 1),
-            block_size=block_size,
-            num_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            num_layers=model.config.num_layers,
-            dtype=dtype,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            rotate=rotate,
-        )
+        self._cache_options: dict[str, Any] = {
+            "num_blocks": _natural("num_blocks", num_blocks, 1),
+            "block_size": block_size,
+            "num_heads": model.config.num_kv_heads,
+            "head_dim": model.config.head_dim,
+            "num_layers": model.config.num_layers,
+            "dtype": dtype,
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
+            "rotate": rotate,
+        }
+        self.cache = self._make_cache(**self._cache_options)
         self._lock = threading.RLock()
         self._seq = 0  # the id of the sequence; 1 - _seq is free for the one that replaces it
         self._length = 0  # its tokens in the cache
         self._version = 0  # counts changes, so that a stream notices those of others
-        self._requests = 0
         self._prefilled = 0
         self._directory: Path | None = None
         self._tokenizer: Any = None
@@ -121,11 +122,27 @@ class InferenceEngine:
         engine._directory = Path(directory)
         return engine
 
-    def _make_cache(self, **options: Any) -> Any:
+    def _make_cache(self, **options: Any) -> PagedKvCache:
         """The one place where the cache is made."""
-        from kvcache.paged import PagedKvCache
-
         return PagedKvCache(**options)
+
+    def reseed(self, seed: int) -> None:
+        """Start the random numbers of requests without a seed of their own anew."""
+        self._seed = _natural("seed", seed, 0)
+        self._requests = 0
+
+    def enlarge(self, blocks: int) -> None:
+        """Replace the cache by an empty one of `blocks` more blocks; the sequence starts anew.
+
+        Raises:
+            OutOfMemoryError: the system refuses the memory; the old cache stays.
+        """
+        with self._lock:
+            options = self._cache_options | {"num_blocks": self.cache.total_blocks + _natural("blocks", blocks, 0)}
+            self.cache = self._make_cache(**options)
+            self.cache.allocate(self._seq, 0)
+            self._length = 0
+            self._version += 1
 
     # ---------------------------------------------------------------- what there is
 
@@ -143,6 +160,11 @@ class InferenceEngine:
     def seq_id(self) -> int:
         """The id of the current sequence in `cache`. It changes when a sequence is replaced."""
         return self._seq
+
+    @property
+    def version(self) -> int:
+        """Counts changes of the current sequence: equal numbers, the same tokens in the same blocks."""
+        return self._version
 
     @property
     def prefill_token_count(self) -> int:
@@ -208,10 +230,7 @@ class InferenceEngine:
         """
         tokens = as_tokens(prompt_tokens, self.config.vocab_size)
         self._check_span(tokens, 0)
-        params = _params(params, self.sampling_params)
-        with self._lock:
-            rng = self._rng(params)
-        return self._stream(tokens, params, rng)
+        return self._stream(tokens, *self._request(params))
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
@@ -260,6 +279,10 @@ class InferenceEngine:
             fresh = 1 - self._seq
             try:
                 length = share(self.cache, fresh)
+                made = self.cache.get_sequence(fresh)
+                if made is None or made.num_tokens != length:
+                    held = "no sequence" if made is None else f"{made.num_tokens} tokens"
+                    raise ValueError(f"share: expected sequence {fresh} of {length!r} tokens, got {held}")
             except BaseException:
                 with suppress(KvCacheError):  # it may not have come as far as creating it
                     self.cache.free(fresh)
@@ -317,10 +340,9 @@ class InferenceEngine:
             An iterator of new tokens, without the stop token. Raises InvalidOperationError if another call
             changes the sequence meanwhile.
         """
-        params = _params(params, self.sampling_params)
         history = as_tokens(history, self.config.vocab_size)
         with self._lock:
-            return self._decode(logits, params, self._rng(params), history, self._version)
+            return self._decode(logits, *self._request(params), history, self._version)
 
     # ---------------------------------------------------------------- inside
 
@@ -369,8 +391,7 @@ class InferenceEngine:
 
     def _feed(self, seq: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         """Append tokens to a sequence that holds `pos` of them and run them through the network."""
-        cache: SequenceCache = self.cache
-        count = len(tokens)
+        cache, count = self.cache, len(tokens)
         self._append(seq, count)
         seq_ids, query_lens = np.array([seq], np.uint64), np.array([count])  # once, not once per layer
 
@@ -424,11 +445,13 @@ class InferenceEngine:
         self._seq, self._length = seq, length
         self._version += 1
 
-    def _rng(self, params: SamplingParams) -> np.random.Generator:
-        """The random numbers of one request, which it also counts."""
-        request = self._requests
-        self._requests += 1
-        return np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
+    def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
+        """The parameters and the random numbers of one request, which it also counts."""
+        params = _params(params, self.sampling_params)
+        with self._lock:
+            request = self._requests
+            self._requests += 1
+        return params, np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
 
     def _check_pos(self, pos: int) -> int:
         pos = _natural("pos", pos, 0)
@@ -447,7 +470,7 @@ class InferenceEngine:
             )
 
 
-def _allocate_empty(cache: SequenceCache, seq_id: int) -> int:
+def _allocate_empty(cache: PagedKvCache, seq_id: int) -> int:
     cache.allocate(seq_id, 0)
     return 0
 

@@ -1,17 +1,13 @@
-"""What the engine asks of a network and of a cache: two small protocols.
-
-`Model` is public: anything that has it can be run with this cache, see `InferenceEngine`. `SequenceCache` is
-the part of `PagedKvCache` that the engine calls.
-"""
+"""What the engine asks of a network: anything with the `Model` protocol can be run with this cache."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Attend", "Logits", "Model", "NetworkConfig", "SequenceCache"]
+__all__ = ["Attend", "Logits", "Model", "NetworkConfig"]
 
 Float32 = NDArray[np.float32]
 Logits = Literal["last", "all", "none"]
@@ -76,19 +72,3 @@ class Model(Protocol):
             `(0, vocab_size)` for "none".
         """
         ...
-
-
-class SequenceCache(Protocol):
-    """Sequences of tokens, and their keys and values per layer. Every failing call changes nothing."""
-
-    def allocate(self, seq_id: int, num_tokens: int, /) -> Any: ...
-    def append(self, seq_id: int, num_tokens: int, /) -> Any: ...
-    def truncate(self, seq_id: int, num_tokens: int, /) -> Any: ...
-    def fork(self, source: int, target: int, /) -> Any: ...
-    def free(self, seq_id: int, /) -> Any: ...
-    def get_sequence(self, seq_id: int, /) -> Any: ...
-    def check(self) -> None: ...
-    def write(self, layer: int, seq_id: int, keys: Float32, values: Float32, /) -> Any: ...
-    def attention(
-        self, layer: int, queries: Float32, seq_ids: NDArray[np.uint64], /, *, query_lens: NDArray[np.int64]
-    ) -> Any: ...

@@ -105,7 +105,7 @@ class RopeTable:
         self._max_positions = max_positions
         self._frequencies = rope.frequencies(head_dim)
         self._scale = rope.attention_factor
-        self._cos, self._sin = self._rows(0, 0)
+        self._table = self._rows(0, 0)
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
         """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, 1, 2, head_dim // 2)`.
@@ -113,11 +113,14 @@ class RopeTable:
         Axis 1 broadcasts over heads, axis 2 over the halves of a head; `sin` is negated in the first half.
         """
         needed = int(positions.max(initial=-1)) + 1
-        if needed > len(self._cos):
-            size = min(max(needed, 2 * len(self._cos), _FIRST_POSITIONS), max(needed, self._max_positions))
-            cos, sin = self._rows(len(self._cos), size)
-            self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
-        return self._cos[positions], self._sin[positions]
+        cos, sin = self._table
+        if needed > len(cos):
+            size = min(max(needed, 2 * len(cos), _FIRST_POSITIONS), max(needed, self._max_positions))
+            more = self._rows(len(cos), size)
+            cos, sin = np.concatenate([cos, more[0]]), np.concatenate([sin, more[1]])
+            # One assignment of both: threads that share a network at worst compute the same rows twice.
+            self._table = cos, sin
+        return cos[positions], sin[positions]
 
     def rotate(self, heads: Float32, rows: tuple[Float32, Float32]) -> Float32:
         """Turn `heads` `(n, num_heads, head_dim)` by the table rows of their positions; a new array."""

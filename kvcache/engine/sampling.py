@@ -16,6 +16,7 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 GREEDY_TEMPERATURE = 1e-6  # below this the softmax is a maximum
+_GROUP = 64  # logits to a group, see _top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +128,24 @@ def _top_k(logits: Float32, k: int) -> NDArray[np.intp] | None:
     """The ids of the `k` largest logits, ascending; of equals at the border the lowest. None: all of them."""
     if k == 0 or k >= len(logits):
         return None
-    border = np.partition(logits, len(logits) - k)[len(logits) - k]
-    kept = np.flatnonzero(logits >= border)
-    if len(kept) > k:
-        above = logits[kept] > border
-        equal = np.flatnonzero(~above)[: k - int(above.sum())]
-        above[equal] = True
-        kept = kept[above]
-    return kept
+    candidates = np.arange(len(logits))
+    groups = len(logits) // _GROUP
+    if groups > k:
+        # Where k groups have a maximum of at least x, so have k logits; what is less than x is out at once.
+        # Over a large vocabulary that is nearly everything, at the cost of one pass.
+        peaks = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+        candidates = np.flatnonzero(logits >= _kth(peaks, k))
+    values = logits[candidates]
+    border = _kth(values, k)
+    kept = values > border
+    kept[np.flatnonzero(values == border)[: k - int(kept.sum())]] = True
+    return candidates[kept]
+
+
+def _kth(values: Float32, k: int) -> np.float32:
+    """The `k`th largest of `values`, equals counted."""
+    largest: np.float32 = np.partition(values, len(values) - k)[len(values) - k]
+    return largest
 
 
 def _softmax(logits: Float32, temperature: float) -> Float64:

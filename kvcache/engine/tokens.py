@@ -1,4 +1,4 @@
-"""Token ids as they come in: checked against the vocabulary, and as one uint32 array."""
+"""Token ids as they come in, checked against a vocabulary."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def as_tokens(tokens: Any, vocab_size: int) -> NDArray[np.uint32]:
         TypeError: not integers.
         ValueError: not one-dimensional, or an id is outside the vocabulary.
     """
-    array = _tokens.as_tokens(tokens)
-    if len(array) and array.max() >= vocab_size:
-        first = int(np.argmax(array >= vocab_size))
-        raise ValueError(f"expected token ids below {vocab_size}, got {array[first]} at position {first}")
-    return array
+    if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.size == 0:
+        return np.empty(0, np.uint32)  # an empty array is of floats unless its maker thought of it
+    ids = _tokens.as_tokens(tokens)
+    if len(ids) and int(ids.max()) >= vocab_size:
+        first = int(np.argmax(ids >= vocab_size))
+        raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1}, got {ids[first]} at index {first}")
+    return ids

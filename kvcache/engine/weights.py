@@ -6,7 +6,7 @@ Then tensors are converted one by one, straight into their place in the fused ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ Float32 = NDArray[np.float32]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_FEW = 4  # names in a message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +72,7 @@ class Weights:
             CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype.
         """
         checkpoint = Checkpoint(directory)
-        checkpoint.require(dict(_expected(config)), optional=_ignored(config))
+        checkpoint.require(_expected(config), optional=_holds_nothing_new)
         embedding = checkpoint.read("model.embed_tokens.weight")
         return cls(
             embedding=embedding,
@@ -98,26 +99,36 @@ class Checkpoint:
             found = f"; {', '.join(others[:3])} cannot be read" if others else ""
             raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
 
-    def require(self, shapes: dict[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
+    def require(
+        self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
+    ) -> None:
         """Raise CheckpointError unless exactly these tensors are here, in these shapes and a dtype we load.
 
         Args:
-            shapes: the shape of each tensor that must be there.
-            optional: names that may be there as well. Any other is an error: a weight that the network
-                would silently leave out, such as a bias that the configuration does not mention.
+            expected: names and shapes. No more of them are looked at than the files have tensors: a hostile
+                configuration may ask for billions.
+            optional: which others may be there as well. The rest is an error: a weight that the network would
+                silently leave out, such as a bias that the configuration does not mention.
         """
-        missing = [name for name in shapes if name not in self._files]
-        if missing:
-            raise CheckpointError(f"{self.directory}: {_some('missing', missing)}")
-        unexpected = [name for name in self._files if name not in shapes and name not in optional]
-        if unexpected:
-            raise CheckpointError(f"{self.directory}: {_some('unexpected', unexpected)}")
-        for name, shape in shapes.items():
+        left = set(self._files)
+        missing: list[str] = []
+        for name, shape in expected:
+            if name not in left:
+                missing.append(name)
+                if len(missing) > _FEW:
+                    break
+                continue
+            left.remove(name)
             info = self._files[name][name]
             if info.shape != shape:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, got {info.shape}")
             if info.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
+        if missing:
+            raise CheckpointError(f"{self.directory}: {_some('missing', missing)}")
+        unexpected = sorted(name for name in left if not optional(name))
+        if unexpected:
+            raise CheckpointError(f"{self.directory}: {_some('unexpected', unexpected)}")
 
     def read(self, name: str) -> Float32:
         """The tensor as float32, a read-only view of the file where possible."""
@@ -186,10 +197,9 @@ def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (config.vocab_size, hidden)
 
 
-def _ignored(config: ModelConfig) -> frozenset[str]:
-    """Tensors of older files that hold nothing new: RoPE frequencies, a second copy of tied weights."""
-    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
-    return frozenset(buffers | {"lm_head.weight", "model.rotary_emb.inv_freq"})
+def _holds_nothing_new(name: str) -> bool:
+    """Tensors that older files carry besides: RoPE frequencies, a second copy of tied weights."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
 def _layer(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> LayerWeights:
@@ -222,5 +232,4 @@ def _layer(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> LayerWei
 
 def _some(what: str, names: list[str]) -> str:
     """A list of names for a message, the first few of them."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{what} tensors: {', '.join(names[:4])}{more}"
+    return f"{what} tensors: {', '.join(names[:_FEW])}{' and more' if len(names) > _FEW else ''}"

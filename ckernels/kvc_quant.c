@@ -1,0 +1,177 @@
+/* kvc_quant.c - float rows to codes and back.
+ *
+ *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), the next half up where that falls short
+ *   code    = round((x - minimum) / scale), half to even, within 0 .. top = 2^bits - 1
+ *
+ * All levels store the same bytes: the arithmetic is plain float32, never fused, in one order.
+ *
+ * Error of a row, in what is stored (under rotation: of the rotated row), with ulp16 the spacing of halves:
+ *
+ *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest      scale <= range / top * (1 + 2^-10) + 2^-24
+ *
+ * where range = highest - minimum. A constant row comes back as f16(x). Rows within +-65504 never overflow: the range,
+ * at most 131008, is divided by at least 3.
+ *
+ * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H = head_dim),
+ * so no value grows and the scaling, by a power of two, is exact. Reading multiplies the error by sqrt(head_dim) in
+ * the mean and head_dim at worst, rotating a typical row divides its range by sqrt(head_dim). A constant row x turns
+ * into (x, 0, 0, ...), which is stored exactly: minimum 0 and scale x, or minimum x and scale -x.
+ */
+#include "kvc_kernels.h"
+
+/* Fast Walsh-Hadamard transform in place, unscaled. Steps over 1, 2, 4 stay within 8 neighbours. */
+void KVC_FN(hadamard)(float *x, int dim) {
+    for (int i = 0; i < dim; i += 8) {
+        float *e = x + i, a[8], b[8];
+        for (int j = 0; j < 4; j++) a[j] = e[j] + e[j + 4], a[j + 4] = e[j] - e[j + 4];
+        for (int j = 0; j < 2; j++) {
+            b[j] = a[j] + a[j + 2], b[j + 2] = a[j] - a[j + 2];
+            b[j + 4] = a[j + 4] + a[j + 6], b[j + 6] = a[j + 4] - a[j + 6];
+        }
+        for (int j = 0; j < 8; j += 2) e[j] = b[j] + b[j + 1], e[j + 1] = b[j] - b[j + 1];
+    }
+    for (int step = 8; step < dim; step *= 2) {
+        const int lanes = step < KVC_LANES ? 8 : KVC_LANES;
+        for (int i = 0; i < dim; i += 2 * step) {
+            for (float *e = x + i; e < x + i + step; e += lanes) {
+                if (KVC_LANES > 8 && lanes == 8) {
+                    const f32v a = f32v_load8(e), b = f32v_load8(e + step);
+                    f32v_store8(e, f32v_add(a, b)), f32v_store8(e + step, f32v_sub(a, b));
+                } else {
+                    for (int j = 0; j < lanes; j += KVC_LANES) {
+                        const f32v a = f32v_load(e + j), b = f32v_load(e + j + step);
+                        f32v_store(e + j, f32v_add(a, b)), f32v_store(e + j + step, f32v_sub(a, b));
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void range_of(const float *x, int dim, float *lowest, float *highest) {
+    f32v low_v = f32v_set1(x[0]), high_v = low_v;
+    int d = 0;
+    for (; d + KVC_LANES <= dim; d += KVC_LANES) {
+        low_v = f32v_min(low_v, f32v_load(x + d));
+        high_v = f32v_max(high_v, f32v_load(x + d));
+    }
+    float low = -f32v_max_of(f32v_sub(f32v_zero(), low_v)), high = f32v_max_of(high_v);
+    for (; d < dim; d++) low = x[d] < low ? x[d] : low, high = x[d] > high ? x[d] : high;
+    *lowest = low + 0.0f, *highest = high; /* -0 to 0: which of them is least depends on the order */
+}
+
+/* head_dim times the same value. Rotated it is (value, 0, 0, ...): with code = 2^k where the value is not 0, scale is
+ * value / 2^k, exact for the largest k that leaves no denormal; so scales stay near those of other rows. */
+static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint16_t *scale, uint16_t *minimum) {
+    const uint16_t half = kvc_half_of_float(value);
+    const float kept = kvc_float_of_half(half), magnitude = kept < 0.0f ? -kept : kept;
+    int code = rows.rotated ? 1 << (rows.bits - 1) : 0;
+    while (code > 1 && magnitude / (float)code < 0x1p-14f) code /= 2;
+    *scale = code ? kvc_half_of_float(magnitude / (float)code) : 0;
+    *minimum = code && kept >= 0.0f ? 0 : half;
+    memset(codes, kept < 0.0f ? code : 0, (size_t)rows.dim);
+    codes[0] = (unsigned char)(kept < 0.0f ? 0 : code);
+}
+
+/* One row, rotated where the rows are. head_dim codes, scale and minimum as halves. */
+static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, uint16_t *scale, uint16_t *minimum) {
+    const int dim = rows.dim, top = (1 << rows.bits) - 1;
+    float lowest, highest, rotated[KVC_MAX_HEAD_DIM], whole[KVC_MAX_HEAD_DIM];
+    range_of(x, dim, &lowest, &highest);
+    if (lowest == highest) {
+        constant_row(rows, lowest, codes, scale, minimum);
+        return;
+    }
+    if (rows.rotated) {
+        const float inverse = 1.0f / (float)dim;
+        for (int d = 0; d < dim; d++) rotated[d] = x[d] * inverse;
+        KVC_FN(hadamard)(rotated, dim);
+        range_of(rotated, dim, &lowest, &highest);
+        x = rotated;
+    }
+    *minimum = kvc_half_of_float(lowest);
+    const float m = kvc_float_of_half(*minimum), range = highest > m ? highest - m : 0.0f;
+    *scale = kvc_half_of_float(range / (float)top);
+    if (kvc_float_of_half(*scale) * ((float)top + 0.5f) < range) ++*scale; /* the next half, where rounding fell short */
+    const float s = *scale ? kvc_float_of_half(*scale) : 1.0f, limit = *scale ? (float)top : 0.0f;
+    for (int d = 0; d < dim; d++) {
+        const float code = (x[d] - m) / s, low = code > 0.0f ? code : 0.0f, in = low < limit ? low : limit;
+        whole[d] = (in + 0x1p23f) - 0x1p23f; /* no bits below the point: half to even */
+    }
+    for (int d = 0; d < dim; d++) codes[d] = (unsigned char)(int)whole[d];
+}
+
+static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, uint16_t minimum, float *x) {
+    const float s = kvc_float_of_half(scale), m = kvc_float_of_half(minimum);
+    for (int d = 0; d < dim; d++) x[d] = m + s * (float)codes[d]; /* the product has 19 bits: exact */
+}
+
+/* Tokens [first, first + count) of one tile. */
+static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x, size_t row_stride) {
+    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
+    uint16_t *scales = (uint16_t *)tile, *minima = scales + KVC_TILE;
+    if (count < KVC_TILE) kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
+    for (int t = first; t < first + count; t++, x += row_stride) {
+        quantise_row(rows, x, codes, &scales[t], &minima[t]);
+        kvc_units_of_codes(rows.side, rows.dim, codes, t, units);
+    }
+    kvc_pack_units(rows.bits, rows.dim, units, tile + KVC_TILE_HEADER);
+}
+
+static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x, size_t row_stride) {
+    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
+    const uint16_t *scales = (const uint16_t *)tile, *minima = scales + KVC_TILE;
+    kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
+    for (int t = first; t < first + count; t++, x += row_stride) {
+        kvc_codes_of_units(rows.side, rows.dim, units, t, codes);
+        dequantise_row(rows.dim, codes, scales[t], minima[t], x);
+    }
+}
+
+static void write_row(kvc_rows rows, unsigned char *row, const float *x) {
+    unsigned char codes[KVC_MAX_HEAD_DIM];
+    uint16_t header[2];
+    quantise_row(rows, x, codes, &header[0], &header[1]);
+    memcpy(row, header, sizeof header);
+    kvc_pack_row(rows.bits, rows.dim, codes, row + sizeof header);
+}
+
+static void read_row(kvc_rows rows, const unsigned char *row, float *x) {
+    unsigned char codes[KVC_MAX_HEAD_DIM];
+    uint16_t header[2];
+    memcpy(header, row, sizeof header);
+    kvc_unpack_row(rows.bits, rows.dim, row + sizeof header, codes);
+    dequantise_row(rows.dim, codes, header[0], header[1], x);
+}
+
+/* Tokens of the tile that holds slot, from slot on, at most count. */
+static int in_tile(int slot, int count) {
+    const int rest = KVC_TILE - slot % KVC_TILE;
+    return rest < count ? rest : count;
+}
+
+void KVC_FN(quantise_head)(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
+                           size_t row_stride) {
+    for (int n; count > 0; count -= n, slot += n, x += (size_t)n * row_stride) {
+        n = rows.tiled ? in_tile(slot, count) : 1;
+        if (rows.tiled) {
+            unsigned char *tile = head + (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows);
+            write_tile(rows, tile, slot % KVC_TILE, n, x, row_stride);
+        } else {
+            write_row(rows, head + (size_t)slot * kvc_row_bytes(rows), x);
+        }
+    }
+}
+
+void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
+                             size_t row_stride) {
+    for (int n; count > 0; count -= n, slot += n, x += (size_t)n * row_stride) {
+        n = rows.tiled ? in_tile(slot, count) : 1;
+        if (rows.tiled) {
+            const unsigned char *tile = head + (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows);
+            read_tile(rows, tile, slot % KVC_TILE, n, x, row_stride);
+        } else {
+            read_row(rows, head + (size_t)slot * kvc_row_bytes(rows), x);
+        }
+    }
+}

@@ -1,0 +1,168 @@
+/* kvc_quant.h - how quantised rows lie in a block, and their codes as plain bytes.
+ *
+ * A row of one head is  minimum + scale * code,  codes of exactly `bits` bits, scale >= 0 and minimum in f16.
+ *
+ * TILES, where block_size is a multiple of 16 and head_dim of 32: 16 tokens of one head, 64-byte aligned.
+ *
+ *   | 16 scales f16 | 16 minima f16 | codes: head_dim * 16 * bits / 8 bytes |
+ *
+ *   Codes come in units of 64, so that one 64-byte load feeds integer dot products of 4 bytes per lane:
+ *
+ *     K  unit g             channels 4g .. 4g+3 of all 16 tokens               byte 4 * token + channel % 4
+ *     V  unit 4 * cb + tg   tokens 4tg .. 4tg+3 of channels 16cb .. 16cb+15    byte 4 * (channel % 16) + token % 4
+ *
+ *   Neighbouring units share bytes; U0 is unit 0, and so on:
+ *
+ *     q8   64 bytes of U0 | U1 | ...
+ *     q4   64 bytes of (U1 << 4 | U0) | (U3 << 4 | U2) | ...
+ *     q2   64 bytes of (U3 << 6 | U2 << 4 | U1 << 2 | U0) | ...
+ *     q3   low two bits of U0-U3 as q2 | of U4-U7 | third bits: U7 << 7 | ... | U1 << 1 | U0
+ *
+ * ROWS, for all other sizes: | scale f16 | minimum f16 | codes, the first in the lowest bits |  per slot, unaligned.
+ *
+ * Either way a row takes head_dim * bits / 8 + 4 bytes per head.
+ */
+#ifndef KVC_QUANT_H
+#define KVC_QUANT_H
+
+#include "kvc.h"
+#include "kvc_half.h"
+
+#include <string.h>
+
+enum { KVC_TILE = 16, KVC_UNIT = 64, KVC_TILE_HEADER = 2 * KVC_TILE * 2 };
+_Static_assert(KVC_TILE_HEADER == KVC_UNIT, "scales and minima fill one unit, so units stay 64-byte aligned");
+
+typedef enum kvc_side { KVC_KEYS, KVC_VALUES } kvc_side;
+
+/* One side of a layout: what it takes to find and read a row. */
+typedef struct kvc_rows {
+    int bits;    /* 2, 3, 4, 8; 16 and 32 for f16 and f32 */
+    int tiled;
+    int rotated;
+    int dim;
+    kvc_side side;
+} kvc_rows;
+
+static inline int kvc_format_bits(kvc_format format) {
+    static const int bits[] = {32, 16, 8, 4, 3, 2};
+    return bits[format];
+}
+
+static inline kvc_rows kvc_rows_of(const kvc_layout *layout, kvc_side side) {
+    const kvc_format format = side == KVC_KEYS ? layout->key_format : layout->value_format;
+    const int rotated = side == KVC_KEYS ? layout->rotate_keys : layout->rotate_values;
+    const int tiled = format >= KVC_Q8 && layout->block_size % KVC_TILE == 0 && layout->head_dim % 32 == 0;
+    return (kvc_rows){kvc_format_bits(format), tiled, rotated, layout->head_dim, side};
+}
+
+static inline size_t kvc_row_bytes(kvc_rows rows) {
+    return (size_t)(rows.dim * rows.bits / 8) + (rows.bits < 16 ? 4 : 0);
+}
+
+static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
+
+/* Codes of one tile in bytes, unit by unit: head_dim / 4 units of KVC_UNIT. Plain loops; compilers vectorise them. */
+static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
+                                    unsigned char *restrict units) {
+    const int bytes = dim * KVC_TILE;
+    if (bits == 8) {
+        memcpy(units, packed, (size_t)bytes);
+    } else if (bits == 4) {
+        for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
+            for (int i = 0; i < KVC_UNIT; i++) {
+                units[u + i] = packed[i] & 15;
+                units[u + KVC_UNIT + i] = packed[i] >> 4;
+            }
+        }
+    } else if (bits == 2) {
+        for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
+            for (int n = 0; n < 4; n++) {
+                for (int i = 0; i < KVC_UNIT; i++) units[u + n * KVC_UNIT + i] = packed[i] >> 2 * n & 3;
+            }
+        }
+    } else {
+        for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
+            for (int n = 0; n < 8; n++) {
+                const unsigned char *low = packed + n / 4 * KVC_UNIT, *high = packed + 2 * KVC_UNIT;
+                for (int i = 0; i < KVC_UNIT; i++) {
+                    const int bit = high[i] >> n & 1;
+                    units[u + n * KVC_UNIT + i] = (unsigned char)((low[i] >> n % 4 * 2 & 3) | bit << 2);
+                }
+            }
+        }
+    }
+}
+
+static inline void kvc_pack_units(int bits, int dim, const unsigned char *restrict units,
+                                  unsigned char *restrict packed) {
+    const int bytes = dim * KVC_TILE;
+    if (bits == 8) {
+        memcpy(packed, units, (size_t)bytes);
+    } else if (bits == 4) {
+        for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
+            for (int i = 0; i < KVC_UNIT; i++) packed[i] = (unsigned char)(units[u + i] | units[u + KVC_UNIT + i] << 4);
+        }
+    } else if (bits == 2) {
+        for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
+            for (int i = 0; i < KVC_UNIT; i++) {
+                const unsigned char *c = units + u + i;
+                packed[i] = (unsigned char)(c[0] | c[KVC_UNIT] << 2 | c[2 * KVC_UNIT] << 4 | c[3 * KVC_UNIT] << 6);
+            }
+        }
+    } else {
+        for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
+            memset(packed, 0, 3 * KVC_UNIT);
+            for (int n = 0; n < 8; n++) {
+                unsigned char *low = packed + n / 4 * KVC_UNIT, *high = packed + 2 * KVC_UNIT;
+                for (int i = 0; i < KVC_UNIT; i++) {
+                    const int code = units[u + n * KVC_UNIT + i];
+                    low[i] = (unsigned char)(low[i] | (code & 3) << n % 4 * 2);
+                    high[i] = (unsigned char)(high[i] | code >> 2 << n);
+                }
+            }
+        }
+    }
+}
+
+/* Codes of token t, head_dim bytes, between units and a row of their own. */
+static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned char *units, int t, unsigned char *codes) {
+    if (side == KVC_KEYS) {
+        for (int g = 0; g < dim / 4; g++) memcpy(codes + 4 * g, units + g * KVC_UNIT + 4 * t, 4);
+    } else {
+        for (int cb = 0; cb < dim / 16; cb++) {
+            const unsigned char *unit = units + (4 * cb + t / 4) * KVC_UNIT + t % 4;
+            for (int c = 0; c < 16; c++) codes[16 * cb + c] = unit[4 * c];
+        }
+    }
+}
+
+static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes, int t, unsigned char *units) {
+    if (side == KVC_KEYS) {
+        for (int g = 0; g < dim / 4; g++) memcpy(units + g * KVC_UNIT + 4 * t, codes + 4 * g, 4);
+    } else {
+        for (int cb = 0; cb < dim / 16; cb++) {
+            unsigned char *unit = units + (4 * cb + t / 4) * KVC_UNIT + t % 4;
+            for (int c = 0; c < 16; c++) unit[4 * c] = codes[16 * cb + c];
+        }
+    }
+}
+
+/* A row of its own: the first code in the lowest bits, 8 codes are `bits` bytes. */
+static inline void kvc_unpack_row(int bits, int dim, const unsigned char *packed, unsigned char *codes) {
+    for (int d = 0; d < dim; d += 8, packed += bits, codes += 8) {
+        uint64_t word = 0;
+        memcpy(&word, packed, (size_t)bits);
+        for (int i = 0; i < 8; i++) codes[i] = (unsigned char)(word >> i * bits & ((1u << bits) - 1));
+    }
+}
+
+static inline void kvc_pack_row(int bits, int dim, const unsigned char *codes, unsigned char *packed) {
+    for (int d = 0; d < dim; d += 8, packed += bits, codes += 8) {
+        uint64_t word = 0;
+        for (int i = 0; i < 8; i++) word |= (uint64_t)codes[i] << i * bits;
+        memcpy(packed, &word, (size_t)bits);
+    }
+}
+
+#endif

@@ -1,0 +1,293 @@
+"""`KvCache`: the live KV of one running request in plain arrays, and `KvCacheAccess`, what every live cache offers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._arrays import as_floats
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+
+__all__ = ["CachedKvState", "KvCache", "KvCacheAccess"]
+
+Float32 = npt.NDArray[np.float32]
+_names = itertools.count()
+
+
+@runtime_checkable
+class KvCacheAccess(Protocol):
+    """A live cache that is written token by token: whatever runs a model can implement it.
+
+    `kv_dim`, `for_each_key` and `for_each_value` are provided; a subclass that does not say its `kv_dim` has 0.
+    """
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens committed."""
+        ...
+
+    def store_kv(self, layer: int, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
+        """Write one token's row `(kv_dim,)` of K and V at position `seq_len`."""
+        ...
+
+    def get_keys(self, layer: int) -> Float32:
+        """K written so far, float32 `(tokens * kv_dim,)`."""
+        ...
+
+    def get_values(self, layer: int) -> Float32:
+        """V written so far, float32 `(tokens * kv_dim,)`."""
+        ...
+
+    def advance(self) -> None:
+        """Commit the token that was written in all layers."""
+        ...
+
+    @property
+    def kv_dim(self) -> int:
+        """Floats per row, KV heads times head_dim; 0 means unknown."""
+        return 0
+
+    def for_each_key(self, layer: int, visit: Callable[[int, Float32], None]) -> None:
+        """Call `visit(position, row)` for every row of K. InvalidOperationError where `kv_dim` is unknown."""
+        _visit(self.kv_dim, lambda: self.get_keys(layer), visit)
+
+    def for_each_value(self, layer: int, visit: Callable[[int, Float32], None]) -> None:
+        """Call `visit(position, row)` for every row of V. InvalidOperationError where `kv_dim` is unknown."""
+        _visit(self.kv_dim, lambda: self.get_values(layer), visit)
+
+
+def _visit(kv_dim: int, get: Callable[[], Float32], visit: Callable[[int, Float32], None]) -> None:
+    if kv_dim == 0:
+        raise InvalidOperationError("expected a cache that says its kv_dim, got one with kv_dim 0")
+    for position, row in enumerate(np.reshape(get(), (-1, kv_dim))):
+        visit(position, row)
+
+
+class CachedKvState:
+    """K and V of a token prefix: per layer one float32 vector, token after token.
+
+    Args:
+        keys, values: per layer `(seq_len * kv_dim,)`; or one array `(num_layers, seq_len * kv_dim)`.
+        seq_len: tokens.
+
+    Raises:
+        TypeError, ValueError: no floats, layers of different lengths, a length that `seq_len` does not divide.
+    """
+
+    def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
+        self._keys = [as_floats(layer, (None,), "keys") for layer in keys]
+        self._values = [as_floats(layer, (None,), "values") for layer in values]
+        self._seq_len = seq_len
+        sizes = {len(layer) for layer in (*self._keys, *self._values)}
+        if len(self._keys) != len(self._values) or len(sizes) > 1:
+            raise ValueError("expected keys and values of as many layers, all of one length")
+        size = sizes.pop() if sizes else 0
+        if seq_len < 0 or (size % seq_len if seq_len else size):
+            raise ValueError(f"expected rows for {seq_len} tokens in each layer, got {size} floats")
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return self._seq_len
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.keys)
+
+    @property
+    def kv_dim(self) -> int:
+        """Floats per row; 0 for a state without tokens."""
+        return len(self.keys[0]) // self.seq_len if self.keys and self.seq_len else 0
+
+    @property
+    def keys(self) -> list[Float32]:
+        """K per layer, float32 `(seq_len * kv_dim,)`."""
+        return self._keys
+
+    @property
+    def values(self) -> list[Float32]:
+        """V per layer, float32 `(seq_len * kv_dim,)`."""
+        return self._values
+
+
+class KvCache(KvCacheHandle, KvCacheAccess):
+    """The live KV of one request: zeroed float32 arrays for `max_seq_len` tokens of every layer.
+
+    Args:
+        num_layers, max_seq_len, kv_dim: at least 1 each; kv_dim is KV heads times head_dim.
+        num_heads: KV heads, a divisor of kv_dim: how the rows are shown by the `KvCacheHandle` members.
+    """
+
+    def __init__(self, num_layers: int, max_seq_len: int, kv_dim: int, *, num_heads: int = 1) -> None:
+        for name, value in (("num_layers", num_layers), ("max_seq_len", max_seq_len), ("kv_dim", kv_dim)):
+            if value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        if num_heads < 1 or kv_dim % num_heads:
+            raise ValueError(f"expected num_heads to divide kv_dim {kv_dim}, got {num_heads}")
+        self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
+        self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
+        self._num_heads = num_heads
+        self._lengths = [0, 0]  # committed, written; shared by all handles on this cache
+        self._name = f"kv-cache-{next(_names)}"
+
+    # -- the live cache -------------------------------------------------------------------------------------
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens committed by `advance`."""
+        return self._lengths[0]
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens there is room for."""
+        return self._keys.shape[1]
+
+    @property
+    def kv_dim(self) -> int:
+        """Floats per row: KV heads times head_dim."""
+        return self._keys.shape[2]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._keys.shape[0]
+
+    def clear(self) -> None:
+        """Zero the data and both lengths."""
+        self._keys[:] = 0
+        self._values[:] = 0
+        self._lengths[:] = [0, 0]
+
+    def advance(self) -> None:
+        """Commit one token; stops at `max_seq_len`."""
+        self._lengths[0] = min(self.seq_len + 1, self.max_seq_len)
+        self._lengths[1] = max(self._lengths)
+
+    def truncate(self, seq_len: int) -> None:
+        """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
+        if seq_len < 0:
+            raise ValueError(f"expected a count of tokens >= 0, got {seq_len}")
+        self._lengths[:] = [min(seq_len, self.seq_len)] * 2
+
+    def store_kv(self, layer: int, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
+        """Write K and V of the token at position `seq_len`, `(kv_dim,)` each.
+
+        Raises:
+            IndexError: no such layer.
+            OutOfMemoryError: `max_seq_len` tokens are committed (in tokens).
+            TypeError, ValueError: another shape or dtype.
+        """
+        self._layer(layer)
+        k, v = as_floats(key, (self.kv_dim,), "key"), as_floats(value, (self.kv_dim,), "value")
+        if self.seq_len == self.max_seq_len:
+            raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
+        self._keys[layer, self.seq_len] = k
+        self._values[layer, self.seq_len] = v
+        self._lengths[1] = self.seq_len + 1
+
+    def get_keys(self, layer: int) -> Float32:
+        """K written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
+        return self._keys[self._layer(layer), : self._lengths[1]].reshape(-1)
+
+    def get_values(self, layer: int) -> Float32:
+        """V written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
+        return self._values[self._layer(layer), : self._lengths[1]].reshape(-1)
+
+    def _layer(self, layer: int) -> int:
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"expected a layer in [0, {self.num_layers}), got {layer}")
+        return layer
+
+    def snapshot(self) -> CachedKvState:
+        """A copy of the committed tokens."""
+        layers = range(self.num_layers)
+        n = self.seq_len
+        keys = [self._keys[layer, :n].flatten() for layer in layers]
+        return CachedKvState(keys, [self._values[layer, :n].flatten() for layer in layers], n)
+
+    def restore_from_snapshot(self, keys: Any, values: Any, seq_len: int) -> None:
+        """Replace the content by `seq_len` tokens: per layer `(seq_len * kv_dim,)`.
+
+        Raises:
+            TypeError, ValueError: other layers, lengths or dtypes, or more than `max_seq_len` tokens; nothing changes.
+        """
+        if not 0 <= seq_len <= self.max_seq_len:
+            raise ValueError(f"expected at most {self.max_seq_len} tokens, got {seq_len}")
+        if len(keys) != self.num_layers or len(values) != self.num_layers:
+            raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
+        size = (seq_len * self.kv_dim,)
+        rows = [(as_floats(k, size, "keys"), as_floats(v, size, "values")) for k, v in zip(keys, values, strict=True)]
+        for layer, (k, v) in enumerate(rows):
+            self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
+            self._values[layer, :seq_len] = v.reshape(seq_len, -1)
+        self._lengths[:] = [seq_len, seq_len]
+
+    # -- the handle -----------------------------------------------------------------------------------------
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads."""
+        return self._num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.kv_dim // self._num_heads
+
+    @property
+    def device(self) -> Device:
+        """The CPU."""
+        return Device.CPU
+
+    @property
+    def is_valid(self) -> bool:
+        """True: the arrays live as long as any handle on them."""
+        return True
+
+    @property
+    def cache_id(self) -> str:
+        """A name that no other cache of this process has."""
+        return self._name
+
+    @property
+    def block_table(self) -> BlockTable:
+        """One block of `max_seq_len` tokens."""
+        return BlockTable(self.max_seq_len, [0], [0], self.seq_len)
+
+    def block_table_mut(self) -> BlockTable:
+        """As `block_table`: the one block never changes."""
+        return self.block_table
+
+    def key_cache(self, layer: int) -> Float32:
+        """K of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""
+        return self._heads(self._keys[self._layer(layer)])
+
+    def value_cache(self, layer: int) -> Float32:
+        """V of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""
+        return self._heads(self._values[self._layer(layer)])
+
+    def _heads(self, rows: Float32) -> Float32:
+        view = rows[: self.seq_len].reshape(self.seq_len, self.num_heads, self.head_dim)
+        view.flags.writeable = False
+        return view
+
+    def clone_handle(self) -> KvCache:
+        """Another handle on the same data and lengths."""
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
+
+    def as_any(self) -> KvCache:
+        """The cache itself."""
+        return self
+
+    def stats(self) -> CacheHandleStats:
+        """What it occupies; `last_access` is the number of tokens written, the only clock it has."""
+        memory = self._keys.nbytes + self._values.nbytes
+        return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._lengths[1])

@@ -1,0 +1,337 @@
+"""PrefixCachedEngine: the answer never changes, the work does."""
+
+import gc
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import OutOfMemoryError
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+LENGTHS = (1, 15, 16, 17, 33, 200)
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def golden(request):
+    folder = GOLDEN / request.param
+    with np.load(folder / "golden.npz") as arrays:
+        return Transformer.from_pretrained(folder), dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return Transformer.from_pretrained(GOLDEN / "llama")
+
+
+@pytest.fixture
+def cached(network):
+    return PrefixCachedEngine(InferenceEngine(network), 64)
+
+
+def prompt(seed, n):
+    return np.random.default_rng(seed).integers(0, 250, n).astype(np.uint32)
+
+
+def settled(cached):
+    """Nothing pinned, nothing lost."""
+    gc.collect()
+    cached.check()
+    assert cached.prefix_cache.cache.pinned_blocks == 0
+
+
+# -- the answer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_cold_warm_and_off_are_the_same(golden, chunk):
+    model, arrays = golden
+    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=chunk), 64)
+    for length in (*LENGTHS, *reversed(LENGTHS)):
+        assert cached.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
+        settled(cached)
+
+
+@pytest.mark.parametrize("split", [1, 16, 20, 40, 199])
+def test_a_prompt_that_shares_a_head(golden, split):
+    model, arrays = golden
+    other = np.concatenate([arrays["prompt_200"][:split], arrays["prompt_33"]])
+    engine = InferenceEngine(model)
+    cached = PrefixCachedEngine(InferenceEngine(model), 64)
+    cached.generate(arrays["prompt_200"], GREEDY)
+    assert cached.generate(other, GREEDY) == engine.generate(other, GREEDY)
+    settled(cached)
+
+
+def test_a_cache_that_is_too_small_changes_nothing(golden):
+    model, arrays = golden
+    for blocks in (0, 1, 3, 13):
+        cached = PrefixCachedEngine(InferenceEngine(model), blocks)
+        for length in (200, 33, 200, 17, 200):
+            assert cached.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
+            assert cached.cache_stats().cached_blocks <= blocks
+            settled(cached)
+
+
+def test_formats_share_too(network):
+    for dtype in ("f16",):
+        cached = PrefixCachedEngine(InferenceEngine(network, dtype=dtype), 64)
+        plain = InferenceEngine(network, dtype=dtype)
+        for n in (40, 56, 40):
+            assert cached.generate(prompt(3, n), GREEDY) == plain.generate(prompt(3, n), GREEDY)
+
+
+# -- the work -----------------------------------------------------------------------------------------------
+
+
+def test_the_second_call_prefills_nothing_that_is_cached(cached):
+    tokens = np.arange(32)
+    first = cached.generate(tokens, SamplingParams(temperature=0.0, max_tokens=1))
+    stats = cached.cache_stats()
+    assert (stats.cached_blocks, stats.capacity_blocks, stats.total_hits, stats.total_misses) == (2, 64, 0, 1)
+    assert stats.memory_bytes == 2 * cached.inner.cache.block_memory_bytes
+    before = cached.inner.prefill_token_count
+    assert cached.generate(tokens, SamplingParams(temperature=0.0, max_tokens=1)) == first
+    # The whole prompt is there: its last token is run again for its logits, which is a decode step.
+    assert cached.inner.prefill_token_count == before
+    stats = cached.cache_stats()
+    assert (stats.total_hits, stats.total_misses) == (2, 1)
+    assert stats.hit_rate == pytest.approx(2 / 3)
+    assert (stats.hit_tokens, stats.lookup_tokens) == (32, 64)
+
+
+def test_a_new_cache(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 16)
+    stats = cached.cache_stats()
+    assert (stats.cached_blocks, stats.capacity_blocks, stats.hit_rate) == (0, 16, 0.0)
+    assert PrefixCachedEngine.BLOCK_SIZE == 16
+
+
+def test_matched_blocks_are_shared_without_a_copy(cached):
+    tokens = prompt(1, 80)
+    cached.generate(tokens, SHORT)
+    cache = cached.inner.cache
+    before = cache.stats().total_allocations
+    stream = cached.stream(np.concatenate([tokens, prompt(2, 8)]), SHORT)
+    next(stream)
+    # Five cached blocks are the sequence's own first five; only the new text takes a block.
+    shared = cache.get_sequence(cached.inner.seq_id).block_ids
+    assert set(shared[:5]) <= set(cached.prefix_cache.cache.block_ids())
+    assert cache.stats().total_allocations - before == 1
+    stream.close()
+    settled(cached)
+
+
+def test_a_prompt_that_diverges_inside_a_block_reuses_its_head(cached):
+    tokens = prompt(1, 48)
+    cached.generate(tokens, SHORT)
+    other = tokens.copy()
+    other[40:] = (other[40:] + 1) % 250
+    before = cached.inner.prefill_token_count
+    cached.generate(other, SHORT)
+    assert cached.inner.prefill_token_count - before == 8
+    settled(cached)
+
+
+def test_the_second_turn_of_a_chat_prefills_only_the_new_text(cached):
+    text = prompt(1, 37).tolist()
+    answer = cached.generate(text, GREEDY)
+    assert len(answer) == 64
+    # The last token was never run, and the tail of the last block is not a full block.
+    text += answer
+    kept = (len(text) - 1) // 16 * 16
+    text += prompt(2, 9).tolist()
+    before = cached.inner.prefill_token_count
+    cached.generate(text, SHORT)
+    assert cached.inner.prefill_token_count - before == len(text) - kept
+    settled(cached)
+
+
+def test_foreign_prompts_take_the_tail_of_a_chain_not_its_head(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 6)
+    chain = prompt(1, 16 * 5)
+    cached.generate(chain, SamplingParams(max_tokens=0))
+    cached.generate(prompt(2, 32), SamplingParams(max_tokens=0))
+    before = cached.inner.prefill_token_count
+    cached.generate(chain, SamplingParams(max_tokens=0))
+    assert cached.inner.prefill_token_count - before == 16
+    assert cached.cache_stats().total_evictions >= 1
+
+
+def test_a_prompt_longer_than_the_cache_hits_on_its_head(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 4)
+    long = prompt(1, 100)
+    cached.generate(long, SHORT)
+    before = cached.inner.prefill_token_count
+    cached.generate(long, SHORT)
+    assert cached.inner.prefill_token_count - before <= 100 - 4 * 16
+    assert cached.cache_stats().cached_blocks <= 4
+
+
+def test_namespaces_never_share(cached):
+    tokens = prompt(1, 48)
+    one = cached.generate(tokens, SHORT, namespace="tenant a")
+    before = cached.inner.prefill_token_count
+    assert cached.generate(tokens, SHORT, namespace="tenant b") == one
+    assert cached.inner.prefill_token_count - before == 48
+    assert cached.cache_stats().miss_reasons["namespace"] == 1
+    before = cached.inner.prefill_token_count
+    cached.generate(tokens, SHORT, namespace="tenant a")
+    assert cached.inner.prefill_token_count == before
+
+
+def test_miss_reasons(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 2)
+    cached.generate(prompt(1, 32), SamplingParams(max_tokens=0))
+    cached.generate(prompt(2, 32), SamplingParams(max_tokens=0))
+    cached.generate(prompt(1, 32), SamplingParams(max_tokens=0))
+    cached.generate(prompt(3, 5), SamplingParams(max_tokens=0))
+    reasons = cached.cache_stats().miss_reasons
+    assert reasons["evicted"] == 1
+    assert reasons["shorter_than_block"] == 1
+    assert reasons["no_shared_prefix"] == 2
+
+
+def test_clear_cache_keeps_the_counters(cached):
+    for _ in range(2):
+        cached.generate(prompt(1, 33), SHORT)
+    hits = cached.cache_stats().total_hits
+    cached.clear_cache()
+    stats = cached.cache_stats()
+    assert (stats.cached_blocks, stats.memory_bytes) == (0, 0)
+    assert stats.total_hits == hits > 0
+    settled(cached)
+    cached.generate(prompt(1, 33), SHORT)
+    settled(cached)
+
+
+# -- sampling -----------------------------------------------------------------------------------------------
+
+
+def test_sampling_uses_a_seed_per_request(network):
+    hot = SamplingParams(temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0, max_tokens=8)
+    tokens = prompt(1, 20)
+    cached = PrefixCachedEngine(InferenceEngine(network), 64, seed=7)
+    one, two = cached.generate(tokens, hot), cached.generate(tokens, hot)
+    assert one != two
+    assert len(set(one)) > 1
+    assert PrefixCachedEngine(InferenceEngine(network), 64, seed=7).generate(tokens, hot) == one
+    assert PrefixCachedEngine(InferenceEngine(network), 64, seed=424242).generate(tokens, hot) != one
+    fixed = SamplingParams(temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0, max_tokens=8, seed=3)
+    assert cached.generate(tokens, fixed) == cached.generate(tokens, fixed)
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_answered_with_nothing(cached):
+    assert cached.generate([], SHORT) == []
+    assert list(cached.stream([], SHORT)) == []
+    assert cached.cache_stats().lookup_tokens == 0
+
+
+def test_a_callers_mistake_raises(cached):
+    for call, error in (
+        (lambda: cached.generate([1, 2, 5000], SHORT), ValueError),
+        (lambda: cached.generate([1.5], SHORT), TypeError),
+        (lambda: cached.generate(prompt(1, 5000), SHORT), ValueError),
+        (lambda: cached.generate([1], {"temperature": 0}), TypeError),
+        (lambda: PrefixCachedEngine(cached.inner, -1), ValueError),
+        (lambda: PrefixCachedEngine(object(), 4), TypeError),
+    ):
+        with pytest.raises(error, match="expected"):
+            call()
+    settled(cached)
+
+
+class Failing:
+    """A network that fails in its n-th call."""
+
+    def __init__(self, network, error=RuntimeError("the network broke")):
+        self.network, self.config = network, network.config
+        self.error, self.left = error, -1
+
+    def forward(self, tokens, positions, attend, logits):
+        self.left -= 1
+        if self.left == 0:
+            attend(0, *self._half(len(tokens)))  # some layers have run already
+            raise self.error
+        return self.network.forward(tokens, positions, attend, logits)
+
+    def _half(self, n):
+        c = self.config
+        shapes = ((n, c.num_heads, c.head_dim), (n, c.num_kv_heads, c.head_dim), (n, c.num_kv_heads, c.head_dim))
+        return [np.zeros(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broke"), OutOfMemoryError(1, 0), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_internal_failure_leaves_the_cache_right(network, caplog, error, call):
+    model = Failing(network, error)
+    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=32), 64)
+    tokens = prompt(1, 40)
+    expected = InferenceEngine(network).generate(tokens, SHORT)
+    cached.generate(tokens[:20], SHORT)
+    model.left = call  # in the prefill, or in the decoding
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            cached.generate(tokens, SHORT)
+    else:
+        with caplog.at_level(logging.WARNING, logger="kvcache"):
+            assert cached.generate(tokens, SHORT) == []
+        assert "Traceback" in caplog.text
+    settled(cached)
+    model.left = -1
+    assert cached.generate(tokens, SHORT) == expected
+    settled(cached)
+
+
+def test_strict_raises_internal_failures(network):
+    model = Failing(network)
+    cached = PrefixCachedEngine(InferenceEngine(model), 64, strict=True)
+    model.left = 1
+    with pytest.raises(RuntimeError, match="broke"):
+        cached.generate(prompt(1, 40), SHORT)
+    settled(cached)
+
+
+def test_a_stream_that_is_dropped_releases_what_it_pinned(cached):
+    tokens = prompt(1, 40)
+    expected = cached.generate(tokens, GREEDY)
+    stream = cached.stream(tokens, GREEDY)
+    assert [next(stream), next(stream)] == expected[:2]
+    del stream
+    settled(cached)
+    assert list(cached.stream(tokens, GREEDY)) == expected
+
+
+def test_a_stream_ends_when_another_request_takes_the_engine(cached):
+    from kvcache.errors import InvalidOperationError
+
+    stream = cached.stream(prompt(1, 40), GREEDY)
+    next(stream)
+    other = cached.generate(prompt(2, 20), SHORT)
+    with pytest.raises(InvalidOperationError):
+        list(stream)
+    settled(cached)
+    assert cached.generate(prompt(2, 20), SHORT) == other
+
+
+# -- random traffic -----------------------------------------------------------------------------------------
+
+
+def test_random_traffic_over_a_small_cache(network):
+    rng = np.random.default_rng(5)
+    plain = InferenceEngine(network)
+    cached = PrefixCachedEngine(InferenceEngine(network), 12)
+    heads = [prompt(i, int(rng.integers(1, 90))) for i in range(4)]
+    for _ in range(60):
+        head = heads[rng.integers(len(heads))]
+        text = np.concatenate([head[: rng.integers(1, len(head) + 1)], prompt(int(rng.integers(3)), rng.integers(0, 20))])
+        assert cached.generate(text, SHORT) == plain.generate(text, SHORT)
+        settled(cached)
