@@ -75,4 +75,3 @@ cdef int format_code(object name) except -1
 cdef class Layout:
     """A kvc_layout with a Python face: its sizes as properties."""
     cdef kvc_layout c
-

@@ -23,4 +23,5 @@ cdef class BlockStore:
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
     cdef int reserve_seqs(self, int64_t count) except -1
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, const float[:, :, ::1] queries,
-                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out, float[::1] scores) except -1
+                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out,
+                     float[::1] scores) except -1

@@ -71,7 +71,8 @@ cdef class BlockStore:
             raise ValueError(f"expected head_dim to be a multiple of 8, at most 256, got {head_dim}")
         if num_heads < 1 or num_layers < 1 or num_blocks < 0:
             raise ValueError(
-                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, got {num_heads}, {num_layers}, {num_blocks}"
+                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, "
+                f"got {num_heads}, {num_layers}, {num_blocks}"
             )
         if _kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
                                 _rotation(rotate, head_dim, key_dtype[0] == "q"),
@@ -379,7 +380,8 @@ cdef class BlockStore:
         return 0
 
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, const float[:, :, ::1] queries,
-                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out, float[::1] scores) except -1:
+                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out,
+                     float[::1] scores) except -1:
         cdef int heads = <int>queries.shape[1], threads = _kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0

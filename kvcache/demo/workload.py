@@ -63,7 +63,10 @@ class Conversation:
 
 def conversations(tokenizer: object) -> list[list[Conversation]]:
     """Fresh conversations as the requests arrive: rounds, in each of which every user speaks once."""
-    encode = lambda text: tokenizer.encode(text).ids  # type: ignore[attr-defined]  # noqa: E731
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)  # type: ignore[attr-defined]
+
     shared = encode(system_prompt())
     people = [Conversation(user, list(shared), [encode(turn) for turn in turns]) for user, turns in TURNS.items()]
     return [list(people) for _ in range(max(map(len, TURNS.values())))]
