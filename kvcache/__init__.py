@@ -16,9 +16,11 @@ from kvcache.errors import (
     SequenceNotFoundError,
     SnapshotError,
 )
-from kvcache.eviction import EvictionStrategy
+from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
 from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
+from kvcache.manager import CacheManager
+from kvcache.manager_config import KVCacheConfig
 from kvcache.paged import PagedKvCache
 from kvcache.paged_handle import PagedKvCacheHandle
 from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
@@ -32,15 +34,18 @@ __all__ = [
     "BlockTable",
     "CacheBlock",
     "CacheHandleStats",
+    "CacheManager",
     "CacheSession",
     "CacheStats",
     "CachedKvState",
     "CheckpointError",
     "CsrBlockTable",
     "Device",
+    "EvictionPolicy",
     "EvictionStrategy",
     "InferenceEngine",
     "InvalidOperationError",
+    "KVCacheConfig",
     "KvCache",
     "KvCacheAccess",
     "KvCacheError",
