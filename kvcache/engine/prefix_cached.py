@@ -156,7 +156,7 @@ class PrefixCachedEngine:
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Give the trie the full blocks of what is in the sequence, by reference."""
         engine = self.inner
-        sequence = engine.cache.get_sequence(engine.seq_id)
+        blocks = engine.cache.block_table([engine.seq_id]).block_ids
         full = engine.num_tokens // engine.cache.block_size
         tokens = np.array(text[: full * engine.cache.block_size], np.uint32)
-        self.prefix_cache.cache.adopt(tokens, sequence.block_ids[:full], namespace)
+        self.prefix_cache.cache.adopt(tokens, blocks[:full], namespace)
