@@ -26,47 +26,16 @@ int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_
     return 0;
 }
 
-/* One code of a tile; codes of 3 bits are two low bits and one of another unit (kvc_quant.h draws them). */
-static int tile_code(int bits, const unsigned char *packed, int unit, int byte) {
-    if (bits == 8) return packed[unit * KVC_UNIT + byte];
-    if (bits == 4) return packed[unit / 2 * KVC_UNIT + byte] >> unit % 2 * 4 & 15;
-    if (bits == 2) return packed[unit / 4 * KVC_UNIT + byte] >> unit % 4 * 2 & 3;
-    const unsigned char *eight = packed + unit / 8 * 3 * KVC_UNIT;
-    const int low = eight[unit % 8 / 4 * KVC_UNIT + byte] >> unit % 4 * 2 & 3,
-              high = eight[2 * KVC_UNIT + byte] >> unit % 8;
-    return low | (high & 1) << 2;
-}
-
-static void put_bits(unsigned char *byte, int shift, int bits, int value) {
-    const int mask = ((1 << bits) - 1) << shift;
-    *byte = (unsigned char)((*byte & ~mask) | value << shift);
-}
-
-static void put_tile_code(int bits, unsigned char *packed, int unit, int byte, int code) {
-    unsigned char *eight = packed + unit / 8 * 3 * KVC_UNIT;
-    if (bits == 8) packed[unit * KVC_UNIT + byte] = (unsigned char)code;
-    if (bits == 4) put_bits(packed + unit / 2 * KVC_UNIT + byte, unit % 2 * 4, 4, code);
-    if (bits == 2) put_bits(packed + unit / 4 * KVC_UNIT + byte, unit % 4 * 2, 2, code);
-    if (bits == 3) put_bits(eight + unit % 8 / 4 * KVC_UNIT + byte, unit % 4 * 2, 2, code & 3);
-    if (bits == 3) put_bits(eight + 2 * KVC_UNIT + byte, unit % 8, 1, code >> 2);
-}
-
 static void copy_tile_slot(kvc_rows rows, unsigned char *dst_head, int dst_slot,
                            const unsigned char *src_head, int src_slot) {
     const unsigned char *src = src_head + (size_t)(src_slot / KVC_TILE) * kvc_tile_bytes(rows);
     unsigned char *dst = dst_head + (size_t)(dst_slot / KVC_TILE) * kvc_tile_bytes(rows);
     const int from = src_slot % KVC_TILE, to = dst_slot % KVC_TILE;
+    unsigned char codes[KVC_MAX_HEAD_DIM];
     memcpy(dst + 2 * to, src + 2 * from, 2);
     memcpy(dst + 2 * (KVC_TILE + to), src + 2 * (KVC_TILE + from), 2);
-    for (int d = 0; d < rows.dim; d++) {
-        const int keys = rows.side == KVC_KEYS;
-        const int src_unit = keys ? d / 4 : d / 16 * 4 + from / 4,
-                  src_byte = keys ? 4 * from + d % 4 : d % 16 * 4 + from % 4;
-        const int dst_unit = keys ? d / 4 : d / 16 * 4 + to / 4,
-                  dst_byte = keys ? 4 * to + d % 4 : d % 16 * 4 + to % 4;
-        const int code = tile_code(rows.bits, src + KVC_TILE_HEADER, src_unit, src_byte);
-        put_tile_code(rows.bits, dst + KVC_TILE_HEADER, dst_unit, dst_byte, code);
-    }
+    kvc_get_tile_codes(rows, src + KVC_TILE_HEADER, from, codes);
+    kvc_put_tile_codes(rows, codes, to, dst + KVC_TILE_HEADER);
 }
 
 static void copy_head(kvc_rows rows, unsigned char *dst, int dst_slot, const unsigned char *src, int src_slot,

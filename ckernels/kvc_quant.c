@@ -110,17 +110,40 @@ static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, 
     for (int d = 0; d < dim; d++) x[d] = m + s * (float)codes[d]; /* the product has 19 bits: exact */
 }
 
+/* Through constants, so that shifts and divisions are. */
+static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned char *packed) {
+#define PUT(constant_bits)                                                \
+    rows.bits = constant_bits;                                            \
+    if (rows.side == KVC_KEYS)                                            \
+        rows.side = KVC_KEYS, kvc_put_tile_codes(rows, codes, t, packed); \
+    else                                                                  \
+        rows.side = KVC_VALUES, kvc_put_tile_codes(rows, codes, t, packed);
+    switch (rows.bits) {
+    case 8: PUT(8) break;
+    case 4: PUT(4) break;
+    case 3: PUT(3) break;
+    default: PUT(2) break;
+    }
+#undef PUT
+}
+
+enum { FEW_TOKENS = 3 }; /* written one by one: a tile is 16 times the work of a token */
+
 /* Tokens [first, first + count) of one tile. */
 static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
                        size_t row_stride) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
     uint16_t *scales = (uint16_t *)tile, *minima = scales + KVC_TILE;
-    if (count < KVC_TILE) kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
+    const int few = count <= FEW_TOKENS;
+    if (!few && count < KVC_TILE) kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
     for (int t = first; t < first + count; t++, x += row_stride) {
         quantise_row(rows, x, codes, &scales[t], &minima[t]);
-        kvc_units_of_codes(rows.side, rows.dim, codes, t, units);
+        if (few)
+            put_codes(rows, codes, t, tile + KVC_TILE_HEADER);
+        else
+            kvc_units_of_codes(rows.side, rows.dim, codes, t, units);
     }
-    kvc_pack_units(rows.bits, rows.dim, units, tile + KVC_TILE_HEADER);
+    if (!few) kvc_pack_units(rows.bits, rows.dim, units, tile + KVC_TILE_HEADER);
 }
 
 static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x,

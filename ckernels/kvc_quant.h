@@ -157,6 +157,57 @@ static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned cha
     }
 }
 
+/* Where code d of token t lies: byte `byte` of unit `unit`. */
+static inline int kvc_code_unit(kvc_side side, int d, int t) {
+    return side == KVC_KEYS ? d / 4 : d / 16 * 4 + t / 4;
+}
+static inline int kvc_code_byte(kvc_side side, int d, int t) {
+    return side == KVC_KEYS ? 4 * t + d % 4 : 4 * (d % 16) + t % 4;
+}
+
+static inline int kvc_get_bits(const unsigned char *byte, int shift, int bits) {
+    return *byte >> shift & ((1 << bits) - 1);
+}
+static inline void kvc_put_bits(unsigned char *byte, int shift, int bits, int value) {
+    const int mask = ((1 << bits) - 1) << shift;
+    *byte = (unsigned char)((*byte & ~mask) | value << shift);
+}
+
+/* The codes of one token without those around it: for a token or two, unpacking the tile would take longer. */
+static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed, int t,
+                                      unsigned char *codes) {
+    for (int d = 0; d < rows.dim; d++) {
+        const int unit = kvc_code_unit(rows.side, d, t);
+        const unsigned char *at = packed + kvc_code_byte(rows.side, d, t);
+        if (rows.bits == 3) {
+            at += unit / 8 * 3 * KVC_UNIT;
+            codes[d] = (unsigned char)(kvc_get_bits(at + unit % 8 / 4 * KVC_UNIT, unit % 4 * 2, 2) |
+                                       kvc_get_bits(at + 2 * KVC_UNIT, unit % 8, 1) << 2);
+        } else {
+            const int together = 8 / rows.bits;
+            at += unit / together * KVC_UNIT;
+            codes[d] = (unsigned char)kvc_get_bits(at, unit % together * rows.bits, rows.bits);
+        }
+    }
+}
+
+static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes, int t,
+                                      unsigned char *packed) {
+    for (int d = 0; d < rows.dim; d++) {
+        const int unit = kvc_code_unit(rows.side, d, t);
+        unsigned char *at = packed + kvc_code_byte(rows.side, d, t);
+        if (rows.bits == 3) {
+            at += unit / 8 * 3 * KVC_UNIT;
+            kvc_put_bits(at + unit % 8 / 4 * KVC_UNIT, unit % 4 * 2, 2, codes[d] & 3);
+            kvc_put_bits(at + 2 * KVC_UNIT, unit % 8, 1, codes[d] >> 2);
+        } else {
+            const int together = 8 / rows.bits;
+            at += unit / together * KVC_UNIT;
+            kvc_put_bits(at, unit % together * rows.bits, rows.bits, codes[d]);
+        }
+    }
+}
+
 /* A row of its own: the first code in the lowest bits, 8 codes are `bits` bytes. */
 static inline void kvc_unpack_row(int bits, int dim, const unsigned char *packed, unsigned char *codes) {
     for (int d = 0; d < dim; d += 8, packed += bits, codes += 8) {
