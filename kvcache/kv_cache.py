@@ -68,11 +68,15 @@ def _visit(kv_dim: int, get: Callable[[], Float32], visit: Callable[[int, Float3
         visit(position, row)
 
 
+def _flat(rows: Any, name: str) -> Float32:
+    return as_floats(rows, (None,) * max(1, np.ndim(rows)), name).reshape(-1)
+
+
 class CachedKvState:
     """K and V of a token prefix: per layer one float32 vector, token after token.
 
     Args:
-        keys, values: per layer `(seq_len * kv_dim,)`; or one array `(num_layers, seq_len * kv_dim)`.
+        keys, values: per layer the rows of all tokens, `(seq_len * kv_dim,)` or `(seq_len, kv_dim)`.
         seq_len: tokens.
 
     Raises:
@@ -80,8 +84,8 @@ class CachedKvState:
     """
 
     def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
-        self._keys = [as_floats(layer, (None,), "keys") for layer in keys]
-        self._values = [as_floats(layer, (None,), "values") for layer in values]
+        self._keys = [_flat(layer, "keys") for layer in keys]
+        self._values = [_flat(layer, "values") for layer in values]
         self._seq_len = seq_len
         sizes = {len(layer) for layer in (*self._keys, *self._values)}
         if len(self._keys) != len(self._values) or len(sizes) > 1:
@@ -209,10 +213,11 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         layers = range(self.num_layers)
         n = self.seq_len
         keys = [self._keys[layer, :n].flatten() for layer in layers]
-        return CachedKvState(keys, [self._values[layer, :n].flatten() for layer in layers], n)
+        values = [self._values[layer, :n].flatten() for layer in layers]
+        return CachedKvState(keys, values, n)
 
     def restore_from_snapshot(self, keys: Any, values: Any, seq_len: int) -> None:
-        """Replace the content by `seq_len` tokens: per layer `(seq_len * kv_dim,)`.
+        """Replace the content by `seq_len` tokens: per layer `(seq_len * kv_dim,)` or `(seq_len, kv_dim)`.
 
         Raises:
             TypeError, ValueError: other layers, lengths or dtypes, or more than `max_seq_len` tokens; nothing changes.
@@ -222,7 +227,10 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         if len(keys) != self.num_layers or len(values) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
         size = (seq_len * self.kv_dim,)
-        rows = [(as_floats(k, size, "keys"), as_floats(v, size, "values")) for k, v in zip(keys, values, strict=True)]
+        rows = [(_flat(k, "keys"), _flat(v, "values")) for k, v in zip(keys, values, strict=True)]
+        for k, v in rows:
+            if k.shape != size or v.shape != size:
+                raise ValueError(f"expected {size[0]} floats per layer, got {len(k)} of keys and {len(v)} of values")
         for layer, (k, v) in enumerate(rows):
             self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
             self._values[layer, :seq_len] = v.reshape(seq_len, -1)

@@ -47,8 +47,7 @@ class Display:
         """A pass begins."""
         self.line()
         self.line(f"-- {text} --")
-        left = f"{'user':>5} {'turn':>4} {'prompt':>7} {'reused':>7} {'prefilled':>9}"
-        self.line(f"{left} {'first token':>12} {'speed':>12}")
+        self.line(f"{'user':>5} turn {'prompt':>7} {'reused':>7} {'prefilled':>9} {'first token':>12} {'speed':>12}")
 
     def prompt(self, user: str, turn: int) -> None:
         """A request begins."""
@@ -80,8 +79,8 @@ class Display:
         """Four columns, the first row their names."""
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for name, *values in cells:
-            padded = (value.rjust(width) for value, width in zip(values, widths[1:], strict=True))
-            self.line("  ".join([name.ljust(widths[0]), *padded]))
+            padded = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
+            self.line("  ".join([name.ljust(widths[0]), *padded]).rstrip())
 
 
 def rows(cold: Pass, warm: Pass) -> list[tuple[str, ...]]:

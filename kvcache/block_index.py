@@ -1,0 +1,203 @@
+"""`BlockIndex`: which block follows which tokens, who holds it, who leaves next, and why a lookup missed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._pool import BlockPool
+from kvcache._trie import TokenTrie
+from kvcache.errors import InvalidOperationError
+from kvcache.ghosts import GhostTrie
+from kvcache.holds import Holds
+
+__all__ = ["BlockIndex", "Match"]
+
+Int32 = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint32]
+REASONS = ("no_shared_prefix", "shorter_than_block", "evicted", "namespace")
+
+
+class Match(NamedTuple):
+    """What is cached of a prompt.
+
+    Attributes:
+        node: where its full blocks end, good until the index changes; -1 if there are none.
+        blocks: the full blocks, int32.
+        tail_block: a block that holds the next `tail_tokens` tokens; -1 if there is none.
+        tail_tokens: see there.
+    """
+
+    node: int
+    blocks: Int32
+    tail_block: int
+    tail_tokens: int
+
+
+class BlockIndex:
+    """A trie per namespace over the blocks of a pool, at most `max_blocks` in all; knows nothing of bytes.
+
+    Attributes:
+        holds: what requests keep.
+        cached: whether the trie names the block, bool `(num_blocks,)`.
+        used, born: times of each block's last use, and of its becoming cached, int64 `(num_blocks,)`.
+        tokens: what each block covers, uint32 `(num_blocks, block_size)`.
+        hits, misses, short: blocks found, lookups that stopped early, prompts shorter than a block.
+        hit_tokens, lookup_tokens, evictions, reasons: counters.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, max_blocks: int) -> None:
+        self.pool, self.block_size, self.max_blocks = pool, block_size, max_blocks
+        self.holds = Holds(pool)
+        self.cached = np.zeros(pool.num_blocks, bool)
+        self.used = np.zeros(pool.num_blocks, np.int64)
+        self.born = np.zeros(pool.num_blocks, np.int64)
+        self.tokens = np.zeros((pool.num_blocks, block_size), np.uint32)
+        self.hits = self.misses = self.short = self.hit_tokens = self.lookup_tokens = self.evictions = 0
+        self.reasons = dict.fromkeys(REASONS, 0)
+        self._clock = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.trie = TokenTrie(self.block_size)
+        self._roots: dict[Hashable, int] = {}
+        self._names: dict[int, Hashable] = {}
+        self._ghosts = GhostTrie(self.block_size, self.max_blocks)
+
+    def __len__(self) -> int:
+        return len(self.trie)
+
+    # -- match ----------------------------------------------------------------------------------------------
+
+    def find(self, ids: Tokens, name: Hashable) -> Match:
+        """What is cached of `ids`; changes nothing."""
+        root = self._roots.get(name)
+        if root is None:
+            return Match(-1, np.empty(0, np.int32), -1, 0)
+        node, length, blocks, tail = self.trie.lookup(root, ids)
+        return Match(node if len(blocks) else -1, blocks, tail, length - len(blocks) * self.block_size)
+
+    def match(self, ids: Tokens, name: Hashable) -> Match:
+        """Find, count, and use what was found; `node` ends exactly with the full blocks."""
+        self.holds.settle()
+        found = self.find(ids, name)
+        length = len(found.blocks) * self.block_size
+        self.lookup_tokens += len(ids)
+        self.hit_tokens += length
+        self.hits += len(found.blocks)
+        if length + self.block_size <= len(ids):
+            self.misses += 1
+            self.reasons[self._why(ids[: length + self.block_size], found, name)] += 1
+        elif 0 < len(ids) < self.block_size:
+            self.short += 1  # Neither a hit nor a miss, and yet nothing can be reused.
+            self.reasons["shorter_than_block"] += 1
+        if not length:
+            return found
+        self._clock += 1
+        self.used[found.blocks] = self._clock
+        return found._replace(node=self.trie.touch(found.node, length))
+
+    def _why(self, missing: Tokens, found: Match, name: Hashable) -> str:
+        if self._ghosts.remembers(missing, name):
+            return "evicted"
+        for other, root in self._roots.items():
+            if other != name and self.trie.match(root, missing)[1] == len(missing):
+                return "namespace"
+        return "shorter_than_block" if found.tail_tokens else "no_shared_prefix"
+
+    # -- insert and evict -----------------------------------------------------------------------------------
+
+    def open(self, ids: Tokens, first: int, name: Hashable, new: bool) -> tuple[int, int]:
+        """`(existing, room)`: blocks of `ids` that are cached, and how many more may follow; evicts for these.
+
+        Raises:
+            InvalidOperationError: fewer than `first` are cached; nothing was evicted.
+        """
+        self.holds.settle()
+        found = self.find(ids, name)
+        existing = len(found.blocks)
+        if existing < first:
+            raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
+        wanted = len(ids) // self.block_size - existing
+        if not existing:
+            return 0, self._make_room(wanted, new)
+        # What is built on is used, and must not go to make room for what comes.
+        node = self.trie.touch(found.node, existing * self.block_size)
+        self.trie.pin(node)
+        try:
+            return existing, self._make_room(wanted, new)
+        finally:
+            self.trie.unpin(node)
+
+    def insert(self, ids: Tokens, existing: int, blocks: Int32, name: Hashable) -> None:
+        """Name `blocks`, whose references are now the index's, after the first `existing` blocks of `ids`."""
+        if name not in self._roots:
+            root = self.trie.add_root()
+            self._roots[name], self._names[root] = root, name
+        size, count = self.block_size, existing + len(blocks)
+        values = np.concatenate([np.zeros(existing, np.int32), blocks])
+        self.trie.insert(self._roots[name], ids[: count * size], values)
+        self._clock += 1
+        self.used[blocks] = self.born[blocks] = self._clock
+        self.cached[blocks] = True
+        self.tokens[blocks] = ids[existing * size : count * size].reshape(-1, size)
+
+    def _make_room(self, count: int, new: bool) -> int:
+        """Evict until `count` more blocks fit; how many do. New ones must also be free in the pool."""
+        while (room := self._room(new)) < count and self.evict(count - room):
+            pass
+        return max(0, min(count, self._room(new)))
+
+    def _room(self, new: bool) -> int:
+        spare = self.max_blocks - len(self)
+        return min(spare, self.pool.num_free) if new else spare
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` blocks of the leaf that was used longest ago, from its tail; how many left."""
+        leaf = self.trie.victim()
+        if leaf < 0 or count <= 0:
+            return 0
+        root, tokens, _ = self.trie.path(leaf)
+        blocks = self.trie.evict(min(count, self.trie.num_pages_of(leaf)))
+        self._ghosts.remember(tokens, self._names[root])
+        self.pool.release(blocks)
+        self.cached[blocks] = False
+        self.evictions += len(blocks)
+        if self.trie.is_leaf(root):
+            self.trie.drop_root(root)
+            del self._roots[self._names.pop(root)]
+        return len(blocks)
+
+    def clear(self) -> None:
+        """Forget every block; counters stay, and so does what requests hold."""
+        self.holds.settle()
+        self.pool.release(self.named())
+        self.cached[:] = False
+        self._forget()  # The old trie lives on as long as requests pin it.
+
+    # -- verification ---------------------------------------------------------------------------------------
+
+    def named(self) -> Int32:
+        """The blocks that the trie names, in no particular order."""
+        return np.concatenate([np.empty(0, np.int32), *(self.trie.all_values(root) for root in self._names)])
+
+    def references(self) -> Int32:
+        """References of trie and requests on each block, int32 `(num_blocks,)`."""
+        held = np.concatenate([self.named(), self.holds.blocks()])
+        return np.bincount(held, minlength=self.pool.num_blocks).astype(np.int32)
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        self.holds.settle()
+        self.trie.check()
+        self._ghosts.check()
+        assert self.trie.roots() == sorted(self._names), "prefix cache: roots differ"
+        assert {name: root for root, name in self._names.items()} == self._roots, "prefix cache: names differ"
+        assert len(self) <= self.max_blocks, "prefix cache: more blocks than allowed"
+        named = np.sort(self.named())
+        assert np.array_equal(named, np.flatnonzero(self.cached)), "prefix cache: the trie names other blocks"
+        assert sum(self.reasons.values()) == self.misses + self.short, "prefix cache: reasons do not add up"
+        assert (self.references() <= self.pool.ref_counts()).all(), "prefix cache: the pool counts fewer references"

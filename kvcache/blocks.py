@@ -1,0 +1,381 @@
+"""`PrefixCache`: which full blocks of a prompt are cached, in a store of its own or in that of a `PagedKvCache`.
+
+    prompt    s s s s s s s s u u u        block_size 4, s the tokens of a system prompt
+              [block 7] [block 2] +3       two blocks match; `tail_block` has the next 3 tokens, too, if it
+                                           shares them: its head can be copied
+
+The trie holds one reference on every block that it names. A session pins what it matched and holds references
+of its own, so neither an eviction nor `clear` touches what a request reads. Over the blocks of a `PagedKvCache`
+nothing is copied, a block that matches in part apart, and that by the sequence's first write:
+
+    session, start = prefill.prepare(tokens)
+    paged.adopt(seq_id, session.shared_blocks, session.num_tokens)
+    ...                                                         compute the rest, append, write
+    cache.adopt(tokens, paged.get_sequence(seq_id).block_ids)
+    prefill.release_session(session)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._arrays import as_indices
+from kvcache._pool import BlockPool
+from kvcache._store import BlockStore
+from kvcache._tokens import as_tokens
+from kvcache.block_index import BlockIndex
+from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
+from kvcache.blocks_rows import block_rows, read_block, write_blocks
+from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
+from kvcache.paged import PagedKvCache
+
+__all__ = ["CacheBlock", "CacheSession", "PrefixAwarePrefill", "PrefixCache", "PrefixCacheStats"]
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+
+
+class PrefixCache:
+    """Blocks of K and V by the exact tokens that lead to them.
+
+    Args:
+        max_blocks: a hard limit.
+        block_size: tokens per block, 1 to 256.
+        num_layers, num_kv_heads, head_dim: the shape of K and V; rows are stored in multiples of 8 channels.
+        dtype: storage format; `key_dtype` and `value_dtype` name them apart.
+
+    Raises:
+        ValueError: a setting that is not supported.
+
+    The least recently used block that no other one continues leaves first. `namespace` (tenant, model, adapter)
+    is any hashable value; nothing is shared between two of them. Calls on one cache are serialised.
+    """
+
+    def __init__(
+        self,
+        max_blocks: int,
+        block_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: str = "f32",
+        key_dtype: str | None = None,
+        value_dtype: str | None = None,
+    ) -> None:
+        padded = -(-head_dim // 8) * 8
+        store = BlockStore(
+            num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
+        )
+        self._own(BlockPool(max_blocks), store, head_dim, max_blocks, threading.RLock())
+
+    @classmethod
+    def over(cls, paged: PagedKvCache, max_blocks: int | None = None) -> PrefixCache:
+        """A prefix cache over the blocks of a paged cache: sequences `adopt` what it matched, and it what they wrote.
+
+        `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
+        needs room.
+        """
+        cache = cls.__new__(cls)
+        limit = paged.total_blocks if max_blocks is None else min(max_blocks, paged.total_blocks)
+        cache._own(paged._pool, paged._store, paged.head_dim, limit, paged._lock)
+        cache._shared = True
+        paged._holders.append(cache.references)
+        return cache
+
+    def _own(self, pool: BlockPool, store: BlockStore, head_dim: int, max_blocks: int, lock: Any) -> None:
+        self._pool, self._store, self._head_dim, self._lock = pool, store, head_dim, lock
+        self._index = BlockIndex(pool, store.block_size, max_blocks)
+        self._shared = False
+        self._looked_up: dict[int, list[int]] = {}  # block -> the holds that lookups left on it
+
+    # -- lookup ---------------------------------------------------------------------------------------------
+
+    def lookup(self, token_ids: Any, namespace: Hashable = None) -> tuple[int, list[CacheBlock]]:
+        """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
+
+        Each block found counts a hit, a stop before the last full block a miss.
+        """
+        ids = as_tokens(token_ids)
+        with self._lock:
+            found = self._index.match(ids, namespace)
+            indices, node, trie = found.blocks.tolist(), found.node, self._index.trie
+            # From the last block up, so that each step cuts one block's node off the rest.
+            for i in range(len(indices) - 1, -1, -1):
+                node = trie.boundary(node, (i + 1) * self.block_size)
+                hold = self._index.holds.take(trie, node, found.blocks[i : i + 1])
+                self._looked_up.setdefault(indices[i], []).append(hold)
+            return len(indices) * self.block_size, [self._block(i) for i in indices]
+
+    def release(self, index: int) -> None:
+        """Let go of a block that `lookup` returned. InvalidOperationError if no lookup holds it."""
+        with self._lock:
+            holds = self._looked_up.get(index)
+            if not holds:
+                raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
+            self._index.holds.end(holds.pop())
+            if not holds:
+                del self._looked_up[index]
+
+    def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
+        """The matched blocks as a session, which holds them until it is released or dropped."""
+        ids = as_tokens(token_ids)
+        with self._lock:
+            found = self._index.match(ids, namespace)
+            blocks, tail = found.blocks, found.tail_block
+            session = CacheSession(len(blocks) * self.block_size, blocks.tolist(), tail, found.tail_tokens)
+            session._hold = self._index.holds.take(self._index.trie, found.node, blocks, tail)
+            session._holds = self._index.holds
+            session._close = self.close_session
+            return session
+
+    def close_session(self, session: CacheSession) -> None:
+        """Let go of what a session holds; nothing happens the second time, or to one made by hand."""
+        with self._lock:
+            if session._holds is self._index.holds:
+                self._index.holds.end(session._hold)
+
+    # -- insert ---------------------------------------------------------------------------------------------
+
+    def insert(self, token_ids: Any, block_start: int, keys: Any, values: Any, namespace: Hashable = None) -> int:
+        """Cache the block of tokens `block_start..block_start + block_size`; its index.
+
+        A block that is there already stays as it is.
+
+        Args:
+            keys, values: per layer float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
+
+        Raises:
+            ValueError: no full block of the tokens begins at `block_start`; another shape; values that the format
+                cannot hold.
+            InvalidOperationError: the blocks before it are not cached.
+            OutOfMemoryError: every block is held.
+        """
+        ids = as_tokens(token_ids)
+        end = block_start + self.block_size
+        if block_start < 0 or block_start % self.block_size or end > len(ids):
+            raise ValueError(
+                f"expected a full block of {len(ids)} tokens at a multiple of {self.block_size}, got {block_start}"
+            )
+        with self._lock:
+            if not self.store(ids[:end], block_start, [(keys, values)], namespace):
+                raise OutOfMemoryError(1, 0)
+            return int(self._index.find(ids[:end], namespace).blocks[-1])
+
+    def store(self, token_ids: Any, block_start: int, pairs: Sequence[Any], namespace: Hashable = None) -> int:
+        """Cache one block after another from `block_start` on, as `insert`; how many of them are cached now.
+
+        What would pass the last full block of the tokens is passed over; when nothing can be evicted any more,
+        the rest is left out: the head of a prompt longer than the cache is kept.
+        """
+        ids, size = as_tokens(token_ids), self.block_size
+        count = min(len(pairs), (len(ids) - block_start) // size)
+        if block_start < 0 or block_start % size:
+            raise ValueError(f"expected a multiple of {size} as block_start, got {block_start}")
+        if count <= 0:
+            return 0
+        keys, values = (block_rows(self._store, [pair[i] for pair in pairs[:count]], self._head_dim) for i in (0, 1))
+        for k, v in zip(keys, values, strict=True):
+            self._store.represent(k, v)
+        first, ids = block_start // size, ids[: block_start + count * size]
+        with self._lock:
+            existing, room = self._index.open(ids, first, namespace, new=True)
+            if room:
+                blocks = self._pool.acquire(room)
+                try:
+                    write_blocks(self._store, blocks, keys, values, (existing - first) * size)
+                    self._index.insert(ids, existing, blocks, namespace)
+                except BaseException:
+                    self._pool.release(blocks)
+                    raise
+            return existing + room - first
+
+    def adopt(self, token_ids: Any, block_ids: npt.ArrayLike, namespace: Hashable = None) -> int:
+        """Cache the full blocks of a sequence by reference; how many of them are cached now.
+
+        Blocks that are cached already stay as they are, those that do not fit are left out.
+
+        Args:
+            block_ids: the blocks of its tokens, from the first on, at least the full ones.
+
+        Raises:
+            InvalidOperationError: this cache has blocks of its own, not those of a paged cache.
+            ValueError: too few block ids.
+            BlockNotFoundError: a block is not in use.
+        """
+        ids = as_tokens(token_ids)
+        full = len(ids) // self.block_size
+        blocks = as_indices(block_ids, "block ids")[:full]
+        if not self._shared:
+            raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
+        if len(blocks) < full:
+            raise ValueError(f"expected {full} block ids for {len(ids)} tokens, got {len(blocks)}")
+        with self._lock:
+            for block in blocks.tolist():
+                if not 0 <= block < self._pool.num_blocks or not self._pool.ref_count(block):
+                    raise BlockNotFoundError(block)
+            ids = ids[: full * self.block_size]
+            existing, room = self._index.open(ids, 0, namespace, new=False)
+            if room:
+                adopted = blocks[existing : existing + room].astype(np.int32)
+                self._pool.retain(adopted)
+                try:
+                    self._index.insert(ids, existing, adopted, namespace)
+                except BaseException:
+                    self._pool.release(adopted)
+                    raise
+            return existing + room
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
+        with self._lock:
+            self._index.holds.settle()
+            target = self._pool.num_free + num_blocks
+            while self._pool.num_free < target and self._index.evict(target - self._pool.num_free):
+                pass
+            return num_blocks - (target - self._pool.num_free)
+
+    def clear(self) -> None:
+        """Forget every block; counters stay. What sessions hold stays readable until they are released."""
+        with self._lock:
+            self._index.clear()
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def _block(self, index: int) -> CacheBlock:
+        """What `index` holds now; its K and V are read when first asked for."""
+        block = CacheBlock(self._store.num_layers, self._store.num_heads, self._head_dim, self.block_size)
+        block.index, block.token_ids = index, self._index.tokens[index].tolist()
+        block.last_used, block.ref_count = int(self._index.used[index]), int(self._index.holds.counts[index])
+        born = self._index.born[index]
+
+        def read() -> tuple[list[Float32], list[Float32]]:
+            with self._lock:
+                if self._index.born[index] != born or not self._pool.ref_count(index):
+                    raise BlockNotFoundError(index)
+                return read_block(self._store, index, self._head_dim)
+
+        block._read = read
+        return block
+
+    def get_block(self, index: int) -> CacheBlock | None:
+        """A cached block, or one that is held, by its index; None if there is none."""
+        with self._lock:
+            self._index.holds.settle()
+            if not 0 <= index < self._pool.num_blocks:
+                return None
+            return self._block(index) if self._index.cached[index] or self._index.holds.counts[index] else None
+
+    def block_ids(self) -> list[int]:
+        """The cached blocks, ascending."""
+        with self._lock:
+            return [int(block) for block in np.flatnonzero(self._index.cached)]
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that sessions and lookups hold."""
+        with self._lock:
+            self._index.holds.settle()
+            return int(np.count_nonzero(self._index.holds.counts))
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block is cached."""
+        return len(self) == 0
+
+    @property
+    def capacity(self) -> int:
+        """The most blocks that it may hold."""
+        return self._index.max_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._store.block_size
+
+    @property
+    def hits(self) -> int:
+        """Blocks found."""
+        return self._index.hits
+
+    @property
+    def misses(self) -> int:
+        """Lookups that stopped before the prompt's last full block."""
+        return self._index.misses
+
+    @property
+    def evictions(self) -> int:
+        """Blocks evicted."""
+        return self._index.evictions
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over hits and misses; 0.0 before the first."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of K and V of the cached blocks."""
+        return len(self) * self._store.block_bytes
+
+    def stats(self) -> PrefixCacheStats:
+        """The counters now."""
+        with self._lock:
+            index = self._index
+            return PrefixCacheStats(
+                self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
+                index.hit_tokens, index.lookup_tokens, MappingProxyType(dict(index.reasons)),
+            )  # fmt: skip
+
+    def references(self) -> Int32:
+        """References that this cache holds on each block of the pool, int32 `(num_blocks,)`."""
+        with self._lock:
+            return self._index.references()
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        with self._lock:
+            self._index.check()
+            if not self._shared:
+                self._pool.check()
+                held = self._index.references()
+                assert np.array_equal(held, self._pool.ref_counts()), "prefix cache: references differ"
+
+
+class PrefixAwarePrefill:
+    """The three steps of a prefill with a prefix cache: prepare, store what was computed, release.
+
+    Attributes:
+        cache: the `PrefixCache`.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+
+    def prepare(self, tokens: Any, namespace: Hashable = None) -> tuple[CacheSession, int]:
+        """`(session, uncached_start)`: what is cached of the prompt, held, and the first token to compute."""
+        session = self.cache.open_session(tokens, namespace)
+        return session, session.matched_prefix_len
+
+    def store_blocks(self, tokens: Any, uncached_start: int, pairs: Sequence[Any], namespace: Hashable = None) -> int:
+        """Cache `(keys, values)` of the blocks from `uncached_start` on; how many of them are cached now."""
+        return self.cache.store(tokens, uncached_start, pairs, namespace)
+
+    def release_session(self, session: CacheSession) -> None:
+        """Let go of a session; dropping it does the same."""
+        self.cache.close_session(session)
+
+    def stats(self) -> PrefixCacheStats:
+        """The cache's counters now."""
+        return self.cache.stats()
