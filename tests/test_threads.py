@@ -1,0 +1,118 @@
+"""Many threads on one cache and on many: results as in a serial run, nothing lost, no deadlock."""
+
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from kvcache import OutOfMemoryError, PagedKvCache, SequenceNotFoundError
+
+LAYERS, HEADS, GROUP, DIM, BLOCK = 2, 2, 2, 32, 8
+THREADS, ROUNDS = 8, 12
+
+
+def in_threads(work, count=THREADS):
+    """work(i) for every i at once; the first error is raised here, and a thread that never ends fails the test."""
+    errors, start = [], threading.Barrier(count)
+
+    def guarded(i):
+        try:
+            start.wait(timeout=10)
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def new_cache(num_blocks, dtype):
+    return PagedKvCache(num_blocks, BLOCK, HEADS, DIM, num_layers=LAYERS, dtype=dtype)
+
+
+def history(cache, seq, seed):
+    """Prefill, fork, decode on both, drop one: everything that attention gave on the way."""
+    rng = np.random.default_rng(seed)
+    n, twin, outs = int(rng.integers(1, 60)), seq + 1, []
+    cache.allocate(seq, n)
+    for layer in range(LAYERS):
+        cache.write(layer, seq, *rng.standard_normal((2, n, HEADS, DIM), np.float32))
+    cache.fork(seq, twin)
+    for _ in range(4):
+        cache.append_batch([seq, twin])
+        for layer in range(LAYERS):
+            cache.write_batch(layer, [seq, twin], *rng.standard_normal((2, 2, HEADS, DIM), np.float32))
+            queries = rng.standard_normal((2, HEADS * GROUP, DIM), np.float32)
+            outs.append(cache.attention(layer, queries, [seq, twin]))
+    cache.free(twin)
+    cache.apply_streaming_llm(seq, 2, 10)
+    outs.append(cache.attention(0, queries[:1], [seq]))
+    cache.free(seq)
+    return np.concatenate(outs)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_as_in_a_serial_run(shared, dtype):
+    alone = new_cache(64, dtype)
+    serial = {(i, j): history(alone, 0, (i, j)) for i in range(THREADS) for j in range(ROUNDS)}
+    one = new_cache(THREADS * 20, dtype)
+    caches = [one if shared else new_cache(20, dtype) for _ in range(THREADS)]
+
+    def work(i):
+        for j in range(ROUNDS):
+            assert (history(caches[i], 2 * i, (i, j)) == serial[i, j]).all()
+
+    in_threads(work)
+    for cache in caches:
+        cache.check()
+        assert cache.num_sequences == 0
+        assert cache.free_block_count == cache.total_blocks
+
+
+def test_evictions_and_forks_under_attention():
+    """Too few blocks for all: sequences vanish between any two calls, and what is there is never another's rows."""
+    cache = new_cache(40, "f32")
+
+    def rows(seq, n):
+        return np.full((n, HEADS, DIM), seq + 1, np.float32)
+
+    def user(seq):
+        for n in (30, 17, 8, 41) * ROUNDS:
+            with suppress(OutOfMemoryError, SequenceNotFoundError):
+                cache.allocate(seq, n)
+                cache.write(0, seq, rows(seq, n), rows(seq, n))
+                cache.fork(seq, seq + 100)
+                for s in (seq, seq + 100):
+                    out = cache.attention(0, np.ones((1, HEADS * GROUP, DIM), np.float32), [s])
+                    np.testing.assert_allclose(out, seq + 1, rtol=1e-5)
+            for s in (seq, seq + 100):
+                with suppress(SequenceNotFoundError):
+                    cache.free(s)
+
+    users = threading.Semaphore(0)  # counts those that are done
+
+    def evictor():
+        done = 0
+        while done < THREADS - 1:
+            cache.evict_to_threshold(0.5)
+            cache.check()
+            done += users.acquire(timeout=0.001)
+
+    def work(i):
+        try:
+            user(i) if i else evictor()
+        finally:
+            users.release()
+
+    in_threads(work)
+    cache.check()
+    assert cache.num_sequences == 0
+    assert cache.free_block_count == cache.total_blocks
