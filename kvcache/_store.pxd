@@ -1,6 +1,7 @@
 """The bytes: one arena per layer, blocks of one layout, and the kernels that write, read and attend over runs."""
 
-from libc.stdint cimport int32_t, int64_t
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvcache._kernels cimport kvc_layout, kvc_run, kvc_seq
 from kvcache._table cimport SequenceTable
@@ -22,5 +23,9 @@ cdef class BlockStore:
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
     cdef int reserve_seqs(self, int64_t count) except -1
-    cdef int attend_(self, unsigned char *base, int64_t num_seqs, const float[:, :, ::1] queries,
-                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out, float[::1] scores) except -1
+    cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
+    cdef cnp.ndarray result_(self, object out, cnp.ndarray q)
+    cdef int describe_(self, SequenceTable table, const uint64_t *ids, int64_t n, object query_lens,
+                       int64_t num_queries) except -1
+    cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
+                     float scale, cnp.ndarray out, cnp.ndarray scores) except -1

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,8 +45,14 @@ class BlockStore:
     def write(self, layer: int, runs: Runs, keys: Float32, values: Float32) -> None: ...
     def read(self, layer: int, runs: Runs) -> tuple[Float32, Float32]: ...
     def attend(
-        self, layer: int, runs: Runs, queries: Float32, scale: float, out: Float32, scores: Float32 | None = None
-    ) -> None: ...
+        self,
+        layer: int,
+        runs: Runs,
+        queries: npt.ArrayLike,
+        scale: float | None = None,
+        out: Float32 | None = None,
+        return_scores: bool = False,
+    ) -> Any: ...
     def copy_blocks(self, sources: Int32, targets: Int32) -> None: ...
     def move_slots(self, moves: Int32) -> None: ...
     def write_sequence(
@@ -60,12 +68,12 @@ class BlockStore:
         self,
         table: SequenceTable,
         layer: int,
-        seq_ids: UInt64,
-        query_lens: Int64 | None,
-        queries: Float32,
-        sink_queries: Float32 | None,
-        scale: float,
-        out: Float32,
-        scores: Float32 | None = None,
-    ) -> None: ...
+        queries: npt.ArrayLike,
+        seq_ids: npt.ArrayLike,
+        query_lens: npt.ArrayLike | None,
+        scale: float | None,
+        sink_queries: npt.ArrayLike | None,
+        out: Float32 | None,
+        return_scores: bool,
+    ) -> Any: ...
     def carry_out(self, table: SequenceTable) -> None: ...

@@ -4,6 +4,8 @@ It knows bytes and runs, nothing of ids, references or sequences' names; those a
 Values are checked here, once, before the first byte changes: what a format cannot hold never gets in.
 """
 
+cimport numpy as cnp
+from libc.math cimport sqrt
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
@@ -14,10 +16,13 @@ from kvcache._table cimport SequenceTable
 
 import numpy as np
 
+from kvcache._arrays import as_floats, as_indices, as_seq_ids
 from kvcache._sequences import RUN
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["FORMATS", "BlockStore"]
+
+cnp.import_array()
 
 cdef extern from "sys/mman.h" nogil:
     void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
@@ -27,6 +32,12 @@ cdef extern from "sys/mman.h" nogil:
     void *MAP_FAILED
 
 FORMATS = {"f32": 0, "f16": 1, "q8": 2, "q4": 3, "q3": 4, "q2": 5}
+
+
+cdef inline bint is_plain(object x, int dtype, int ndim):
+    """A C-contiguous, aligned array of this type, which needs no conversion."""
+    return (cnp.PyArray_CheckExact(x) and cnp.PyArray_TYPE(<cnp.ndarray>x) == dtype
+            and cnp.PyArray_NDIM(<cnp.ndarray>x) == ndim and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>x))
 
 
 def _format(name, what):
@@ -176,16 +187,25 @@ cdef class BlockStore:
                 _kernels.read_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
         return keys, values
 
-    def attend(self, layer, runs, queries, scale, out, scores=None):
-        """Causal attention of the last tokens of one list of runs; see `attend_sequences` for the shapes."""
+    def attend(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
+        """`attend_sequences` for the tokens at one list of runs (dtype `RUN`), whatever sequence they are of."""
         cdef unsigned char *base = self.layer_base(layer)
         cdef const kvc_run[::1] view = self._runs(runs, None)
-        lengths = runs["stop"].astype(np.int64) - runs["first"]
+        cdef cnp.ndarray q = self.queries_(queries, "queries")
+        if q.shape[1] == 0 or q.shape[1] % self.layout.num_heads:
+            raise ValueError(f"expected a multiple of {self.layout.num_heads} query heads, got {q.shape[1]}")
+        cdef cnp.ndarray result = self.result_(out, q)
+        cdef int64_t tokens = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
+        if q.shape[0] > tokens:
+            raise ValueError(f"expected at most {tokens} queries, one per token, got {q.shape[0]}")
         self.reserve_seqs(1)
         self.seqs[0].runs = &view[0] if view.shape[0] else NULL
-        self.seqs[0].num_runs, self.seqs[0].num_tokens = view.shape[0], lengths.sum()
-        self.seqs[0].sink_tokens, self.seqs[0].num_queries = 0, queries.shape[0]
-        self.attend_(base, 1, queries, None, scale, out, scores)
+        self.seqs[0].num_runs, self.seqs[0].num_tokens = view.shape[0], tokens
+        self.seqs[0].sink_tokens, self.seqs[0].num_queries = 0, q.shape[0]
+        cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if return_scores else None
+        cdef double factor = 1.0 / sqrt(<double>self.layout.head_dim) if scale is None else scale
+        self.attend_(base, 1, q, None, <float>factor, result, scores)
+        return (result, scores) if return_scores else result
 
     def copy_blocks(self, sources, targets):
         """Copy whole blocks in every layer, in order.
@@ -286,40 +306,51 @@ cdef class BlockStore:
                 _kernels.read_runs(&self.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])
         return keys, values
 
-    def attend_sequences(self, SequenceTable table not None, layer, const uint64_t[::1] seq_ids, query_lens,
-                         queries, sink_queries, scale, out, scores=None):
-        """softmax(q K^T scale) V over the blocks of several sequences, causal, in one call.
+    def attend_sequences(self, SequenceTable table not None, int64_t layer, queries, seq_ids, query_lens, scale,
+                         sink_queries, out, bint return_scores):
+        """softmax(q K^T scale) V over the blocks of several sequences, causal, in one call; counts as an access.
 
         Args:
-            query_lens: int64 `(len(seq_ids),)` or None for one query each; a sequence's queries stand on its
-                last tokens.
-            queries: float32 `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of
-                num_heads.
+            queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads.
+            seq_ids, query_lens: integers `(n,)`; None is one query each. A sequence's queries stand on its last
+                tokens.
+            scale: a number, or None for `head_dim ** -0.5`.
             sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
-            out: like `queries`, written.
-            scores: float32 `(total tokens,)`, written with each token's attention mass; or None.
+            out: float32, C-contiguous, like `queries`, written; or None for a new array.
+            return_scores: also return each token's attention mass, float32 `(total tokens,)`.
+
+        Raises:
+            SequenceNotFoundError, IndexError, TypeError, ValueError: before anything has changed.
         """
         cdef unsigned char *base = self.layer_base(layer)
-        cdef const int64_t[::1] lens
-        cdef int64_t i, n = seq_ids.shape[0], total = n
-        self.reserve_seqs(n)
-        if query_lens is None:
-            for i in range(n):
-                table.describe(table.row_of(seq_ids[i]), 1, &self.seqs[i])
+        cdef cnp.ndarray q = self.queries_(queries, "queries")
+        cdef cnp.ndarray sinks = None
+        if q.shape[1] == 0 or q.shape[1] % self.layout.num_heads:
+            raise ValueError(f"expected a multiple of {self.layout.num_heads} query heads, got {q.shape[1]}")
+        if sink_queries is not None:
+            sinks = self.queries_(sink_queries, "sink_queries")
+            if sinks.shape[0] != q.shape[0] or sinks.shape[1] != q.shape[1]:
+                raise ValueError(f"expected sink_queries of shape {queries.shape}, got {np.shape(sink_queries)}")
+        cdef cnp.ndarray result = self.result_(out, q)
+        cdef int64_t i, n, tokens = 0
+        if is_plain(seq_ids, cnp.NPY_UINT64, 1):
+            n = (<cnp.ndarray>seq_ids).shape[0]
         else:
-            lens = query_lens
-            if lens.shape[0] != n:
-                raise ValueError(f"expected {n} query_lens, got {lens.shape[0]}")
-            total = 0
+            seq_ids = as_seq_ids(seq_ids)
+            n = len(seq_ids)
+        cdef uint64_t *id = <uint64_t *>cnp.PyArray_DATA(<cnp.ndarray>seq_ids)
+        self.reserve_seqs(n)
+        self.describe_(table, id, n, query_lens, q.shape[0])
+        cdef cnp.ndarray scores = None
+        if return_scores:
             for i in range(n):
-                table.describe(table.row_of(seq_ids[i]), lens[i], &self.seqs[i])
-                if not 0 <= lens[i] <= self.seqs[i].num_tokens:
-                    raise ValueError(f"expected 0 to {self.seqs[i].num_tokens} queries for sequence {seq_ids[i]}, "
-                                     f"got {lens[i]}")
-                total += lens[i]
-        if total != queries.shape[0]:
-            raise ValueError(f"expected {total} queries, got {queries.shape[0]}")
-        self.attend_(base, n, queries, sink_queries, scale, out, scores)
+                tokens += self.seqs[i].num_tokens
+            scores = np.zeros(tokens, np.float32)
+        cdef double factor = 1.0 / sqrt(<double>self.layout.head_dim) if scale is None else scale
+        self.attend_(base, n, q, sinks, <float>factor, result, scores)
+        for i in range(n):
+            table.touch_(table.row_of(id[i]))
+        return (result, scores) if return_scores else result
 
     def carry_out(self, SequenceTable table not None):
         """Copy what the table's copy-on-write has ordered."""
@@ -334,14 +365,15 @@ cdef class BlockStore:
     def _runs(self, runs, rows):
         if runs.dtype != RUN or runs.ndim != 1:
             raise ValueError(f"expected runs of dtype {RUN}, got {runs.dtype}")
-        if len(runs) and not (
-            (runs["block"] >= 0).all() and (runs["block"] < self.num_blocks).all()
-            and (runs["first"] < runs["stop"]).all() and (runs["stop"] <= self.layout.block_size).all()
-        ):
-            raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
-        if rows is not None and int((runs["stop"].astype(np.int64) - runs["first"]).sum()) != rows:
+        cdef const kvc_run[::1] view = np.ascontiguousarray(runs)
+        cdef int64_t i, slots = 0
+        for i in range(view.shape[0]):
+            if not 0 <= view[i].block < self.num_blocks or not view[i].first < view[i].stop <= self.layout.block_size:
+                raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
+            slots += view[i].stop - view[i].first
+        if rows is not None and slots != rows:
             raise ValueError(f"expected as many rows as slots, got {rows}")
-        return np.ascontiguousarray(runs)
+        return view
 
     cdef unsigned char *layer_base(self, int64_t layer) except NULL:
         if not 0 <= layer < self.num_layers:
@@ -378,8 +410,47 @@ cdef class BlockStore:
         self.seqs, self.seqs_capacity = seqs, count
         return 0
 
-    cdef int attend_(self, unsigned char *base, int64_t num_seqs, const float[:, :, ::1] queries,
-                     const float[:, :, ::1] sink_queries, float scale, float[:, :, ::1] out, float[::1] scores) except -1:
+    cdef cnp.ndarray queries_(self, object queries, str name):
+        """`(n, heads, head_dim)` float32, as it is where it is that already."""
+        if not is_plain(queries, cnp.NPY_FLOAT32, 3) or (<cnp.ndarray>queries).shape[2] != self.layout.head_dim:
+            queries = as_floats(queries, (None, None, self.layout.head_dim), name)
+        return queries
+
+    cdef cnp.ndarray result_(self, object out, cnp.ndarray q):
+        if out is None:
+            return cnp.PyArray_EMPTY(3, q.shape, cnp.NPY_FLOAT32, 0)
+        if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
+                or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, q):
+            raise ValueError(f"expected out to be C-contiguous, writeable float32 of shape {np.shape(q)}")
+        if np.may_share_memory(out, q):
+            raise ValueError("expected out apart from queries, got the same memory")
+        return out
+
+    cdef int describe_(self, SequenceTable table, const uint64_t *ids, int64_t n, object query_lens,
+                       int64_t num_queries) except -1:
+        """Fill `seqs` and check that the queries add up."""
+        cdef const int64_t[::1] lens
+        cdef int64_t i, total = n
+        for i in range(n):
+            table.describe(table.row_of(ids[i]), 1, &self.seqs[i])
+        if query_lens is not None:
+            lens = as_indices(query_lens, "query_lens")
+            if lens.shape[0] != n:
+                raise ValueError(f"expected {n} query_lens, got {lens.shape[0]}")
+            total = 0
+            for i in range(n):
+                self.seqs[i].num_queries = lens[i]
+                total += lens[i]
+        for i in range(n):
+            if not 0 <= self.seqs[i].num_queries <= self.seqs[i].num_tokens:
+                raise ValueError(f"expected 0 to {self.seqs[i].num_tokens} queries for sequence {ids[i]}, "
+                                 f"got {self.seqs[i].num_queries}")
+        if total != num_queries:
+            raise ValueError(f"expected {total} queries, got {num_queries}")
+        return 0
+
+    cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
+                     float scale, cnp.ndarray out, cnp.ndarray scores) except -1:
         cdef int heads = <int>queries.shape[1], threads = _kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0
@@ -391,9 +462,15 @@ cdef class BlockStore:
             if self.scratch == NULL:
                 raise OutOfMemoryError(size, 0, "bytes")
             self.scratch_bytes = size
-        cdef const float *sinks = &sink_queries[0, 0, 0] if sink_queries is not None else NULL
-        cdef float *mass = &scores[0] if scores is not None and scores.shape[0] else NULL
+        cdef const float *q = <const float *>cnp.PyArray_DATA(queries)
+        cdef const float *sinks = NULL
+        cdef float *mass = NULL
+        if sink_queries is not None:
+            sinks = <const float *>cnp.PyArray_DATA(sink_queries)
+        if scores is not None:
+            mass = <float *>cnp.PyArray_DATA(scores)
+        cdef float *to = <float *>cnp.PyArray_DATA(out)
         with nogil:
-            _kernels.attend(&self.layout, base, self.seqs, num_seqs, heads, scale, &queries[0, 0, 0], sinks,
-                            &out[0, 0, 0], mass, self.scratch, threads)
+            _kernels.attend(&self.layout, base, self.seqs, num_seqs, heads, scale, q, sinks, to, mass, self.scratch,
+                            threads)
         return 0

@@ -443,29 +443,10 @@ class PagedKvCache:
             SequenceNotFoundError, IndexError: no such sequence, no such layer.
             TypeError, ValueError: other shapes or dtypes.
         """
-        q = as_floats(queries, (None, None, self._store.head_dim), "queries")
-        if q.shape[1] == 0 or q.shape[1] % self._store.num_heads:
-            raise ValueError(f"expected a multiple of {self._store.num_heads} query heads, got {q.shape[1]}")
-        sinks = None if sink_queries is None else as_floats(sink_queries, q.shape, "sink_queries")
-        if out is None:
-            out = np.empty_like(q)
-        elif not (
-            isinstance(out, np.ndarray) and out.dtype == np.float32 and out.shape == q.shape and out.flags.c_contiguous
-        ):
-            raise ValueError(f"expected out to be C-contiguous float32 of shape {q.shape}")
-        elif np.may_share_memory(out, q):
-            raise ValueError("expected out apart from queries, got the same memory")
-        ids = as_seq_ids(seq_ids)
-        lens = None if query_lens is None else as_indices(query_lens, "query_lens")
-        scale = self._store.head_dim**-0.5 if scale is None else scale
         with self._lock:
-            mass = None
-            if return_scores:
-                mass = np.zeros(sum(self._table.num_tokens(i) for i in ids.tolist()), np.float32)
-            self._store.attend_sequences(self._table, layer, ids, lens, q, sinks, scale, out, mass)
-            for seq_id in ids.tolist():
-                self._table.touch(seq_id)
-        return out if mass is None else (out, mass)
+            return self._store.attend_sequences(
+                self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores
+            )
 
     # -- eviction -------------------------------------------------------------------------------------------
 

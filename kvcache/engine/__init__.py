@@ -3,7 +3,8 @@
 from kvcache.engine.config import ModelConfig
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.model import Transformer
+from kvcache.engine.prefix_cached import PrefixCachedEngine
 from kvcache.engine.protocols import Attend, Model
 from kvcache.engine.sampling import SamplingParams
 
-__all__ = ["Attend", "InferenceEngine", "Model", "ModelConfig", "SamplingParams", "Transformer"]
+__all__ = ["Attend", "InferenceEngine", "Model", "ModelConfig", "PrefixCachedEngine", "SamplingParams", "Transformer"]

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.blocks import CacheSession, PrefixAwarePrefill, PrefixCache, PrefixCacheStats
+from kvcache.blocks import PrefixAwarePrefill, PrefixCache
+from kvcache.blocks_info import CacheSession, PrefixCacheStats
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.tokens import as_tokens
+from kvcache.paged import PagedKvCache
 
 __all__ = ["PrefixCachedEngine"]
 
@@ -87,8 +90,12 @@ class PrefixCachedEngine:
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
     ) -> Iterator[int]:
         """`generate`, token by token; arguments are checked now, and failures raise always."""
-        tokens, params, rng = self.inner.request(prompt_tokens, params, allow_empty=True)
-        return self._stream(tokens, params, rng, namespace) if len(tokens) else iter(())
+        hash(namespace)  # a TypeError now rather than in the middle
+        tokens = as_tokens(prompt_tokens, self.inner.config.vocab_size)
+        if not len(tokens):
+            return iter(())
+        self.inner._check_span(tokens, 0)
+        return self._stream(tokens, *self.inner._request(params), namespace)
 
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters."""
@@ -112,14 +119,44 @@ class PrefixCachedEngine:
     ) -> Iterator[int]:
         engine = self.inner
         text = tokens.tolist()
+        version = -1
         with self.prefix_cache.prepare(tokens, namespace)[0] as session:
             try:
-                logits, version = self._prefill(tokens, session, namespace)
-                for token in engine.continue_from(logits, params, rng, tokens):
+                with engine._lock:
+                    logits = self._prefill(tokens, session)
+                    version = engine.version
+                    self._store(text, namespace)
+                for token in engine._decode(logits, params, rng, tokens, version):
+                    version = engine.version
                     text.append(token)
                     yield token
-                    version = engine.version
             finally:
-                # What was computed is good, however the stream ended, as long as nobody else has the engine.
-                if engine.version == version:
-                    self._store(text, namespace)
+                # What was computed is good however the stream ended, unless somebody else has the engine now.
+                with engine._lock:
+                    if engine.version == version:
+                        self._store(text, namespace)
+
+    def _prefill(self, tokens: NDArray[np.uint32], session: CacheSession) -> Float32:
+        """Start the sequence on the cached blocks and run the rest; the logits after the prompt."""
+        engine = self.inner
+        # The last token always runs: its logits are not cached.
+        start = min(session.num_tokens, len(tokens) - 1)
+        blocks = session.shared_blocks[: -(-start // engine.cache.block_size)]
+
+        def share(cache: PagedKvCache, seq_id: int) -> int:
+            cache.adopt(seq_id, blocks, start)
+            return start
+
+        engine.reset()
+        engine.begin(share)
+        if session.num_tokens == len(tokens):
+            return engine.decode_step(int(tokens[-1]), start)
+        return engine.prefill_from_pos(tokens[start:], start)
+
+    def _store(self, text: list[int], namespace: Hashable) -> None:
+        """Give the trie the full blocks of what is in the sequence, by reference."""
+        engine = self.inner
+        blocks = engine.cache.block_table([engine.seq_id]).block_ids
+        full = engine.num_tokens // engine.cache.block_size
+        tokens = np.array(text[: full * engine.cache.block_size], np.uint32)
+        self.prefix_cache.cache.adopt(tokens, blocks[:full], namespace)
