@@ -15,8 +15,8 @@ from oracle_trie import NaiveTrie, Tokens
 from kvcache._trie import TokenTrie
 from kvcache.errors import InvalidOperationError
 
-# Few letters, so that sequences share prefixes and fork inside pages.
-TEXT = st.lists(st.integers(0, 2), max_size=24).map(tuple)
+# Two letters and few pages, so that sequences share prefixes and fork inside pages, and evictions reach forks.
+TEXT = st.lists(st.integers(0, 1), max_size=13).map(tuple)
 
 
 class TrieMachine(RuleBasedStateMachine):
@@ -108,7 +108,7 @@ class TrieMachine(RuleBasedStateMachine):
             self.trie.unpin(node)
             self.naive.pins.remove((root, tokens))
 
-    @rule(count=st.integers(0, 6))
+    @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
         assert self.trie.evict(count).tolist() == self.naive.evict(count)
 
@@ -136,7 +136,7 @@ class TrieMachine(RuleBasedStateMachine):
             self.trie.unpin(node)
         self.naive.pins.clear()
 
-    @precondition(lambda self: self.trie.num_pages > 20)
+    @precondition(lambda self: self.trie.num_pages > 12)
     @rule()
     def clear(self) -> None:
         freed = self.trie.clear().tolist()
@@ -382,6 +382,42 @@ def test_long_random_history(page_size: int) -> None:
         if surplus > 0:
             assert trie.evict(surplus).tolist() == naive.evict(surplus)
         assert trie.lookup(root, text)[2].tolist() == naive.values(root, tuple(text))
+        trie.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4])
+def test_long_random_history_with_pins(page_size: int) -> None:
+    """Forks inside pages, pinned where they lie, while everything around them is evicted."""
+    draw = random.Random(page_size)
+    trie, naive = TokenTrie(page_size), NaiveTrie(page_size)
+    root = trie.add_root()
+    naive.roots[root] = {}
+    pins: list[tuple[int, Tokens]] = []
+    for step in range(3000):
+        text = tuple(draw.randrange(2) for _ in range(draw.randrange(3 * page_size + 1)))
+        action = draw.random()
+        if action < 0.4:
+            tokens = text[: len(text) // page_size * page_size]
+            values = [step * 10 + i for i in range(len(tokens) // page_size)]
+            assert trie.insert(root, tokens, values)[1] == naive.insert(root, tokens, values)
+        elif action < 0.6 and len(pins) < 3:
+            node, _ = trie.match(root, text)
+            pins.append((node, tuple(trie.path(node)[1].tolist())))
+            naive.pins.append((root, pins[-1][1]))
+            trie.pin(node)
+        elif action < 0.75 and pins:
+            node, tokens = pins.pop(draw.randrange(len(pins)))
+            trie.unpin(node)
+            naive.pins.remove((root, tokens))
+        elif action < 0.9:
+            count = draw.randrange(9)
+            assert trie.evict(count).tolist() == naive.evict(count)
+        else:
+            node, _ = trie.match(root, text)
+            tokens = tuple(trie.path(node)[1].tolist())
+            assert trie.remove(root, tokens).tolist() == naive.remove(root, tokens)
+        assert trie.match(root, text)[1] == naive.match(root, text)
+        assert trie.lookup(root, text)[3] in naive.donors(root, text)
         trie.check()
 
 
