@@ -56,14 +56,23 @@ class PlainTables:
         self.access_count[seq_id] = 0
         self.touch(seq_id)
 
-    def append(self, seq_id: int) -> None:
-        if self.lengths[seq_id] % BLOCK == 0:
-            self.blocks[seq_id].append(self.take())
-        elif self.references[self.blocks[seq_id][-1]] > 1:
-            self.references[self.blocks[seq_id][-1]] -= 1
-            self.blocks[seq_id][-1] = self.take()
-        self.lengths[seq_id] += 1
-        self.touch(seq_id)
+    def append_each(self, seq_ids: list[int]) -> None:
+        blocks, lengths, references, free_blocks = self.blocks, self.lengths, self.references, self.free_blocks
+        last_access, access_count, clock = self.last_access, self.access_count, self.clock
+        for seq_id in seq_ids:
+            length = lengths[seq_id]
+            if length % BLOCK == 0:
+                block = free_blocks.popleft()
+                references[block] = 1
+                blocks[seq_id].append(block)
+            elif references[blocks[seq_id][-1]] > 1:
+                references[blocks[seq_id][-1]] -= 1
+                blocks[seq_id][-1] = self.take()
+            lengths[seq_id] = length + 1
+            clock += 1
+            last_access[seq_id] = clock
+            access_count[seq_id] += 1
+        self.clock = clock
 
     def fork(self, source: int, target: int) -> None:
         self.blocks[target] = self.blocks[source].copy()
@@ -108,8 +117,7 @@ def append_case() -> Iterator[Candidate]:
 
     def loop() -> None:
         for _ in range(steps):
-            for i in ids:
-                plain.append(i)
+            plain.append_each(ids)
 
     def one_by_one() -> None:
         for _ in range(steps):
@@ -131,45 +139,40 @@ def _repeat(count: int, call: Any, argument: Any) -> None:
 
 
 def life_case(verb: str) -> Iterator[Candidate]:
-    """Allocate, fork or free `BATCH` sequences of `PROMPT` tokens."""
-    blocks = 2 * BATCH * PROMPT // BLOCK
+    """Allocate, fork or free `BATCH` sequences of `PROMPT` tokens; undone in between, untimed."""
+    blocks = BATCH * PROMPT // BLOCK
     ids = list(range(BATCH))
-    for name, owner in ((OURS, _cache(blocks)), (LOOP, PlainTables(blocks))):
-        for i in ids:
-            owner.allocate(i, PROMPT)  # type: ignore[attr-defined]
-        yield Candidate(name, *_life(verb, name, owner, ids))
+    first, second = np.arange(BATCH, dtype=np.uint64), np.arange(BATCH, 2 * BATCH, dtype=np.uint64)
+    lengths = np.full(BATCH, PROMPT)
+    cache, plain = _cache(blocks), PlainTables(blocks)
+
+    def each(call: Any, *columns: list[int]) -> None:
+        for row in zip(*columns, strict=True):
+            call(*row)
+
+    batch = {
+        "allocate": partial(cache.allocate_batch, first, lengths),
+        "fork": partial(cache.fork_batch, first, second),
+        "free": partial(cache.free_batch, first),
+        "free forks": partial(cache.free_batch, second),
+    }
+    loop = {
+        "allocate": partial(each, plain.allocate, ids, lengths.tolist()),
+        "fork": partial(each, plain.fork, ids, second.tolist()),
+        "free": partial(each, plain.free, ids),
+        "free forks": partial(each, plain.free, second.tolist()),
+    }
+    undo = {"allocate": "free", "fork": "free forks", "free": "allocate"}[verb]
+    for name, calls, alive in ((OURS, batch, cache._table), (LOOP, loop, plain.blocks)):
+        before = BATCH if verb == "fork" else 0 if verb == "allocate" else BATCH
+        if verb != "allocate":
+            calls["allocate"]()
+        yield Candidate(name, calls[verb], 1, partial(_until, alive, before, calls[undo]))
 
 
-def _life(verb: str, name: str, owner: Any, ids: list[int]) -> tuple[Any, int, Any]:
-    def allocate() -> None:
-        for i in ids:
-            owner.allocate(i, PROMPT)
-
-    def free() -> None:
-        for i in ids:
-            owner.free(i)
-
-    def fork() -> None:
-        for i in ids:
-            owner.fork(i, BATCH + i)
-
-    def free_forks() -> None:
-        if BATCH in owner.blocks if isinstance(owner, PlainTables) else owner.num_sequences > BATCH:
-            for i in ids:
-                owner.free(BATCH + i)
-
-    held = owner.lengths if isinstance(owner, PlainTables) else None
-    alive = lambda: len(held) if held is not None else owner.num_sequences  # noqa: E731
-    if name == OURS and verb in ("allocate", "free"):
-        seq_ids, lengths = np.array(ids, np.uint64), np.full(len(ids), PROMPT)
-        if verb == "allocate":
-            return partial(owner.allocate_batch, seq_ids, lengths), 1, lambda: alive() and free()
-        return partial(owner.free_batch, seq_ids), 1, lambda: alive() or allocate()
-    if verb == "allocate":
-        return allocate, 1, lambda: alive() and free()
-    if verb == "free":
-        return free, 1, lambda: alive() or allocate()
-    return fork, 1, free_forks
+def _until(alive: Any, count: int, undo: Any) -> None:
+    if len(alive) != count:
+        undo()
 
 
 def fork_case() -> Iterator[Candidate]:
@@ -233,7 +236,7 @@ def tables(sizes: tuple[int, ...]) -> list[Table]:
         Case("append_batch", append_case, (tenth, faster(20, OURS, VLLM))),
         Case("allocate_batch", partial(life_case, "allocate"), (tenth,)),
         Case("free_batch", partial(life_case, "free"), (tenth,)),
-        Case("fork, one by one", partial(life_case, "fork"), (tenth,)),
+        Case("fork_batch", partial(life_case, "fork"), (tenth,)),
     )
     fork = Case("fork", fork_case, (at_most(3, OURS, "copy of its table (list)"),))
     low, high = (f"{n // 1000}k" if n < 1_000_000 else f"{n // 1_000_000}M" for n in (sizes[0], sizes[-1]))

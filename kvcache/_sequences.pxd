@@ -15,6 +15,10 @@ from kvcache._kernels cimport kvc_run, kvc_seq
 from kvcache._pool cimport BlockPool
 
 
+cdef enum:
+    RUN_STRIDE = 2    # int32s from one run's block to the next one's
+
+
 cdef struct Sequence:
     uint64_t seq_id
     int64_t uid               # never used again, unlike seq_id: what a handle remembers

@@ -206,12 +206,9 @@ cdef class SequenceRows:
 
     cdef bint close_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t i
         cdef bint one_left = False
-        for i in range(seq.num_runs):
-            if i == 0 or seq.runs[i].block != seq.runs[i - 1].block:
-                self.pool.release_(seq.runs[i].block)
-                one_left |= self.pool.refs[seq.runs[i].block] == 1
+        if seq.num_runs:
+            one_left = self.pool.release_each(&seq.runs[0].block, seq.num_runs, RUN_STRIDE)
         self.rows.drop(seq.seq_id)
         free(seq.runs)
         free(seq.positions)
@@ -261,14 +258,17 @@ cdef class SequenceRows:
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
         cdef kvc_run *last = &seq.runs[seq.num_runs - 1] if seq.num_runs else NULL
-        cdef int64_t length
+        cdef int64_t length, fresh
         if count > 0 and last != NULL and last.stop < self.block_size:
             count -= self.fill_tail_(row, count)
         if count > 0 and last != NULL and last.first > 0:
             seq.dense = False
+        if count > 0:
+            fresh = (count + self.block_size - 1) // self.block_size
+            self.pool.take_each(&seq.runs[seq.num_runs].block, fresh, RUN_STRIDE)
         while count > 0:
             length = min(count, <int64_t>self.block_size)
-            self.add_run_(seq, self.pool.take(), 0, length)
+            self.add_run_(seq, seq.runs[seq.num_runs].block, 0, length)
             count -= length
 
     cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil:

@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 from kvcache._heap cimport IndexedHeap
 from kvcache._kernels cimport kvc_run
 from kvcache._pool cimport BlockPool
-from kvcache._sequences cimport Sequence, SequenceRows
+from kvcache._sequences cimport RUN_STRIDE, Sequence, SequenceRows
 
 import numpy as np
 
@@ -380,14 +380,12 @@ cdef class SequenceTable(SequenceRows):
     cdef void fork_(self, int32_t from_row, int32_t row) noexcept nogil:
         cdef Sequence *old = &self.seqs[from_row]
         cdef Sequence *new = &self.seqs[row]
-        cdef int64_t i
         memcpy(new.runs, old.runs, old.num_runs * sizeof(kvc_run))
         memcpy(new.positions, old.positions, old.num_runs * sizeof(int64_t))
         new.num_runs, new.num_tokens, new.next_position = old.num_runs, old.num_tokens, old.next_position
         new.sink_tokens, new.dense, new.priority = old.sink_tokens, old.dense, old.priority
-        for i in range(new.num_runs):
-            if i == 0 or new.runs[i].block != new.runs[i - 1].block:
-                self.pool.retain_(new.runs[i].block)
+        if new.num_runs:
+            self.pool.retain_each(&new.runs[0].block, new.num_runs, RUN_STRIDE)
         self.touch_(row)
         self.rank_(row)
 
