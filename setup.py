@@ -7,94 +7,88 @@ KVCACHE_OPENMP=0    serial kernels even where the compiler has OpenMP
 
 import os
 import platform
-import tempfile
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
+import Cython
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
-DEBUG = os.environ.get("KVCACHE_DEBUG") == "1"
-SANITIZE = os.environ.get("KVCACHE_SANITIZE") == "1"
-OPENMP = os.environ.get("KVCACHE_OPENMP", "1") == "1"
+DEBUG, SANITIZE, SERIAL = (os.environ.get(f"KVCACHE_{name}") for name in ("DEBUG", "SANITIZE", "OPENMP"))
+DEBUG, SANITIZE, SERIAL = DEBUG == "1", SANITIZE == "1", SERIAL == "0"
 
 # One name per level, the same in ckernels/simd_<level>.h, in KVCACHE_SIMD and in the kernel table itself.
-LEVELS = {
-    "x86_64": {
-        "scalar": [],
-        "avx2": ["-mavx2", "-mfma", "-mf16c"],
-        "avx512": ["-mavx2", "-mfma", "-mf16c"]
-        + [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")]
-        + ["-mprefer-vector-width=512"],
-    },
-    "aarch64": {"scalar": [], "neon": ["-march=armv8.2-a+dotprod+fp16"]},
-}
-MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
+NEON = ["-march=armv8.2-a+dotprod+fp16"]
+LEVELS = {"x86_64": {"avx2": AVX2, "avx512": AVX2 + AVX512}, "aarch64": {"neon": NEON}, "arm64": {"neon": NEON}}
+LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
-WARN = ["-std=c11", "-Wall", "-Wextra", "-fvisibility=hidden"]
-OPTIMISE = ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
-CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"] if SANITIZE else []
+FLAGS = ["-std=c11", "-Wall", "-Wextra", "-fvisibility=hidden"]
+FLAGS += ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
+CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZE else []
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
-# except the parts that exist once.
-ONCE = ["ckernels/kvc_dispatch.c", "ckernels/kvc_layout.c", "ckernels/kvc_parallel.c"]
-PER_LEVEL = sorted(set(glob("ckernels/kvc_*.c")) - set(ONCE))
+# except the parts that exist once, which know what levels there are.
+ONCE = [f"ckernels/kvc_{part}.c" for part in ("dispatch", "layout", "parallel")]
+UNITS = [(source, "once", [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS]) for source in ONCE]
+for level, flags in LEVELS.items():
+    defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
+    UNITS += [(source, level, defines + flags) for source in sorted(set(glob("ckernels/kvc_*.c")) - set(ONCE))]
+
+# What is older than a dependency is built again; this file is as old as the last change of settings.
+SETTINGS = Path("build/settings.txt")
+settings = repr([FLAGS, CHECK, SERIAL, os.environ.get("CC"), os.environ.get("CFLAGS"), Cython.__version__])
+if not SETTINGS.exists() or SETTINGS.read_text() != settings:
+    SETTINGS.parent.mkdir(exist_ok=True)
+    SETTINGS.write_text(settings)
+DEPENDS = ["setup.py", str(SETTINGS), *sorted(glob("ckernels/*"))]
 
 
 class build_kernels(build_ext):
     """build_ext, with the kernels compiled per SIMD level and OpenMP where the compiler has it."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+        if self.editable_mode:  # not a new folder each time: a second `pip install -e .` builds only what changed
+            self.build_lib, self.build_temp = "build/inplace", "build/temp"
+
     def build_extensions(self):
-        openmp = ["-fopenmp"] if OPENMP and self._compiles(["-fopenmp"]) else []
+        probe = [*self.compiler.compiler_so, "-fopenmp", "-xc", "-", "-o", os.devnull]
+        program = b"#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+        parallel = not SERIAL and subprocess.run(probe, input=program, capture_output=True).returncode == 0
+        links = CHECK + ["-fopenmp"] * parallel
+        flags = FLAGS + links
+        with ThreadPoolExecutor(self.parallel) as pool:
+            kernels = list(pool.map(lambda unit: self._kernel(flags, *unit), UNITS))
         for extension in self.extensions:
-            extension.extra_compile_args += WARN + OPTIMISE + CHECK + openmp
-            extension.extra_link_args += CHECK + openmp
-            if extension.name == "kvcache._kernels":
-                extension.extra_objects += self._kernels(openmp)
+            extension.extra_compile_args += flags
+            extension.extra_link_args += links
+            extension.extra_objects += kernels if extension.name == "kvcache._kernels" else []
         super().build_extensions()
 
-    def _kernels(self, openmp):
-        common = WARN + OPTIMISE + CHECK + openmp + ["-fPIC"]
-        levels = LEVELS.get(MACHINE, {"scalar": []})
-        has = [(f"KVC_HAVE_{level.upper()}", "1") for level in levels]
-        objects = self.compiler.compile(ONCE, self.build_temp, has, extra_postargs=common, depends=glob("ckernels/*.h"))
-        for level, flags in levels.items():
-            macros = [("KVC_LEVEL", level), (f"KVC_{level.upper()}", "1")]
-            folder = os.path.join(self.build_temp, level)
-            objects += self.compiler.compile(PER_LEVEL, folder, macros, extra_postargs=common + flags)
-        return objects
-
-    def _compiles(self, flags):
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "probe.c")
-            source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
-            try:
-                self.compiler.compile([str(source)], folder, extra_postargs=flags)
-            except Exception:
-                return False
-            return True
+    def _kernel(self, common, source, folder, special):
+        folder = os.path.join(self.build_temp, folder)
+        (target,) = self.compiler.object_filenames([source], output_dir=folder)
+        if self.force or newer_group([source, *(d for d in DEPENDS if not d.endswith(".c"))], target):
+            self.compiler.compile([source], folder, extra_postargs=[*common, "-fPIC", *special])
+        return target
 
 
-DIRECTIVES = {
-    "language_level": "3",
-    "boundscheck": DEBUG,
-    "wraparound": False,
-    "initializedcheck": DEBUG,
-    "cdivision": not DEBUG,
-    "embedsignature": True,
-    "embedsignature.format": "python",
-}
-MODULES = sorted(Path("kvcache").glob("_*.pyx"))
+DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
+DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
+GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}"
+MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
+INCLUDE = ["ckernels", numpy.get_include()]
 EXTENSIONS = [
-    Extension(
-        f"kvcache.{path.stem}",
-        [str(path)],
-        include_dirs=["ckernels", numpy.get_include()],
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-        depends=glob("ckernels/*.h") + glob("ckernels/*.c"),
-    )
-    for path in MODULES
+    Extension(f"kvcache.{path.stem}", [str(path)], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)
+    for path in sorted(Path("kvcache").glob("_*.pyx"))
 ]
-setup(ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES), cmdclass={"build_ext": build_kernels})
+MODULES = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, build_dir=GENERATED)
+setup(ext_modules=MODULES, cmdclass={"build_ext": build_kernels})

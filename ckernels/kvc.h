@@ -1,7 +1,7 @@
 /* kvc.h - the contract between the kernels and their callers.
  *
- * Pure C11: no Python, no allocation, no globals. Every function is total on validated input: the caller
- * (kvcache/_kernels.pyx and _store.pyx) checks shapes, ranges and finiteness once, the kernels never.
+ * Pure C11, little-endian: no Python, no allocation, no globals. Every function is total on validated input:
+ * the caller (kvcache/_kernels.pyx and _store.pyx) checks shapes, ranges and finiteness once, the kernels never.
  *
  * WHERE A TOKEN'S KV LIES
  *
@@ -34,7 +34,7 @@ typedef struct kvc_layout {
     int32_t head_dim;   /* a multiple of 8, at most 256 */
     kvc_format key_format;
     kvc_format value_format;
-    int32_t rotate_keys;   /* 1: rows are stored under a Hadamard rotation of the head */
+    int32_t rotate_keys; /* 1: rows are stored under a Hadamard rotation of the head */
     int32_t rotate_values;
     size_t key_head_bytes;   /* one KV head's K of one block */
     size_t value_head_bytes; /* one KV head's V of one block */
@@ -51,7 +51,7 @@ typedef struct kvc_seq {
     int64_t num_queries;
 } kvc_seq;
 
-/* What one attention call reads and writes. Rows of queries and out: sequence by sequence in the order of seqs. */
+/* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs. */
 typedef struct kvc_attend_args {
     const kvc_layout *layout;
     const unsigned char *arena; /* of one layer */
@@ -62,7 +62,7 @@ typedef struct kvc_attend_args {
     const float *queries;      /* (total_queries, num_query_heads, head_dim) */
     const float *sink_queries; /* the same shape, or NULL */
     float *out;                /* the same shape */
-    float *scores;             /* (total tokens), or NULL: each token's weight, summed over queries and query heads */
+    float *scores; /* (total tokens), or NULL: each token's weight, summed over queries and query heads */
 } kvc_attend_args;
 
 /* A piece of that call which one thread does alone. A row is a (query, query head of the group) pair of one
@@ -90,11 +90,12 @@ typedef struct kvc_kernels {
                       float *keys, float *values);
     /* Index of the first value that is not finite or that the format cannot hold, or -1. */
     int64_t (*check_representable)(const float *, int64_t n, kvc_format);
-    /* Attention of one item; scratch of kvc_thread_scratch_bytes. Error against float64: 5e-6 of the largest output. */
+    /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c),
+     * quantised formats below 1 % over what they store (kvc_tiles.h). */
     void (*attend_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
     /* Exact sum of the parts of one split item (given its part 0) into out and norms. */
     void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
-    /* The weights of tokens [token, token_stop), all rows and heads of the sequence, from norms into scores. */
+    /* The weights of tokens [token, token_stop), over all rows and heads, from norms into scores. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
 } kvc_kernels;
 
@@ -107,8 +108,8 @@ const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
 int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, kvc_format key_format,
                     kvc_format value_format, int rotate_keys, int rotate_values);
 /* Moves stored codes, bit for bit; within one block the ranges may overlap. */
-void kvc_copy_slots(const kvc_layout *, unsigned char *arena, int32_t src_block, int src_slot, int32_t dst_block,
-                    int dst_slot, int count);
+void kvc_copy_slots(const kvc_layout *, unsigned char *arena, int32_t src_block, int src_slot,
+                    int32_t dst_block, int dst_slot, int count);
 
 /* kvc_parallel.c: attention over threads; scratch of kvc_attend_scratch_bytes, any alignment. */
 int kvc_default_threads(void);

@@ -5,11 +5,14 @@
 #include "kvc.h"
 
 enum {
-    KVC_CHUNK = 64,      /* tokens whose scores are held at once: K and V of f32, head_dim 128: 64 KB, in the L2 cache */
+    KVC_CHUNK =
+        64, /* tokens whose scores are held at once: K and V of f32, head_dim 128: 64 KB, in the L2 cache */
     KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
     KVC_DOT_ROWS = 8,    /* up to so many rows, dot products beat turning K into panels */
-    KVC_FEW_ROWS = 16,   /* up to so many rows, one item takes all heads, block by block as they lie in memory */
-    KVC_ITEM_ROWS = 96,  /* most rows of an item: a multiple of every tile; q and accumulators 96 KB at head_dim 128 */
+    KVC_FEW_ROWS =
+        16, /* up to so many rows, one item takes all heads, block by block as they lie in memory */
+    KVC_ITEM_ROWS =
+        96, /* most rows of an item: a multiple of every tile; q and accumulators 96 KB at head_dim 128 */
     KVC_PARTIAL_EXTRA = 16, /* floats behind a partial accumulator: maximum, sum, 14 unused */
 };
 
@@ -33,11 +36,13 @@ static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
     return few > KVC_ITEM_ROWS ? few : KVC_ITEM_ROWS;
 }
 
-/* One thread's scratch in floats: q, sink q, both in digits, accumulators, maxima and sums of every (head, row); then,
- * for one head, the scores of a chunk and their factors; K panels and staged rows, or the weights in digits. */
+/* One thread's scratch in floats: q, sink q, both in digits, accumulators, maxima and sums of every (head,
+ * row); then, for one head, the scores of a chunk and their factors; K panels and staged rows, or weights in
+ * digits. */
 static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
     const int64_t dim = kvc_padded_dim(layout), rows = kvc_item_max_rows(layout);
-    return rows * (3 * dim + 2 + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
+    return rows * (3 * dim + 2 + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
+           KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
 }
 
 _Static_assert(KVC_ITEM_ROWS * sizeof(unit_weights) <= 2 * KVC_CHUNK * 32 * sizeof(float),

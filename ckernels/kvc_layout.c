@@ -3,8 +3,8 @@
 
 int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
                     kvc_format value_format, int rotate_keys, int rotate_values) {
-    const int whole = block_size >= 1 && block_size <= KVC_MAX_BLOCK_SIZE && num_heads >= 1 && head_dim >= 8 &&
-                      head_dim <= KVC_MAX_HEAD_DIM && head_dim % 8 == 0;
+    const int whole = block_size >= 1 && block_size <= KVC_MAX_BLOCK_SIZE && num_heads >= 1 &&
+                      head_dim >= 8 && head_dim <= KVC_MAX_HEAD_DIM && head_dim % 8 == 0;
     const int known = (unsigned)key_format <= KVC_Q2 && (unsigned)value_format <= KVC_Q2;
     if (!whole || !known) return -1;
     const int power_of_two = (head_dim & (head_dim - 1)) == 0;
@@ -32,7 +32,8 @@ static int tile_code(int bits, const unsigned char *packed, int unit, int byte) 
     if (bits == 4) return packed[unit / 2 * KVC_UNIT + byte] >> unit % 2 * 4 & 15;
     if (bits == 2) return packed[unit / 4 * KVC_UNIT + byte] >> unit % 4 * 2 & 3;
     const unsigned char *eight = packed + unit / 8 * 3 * KVC_UNIT;
-    const int low = eight[unit % 8 / 4 * KVC_UNIT + byte] >> unit % 4 * 2 & 3, high = eight[2 * KVC_UNIT + byte] >> unit % 8;
+    const int low = eight[unit % 8 / 4 * KVC_UNIT + byte] >> unit % 4 * 2 & 3,
+              high = eight[2 * KVC_UNIT + byte] >> unit % 8;
     return low | (high & 1) << 2;
 }
 
@@ -50,7 +51,8 @@ static void put_tile_code(int bits, unsigned char *packed, int unit, int byte, i
     if (bits == 3) put_bits(eight + 2 * KVC_UNIT + byte, unit % 8, 1, code >> 2);
 }
 
-static void copy_tile_slot(kvc_rows rows, unsigned char *dst_head, int dst_slot, const unsigned char *src_head, int src_slot) {
+static void copy_tile_slot(kvc_rows rows, unsigned char *dst_head, int dst_slot,
+                           const unsigned char *src_head, int src_slot) {
     const unsigned char *src = src_head + (size_t)(src_slot / KVC_TILE) * kvc_tile_bytes(rows);
     unsigned char *dst = dst_head + (size_t)(dst_slot / KVC_TILE) * kvc_tile_bytes(rows);
     const int from = src_slot % KVC_TILE, to = dst_slot % KVC_TILE;
@@ -58,14 +60,17 @@ static void copy_tile_slot(kvc_rows rows, unsigned char *dst_head, int dst_slot,
     memcpy(dst + 2 * (KVC_TILE + to), src + 2 * (KVC_TILE + from), 2);
     for (int d = 0; d < rows.dim; d++) {
         const int keys = rows.side == KVC_KEYS;
-        const int src_unit = keys ? d / 4 : d / 16 * 4 + from / 4, src_byte = keys ? 4 * from + d % 4 : d % 16 * 4 + from % 4;
-        const int dst_unit = keys ? d / 4 : d / 16 * 4 + to / 4, dst_byte = keys ? 4 * to + d % 4 : d % 16 * 4 + to % 4;
+        const int src_unit = keys ? d / 4 : d / 16 * 4 + from / 4,
+                  src_byte = keys ? 4 * from + d % 4 : d % 16 * 4 + from % 4;
+        const int dst_unit = keys ? d / 4 : d / 16 * 4 + to / 4,
+                  dst_byte = keys ? 4 * to + d % 4 : d % 16 * 4 + to % 4;
         const int code = tile_code(rows.bits, src + KVC_TILE_HEADER, src_unit, src_byte);
         put_tile_code(rows.bits, dst + KVC_TILE_HEADER, dst_unit, dst_byte, code);
     }
 }
 
-static void copy_head(kvc_rows rows, unsigned char *dst, int dst_slot, const unsigned char *src, int src_slot, int count) {
+static void copy_head(kvc_rows rows, unsigned char *dst, int dst_slot, const unsigned char *src, int src_slot,
+                      int count) {
     const size_t row = kvc_row_bytes(rows);
     if (!rows.tiled) {
         memmove(dst + (size_t)dst_slot * row, src + (size_t)src_slot * row, (size_t)count * row);
@@ -73,7 +78,8 @@ static void copy_head(kvc_rows rows, unsigned char *dst, int dst_slot, const uns
     }
     const int whole = src_slot % KVC_TILE == 0 && dst_slot % KVC_TILE == 0 ? count / KVC_TILE * KVC_TILE : 0;
     const int backwards = dst == src && dst_slot > src_slot;
-    if (whole && !backwards) memmove(dst + (size_t)dst_slot * row, src + (size_t)src_slot * row, (size_t)whole * row);
+    if (whole && !backwards)
+        memmove(dst + (size_t)dst_slot * row, src + (size_t)src_slot * row, (size_t)whole * row);
     for (int i = backwards ? 0 : whole; i < count; i++) {
         const int at = backwards ? count - 1 - i : i;
         copy_tile_slot(rows, dst, dst_slot + at, src, src_slot + at);

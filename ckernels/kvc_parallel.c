@@ -1,10 +1,10 @@
-/* kvc_parallel.c - cuts an attention call into items and hands them to threads; the only file that knows OpenMP.
+/* kvc_parallel.c - cuts an attention call into items for the threads; the only file that knows OpenMP.
  *
  *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
  *   unit     -> parts of the context, when a unit is more than a thread's fair share
  *
- * The items depend on the call and the number of threads, never on timing, and no two write the same place: the
- * result is the same each time. Scratch: [items][norms][partials][one piece per thread].
+ * The items depend on the call and the number of threads, never on timing, and no two write the same place:
+ * the result is the same each time. Scratch: [items][norms][partials][one piece per thread].
  */
 #include "kvc_attend.h"
 
@@ -17,8 +17,8 @@ static int omp_get_thread_num(void) { return 0; }
 #endif
 
 enum {
-    PIECES_PER_THREAD = 4,  /* so that threads which start late or run slowly still end together */
-    MIN_PART_TOKENS = 256,  /* below this, combining costs more than a thread gives */
+    PIECES_PER_THREAD = 4,     /* so that threads which start late or run slowly still end together */
+    MIN_PART_TOKENS = 256,     /* below this, combining costs more than a thread gives */
     MIN_THREAD_WORK = 1 << 16, /* key-row products: 10 microseconds, about what waking a thread takes */
 };
 
@@ -126,7 +126,8 @@ static size_t thread_bytes(const plan *p) {
 size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                 int num_query_heads, int num_threads) {
     const plan p = make_plan(layout, seqs, num_seqs, num_query_heads, num_threads);
-    return 64 + items_bytes(&p) + norms_bytes(&p) + partials_bytes(&p) + (size_t)num_threads * thread_bytes(&p);
+    return 64 + items_bytes(&p) + norms_bytes(&p) + partials_bytes(&p) +
+           (size_t)num_threads * thread_bytes(&p);
 }
 
 static void list_items(const plan *p, kvc_item *items, float *norms, float *partials) {
@@ -135,8 +136,14 @@ static void list_items(const plan *p, kvc_item *items, float *norms, float *part
         for (int64_t i = 0, n = num_units(p, &p->seqs[s]); i < n; i++) {
             const unit u = unit_at(p, &p->seqs[s], i);
             for (int32_t part = 0; part < u.parts; part++, items++) {
-                *items = (kvc_item){.seq = s, .first_query = first_query, .row = u.row, .row_stop = u.row_stop,
-                                    .head = u.head, .head_stop = u.head_stop, .part = part, .parts = u.parts,
+                *items = (kvc_item){.seq = s,
+                                    .first_query = first_query,
+                                    .row = u.row,
+                                    .row_stop = u.row_stop,
+                                    .head = u.head,
+                                    .head_stop = u.head_stop,
+                                    .part = part,
+                                    .parts = u.parts,
                                     .norms = norms};
                 items->token = u.tokens * part / u.parts;
                 items->token_stop = u.tokens * (part + 1) / u.parts;
@@ -152,8 +159,12 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
         const kvc_seq *seq = &p->seqs[s];
         const int64_t parts = num_score_parts(p, seq, num_threads);
         for (int64_t part = 0; part < parts; part++, items++) {
-            *items = (kvc_item){.seq = s, .first_query = first_query, .first_score = first_score,
-                                .row_stop = seq_rows(p, seq), .head_stop = p->layout->num_heads, .parts = 1,
+            *items = (kvc_item){.seq = s,
+                                .first_query = first_query,
+                                .first_score = first_score,
+                                .row_stop = seq_rows(p, seq),
+                                .head_stop = p->layout->num_heads,
+                                .parts = 1,
                                 .norms = norms};
             items->token = seq->num_tokens * part / parts;
             items->token_stop = seq->num_tokens * (part + 1) / parts;

@@ -1,13 +1,13 @@
 /* kvc_products.h - the two products of attention over one chunk of tokens, in register tiles.
  *
- *   scores    s[row][token]  = q[row] . k[token]                      q: [row][dim padded to 16], zeros behind dim
+ *   scores    s[row][token]  = q[row] . k[token]                    q: [row][dim padded to 16 with zeros]
  *   mixing    acc[row][dim]  = acc * alpha[row] + sum of s[row][token] * v[token]
  *
  * Tokens are given as pointers to their rows, so that blocks of any size, holes and staged copies are all the
  * same. A chunk has KVC_CHUNK pointers; those behind its last token repeat it and meet a weight of 0.
  *
  * Few rows (decode): K and V come straight from the block, each row once; scores are dot products along dim.
- * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], which every row reuses.
+ * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
  * Sums of a chunk start from zero and join the accumulator once, so rounding grows with the square root of
  * KVC_CHUNK + chunks, not of tokens.
  */
@@ -19,7 +19,8 @@
 
 #define KVC_PANEL (KVC_TILE_VECS * KVC_LANES)
 _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
-_Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0, "a step of dot products is whole tiles for every row count");
+_Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
+               "a step of dot products is whole tiles for every row count");
 
 /* Rows to be read soon: while one product reads token t, row t of the next one is fetched. */
 typedef struct ahead_rows {
@@ -35,7 +36,8 @@ INLINE void fetch_ahead(ahead_rows ahead, int token) {
 }
 
 INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
-    return format == KVC_F32 ? load_dims((const float *)row, d, dim) : load_dims_half((const uint16_t *)row, d, dim);
+    return format == KVC_F32 ? load_dims((const float *)row, d, dim)
+                             : load_dims_half((const uint16_t *)row, d, dim);
 }
 
 /* rows (1, 2 or 4) x KVC_DOT_SUMS / rows tokens. */
@@ -43,19 +45,26 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
                      const unsigned char *const *k, size_t offset, float *s) {
     const int tokens = KVC_DOT_SUMS / rows;
     f32v sums[KVC_DOT_SUMS];
-    UNROLL for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
+    UNROLL
+    for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
     for (int d = 0; d < dim; d += KVC_LANES) {
         f32v q_v[4];
-        UNROLL for (int r = 0; r < rows; r++) q_v[r] = f32v_load(q + r * q_stride + d);
-        UNROLL for (int t = 0; t < tokens; t++) {
+        UNROLL
+        for (int r = 0; r < rows; r++) q_v[r] = f32v_load(q + r * q_stride + d);
+        UNROLL
+        for (int t = 0; t < tokens; t++) {
             const f32v k_v = load_row(format, k[t] + offset, d, dim);
-            UNROLL for (int r = 0; r < rows; r++) sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
+            UNROLL
+            for (int r = 0; r < rows; r++) sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
         }
     }
     float lanes[KVC_DOT_SUMS];
-    UNROLL for (int i = 0; i < KVC_DOT_SUMS; i += KVC_LANES) f32v_store(lanes + i, f32v_sums(sums + i));
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int t = 0; t < tokens; t++) s[r * KVC_CHUNK + t] = lanes[r * tokens + t];
+    UNROLL
+    for (int i = 0; i < KVC_DOT_SUMS; i += KVC_LANES) f32v_store(lanes + i, f32v_sums(sums + i));
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int t = 0; t < tokens; t++) s[r * KVC_CHUNK + t] = lanes[r * tokens + t];
     }
 }
 
@@ -63,14 +72,14 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
 INLINE void dot_step(int rows, kvc_format format, int dim, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
     int r = 0;
-#define DOT_ROWS(n)                                                                                  \
-    for (; r + (n) <= rows; r += (n)) {                                                              \
-        for (int t = 0; t < KVC_DOT_TOKENS; t += KVC_DOT_SUMS / (n)) {                               \
-            if (r == 0 && ahead.rows) {                                                              \
-                for (int i = 0; i < KVC_DOT_SUMS / (n); i++) fetch_ahead(ahead, first + t + i);      \
-            }                                                                                        \
+#define DOT_ROWS(n)                                                                                     \
+    for (; r + (n) <= rows; r += (n)) {                                                                 \
+        for (int t = 0; t < KVC_DOT_TOKENS; t += KVC_DOT_SUMS / (n)) {                                  \
+            if (r == 0 && ahead.rows) {                                                                 \
+                for (int i = 0; i < KVC_DOT_SUMS / (n); i++) fetch_ahead(ahead, first + t + i);         \
+            }                                                                                           \
             dot_tile(n, format, dim, q + r * q_stride, q_stride, k + t, offset, s + r * KVC_CHUNK + t); \
-        }                                                                                            \
+        }                                                                                               \
     }
     DOT_ROWS(4)
     DOT_ROWS(2)
@@ -91,11 +100,13 @@ INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size
         float *panel = panels + t / KVC_PANEL * KVC_PANEL * dim + t % KVC_PANEL;
         for (int d = 0; d < dim; d += KVC_LANES) {
             f32v square[KVC_LANES];
-            UNROLL for (int i = 0; i < KVC_LANES; i++) {
+            UNROLL
+            for (int i = 0; i < KVC_LANES; i++) {
                 square[i] = load_dims((const float *)(k[t + i] + offset), d, dim);
             }
             f32v_transpose(square);
-            UNROLL for (int i = 0; i < KVC_LANES; i++) {
+            UNROLL
+            for (int i = 0; i < KVC_LANES; i++) {
                 if (d + i < dim) f32v_store(panel + (d + i) * KVC_PANEL, square[i]);
             }
         }
@@ -104,27 +115,36 @@ INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size
 
 INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
     f32v sums[KVC_TILE_ROWS][KVC_TILE_VECS];
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_zero();
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_zero();
     }
     for (int d = 0; d < dim; d++) {
         f32v k_v[KVC_TILE_VECS];
-        UNROLL for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + d * KVC_PANEL + v * KVC_LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + d * KVC_PANEL + v * KVC_LANES);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
             const f32v q_v = f32v_set1(q[r * q_stride + d]);
-            UNROLL for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_fma(q_v, k_v[v], sums[r][v]);
+            UNROLL
+            for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_fma(q_v, k_v[v], sums[r][v]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int v = 0; v < KVC_TILE_VECS; v++) f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, sums[r][v]);
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < KVC_TILE_VECS; v++) f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, sums[r][v]);
     }
 }
 
-INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const float *panels, float *s) {
+INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const float *panels,
+                        float *s) {
     for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * dim) {
         int r = 0;
-#define PANEL_ROWS(n) \
-    for (; r + (n) <= rows; r += (n)) panel_tile(n, dim, q + r * q_stride, q_stride, panels, s + r * KVC_CHUNK + t);
+#define PANEL_ROWS(n)                 \
+    for (; r + (n) <= rows; r += (n)) \
+        panel_tile(n, dim, q + r * q_stride, q_stride, panels, s + r * KVC_CHUNK + t);
         PANEL_ROWS(KVC_TILE_ROWS)
         PANEL_ROWS(4)
         PANEL_ROWS(1)
@@ -134,23 +154,30 @@ INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_str
 
 /* rows x vecs vectors of the accumulator over all tokens of the chunk. */
 INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int tokens, const float *s,
-                     const unsigned char *const *v, size_t offset, const float *alpha, float *acc, int acc_stride,
-                     ahead_rows ahead) {
+                     const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
+                     int acc_stride, ahead_rows ahead) {
     f32v sums[KVC_TILE_ROWS][8];
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int i = 0; i < vecs; i++) sums[r][i] = f32v_zero();
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int i = 0; i < vecs; i++) sums[r][i] = f32v_zero();
     }
     for (int t = 0; t < tokens; t++) {
         f32v v_v[8];
         if (ahead.rows) fetch_ahead(ahead, t);
-        UNROLL for (int i = 0; i < vecs; i++) v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
-        UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int i = 0; i < vecs; i++) v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
             const f32v s_v = f32v_set1(s[r * KVC_CHUNK + t]);
-            UNROLL for (int i = 0; i < vecs; i++) sums[r][i] = f32v_fma(s_v, v_v[i], sums[r][i]);
+            UNROLL
+            for (int i = 0; i < vecs; i++) sums[r][i] = f32v_fma(s_v, v_v[i], sums[r][i]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int i = 0; i < vecs; i++) {
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int i = 0; i < vecs; i++) {
             float *to = acc + r * acc_stride + d + i * KVC_LANES;
             f32v_store(to, f32v_fma(f32v_load(to), f32v_set1(alpha[r]), sums[r][i]));
         }
@@ -158,8 +185,8 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
 }
 
 INLINE void mix_rows(int rows, int vecs, kvc_format format, int dim, int tokens, const float *s,
-                     const unsigned char *const *v, size_t offset, const float *alpha, float *acc, int acc_stride,
-                     ahead_rows ahead) {
+                     const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
+                     int acc_stride, ahead_rows ahead) {
     int d = 0;
     for (; d + vecs * KVC_LANES <= dim; d += vecs * KVC_LANES, ahead.rows = NULL) {
         mix_tile(rows, vecs, format, dim, d, tokens, s, v, offset, alpha, acc, acc_stride, ahead);
@@ -169,17 +196,17 @@ INLINE void mix_rows(int rows, int vecs, kvc_format format, int dim, int tokens,
     }
 }
 
-/* Vectors per tile when a tile has 4, 2 or 1 rows: as many sums as the dot products have, at most 8 per row. */
+/* Vectors per tile of 4, 2 or 1 rows: as many sums as the dot products have, at most 8 per row. */
 #define MIX_VECS(rows) (KVC_DOT_SUMS / (rows) < 8 ? KVC_DOT_SUMS / (rows) : 8)
 
 INLINE void mix_chunk(int tile_rows, kvc_format format, int dim, int rows, int tokens, const float *s,
-                      const unsigned char *const *v, size_t offset, const float *alpha, float *acc, int acc_stride,
-                      ahead_rows ahead) {
+                      const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
+                      int acc_stride, ahead_rows ahead) {
     int r = 0;
-#define MIX_ROWS(n, vecs)                                                                                 \
-    for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                                                \
-        mix_rows(n, vecs, format, dim, tokens, s + r * KVC_CHUNK, v, offset, alpha + r, acc + r * acc_stride, \
-                 acc_stride, ahead);                                                                      \
+#define MIX_ROWS(n, vecs)                                                               \
+    for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                              \
+        mix_rows(n, vecs, format, dim, tokens, s + r * KVC_CHUNK, v, offset, alpha + r, \
+                 acc + r * acc_stride, acc_stride, ahead);                              \
     }
     if (tile_rows == KVC_TILE_ROWS) {
         MIX_ROWS(KVC_TILE_ROWS, KVC_TILE_VECS)

@@ -1,21 +1,22 @@
 /* kvc_quant.c - float rows to codes and back.
  *
- *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), the next half up where that falls short
+ *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), the next half where that is too small
  *   code    = round((x - minimum) / scale), half to even, within 0 .. top = 2^bits - 1
  *
  * All levels store the same bytes: the arithmetic is plain float32, never fused, in one order.
  *
  * Error of a row, in what is stored (under rotation: of the rotated row), with ulp16 the spacing of halves:
  *
- *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest      scale <= range / top * (1 + 2^-10) + 2^-24
+ *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest
+ *   scale      <= range / top * (1 + 2^-10) + 2^-24                       range = highest - minimum
  *
- * where range = highest - minimum. A constant row comes back as f16(x). Rows within +-65504 never overflow: the range,
- * at most 131008, is divided by at least 3.
+ * A constant row comes back as f16(x). Rows within +-65504 never overflow: the range, at most 131008, is
+ * divided by at least 3.
  *
- * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H = head_dim),
- * so no value grows and the scaling, by a power of two, is exact. Reading multiplies the error by sqrt(head_dim) in
- * the mean and head_dim at worst, rotating a typical row divides its range by sqrt(head_dim). A constant row x turns
- * into (x, 0, 0, ...), which is stored exactly: minimum 0 and scale x, or minimum x and scale -x.
+ * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H =
+ * head_dim), so no value grows and the scaling, by a power of two, is exact. Reading multiplies the error by
+ * sqrt(head_dim) in the mean and head_dim at worst, but rotating divides the range of a typical row by
+ * sqrt(head_dim), and that of a row with outliers by more.
  */
 #include "kvc_kernels.h"
 
@@ -60,9 +61,10 @@ static void range_of(const float *x, int dim, float *lowest, float *highest) {
     *lowest = low + 0.0f, *highest = high; /* -0 to 0: which of them is least depends on the order */
 }
 
-/* head_dim times the same value. Rotated it is (value, 0, 0, ...): with code = 2^k where the value is not 0, scale is
- * value / 2^k, exact for the largest k that leaves no denormal; so scales stay near those of other rows. */
-static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint16_t *scale, uint16_t *minimum) {
+/* head_dim times the same value. Rotated it is (value, 0, 0, ...): the value is 2^k steps from 0, so that the
+ * scale |value| / 2^k is exact, with the largest k that leaves no denormal: scales stay near other rows'. */
+static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint16_t *scale,
+                         uint16_t *minimum) {
     const uint16_t half = kvc_half_of_float(value);
     const float kept = kvc_float_of_half(half), magnitude = kept < 0.0f ? -kept : kept;
     int code = rows.rotated ? 1 << (rows.bits - 1) : 0;
@@ -74,7 +76,8 @@ static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint1
 }
 
 /* One row, rotated where the rows are. head_dim codes, scale and minimum as halves. */
-static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, uint16_t *scale, uint16_t *minimum) {
+static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, uint16_t *scale,
+                         uint16_t *minimum) {
     const int dim = rows.dim, top = (1 << rows.bits) - 1;
     float lowest, highest, rotated[KVC_MAX_HEAD_DIM], whole[KVC_MAX_HEAD_DIM];
     range_of(x, dim, &lowest, &highest);
@@ -92,7 +95,8 @@ static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, ui
     *minimum = kvc_half_of_float(lowest);
     const float m = kvc_float_of_half(*minimum), range = highest > m ? highest - m : 0.0f;
     *scale = kvc_half_of_float(range / (float)top);
-    if (kvc_float_of_half(*scale) * ((float)top + 0.5f) < range) ++*scale; /* the next half, where rounding fell short */
+    if (kvc_float_of_half(*scale) * ((float)top + 0.5f) < range)
+        ++*scale; /* the next half, where rounding fell short */
     const float s = *scale ? kvc_float_of_half(*scale) : 1.0f, limit = *scale ? (float)top : 0.0f;
     for (int d = 0; d < dim; d++) {
         const float code = (x[d] - m) / s, low = code > 0.0f ? code : 0.0f, in = low < limit ? low : limit;
@@ -107,7 +111,8 @@ static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, 
 }
 
 /* Tokens [first, first + count) of one tile. */
-static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x, size_t row_stride) {
+static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
+                       size_t row_stride) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
     uint16_t *scales = (uint16_t *)tile, *minima = scales + KVC_TILE;
     if (count < KVC_TILE) kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
@@ -118,7 +123,8 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
     kvc_pack_units(rows.bits, rows.dim, units, tile + KVC_TILE_HEADER);
 }
 
-static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x, size_t row_stride) {
+static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x,
+                      size_t row_stride) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
     const uint16_t *scales = (const uint16_t *)tile, *minima = scales + KVC_TILE;
     kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);

@@ -8,8 +8,11 @@
  *
  *   Codes come in units of 64, so that one 64-byte load feeds integer dot products of 4 bytes per lane:
  *
- *     K  unit g             channels 4g .. 4g+3 of all 16 tokens               byte 4 * token + channel % 4
- *     V  unit 4 * cb + tg   tokens 4tg .. 4tg+3 of channels 16cb .. 16cb+15    byte 4 * (channel % 16) + token % 4
+ *     K  unit g          channels 4g .. 4g+3 of all 16 tokens             byte 4 * token + channel % 4
+ *     V  unit 4 cb + tg  tokens 4tg .. 4tg+3 of channels 16cb .. 16cb+15  byte 4 * (channel % 16) + token % 4
+ *
+ *     K unit 0   | t0: c0 c1 c2 c3 | t1: c0 c1 c2 c3 | ... | t15: c0 c1 c2 c3 |   one 32-bit lane per token
+ *     V unit 0   | c0: t0 t1 t2 t3 | c1: t0 t1 t2 t3 | ... | c15: t0 t1 t2 t3 |   one 32-bit lane per channel
  *
  *   Neighbouring units share bytes; U0 is unit 0, and so on:
  *
@@ -18,7 +21,9 @@
  *     q2   64 bytes of (U3 << 6 | U2 << 4 | U1 << 2 | U0) | ...
  *     q3   low two bits of U0-U3 as q2 | of U4-U7 | third bits: U7 << 7 | ... | U1 << 1 | U0
  *
- * ROWS, for all other sizes: | scale f16 | minimum f16 | codes, the first in the lowest bits |  per slot, unaligned.
+ * ROWS, for all other sizes, slot by slot and unaligned:
+ *
+ *   | scale f16 | minimum f16 | codes, the first in the lowest bits |
  *
  * Either way a row takes head_dim * bits / 8 + 4 bytes per head.
  */
@@ -37,7 +42,7 @@ typedef enum kvc_side { KVC_KEYS, KVC_VALUES } kvc_side;
 
 /* One side of a layout: what it takes to find and read a row. */
 typedef struct kvc_rows {
-    int bits;    /* 2, 3, 4, 8; 16 and 32 for f16 and f32 */
+    int bits; /* 2, 3, 4, 8; 16 and 32 for f16 and f32 */
     int tiled;
     int rotated;
     int dim;
@@ -62,7 +67,7 @@ static inline size_t kvc_row_bytes(kvc_rows rows) {
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
 
-/* Codes of one tile in bytes, unit by unit: head_dim / 4 units of KVC_UNIT. Plain loops; compilers vectorise them. */
+/* Codes of one tile in bytes, unit by unit: head_dim / 4 units. Plain loops; compilers vectorise them. */
 static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
                                     unsigned char *restrict units) {
     const int bytes = dim * KVC_TILE;
@@ -101,13 +106,15 @@ static inline void kvc_pack_units(int bits, int dim, const unsigned char *restri
         memcpy(packed, units, (size_t)bytes);
     } else if (bits == 4) {
         for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) packed[i] = (unsigned char)(units[u + i] | units[u + KVC_UNIT + i] << 4);
+            for (int i = 0; i < KVC_UNIT; i++)
+                packed[i] = (unsigned char)(units[u + i] | units[u + KVC_UNIT + i] << 4);
         }
     } else if (bits == 2) {
         for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
             for (int i = 0; i < KVC_UNIT; i++) {
                 const unsigned char *c = units + u + i;
-                packed[i] = (unsigned char)(c[0] | c[KVC_UNIT] << 2 | c[2 * KVC_UNIT] << 4 | c[3 * KVC_UNIT] << 6);
+                packed[i] =
+                    (unsigned char)(c[0] | c[KVC_UNIT] << 2 | c[2 * KVC_UNIT] << 4 | c[3 * KVC_UNIT] << 6);
             }
         }
     } else {
@@ -126,7 +133,8 @@ static inline void kvc_pack_units(int bits, int dim, const unsigned char *restri
 }
 
 /* Codes of token t, head_dim bytes, between units and a row of their own. */
-static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned char *units, int t, unsigned char *codes) {
+static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned char *units, int t,
+                                      unsigned char *codes) {
     if (side == KVC_KEYS) {
         for (int g = 0; g < dim / 4; g++) memcpy(codes + 4 * g, units + g * KVC_UNIT + 4 * t, 4);
     } else {
@@ -137,7 +145,8 @@ static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned cha
     }
 }
 
-static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes, int t, unsigned char *units) {
+static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes, int t,
+                                      unsigned char *units) {
     if (side == KVC_KEYS) {
         for (int g = 0; g < dim / 4; g++) memcpy(units + g * KVC_UNIT + 4 * t, codes + 4 * g, 4);
     } else {

@@ -5,7 +5,8 @@
 #include <string.h>
 
 /* count rows, row_stride floats apart, to consecutive slots of one head. */
-static void write_head(kvc_rows rows, unsigned char *head, int slot, int count, const float *x, size_t row_stride) {
+static void write_head(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
+                       size_t row_stride) {
     if (rows.bits < 16) {
         KVC_FN(quantise_head)(rows, head, slot, count, x, row_stride);
         return;
@@ -16,12 +17,14 @@ static void write_head(kvc_rows rows, unsigned char *head, int slot, int count, 
         if (rows.bits == 32) {
             memcpy(row, x, (size_t)dim * sizeof(float));
         } else {
-            for (int d = 0; d < dim; d += KVC_LANES) store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
+            for (int d = 0; d < dim; d += KVC_LANES)
+                store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
         }
     }
 }
 
-static void read_head(kvc_rows rows, const unsigned char *head, int slot, int count, float *x, size_t row_stride) {
+static void read_head(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
+                      size_t row_stride) {
     const int dim = rows.dim;
     if (rows.bits < 16) {
         KVC_FN(dequantise_head)(rows, head, slot, count, x, row_stride);
@@ -33,7 +36,8 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
         if (rows.bits == 32) {
             memcpy(x, row, (size_t)dim * sizeof(float));
         } else {
-            for (int d = 0; d < dim; d += KVC_LANES) store_dims(x, d, dim, load_dims_half((const uint16_t *)row, d, dim));
+            for (int d = 0; d < dim; d += KVC_LANES)
+                store_dims(x, d, dim, load_dims_half((const uint16_t *)row, d, dim));
         }
     }
 }
@@ -47,16 +51,19 @@ void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kv
         unsigned char *v = k + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
-            if (keys) write_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
-            if (values) write_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim, row_stride);
+            if (keys)
+                write_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
+            if (values)
+                write_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim,
+                           row_stride);
         }
         if (keys) keys += (size_t)count * row_stride;
         if (values) values += (size_t)count * row_stride;
     }
 }
 
-void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                       float *keys, float *values) {
+void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
+                       int64_t num_runs, float *keys, float *values) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
     const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
     for (int64_t i = 0; i < num_runs; i++) {
@@ -64,8 +71,11 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
         const unsigned char *v = k + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
-            if (keys) read_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
-            if (values) read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim, row_stride);
+            if (keys)
+                read_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
+            if (values)
+                read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim,
+                          row_stride);
         }
         if (keys) keys += (size_t)count * row_stride;
         if (values) values += (size_t)count * row_stride;

@@ -42,12 +42,16 @@ INLINE f32v load_dims_half(const uint16_t *row, int d, int dim) {
     return KVC_LANES > 8 && d + 8 == dim ? f32v_load8_half(row + d) : f32v_load_half(row + d);
 }
 INLINE void store_dims(float *row, int d, int dim, f32v x) {
-    if (KVC_LANES > 8 && d + 8 == dim) f32v_store8(row + d, x);
-    else f32v_store(row + d, x);
+    if (KVC_LANES > 8 && d + 8 == dim)
+        f32v_store8(row + d, x);
+    else
+        f32v_store(row + d, x);
 }
 INLINE void store_dims_half(uint16_t *row, int d, int dim, f32v x) {
-    if (KVC_LANES > 8 && d + 8 == dim) f32v_store8_half(row + d, x);
-    else f32v_store_half(row + d, x);
+    if (KVC_LANES > 8 && d + 8 == dim)
+        f32v_store8_half(row + d, x);
+    else
+        f32v_store_half(row + d, x);
 }
 
 /* 2^x, for x <= 127: 1 ulp, 0 below 2^-126 and for -inf. x = n + f with |f| <= 1/2; 2^f by the polynomial of

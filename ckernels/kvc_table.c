@@ -1,7 +1,8 @@
 /* kvc_table.c - the table of the level that this file is being compiled for. */
 #include "kvc_simd.h"
 
-void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *, const float *);
+void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
+                        const float *);
 void KVC_FN(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *);
 int64_t KVC_FN(check_representable)(const float *, int64_t, kvc_format);
 void KVC_FN(attend_item)(const kvc_attend_args *, const kvc_item *, void *);

@@ -56,31 +56,36 @@ INLINE int f32v_first_not_below(f32v x, float limit) {
 /* Pairs of rows, pairs of pairs, then the two 128-bit halves. */
 INLINE void f32v_transpose(f32v r[8]) {
     f32v t[8];
-    UNROLL for (int i = 0; i < 8; i += 2) {
+    UNROLL
+    for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
     }
-    UNROLL for (int i = 0; i < 8; i += 4) {
+    UNROLL
+    for (int i = 0; i < 8; i += 4) {
         r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
         r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
         r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
         r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
         t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
         t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
     }
-    UNROLL for (int i = 0; i < 8; i++) r[i] = t[i];
+    UNROLL
+    for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 INLINE f32v f32v_sums(const f32v r[8]) {
     const f32v s01 = _mm256_hadd_ps(r[0], r[1]), s23 = _mm256_hadd_ps(r[2], r[3]);
     const f32v s45 = _mm256_hadd_ps(r[4], r[5]), s67 = _mm256_hadd_ps(r[6], r[7]);
     const f32v s0123 = _mm256_hadd_ps(s01, s23), s4567 = _mm256_hadd_ps(s45, s67);
-    return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20), _mm256_permute2f128_ps(s0123, s4567, 0x31));
+    return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20),
+                         _mm256_permute2f128_ps(s0123, s4567, 0x31));
 }
 
-/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). vpmaddubsw adds two products in
- * 16 bits: 2 * 255 * 64 = 32,640 and 2 * 128 * 127 = 32,512 just fit, which is why digits have 7 bits. */
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). vpmaddubsw adds two
+ * products in 16 bits: 2 * 255 * 64 = 32,640 and 2 * 128 * 127 = 32,512 just fit, which is why digits have 7 bits. */
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
@@ -88,8 +93,12 @@ INLINE f32v f32v_sums(const f32v r[8]) {
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
 
-typedef struct u8x64 { __m256i a, b; } u8x64;
-typedef struct i32x16 { __m256i a, b; } i32x16;
+typedef struct u8x64 {
+    __m256i a, b;
+} u8x64;
+typedef struct i32x16 {
+    __m256i a, b;
+} i32x16;
 
 INLINE u8x64 u8x64_load(const unsigned char *p) {
     return (u8x64){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
@@ -98,14 +107,20 @@ INLINE u8x64 u8x64_and(u8x64 x, int byte) {
     const __m256i mask = _mm256_set1_epi8((char)byte);
     return (u8x64){_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
-INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) { return (u8x64){_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) {
+    return (u8x64){_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+}
 INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
     const __m256i mask = _mm256_set1_epi8((char)byte);
     return (u8x64){_mm256_xor_si256(x.a, mask), _mm256_xor_si256(x.b, mask)};
 }
 /* Of 16-bit lanes: bits cross bytes and are masked off behind. */
-INLINE u8x64 u8x64_shr(u8x64 x, int n) { return (u8x64){_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
-INLINE u8x64 u8x64_shl(u8x64 x, int n) { return (u8x64){_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
+INLINE u8x64 u8x64_shr(u8x64 x, int n) {
+    return (u8x64){_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)};
+}
+INLINE u8x64 u8x64_shl(u8x64 x, int n) {
+    return (u8x64){_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)};
+}
 
 INLINE i32x16 i32x16_zero(void) { return (i32x16){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE __m256i i32x8_dot(__m256i sums, __m256i u8, __m256i s8) {

@@ -12,7 +12,9 @@ INLINE f32v f32v_zero(void) { return _mm512_setzero_ps(); }
 INLINE f32v f32v_set1(float x) { return _mm512_set1_ps(x); }
 INLINE f32v f32v_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void f32v_store(float *p, f32v x) { _mm512_storeu_ps(p, x); }
-INLINE f32v f32v_load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE f32v f32v_load_half(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
 INLINE void f32v_store_half(uint16_t *p, f32v x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -32,7 +34,9 @@ INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm512_fmadd_ps(a, b, c); 
 INLINE f32v f32v_min(f32v a, f32v b) { return _mm512_min_ps(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return _mm512_max_ps(a, b); }
 INLINE f32v f32v_abs(f32v x) { return _mm512_abs_ps(x); }
-INLINE f32v f32v_round(f32v x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE f32v f32v_round(f32v x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 INLINE f32v f32v_scale2(f32v p, f32v n) { return _mm512_scalef_ps(p, n); }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), r);
@@ -48,23 +52,27 @@ INLINE int f32v_first_not_below(f32v x, float limit) {
 /* Pairs of rows, pairs of pairs, then 128-bit quarters twice. */
 INLINE void f32v_transpose(f32v r[16]) {
     f32v t[16];
-    UNROLL for (int i = 0; i < 16; i += 2) {
+    UNROLL
+    for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
     }
-    UNROLL for (int i = 0; i < 16; i += 4) { /* r[i + c]: column 4q + c of rows i .. i+3 in quarter q */
+    UNROLL
+    for (int i = 0; i < 16; i += 4) { /* r[i + c]: column 4q + c of rows i .. i+3 in quarter q */
         r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
         r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
         r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
         r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
-    UNROLL for (int c = 0; c < 4; c++) {
-        t[c] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x88);          /* quarters 0, 2 of rows 0-3, then of 4-7 */
-        t[c + 4] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xdd);      /* quarters 1, 3 */
+    UNROLL
+    for (int c = 0; c < 4; c++) {
+        t[c] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x88);     /* quarters 0, 2 of rows 0-3, then of 4-7 */
+        t[c + 4] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xdd); /* quarters 1, 3 */
         t[c + 8] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0x88); /* the same of rows 8-15 */
         t[c + 12] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0xdd);
     }
-    UNROLL for (int c = 0; c < 4; c++) {
+    UNROLL
+    for (int c = 0; c < 4; c++) {
         r[c] = _mm512_shuffle_f32x4(t[c], t[c + 8], 0x88);
         r[c + 8] = _mm512_shuffle_f32x4(t[c], t[c + 8], 0xdd);
         r[c + 4] = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0x88);
@@ -73,15 +81,20 @@ INLINE void f32v_transpose(f32v r[16]) {
 }
 INLINE f32v f32v_sums(const f32v r[16]) {
     f32v t[8], u[4];
-    UNROLL for (int i = 0; i < 8; i++) { /* per quarter: (r0, r1, r0, r1) */
-        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+    UNROLL
+    for (int i = 0; i < 8; i++) { /* per quarter: (r0, r1, r0, r1) */
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]),
+                             _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
     }
-    UNROLL for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */
+    UNROLL
+    for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */
         u[i] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44),
                              _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
     }
-    const f32v lo = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-    const f32v hi = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    const f32v lo =
+        _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    const f32v hi =
+        _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
 }
 

@@ -49,7 +49,8 @@ INLINE int f32v_first_not_below(f32v x, float limit) {
 INLINE void f32v_transpose(f32v r[4]) {
     const f32v a = vtrn1q_f32(r[0], r[1]), b = vtrn2q_f32(r[0], r[1]);
     const f32v c = vtrn1q_f32(r[2], r[3]), d = vtrn2q_f32(r[2], r[3]);
-#define TRN64(n, x, y) vreinterpretq_f32_f64(vtrn##n##q_f64(vreinterpretq_f64_f32(x), vreinterpretq_f64_f32(y)))
+#define TRN64(n, x, y) \
+    vreinterpretq_f32_f64(vtrn##n##q_f64(vreinterpretq_f64_f32(x), vreinterpretq_f64_f32(y)))
     r[0] = TRN64(1, a, c);
     r[1] = TRN64(1, b, d);
     r[2] = TRN64(2, a, c);
@@ -58,7 +59,7 @@ INLINE void f32v_transpose(f32v r[4]) {
 }
 INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }
 
-/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). sdot is signed on both sides. */
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). sdot is signed twice. */
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 1
@@ -104,7 +105,8 @@ INLINE i32x16 i32x16_zero(void) {
 /* sums[i] += the products of codes[4i .. 4i+3] with 4 bytes, all signed. */
 INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     const int8x16_t q_v = vreinterpretq_s8_s32(vdupq_n_s32(q));
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
         sums.val[i] = vdotq_s32(sums.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
     }
     return sums;
@@ -112,7 +114,8 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
 INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
 /* 128 * high + low. */
 INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
         out[i] = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.val[i], 7), low.val[i]));
     }
 }

@@ -4,19 +4,27 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 """
 
 from kvcache._kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+from kvcache.blocks import PrefixAwarePrefill, PrefixCache
+from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.errors import (
     BlockNotFoundError,
+    CheckpointError,
     InvalidOperationError,
     KvCacheError,
     OutOfMemoryError,
     SequenceNotFoundError,
     SnapshotError,
 )
-from kvcache.eviction import EvictionStrategy
+from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
+from kvcache.manager import CacheManager
+from kvcache.manager_config import KVCacheConfig
 from kvcache.paged import PagedKvCache
 from kvcache.paged_handle import PagedKvCacheHandle
 from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
+from kvcache.prefix import PrefixCacheConfig, PrefixKvCache, PrefixKvStats
 
 __version__ = "0.1.0"
 
@@ -24,17 +32,35 @@ __all__ = [
     "BlockId",
     "BlockNotFoundError",
     "BlockTable",
+    "CacheBlock",
     "CacheHandleStats",
+    "CacheManager",
+    "CacheSession",
     "CacheStats",
+    "CachedKvState",
+    "CheckpointError",
     "CsrBlockTable",
     "Device",
+    "EvictionPolicy",
     "EvictionStrategy",
+    "InferenceEngine",
     "InvalidOperationError",
+    "KVCacheConfig",
+    "KvCache",
+    "KvCacheAccess",
     "KvCacheError",
     "KvCacheHandle",
     "OutOfMemoryError",
     "PagedKvCache",
     "PagedKvCacheHandle",
+    "PrefixAwarePrefill",
+    "PrefixCache",
+    "PrefixCacheConfig",
+    "PrefixCacheStats",
+    "PrefixCachedEngine",
+    "PrefixKvCache",
+    "PrefixKvStats",
+    "SamplingParams",
     "SeqId",
     "SequenceInfo",
     "SequenceNotFoundError",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_floats", "as_indices", "as_integers"]
+__all__ = ["as_floats", "as_indices", "as_integers", "as_rows", "as_scores"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -48,6 +48,41 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"expected {name} of shape {wanted}, got {array.shape}")
     return np.ascontiguousarray(array)
+
+
+def as_rows(x: Any, num_heads: int, head_dim: int, name: str) -> Float32:
+    """Rows of K or V as float32 `(n, num_heads, head_dim)`.
+
+    Args:
+        x: one row `(num_heads * head_dim,)`, or many, `(n, num_heads * head_dim)` or `(n, num_heads, head_dim)`.
+
+    Raises:
+        TypeError, ValueError: not an array of floats; another shape.
+    """
+    array = _as_array(x, name)
+    if array.ndim == 3:
+        return as_floats(array, (None, num_heads, head_dim), name)
+    row = num_heads * head_dim
+    rows = as_floats(array, (row,) if array.ndim == 1 else (None, row), name)
+    return rows.reshape(-1, num_heads, head_dim)
+
+
+def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
+    """Attention scores, one number for each of `length` entries, as float64.
+
+    Raises:
+        TypeError, ValueError: not numbers; another shape; NaN or infinite.
+    """
+    array = _as_array(x, "scores")
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"expected scores of a float dtype, got {array.dtype}")
+    if array.shape != (length,):
+        raise ValueError(f"expected {length} scores, one per entry, got shape {array.shape}")
+    scores = np.ascontiguousarray(array, np.float64)
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if len(bad):
+        raise ValueError(f"expected finite scores, got {scores[bad[0]]} at {bad[0]}")
+    return scores
 
 
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:

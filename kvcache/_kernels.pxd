@@ -1,7 +1,7 @@
 """The kernels as the rest of the library sees them: what a block holds, and what can be done with it.
 
-Everything here runs without the GIL on validated input: block ids inside the arena, first <= stop <= block_size,
-counts that agree. Nothing allocates but attend's caller, who gives attend_scratch_bytes of scratch.
+Everything here runs without the GIL on validated input: block ids inside the arena, first <= stop <=
+block_size, counts that agree. Nothing allocates: attend's caller gives it attend_scratch_bytes of scratch.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint16_t
@@ -43,11 +43,12 @@ cdef extern from "kvc.h" nogil:
 cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
                      kvc_format value_format, int rotate_keys, int rotate_values) noexcept nogil
 
-# Float rows (tokens of the runs in order, num_heads, head_dim) into slots and back. NULL: that side is left alone.
-cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                     const float *keys, const float *values) noexcept nogil
-cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                    float *keys, float *values) noexcept nogil
+# Float rows (tokens of the runs in order, num_heads, head_dim) into slots and back. NULL: that side is left
+# alone.
+cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                     int64_t num_runs, const float *keys, const float *values) noexcept nogil
+cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
+                    int64_t num_runs, float *keys, float *values) noexcept nogil
 
 # The first value that is not finite or that the format cannot hold, or -1.
 cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil
@@ -62,8 +63,8 @@ cdef void copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src
 cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                  int num_query_heads, int num_threads) noexcept nogil
 cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
-                 int num_query_heads, float scale, const float *queries, const float *sink_queries, float *out,
-                 float *scores, void *scratch, int num_threads) noexcept nogil
+                 int num_query_heads, float scale, const float *queries, const float *sink_queries,
+                 float *out, float *scores, void *scratch, int num_threads) noexcept nogil
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil
@@ -75,4 +76,3 @@ cdef int format_code(object name) except -1
 cdef class Layout:
     """A kvc_layout with a Python face: its sizes as properties."""
     cdef kvc_layout c
-

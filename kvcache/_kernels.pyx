@@ -31,8 +31,9 @@ cdef extern from "kvc.h" nogil:
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
     const kvc_kernels *kvc_find_level(const char *name) noexcept
-    int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
-                        kvc_format value_format, int rotate_keys, int rotate_values) noexcept
+    int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim,
+                        kvc_format key_format, kvc_format value_format, int rotate_keys,
+                        int rotate_values) noexcept
     void kvc_copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
                         int32_t dst_block, int dst_slot, int count) noexcept
     int kvc_default_threads() noexcept
@@ -43,7 +44,7 @@ cdef extern from "kvc.h" nogil:
 
 FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 
-# The state of the process: the level in use and the number of threads asked for (0: as many as there are CPUs).
+# The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
 cdef const kvc_kernels *_active = NULL
 cdef int _threads = 0
 
@@ -56,13 +57,13 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
                            rotate_values)
 
 
-cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                     const float *keys, const float *values) noexcept nogil:
+cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                     int64_t num_runs, const float *keys, const float *values) noexcept nogil:
     _active.write_runs(layout, arena, runs, num_runs, keys, values)
 
 
-cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                    float *keys, float *values) noexcept nogil:
+cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
+                    int64_t num_runs, float *keys, float *values) noexcept nogil:
     _active.read_runs(layout, arena, runs, num_runs, keys, values)
 
 
@@ -81,8 +82,8 @@ cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, 
 
 
 cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
-                 int num_query_heads, float scale, const float *queries, const float *sink_queries, float *out,
-                 float *scores, void *scratch, int num_threads) noexcept nogil:
+                 int num_query_heads, float scale, const float *queries, const float *sink_queries,
+                 float *out, float *scores, void *scratch, int num_threads) noexcept nogil:
     cdef kvc_attend_args args
     args.layout = layout
     args.arena = arena
@@ -111,11 +112,11 @@ cdef class Layout:
     def __init__(self, int block_size, int num_heads, int head_dim, key_format="f32", value_format="f32",
                  bint rotate_keys=False, bint rotate_values=False):
         cdef int key = format_code(key_format), value = format_code(value_format)
-        if layout_init(&self.c, block_size, num_heads, head_dim, <kvc_format>key, <kvc_format>value, rotate_keys,
-                       rotate_values) < 0:
+        if layout_init(&self.c, block_size, num_heads, head_dim, <kvc_format>key, <kvc_format>value,
+                       rotate_keys, rotate_values) < 0:
             raise ValueError(
-                f"expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up to "
-                f"{KVC_MAX_HEAD_DIM} (a power of two where rotated), rotation of quantised formats only; got "
+                f"expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
+                f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated; got "
                 f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
                 f"rotate_keys={rotate_keys}, rotate_values={rotate_values}")
 
@@ -163,7 +164,8 @@ cdef int _use_level(object level) except -1:
         name = level.encode()
         found = kvc_find_level(name)
     if found == NULL:
-        raise ValueError(f"expected a SIMD level of this build and CPU ({', '.join(simd_levels())}), got {level!r}")
+        names = ", ".join(simd_levels())
+        raise ValueError(f"expected a SIMD level of this build and CPU ({names}), got {level!r}")
     _active = found
     return 0
 
@@ -267,7 +269,8 @@ def _read(Layout layout, arena, runs, keys, values):
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
         shape = (tokens, layout.c.num_heads, layout.c.head_dim)
-        read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape), <float *>_floats(values, shape))
+        read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape),
+                  <float *>_floats(values, shape))
     finally:
         free(c_runs)
 
@@ -280,7 +283,7 @@ def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int 
     cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
     for block, slot in ((src_block, src_slot), (dst_block, dst_slot)):
         if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
-            raise IndexError(f"expected slots of {num_blocks} blocks, got block {block}, {count} slots from {slot}")
+            raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
     copy_slots(&layout.c, _bytes(arena), src_block, src_slot, dst_block, dst_slot, count)
 
 
@@ -293,8 +296,8 @@ def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=Non
     cdef Py_ssize_t count = len(sequences), i
     cdef int64_t total_queries = 0, total_tokens = 0
     if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
-        raise ValueError(f"expected queries (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and threads "
-                         f">= 1, got {queries.shape} and {threads}")
+        raise ValueError(f"expected queries (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
+                         f"threads >= 1, got {queries.shape} and {threads}")
     out = np.empty_like(queries) if out is None else out
     cdef int heads = queries.shape[1]
     cdef unsigned char *base = _bytes(arena)
@@ -316,8 +319,9 @@ def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=Non
         space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
         if len(space) < need:
             raise ValueError(f"expected {need} bytes of scratch, got {len(space)}")
-        attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape), _floats(sink_queries, shape),
-               <float *>_floats(out, shape), <float *>_floats(scores, (total_tokens,)), _bytes(space), threads)
+        attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape),
+               _floats(sink_queries, shape), <float *>_floats(out, shape),
+               <float *>_floats(scores, (total_tokens,)), _bytes(space), threads)
     finally:
         for i in range(count):
             free(<void *>seqs[i].runs)

@@ -143,7 +143,8 @@ cdef class SequenceRows:
             n, next_position, _, _, _, _, sinks = self.info(seq_id)
             runs, positions = self.runs(seq_id), self.run_positions(seq_id)
             lengths = runs["stop"].astype(np.int64) - runs["first"]
-            assert (lengths > 0).all() and (runs["stop"] <= self.block_size).all(), f"{seq_id}: a run is empty or too long"
+            whole = (lengths > 0).all() and (runs["stop"] <= self.block_size).all()
+            assert whole, f"{seq_id}: a run is empty or too long"
             assert lengths.sum() == n, f"{seq_id}: runs hold {lengths.sum()} tokens, not {n}"
             ends = np.r_[0, positions + lengths]
             assert (positions >= ends[:-1]).all() and next_position >= ends[-1], f"{seq_id}: positions do not ascend"
@@ -237,7 +238,8 @@ cdef class SequenceRows:
         if self.num_copies + count > self.copy_src.shape[0]:
             size = 2 * (self.num_copies + count)
             src, dst = np.empty(size, np.int32), np.empty(size, np.int32)
-            src[:self.num_copies], dst[:self.num_copies] = self.copy_src[:self.num_copies], self.copy_dst[:self.num_copies]
+            src[:self.num_copies] = self.copy_src[:self.num_copies]
+            dst[:self.num_copies] = self.copy_dst[:self.num_copies]
             self.copy_src, self.copy_dst = src, dst
         return 0
 

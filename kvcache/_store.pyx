@@ -366,14 +366,15 @@ cdef class BlockStore:
     def _runs(self, runs, rows):
         if runs.dtype != RUN or runs.ndim != 1:
             raise ValueError(f"expected runs of dtype {RUN}, got {runs.dtype}")
-        if len(runs) and not (
-            (runs["block"] >= 0).all() and (runs["block"] < self.num_blocks).all()
-            and (runs["first"] < runs["stop"]).all() and (runs["stop"] <= self.layout.block_size).all()
-        ):
-            raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
-        if rows is not None and int((runs["stop"].astype(np.int64) - runs["first"]).sum()) != rows:
+        cdef const kvc_run[::1] view = np.ascontiguousarray(runs)
+        cdef int64_t i, slots = 0
+        for i in range(view.shape[0]):
+            if not 0 <= view[i].block < self.num_blocks or not view[i].first < view[i].stop <= self.layout.block_size:
+                raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
+            slots += view[i].stop - view[i].first
+        if rows is not None and slots != rows:
             raise ValueError(f"expected as many rows as slots, got {rows}")
-        return np.ascontiguousarray(runs)
+        return view
 
     cdef unsigned char *layer_base(self, int64_t layer) except NULL:
         if not 0 <= layer < self.num_layers:

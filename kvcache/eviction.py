@@ -1,10 +1,14 @@
-"""Who leaves first when memory runs short."""
+"""Who leaves first when memory runs short: sequences of a paged cache, entries of a `CacheManager`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-__all__ = ["EvictionStrategy"]
+__all__ = ["EvictionPolicy", "EvictionStrategy", "Rule", "pyramid_budgets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,147 @@ class EvictionStrategy:
         if self.sink_tokens is not None:
             return f"StreamingLLM(sink={self.sink_tokens}, window={self.window_tokens})"
         return self.name
+
+
+class Rule(NamedTuple):
+    """What a policy makes of a budget for one list of entries; `front + back <= limit`."""
+
+    limit: int  # entries that may stay
+    front: int  # of these the first ones, whatever their score
+    back: int  # and the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    """Which entries of a list stay when there are more than its budget.
+
+    Made by its class methods: `H2O(recent_fraction)`, `SlidingWindow(window, sink)`,
+    `PyramidKV(total_layers, recent_fraction)`.
+    """
+
+    name: str
+    recent_fraction: float | None = None
+    window: int | None = None
+    sink: int | None = None
+    total_layers: int | None = None
+
+    @classmethod
+    def H2O(cls, recent_fraction: float = 0.5) -> EvictionPolicy:
+        """The most recent entries stay, and of the rest those of the highest score; ties go to the earliest.
+
+        Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
+        Models" (2023), section 4: scores are accumulated attention weights, half of the budget is recent.
+
+        Args:
+            recent_fraction: in [0, 1]; `ceil(recent_fraction * budget)` entries are recent. At 0 the newest entry
+                competes like any other, at 1 the oldest always leaves.
+
+        Raises:
+            ValueError: a fraction outside [0, 1], or NaN.
+        """
+        return cls("H2O", recent_fraction=_fraction(recent_fraction))
+
+    @classmethod
+    def SlidingWindow(cls, window: int, sink: int) -> EvictionPolicy:
+        """The first `sink` and the last `window` entries stay, scores do not count.
+
+        Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), section 3.
+        Within a budget of less than `sink + window` the window shrinks first, down to the newest entry.
+
+        Raises:
+            TypeError, ValueError: not integers; `window` below 1 or `sink` below 0.
+        """
+        return cls("SlidingWindow", window=_count(window, "window", 1), sink=_count(sink, "sink", 0))
+
+    @classmethod
+    def PyramidKV(cls, total_layers: int, recent_fraction: float = 0.5) -> EvictionPolicy:
+        """One list per layer, lower layers with larger budgets (see `pyramid_budgets`); inside a layer as `H2O`.
+
+        Source: Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
+        (2024), section 4: budgets fall from layer to layer in an arithmetic sequence.
+
+        Raises:
+            TypeError, ValueError: `total_layers` not an integer of at least 1; a fraction outside [0, 1].
+        """
+        layers = _count(total_layers, "total_layers", 1)
+        return cls("PyramidKV", recent_fraction=_fraction(recent_fraction), total_layers=layers)
+
+    @property
+    def by_score(self) -> bool:
+        """Whether scores decide who leaves."""
+        return self.recent_fraction is not None
+
+    def rule(self, budget: int) -> Rule:
+        """How a list is held to `budget` entries."""
+        if self.recent_fraction is not None:
+            # A hair less, so that 0.1 * 30 is 3 and not 4.
+            return Rule(budget, 0, math.ceil(self.recent_fraction * budget - 1e-9))
+        assert self.window is not None
+        assert self.sink is not None
+        back = min(self.window, max(budget - self.sink, min(budget, 1)))
+        front = min(self.sink, budget - back)
+        return Rule(front + back, front, back)
+
+    def shares(self, budget: int, layers: Iterable[int]) -> dict[int, int]:
+        """How `budget` entries are divided among these layers, given ascending."""
+        known = list(layers)
+        if self.total_layers is not None:
+            budgets = pyramid_budgets(budget, self.total_layers)
+            return {layer: budgets[layer] for layer in known}
+        return {layer: -(-(budget - i) // len(known)) for i, layer in enumerate(known)}
+
+    def targets(self, budget: int, sizes: dict[int, int]) -> dict[int, int]:
+        """How many of its entries each layer keeps, so that `min(budget, sum(sizes))` are left in all.
+
+        Each gives up what it has over its share; what others leave of theirs goes to the lowest layers in need.
+        """
+        shares = self.shares(budget, sizes)
+        targets = {layer: min(size, shares[layer]) for layer, size in sizes.items()}
+        left = budget - sum(targets.values())
+        for layer, size in sizes.items():
+            more = min(left, size - targets[layer])
+            targets[layer] += more
+            left -= more
+        return targets
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"SlidingWindow(window={self.window}, sink={self.sink})"
+        layers = "" if self.total_layers is None else f"total_layers={self.total_layers}, "
+        return f"{self.name}({layers}recent_fraction={self.recent_fraction})"
+
+
+@lru_cache(maxsize=64)
+def pyramid_budgets(budget: int, total_layers: int) -> tuple[int, ...]:
+    """`budget` entries divided among layers in proportion to L, L - 1, ..., 1: never increasing, the sum exact.
+
+    Each share is rounded down, and what is left goes to the largest remainders, then to the lowest layers. Every
+    layer gets at least 1 where there are entries enough for that.
+    """
+    whole = total_layers * (total_layers + 1) // 2
+    parts = [divmod(budget * weight, whole) for weight in range(total_layers, 0, -1)]
+    budgets = [share for share, _ in parts]
+    left = budget - sum(budgets)
+    for layer in sorted(range(total_layers), key=lambda layer: -parts[layer][1])[:left]:
+        budgets[layer] += 1
+    for layer in range(total_layers):
+        if budgets[layer] == 0 and budget >= total_layers:
+            most = max(budgets)
+            budgets[budgets.count(most) - 1] -= 1
+            budgets[layer] = 1
+    return tuple(budgets)
+
+
+def _count(value: int, name: str, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    value = value.__index__()
+    if value < least:
+        raise ValueError(f"expected {name} >= {least}, got {value}")
+    return value
+
+
+def _fraction(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"expected a recent_fraction in [0, 1], got {value}")
+    return float(value)

@@ -11,7 +11,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(shape, dtype, *, at_end=True):
-    """A zeroed array between two unreadable pages: it ends where one begins, or begins where the other ends."""
+    """A zeroed array between two unreadable pages, ending where one begins or beginning where one ends."""
     page = mmap.PAGESIZE
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     inner = max(1, -(-size // page)) * page
@@ -31,7 +31,7 @@ def copy_guarded(array, *, at_end=True):
 
 
 class Scattered:
-    """Sequences of the given lengths in one arena, blocks in random order, with what was written and what is read.
+    """Sequences of the given lengths in one arena, blocks in random order: what was written, what is read.
 
     holes: each sequence keeps only some slots of every block, as scattered survivors of eviction do.
     """

@@ -1,9 +1,30 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use, and how much work random tests do.
+
+KVCACHE_TESTS=fast  a tenth of the random examples, for builds that run slowly (sanitizers, bounds checks)
+"""
+
+import os
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvcache import _kernels
+
+FAST = os.environ.get("KVCACHE_TESTS") == "fast"
+settings.register_profile("fast", max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+if FAST:
+    settings.load_profile("fast")
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what the simd fixture runs at every level anyway; state machines say their own number of examples."""
+    machines = {item.cls for item in items if isinstance(getattr(item.cls, "settings", None), settings)}
+    for machine in machines if FAST else ():
+        machine.settings = settings(machine.settings, max_examples=max(1, machine.settings.max_examples // 10))
+    for item in items:
+        if "simd" in getattr(item, "fixturenames", ()):
+            item.add_marker("every_level")
 
 
 @pytest.fixture(params=_kernels.simd_levels())

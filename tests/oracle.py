@@ -48,7 +48,7 @@ def hadamard(dim):
 
 
 def quantise(row, bits):
-    """float32 row -> codes, scale, minimum as the kernels store them. Every step is float32, in their order."""
+    """float32 row -> codes, scale, minimum as the kernels store them: float32 steps in their order."""
     f32 = np.float32
     row, top = np.asarray(row, f32), 2**bits - 1
     low, high = row.min(), row.max()
@@ -67,8 +67,8 @@ def quantise(row, bits):
 def stored(row, bits, rotated):
     """What a row of a quantised format is read as, in float64, and the bound on its error per value.
 
-    The bound: half a step, or half the spacing of halves at the minimum where that is more (kvc_quant.c). Un-rotating
-    adds up the errors of all values.
+    The bound: half a step, or half the spacing of halves at the minimum where that is more (kvc_quant.c).
+    Un-rotating adds up the errors of all values.
     """
     row = np.asarray(row, np.float32)
     dim, h = len(row), hadamard(len(row)) if rotated else None

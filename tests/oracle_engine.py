@@ -35,6 +35,10 @@ class DenseKvCache:
         return self.sequences[seq_id][0].shape[1]
 
     @property
+    def total_blocks(self) -> int:
+        return self.num_blocks
+
+    @property
     def free_block_count(self) -> int:
         return self.num_blocks - sum(self._blocks(self._tokens(seq_id)) for seq_id in self.sequences)
 
@@ -132,5 +136,6 @@ def sampling_distribution(
         mass += weights[token] / total
         if mass >= top_p:
             break
-    total = math.fsum(weights[token] for token in nucleus)
-    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(logits))]
+    kept = set(nucleus)
+    total = math.fsum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]

@@ -128,7 +128,7 @@ def test_extreme_scores_err_by_their_own_rounding_only(simd, rng, num_queries, t
     out, scores, expected, _ = attend(s, [num_queries], rng=rng, scale=1.0, spread=top / 30)
     assert np.isfinite(out).all()
     assert np.isfinite(scores).all()
-    # |score| <= about `top`; each q * k of the sum is off by 2^-24, the scaled query by as much: weights err by that.
+    # |score| <= about `top`; each q * k of the sum is off by 2^-24, the scaled query by as much.
     largest = np.abs(s.read_values[0]).max()
     assert np.abs(out - expected).max() <= largest * (TOLERANCE + 8 * top * 2.0**-24)
 

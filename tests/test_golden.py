@@ -79,6 +79,15 @@ def test_scores_are_the_log_softmax(golden, engine_class, chunk):
     np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("f16", 0.01), ("q8", 0.1), ("q4", 1.5)])
+def test_compressed_caches_stay_near(golden, dtype, bound):
+    """Root mean square of the logits' error; they spread over about 3, and random networks amplify noise."""
+    model, arrays = golden
+    logits = InferenceEngine(model, dtype=dtype).prefill_from_pos(arrays["prompt_200"], 0)
+    error = float(np.sqrt(np.mean((logits - arrays["logits_200"][-1]) ** 2)))
+    assert 0 < error < bound
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_older_spelling_of_rope(name, tmp_path):
     """Before transformers 5: `rope_theta` beside `rope_scaling`, whose kind was once called `type`."""

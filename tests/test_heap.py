@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from oracle_trie import NaiveHeap
 
 from kvcache._heap import IndexedHeap
-from oracle_trie import NaiveHeap
 
 IDS = st.integers(0, 12)
 KEYS = st.one_of(st.integers(-3, 3), st.floats(-2, 2), st.sampled_from([math.inf, -math.inf, 2**53]))

@@ -93,7 +93,8 @@ def test_rows_add_up():
 
 
 def test_generate(capsys):
-    code = main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "5", "--temperature", "0"])
+    options = ["--max-tokens", "5", "--temperature", "0"]
+    code = main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", *options])
     out = capsys.readouterr().out
     assert code == 0
     assert out.startswith("import ")
@@ -113,18 +114,18 @@ def test_errors_are_one_line(capsys, tmp_path):
     assert "GPT2LMHeadModel" in one_line(capsys, main(["generate", "--model", str(tmp_path / "odd"), "--prompt", "x"]))
 
 
-@pytest.mark.parametrize("arguments", [["generate"], ["fly"], ["generate", "--model", "x", "--prompt", "y", "--top-k", "z"]])
+@pytest.mark.parametrize("arguments", ["generate", "fly", "generate --model x --prompt y --top-k z"])
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main(arguments.split())
     assert stopped.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_help_names_everything(capsys):
-    for arguments, words in ((["--help"], ("demo", "generate", "examples")), (["generate", "--help"], ("--top-p", "DIR"))):
+    for arguments, words in (("--help", ("demo", "generate", "examples")), ("generate --help", ("--top-p", "DIR"))):
         with pytest.raises(SystemExit) as stopped:
-            main(arguments)
+            main(arguments.split())
         assert stopped.value.code == 0
         text = capsys.readouterr().out
         assert all(word in text for word in words)

@@ -253,9 +253,9 @@ def test_a_callers_mistake_raises(cached):
 class Failing:
     """A network that fails in its n-th call."""
 
-    def __init__(self, network, error=RuntimeError("the network broke")):
+    def __init__(self, network, error=None):
         self.network, self.config = network, network.config
-        self.error, self.left = error, -1
+        self.error, self.left = error or RuntimeError("the network broke"), -1
 
     def forward(self, tokens, positions, attend, logits):
         self.left -= 1
@@ -333,6 +333,7 @@ def test_random_traffic_over_a_small_cache(network):
     heads = [prompt(i, int(rng.integers(1, 90))) for i in range(4)]
     for _ in range(60):
         head = heads[rng.integers(len(heads))]
-        text = np.concatenate([head[: rng.integers(1, len(head) + 1)], prompt(int(rng.integers(3)), rng.integers(0, 20))])
+        tail = prompt(int(rng.integers(3)), int(rng.integers(0, 20)))
+        text = np.concatenate([head[: rng.integers(1, len(head) + 1)], tail])
         assert cached.generate(text, SHORT) == plain.generate(text, SHORT)
         settled(cached)

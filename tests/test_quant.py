@@ -1,4 +1,4 @@
-"""Quantised formats: packed sizes, error bounds, the same bytes at every level, attention over what they keep."""
+"""Quantised formats: packed sizes, error bounds, the same bytes at every level, attention over them."""
 
 import numpy as np
 import oracle
@@ -42,9 +42,20 @@ def hard_rows(rng, dim):
     normal = rng.standard_normal((40, dim))
     rows = [*normal, *(normal * np.exp(rng.standard_normal((40, 1)) * 6)), *(normal * 1e-6), *(normal * 1e-8)]
     rows += [np.full(dim, c) for c in (0.0, 1.0, -1.0, 0.1, -3.3, 65504.0, -65504.0, 6e-8, -6e-8, 1e-30)]
-    rows += [x * 0.01 + c for x, c in zip(normal[:8], (1, -1, 1000, -1000, 30000.4, -0.001, 65000, -65000), strict=True)]
-    rows += [np.where(np.arange(dim) == 3, a, b) for a in (-65504.0, 1.0, 1e-7) for b in (65504.0, 0.0, -1e-7)]
-    rows += [np.eye(dim)[0], -np.eye(dim)[0], np.linspace(-1, 1, dim), np.arange(dim) % 2, np.arange(dim) % 4 * -0.5]
+    rows += [
+        x * 0.01 + c
+        for x, c in zip(normal[:8], (1, -1, 1000, -1000, 30000.4, -0.001, 65000, -65000), strict=True)
+    ]
+    rows += [
+        np.where(np.arange(dim) == 3, a, b) for a in (-65504.0, 1.0, 1e-7) for b in (65504.0, 0.0, -1e-7)
+    ]
+    rows += [
+        np.eye(dim)[0],
+        -np.eye(dim)[0],
+        np.linspace(-1, 1, dim),
+        np.arange(dim) % 2,
+        np.arange(dim) % 4 * -0.5,
+    ]
     return np.clip(np.array(rows, np.float32), -65504, 65504)
 
 
@@ -65,7 +76,9 @@ def test_rows_come_back_within_the_bound(simd, rng, name, rotate, block_size):
 
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 3.14159, -271.8, 65504.0, -65504.0, 1e-3, -1e-3, 6e-8, 65519.0])
+@pytest.mark.parametrize(
+    "value", [0.0, 1.0, -1.0, 3.14159, -271.8, 65504.0, -65504.0, 1e-3, -1e-3, 6e-8, 65519.0]
+)
 def test_constant_rows_come_back_exactly_to_f16(simd, name, rotate, value):
     for block_size in (16, 3):
         got, _ = write_read(np.full((3, 64), value, np.float32), name, rotate=rotate, block_size=block_size)
@@ -138,8 +151,15 @@ def test_copied_slots_are_the_same_codes_and_touch_no_others(rng, name, block_si
         np.testing.assert_array_equal(read(), expected)
 
 
-@pytest.mark.parametrize("args", [(16, 1, 24, "q4", "q4", True, True), (16, 1, 64, "f16", "q4", True, False),
-                                  (16, 1, 64, "q4", "f32", False, True), (16, 1, 96, "q4", "q4", False, True)])
+@pytest.mark.parametrize(
+    "args",
+    [
+        (16, 1, 24, "q4", "q4", True, True),
+        (16, 1, 64, "f16", "q4", True, False),
+        (16, 1, 64, "q4", "f32", False, True),
+        (16, 1, 96, "q4", "q4", False, True),
+    ],
+)
 def test_rotation_needs_a_quantised_format_and_a_power_of_two(args):
     with pytest.raises(ValueError, match="rotat"):
         _kernels.Layout(*args)
@@ -158,7 +178,9 @@ def relative_errors(got):
 @pytest.mark.parametrize("rotate", [False, True])
 @block_sizes
 def test_attention_over_what_read_returns(simd, rng, name, rotate, block_size):
-    s = Scattered(rng, [1, 15, 100, 37], block_size=block_size, dim=64, key_format=name, rotate=rotate, holes=True)
+    s = Scattered(
+        rng, [1, 15, 100, 37], block_size=block_size, dim=64, key_format=name, rotate=rotate, holes=True
+    )
     for num_queries in ([1, 1, 1, 1], [1, 15, 40, 2]):
         got = attend(s, num_queries, 3, rng=rng, sinks=[0, 3, 20, 16])
         assert relative_errors(got).max() <= 0.01
@@ -227,8 +249,20 @@ def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
     for block_size, tokens in ((1, 3), (16, 40), (5, 67)):
         s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
         for num_queries in (1, min(tokens, 20)):
-            queries = copy_guarded(rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end)
+            queries = copy_guarded(
+                rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end
+            )
             out, scores = (guarded(n, np.float32, at_end=at_end) for n in (queries.shape, tokens))
-            _kernels._attend(s.layout, s.arena, [(s.runs[0], num_queries, 2)], queries, 0.1, sink_queries=queries,
-                             out=out, scores=scores, threads=2, scratch=lambda n: empty(n, np.uint8))
+            _kernels._attend(
+                s.layout,
+                s.arena,
+                [(s.runs[0], num_queries, 2)],
+                queries,
+                0.1,
+                sink_queries=queries,
+                out=out,
+                scores=scores,
+                threads=2,
+                scratch=lambda n: empty(n, np.uint8),
+            )
             assert np.isfinite(out).all()

@@ -123,15 +123,15 @@ def test_only_possible_tokens(logits, temperature, top_k, top_p, penalty, seed):
 def test_large_vocabulary():
     """Where sorting the tail is spared, the nucleus is the same."""
     rng = np.random.default_rng(5)
-    logits = (rng.standard_normal(50_000) * 3).astype(np.float32)
+    logits = (rng.standard_normal(20_000) * 3).astype(np.float32)
     params = replace(PLAIN, top_p=0.9)
     probabilities = np.array(sampling_distribution(logits, [], **settings_of(params)))
-    tokens = draw(params, logits, [], 2000)
+    tokens = draw(params, logits, [], 600)
     assert (probabilities[tokens] > 0).all()
     assert len(np.unique(tokens)) > 100
     likely = np.argsort(-probabilities)[:20]
     share = probabilities[likely].sum()
-    assert np.isin(tokens, likely).mean() == pytest.approx(share, abs=5 * math.sqrt(share / 2000))
+    assert np.isin(tokens, likely).mean() == pytest.approx(share, abs=5 * math.sqrt(share / 600))
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 640, 1000])

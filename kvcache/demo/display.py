@@ -47,7 +47,7 @@ class Display:
         """A pass begins."""
         self.line()
         self.line(f"-- {text} --")
-        self.line(f"{'user':>5} {'turn':>4} {'prompt':>7} {'reused':>7} {'prefilled':>9} {'first token':>12} {'speed':>12}")
+        self.line(f"{'user':>5} turn {'prompt':>7} {'reused':>7} {'prefilled':>9} {'first token':>12} {'speed':>12}")
 
     def prompt(self, user: str, turn: int) -> None:
         """A request begins."""
@@ -75,14 +75,15 @@ class Display:
         self.line()
         self.line(f"outputs cold and warm: {'identical' if same else 'DIFFERENT'}, {len(warm.requests)} requests")
 
-    def table(self, cells: list[tuple[str, str, str, str]]) -> None:
+    def table(self, cells: list[tuple[str, ...]]) -> None:
         """Four columns, the first row their names."""
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for name, *values in cells:
-            self.line("  ".join([name.ljust(widths[0]), *(v.rjust(w) for v, w in zip(values, widths[1:], strict=True))]))
+            padded = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
+            self.line("  ".join([name.ljust(widths[0]), *padded]).rstrip())
 
 
-def rows(cold: Pass, warm: Pass) -> list[tuple[str, str, str, str]]:
+def rows(cold: Pass, warm: Pass) -> list[tuple[str, ...]]:
     """The table cold against warm."""
     first, later = (cold.mean_first(), warm.mean_first()), (cold.mean_first(later=True), warm.mean_first(later=True))
     prefilled = [sum(request.prefilled for request in p.requests) for p in (cold, warm)]
@@ -152,7 +153,7 @@ class TerminalDisplay(Display):
         super().request(request)
         self._progress.advance(self._task)
 
-    def table(self, cells: list[tuple[str, str, str, str]]) -> None:
+    def table(self, cells: list[tuple[str, ...]]) -> None:
         from rich.table import Table
 
         table = Table(*cells[0])

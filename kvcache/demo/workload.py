@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import kvcache
 
@@ -30,7 +31,7 @@ TURNS = {
     "cleo": [
         '\n\nimport argparse\n\ndef main():\n    parser = argparse.ArgumentParser(description="',
         "\n    parser.add_argument(",
-        '\n\nif __name__ == "__main__":\n',
+        "\n    options = parser.parse_args()\n    if options.verbose:\n",
     ],
     "dan": [
         "\n\ndef read_table(filename):\n    with open(",
@@ -61,9 +62,11 @@ class Conversation:
     turns: list[list[int]] = field(default_factory=list)
 
 
-def conversations(tokenizer: object) -> list[list[Conversation]]:
+def conversations(tokenizer: Any) -> list[list[Conversation]]:
     """Fresh conversations as the requests arrive: rounds, in each of which every user speaks once."""
-    encode = lambda text: tokenizer.encode(text).ids  # type: ignore[attr-defined]  # noqa: E731
-    shared = encode(system_prompt())
-    people = [Conversation(user, list(shared), [encode(turn) for turn in turns]) for user, turns in TURNS.items()]
+    shared = tokenizer.encode(system_prompt()).ids
+    people = [
+        Conversation(user, list(shared), [tokenizer.encode(turn).ids for turn in turns])
+        for user, turns in TURNS.items()
+    ]
     return [list(people) for _ in range(max(map(len, TURNS.values())))]

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.engine.arguments import natural
 from kvcache.engine.model import Transformer
-from kvcache.engine.protocols import Float32, Logits, Model, NetworkConfig
+from kvcache.engine.protocols import Float32, Model, NetworkConfig
 from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.sequence import LiveSequence, Share
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
-from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged import PagedKvCache
 
 __all__ = ["InferenceEngine"]
 
 _DEFAULT_TOKENS = 8192  # the default pool holds the whole context, up to so many tokens
 _SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
-
-Share = Callable[[PagedKvCache, int], int]
 
 
 class InferenceEngine:
@@ -50,9 +48,6 @@ class InferenceEngine:
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
-        cache: the `PagedKvCache`. The engine owns its sequences 0 and 1; others may be added beside them.
-        reclaim: called with the OutOfMemoryError when the cache has no block for new tokens. If it frees some
-            and returns true, the engine tries again. None: the error is raised.
     """
 
     def __init__(
@@ -71,16 +66,14 @@ class InferenceEngine:
     ) -> None:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
-        self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
         self.reseed(seed)
-        self._chunk = _natural("prefill_chunk", prefill_chunk, 1)
-        block_size = _natural("block_size", block_size, 1)
+        block_size = natural("block_size", block_size, least=1)
         if num_blocks is None:
             tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
             # One more than they fill: going back by a token may need a copy of the last block.
             num_blocks = -(-tokens // block_size) + 1
         self._cache_options: dict[str, Any] = {
-            "num_blocks": _natural("num_blocks", num_blocks, 1),
+            "num_blocks": natural("num_blocks", num_blocks, least=1),
             "block_size": block_size,
             "num_heads": model.config.num_kv_heads,
             "head_dim": model.config.head_dim,
@@ -90,15 +83,12 @@ class InferenceEngine:
             "value_dtype": value_dtype,
             "rotate": rotate,
         }
-        self.cache = self._make_cache(**self._cache_options)
+        prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
+        self._sequence = LiveSequence(model, self._make_cache(**self._cache_options), prefill_chunk)
         self._lock = threading.RLock()
-        self._seq = 0  # the id of the sequence; 1 - _seq is free for the one that replaces it
-        self._length = 0  # its tokens in the cache
-        self._version = 0  # counts changes, so that a stream notices those of others
         self._prefilled = 0
         self._directory: Path | None = None
         self._tokenizer: Any = None
-        self.cache.allocate(self._seq, 0)
 
     @classmethod
     def from_pretrained(
@@ -128,7 +118,7 @@ class InferenceEngine:
 
     def reseed(self, seed: int) -> None:
         """Start the random numbers of requests without a seed of their own anew."""
-        self._seed = _natural("seed", seed, 0)
+        self._seed = natural("seed", seed)
         self._requests = 0
 
     def enlarge(self, blocks: int) -> None:
@@ -138,13 +128,15 @@ class InferenceEngine:
             OutOfMemoryError: the system refuses the memory; the old cache stays.
         """
         with self._lock:
-            options = self._cache_options | {"num_blocks": self.cache.total_blocks + _natural("blocks", blocks, 0)}
-            self.cache = self._make_cache(**options)
-            self.cache.allocate(self._seq, 0)
-            self._length = 0
-            self._version += 1
+            total = self.cache.total_blocks + natural("blocks", blocks)
+            self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}))
 
     # ---------------------------------------------------------------- what there is
+
+    @property
+    def cache(self) -> PagedKvCache:
+        """Where keys and values are. The engine owns its sequences 0 and 1; others may live beside them."""
+        return self._sequence.cache
 
     @property
     def config(self) -> NetworkConfig:
@@ -154,17 +146,30 @@ class InferenceEngine:
     @property
     def num_tokens(self) -> int:
         """Tokens of the current sequence in the cache; the next one stands at this position."""
-        return self._length
+        return self._sequence.num_tokens
+
+    @property
+    def reclaim(self) -> Callable[[OutOfMemoryError], bool] | None:
+        """Called with the OutOfMemoryError when the cache has no block for new tokens.
+
+        If it frees some and returns true, the engine tries again; without it, or if it returns false, the
+        error is raised.
+        """
+        return self._sequence.reclaim
+
+    @reclaim.setter
+    def reclaim(self, function: Callable[[OutOfMemoryError], bool] | None) -> None:
+        self._sequence.reclaim = function
 
     @property
     def seq_id(self) -> int:
         """The id of the current sequence in `cache`. It changes when a sequence is replaced."""
-        return self._seq
+        return self._sequence.seq_id
 
     @property
     def version(self) -> int:
         """Counts changes of the current sequence: equal numbers, the same tokens in the same blocks."""
-        return self._version
+        return self._sequence.version
 
     @property
     def prefill_token_count(self) -> int:
@@ -187,17 +192,14 @@ class InferenceEngine:
         config = self.config
         return (
             f"{type(self).__name__}({type(self.model).__name__}, {config.num_layers} layers, "
-            f"{self._length} of {config.max_position_embeddings} positions in use)"
+            f"{self._sequence.num_tokens} of {config.max_position_embeddings} positions in use)"
         )
 
     def check(self) -> None:
         """Verify the invariants of the engine and of its cache; AssertionError names the broken one."""
         with self._lock:
             self.cache.check()
-            held = self.cache.get_sequence(self._seq)
-            assert held is not None, f"sequence {self._seq} is gone from the cache"
-            assert held.num_tokens == self._length, f"{self._length} tokens expected, the cache has {held.num_tokens}"
-            assert self.cache.get_sequence(1 - self._seq) is None, "a replaced sequence was not freed"
+            self._sequence.check()
 
     # ---------------------------------------------------------------- whole requests
 
@@ -241,14 +243,13 @@ class InferenceEngine:
         tokens = as_tokens(tokens, self.config.vocab_size)
         self._check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
         scores = np.empty(len(tokens) - 1, np.float32)
-        chunk = max(1, min(self._chunk, _SCORE_FLOATS // self.config.vocab_size))
+        chunk = max(1, min(self._sequence.chunk, _SCORE_FLOATS // self.config.vocab_size))
         with self._lock:
             self.reset()
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]
-                    logits = self._feed(self._seq, piece, start, "all")
-                    self._length = start + len(piece)
+                    logits = self._sequence.extend(piece, start, "all")
                     targets = tokens[start + 1 : start + 1 + len(piece)]
                     scores[start : start + len(piece)] = _log_probabilities(logits, targets)
             except BaseException:
@@ -261,8 +262,7 @@ class InferenceEngine:
     def reset(self) -> None:
         """Start an empty sequence. `prefill_token_count` goes on counting."""
         with self._lock:
-            # Allocate first: an empty sequence needs no block, so nothing here can fail half way.
-            self.begin(_allocate_empty)
+            self._sequence.clear()
 
     def begin(self, share: Share) -> int:
         """Replace the current sequence by one that `share` makes, say of blocks that are there already.
@@ -276,19 +276,8 @@ class InferenceEngine:
             The number of tokens: the position from which `prefill_from_pos` goes on.
         """
         with self._lock:
-            fresh = 1 - self._seq
-            try:
-                length = share(self.cache, fresh)
-                made = self.cache.get_sequence(fresh)
-                if made is None or made.num_tokens != length:
-                    held = "no sequence" if made is None else f"{made.num_tokens} tokens"
-                    raise ValueError(f"share: expected sequence {fresh} of {length!r} tokens, got {held}")
-            except BaseException:
-                with suppress(KvCacheError):  # it may not have come as far as creating it
-                    self.cache.free(fresh)
-                raise
-            self._replace(fresh, length)
-            return length
+            self._sequence.replace(share)
+            return self._sequence.num_tokens
 
     def prefill_from_pos(self, tokens: Any, pos: int) -> Float32:
         """Run tokens through the network at positions `pos`, `pos + 1`, ...; in chunks of `prefill_chunk`.
@@ -308,9 +297,7 @@ class InferenceEngine:
         with self._lock:
             pos = self._check_pos(pos)
             self._check_span(tokens, pos)
-            with self._rewound(pos) as seq:
-                logits = self._prefill(seq, tokens, pos)
-            self._length = pos + len(tokens)
+            logits: Float32 = self._sequence.extend(tokens, pos)[0]
             self._prefilled += len(tokens)
             return logits
 
@@ -320,9 +307,7 @@ class InferenceEngine:
         with self._lock:
             pos = self._check_pos(pos)
             self._check_span(tokens, pos)
-            with self._rewound(pos) as seq:
-                logits: Float32 = self._feed(seq, tokens, pos, "last")[0]
-            self._length = pos + 1
+            logits: Float32 = self._sequence.extend(tokens, pos)[0]
             return logits
 
     def decode(self, logits: Float32, params: SamplingParams | None = None, history: Any = ()) -> Iterator[int]:
@@ -341,8 +326,7 @@ class InferenceEngine:
             changes the sequence meanwhile.
         """
         history = as_tokens(history, self.config.vocab_size)
-        with self._lock:
-            return self._decode(logits, *self._request(params), history, self._version)
+        return self._decode(logits, *self._request(params), history, self.version)
 
     # ---------------------------------------------------------------- inside
 
@@ -350,7 +334,7 @@ class InferenceEngine:
         with self._lock:
             self.reset()
             logits = self.prefill_from_pos(tokens, 0)
-            version = self._version
+            version = self.version
         yield from self._decode(logits, params, rng, tokens, version)
 
     def _decode(
@@ -371,92 +355,25 @@ class InferenceEngine:
             if left == 0:
                 return
             with self._lock:
-                if self._version != version:
+                if self._sequence.version != version:
                     raise InvalidOperationError("another call has changed the sequence that this stream continues")
-                if self._length == self.config.max_position_embeddings:
+                if self._sequence.num_tokens == self.config.max_position_embeddings:
                     return
-                logits = self.decode_step(token, self._length)
-                version = self._version
-
-    def _prefill(self, seq: int, tokens: NDArray[np.uint32], pos: int) -> Float32:
-        if len(tokens) > self._chunk:
-            # Is there memory for all of them? Better known now than after most of the work.
-            self._append(seq, len(tokens))
-            self.cache.truncate(seq, pos)
-        last = (len(tokens) - 1) // self._chunk * self._chunk
-        for start in range(0, last, self._chunk):
-            self._feed(seq, tokens[start : start + self._chunk], pos + start, "none")
-        logits: Float32 = self._feed(seq, tokens[last:], pos + last, "last")[0]
-        return logits
-
-    def _feed(self, seq: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
-        """Append tokens to a sequence that holds `pos` of them and run them through the network."""
-        cache, count = self.cache, len(tokens)
-        self._append(seq, count)
-        seq_ids, query_lens = np.array([seq], np.uint64), np.array([count])  # once, not once per layer
-
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
-            cache.write(layer, seq, keys, values)
-            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens)
-            return mixed
-
-        rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits)
-        expected = ({"last": 1, "all": count, "none": 0}[logits], self.config.vocab_size)
-        if rows.shape != expected:
-            raise ValueError(f"model.forward: expected logits of shape {expected}, got {rows.shape}")
-        return rows
-
-    def _append(self, seq: int, count: int) -> None:
-        while True:
-            try:
-                self.cache.append(seq, count)
-                return
-            except OutOfMemoryError as error:
-                if self.reclaim is None or not self.reclaim(error):
-                    raise
-
-    @contextmanager
-    def _rewound(self, pos: int) -> Iterator[int]:
-        """The id of a sequence of `pos` tokens to extend; if that fails, the current sequence is untouched.
-
-        At the end of the sequence this is the sequence itself, cut back on failure. Before the end it is a
-        fork (which shares the blocks), cut to `pos`; it takes the sequence's place on success.
-        """
-        if pos == self._length:
-            try:
-                yield self._seq
-            except BaseException:
-                self.cache.truncate(self._seq, pos)
-                raise
-            self._version += 1
-            return
-        fork = 1 - self._seq
-        self.cache.fork(self._seq, fork)
-        try:
-            self.cache.truncate(fork, pos)
-            yield fork
-        except BaseException:
-            self.cache.free(fork)
-            raise
-        self._replace(fork, pos)
-
-    def _replace(self, seq: int, length: int) -> None:
-        self.cache.free(self._seq)
-        self._seq, self._length = seq, length
-        self._version += 1
+                logits = self.decode_step(token, self._sequence.num_tokens)
+                version = self._sequence.version
 
     def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
-        """The parameters and the random numbers of one request, which it also counts."""
+        """The parameters and the random numbers of a request, which is counted here."""
         params = _params(params, self.sampling_params)
         with self._lock:
-            request = self._requests
+            number = self._requests
             self._requests += 1
-        return params, np.random.default_rng(params.seed if params.seed is not None else (self._seed, request))
+        return params, np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
 
     def _check_pos(self, pos: int) -> int:
-        pos = _natural("pos", pos, 0)
-        if pos > self._length:
-            raise ValueError(f"pos: expected at most the {self._length} tokens in the cache, got {pos}")
+        pos = natural("pos", pos)
+        if pos > self._sequence.num_tokens:
+            raise ValueError(f"pos: expected at most the {self._sequence.num_tokens} tokens in the cache, got {pos}")
         return pos
 
     def _check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
@@ -468,11 +385,6 @@ class InferenceEngine:
                 f"tokens: expected positions below max_position_embeddings ({limit}), "
                 f"got {len(tokens)} tokens from position {pos}"
             )
-
-
-def _allocate_empty(cache: PagedKvCache, seq_id: int) -> int:
-    cache.allocate(seq_id, 0)
-    return 0
 
 
 def _log_probabilities(logits: Float32, targets: NDArray[np.uint32]) -> NDArray[np.float64]:
@@ -490,13 +402,3 @@ def _params(params: SamplingParams | None, default: SamplingParams) -> SamplingP
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params: expected SamplingParams, got {type(params).__name__}")
     return params
-
-
-def _natural(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value!r}")
-    return number

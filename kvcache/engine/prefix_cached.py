@@ -60,7 +60,7 @@ class PrefixCachedEngine:
         if seed is not None:
             engine.reseed(seed)
         self.inner = engine
-        self.prefix_cache = PrefixAwarePrefill(PrefixCache.sharing(engine.cache, max_cache_blocks))
+        self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
         self.strict = strict
 
     def generate(
@@ -118,34 +118,30 @@ class PrefixCachedEngine:
         namespace: Hashable,
     ) -> Iterator[int]:
         engine = self.inner
-        session, _ = self.prefix_cache.prepare(tokens, namespace)
         text = tokens.tolist()
         version = -1
-        try:
-            with engine._lock:
-                logits = self._prefill(tokens, session)
-                version = engine.version
-                self._store(text, namespace)
-            for token in engine._decode(logits, params, rng, tokens, version):
-                version = engine.version
-                text.append(token)
-                yield token
-        finally:
-            # What was computed is good however the stream ended, unless somebody else has the engine now.
-            with engine._lock:
-                if engine.version == version:
+        with self.prefix_cache.prepare(tokens, namespace)[0] as session:
+            try:
+                with engine._lock:
+                    logits = self._prefill(tokens, session)
+                    version = engine.version
                     self._store(text, namespace)
-            self.prefix_cache.release_session(session)
+                for token in engine._decode(logits, params, rng, tokens, version):
+                    version = engine.version
+                    text.append(token)
+                    yield token
+            finally:
+                # What was computed is good however the stream ended, unless somebody else has the engine now.
+                with engine._lock:
+                    if engine.version == version:
+                        self._store(text, namespace)
 
     def _prefill(self, tokens: NDArray[np.uint32], session: CacheSession) -> Float32:
         """Start the sequence on the cached blocks and run the rest; the logits after the prompt."""
         engine = self.inner
-        blocks, cached = list(session.block_indices), session.matched_prefix_len
-        if session.tail_block >= 0:
-            blocks, cached = [*blocks, session.tail_block], cached + session.tail_tokens
         # The last token always runs: its logits are not cached.
-        start = min(cached, len(tokens) - 1)
-        blocks = blocks[: -(-start // engine.cache.block_size)]
+        start = min(session.num_tokens, len(tokens) - 1)
+        blocks = session.shared_blocks[: -(-start // engine.cache.block_size)]
 
         def share(cache: PagedKvCache, seq_id: int) -> int:
             cache.adopt(seq_id, blocks, start)
@@ -153,14 +149,14 @@ class PrefixCachedEngine:
 
         engine.reset()
         engine.begin(share)
-        if cached == len(tokens):
+        if session.num_tokens == len(tokens):
             return engine.decode_step(int(tokens[-1]), start)
         return engine.prefill_from_pos(tokens[start:], start)
 
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Give the trie the full blocks of what is in the sequence, by reference."""
         engine = self.inner
-        sequence = engine.cache.get_sequence(engine.seq_id)
+        blocks = engine.cache.block_table([engine.seq_id]).block_ids
         full = engine.num_tokens // engine.cache.block_size
         tokens = np.array(text[: full * engine.cache.block_size], np.uint32)
-        self.prefix_cache.cache.adopt(tokens, sequence.block_ids[:full], namespace)
+        self.prefix_cache.cache.adopt(tokens, blocks[:full], namespace)

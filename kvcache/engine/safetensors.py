@@ -100,8 +100,8 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
     def read_into(self, name: str, out: Float32) -> None:
         """Convert the tensor into `out`, C-contiguous float32 of its shape, without temporary copies."""
         stored = self._stored(name)
-        if self[name].dtype == "BF16":  # a bfloat16 is the upper half of a float32
-            np.left_shift(stored, np.uint32(16), out=out.view(np.uint32))
+        if self[name].dtype == "BF16":  # the upper half of a float32
+            np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
         else:
             out[...] = stored
 

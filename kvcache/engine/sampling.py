@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvcache.engine.arguments import natural, number
 
 __all__ = ["Sampler", "SamplingParams"]
 
@@ -48,16 +48,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         store = object.__setattr__
-        store(self, "temperature", _number("temperature", self.temperature, 0.0, math.inf, "at least 0"))
-        store(self, "top_k", _natural("top_k", self.top_k))
-        store(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", above=True))
-        penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", above=True)
+        store(self, "temperature", number("temperature", self.temperature, 0.0, math.inf, "at least 0"))
+        store(self, "top_k", natural("top_k", self.top_k))
+        store(self, "top_p", number("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", above=True))
+        penalty = number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", above=True)
         store(self, "repetition_penalty", penalty)
-        store(self, "max_tokens", _natural("max_tokens", self.max_tokens))
+        store(self, "max_tokens", natural("max_tokens", self.max_tokens))
         if self.seed is not None:
-            store(self, "seed", _natural("seed", self.seed))
+            store(self, "seed", natural("seed", self.seed))
         try:
-            stops = tuple(_natural("stop_token_ids", token) for token in self.stop_token_ids)
+            stops = tuple(natural("stop_token_ids", token) for token in self.stop_token_ids)
         except TypeError:
             raise TypeError(f"stop_token_ids: expected whole numbers, got {self.stop_token_ids!r}") from None
         store(self, "stop_token_ids", stops)
@@ -166,25 +166,3 @@ def _top_p(weights: Float64, p: float) -> NDArray[np.intp]:
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
     count = int(np.searchsorted(np.cumsum(weights[order]), p)) + 1
     return order[:count]
-
-
-def _number(name: str, value: Any, low: float, high: float, expected: str, *, above: bool = False) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
-    if not (math.isfinite(number) and low <= number <= high) or (above and number == low):
-        raise ValueError(f"{name}: expected a finite number {expected}, got {value!r}")
-    return number
-
-
-def _natural(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    if number < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value!r}")
-    return number

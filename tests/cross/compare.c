@@ -52,7 +52,8 @@ static void expect(int good, const char *what, const kvc_layout *l, double got) 
 static void compare(const kvc_kernels *kernels, const kvc_kernels *scalar, kvc_format format, int rotate) {
     kvc_layout l;
     const int dim = rotate ? 8 << between(0, 5) : 8 * between(1, 32);
-    if (kvc_layout_init(&l, between(0, 1) ? 16 : between(1, 40), between(1, 3), dim, format, format, rotate, rotate)) {
+    if (kvc_layout_init(&l, between(0, 1) ? 16 : between(1, 40), between(1, 3), dim, format, format, rotate,
+                        rotate)) {
         expect(0, "layout refused", &l, format);
         return;
     }
@@ -65,7 +66,8 @@ static void compare(const kvc_kernels *kernels, const kvc_kernels *scalar, kvc_f
     for (int b = 0, left = tokens; b < blocks; b++, left -= l.block_size) {
         runs[b] = (kvc_run){blocks - 1 - b, 0, (uint16_t)(left < l.block_size ? left : l.block_size)};
     }
-    float *k = floats((size_t)tokens * row), *v = floats((size_t)tokens * row), *read[2][2], *out[2], *scores[2];
+    float *k = floats((size_t)tokens * row), *v = floats((size_t)tokens * row), *read[2][2], *out[2],
+          *scores[2];
     float *q = floats(out_floats), *sink_q = floats(out_floats);
     unsigned char *arena[2];
     const kvc_kernels *both[2] = {scalar, kernels};
@@ -77,7 +79,8 @@ static void compare(const kvc_kernels *kernels, const kvc_kernels *scalar, kvc_f
         out[i] = floats(out_floats), scores[i] = floats((size_t)tokens);
         both[i]->write_runs(&l, arena[i], runs, blocks, k, v);
         both[i]->read_runs(&l, arena[i], runs, blocks, read[i][0], read[i][1]);
-        kvc_attend_args args = {&l, arena[0], &seq, 1, query_heads, 1.0f / sqrtf((float)dim), q, sink_q, out[i], scores[i]};
+        kvc_attend_args args = {&l, arena[0], &seq,   1,        query_heads, 1.0f / sqrtf((float)dim),
+                                q,  sink_q,   out[i], scores[i]};
         void *scratch = malloc(kvc_attend_scratch_bytes(&l, &seq, 1, query_heads, 2));
         kvc_attend(both[i], &args, scratch, 2);
         free(scratch);
@@ -88,14 +91,16 @@ static void compare(const kvc_kernels *kernels, const kvc_kernels *scalar, kvc_f
         expect(d <= 1e-6, "read", &l, d);
     }
     const double tolerance = format <= KVC_F16 ? 5e-6 : 0.01;
-    const double d_out = difference(out[0], out[1], out_floats), d_scores = difference(scores[0], scores[1], (size_t)tokens);
+    const double d_out = difference(out[0], out[1], out_floats),
+                 d_scores = difference(scores[0], scores[1], (size_t)tokens);
     expect(d_out <= tolerance, "attend", &l, d_out);
     expect(d_scores <= 2 * tolerance, "scores", &l, d_scores);
     const size_t bad = random_u32() % ((size_t)tokens * row);
     k[bad] = between(0, 1) ? NAN : -INFINITY;
     const int64_t first = kernels->check_representable(k, (int64_t)((size_t)tokens * row), format);
     expect(first == (int64_t)bad, "check_representable", &l, (double)first);
-    for (int i = 0; i < 2; i++) free(arena[i]), free(read[i][0]), free(read[i][1]), free(out[i]), free(scores[i]);
+    for (int i = 0; i < 2; i++)
+        free(arena[i]), free(read[i][0]), free(read[i][1]), free(out[i]), free(scores[i]);
     free(runs), free(k), free(v), free(q), free(sink_q);
 }
 
@@ -104,8 +109,9 @@ int main(int argc, char **argv) {
     const kvc_kernels *kernels = kvc_find_level(name), *scalar = kvc_find_level("scalar");
     if (!kernels) return printf("this CPU or build has no level %s\n", name), 1;
     int cases = 0;
-    for (int format = KVC_F32; format <= KVC_F16; format++) {
-        for (int i = 0; i < 40; i++, cases++) compare(kernels, scalar, (kvc_format)format, 0);
+    for (int format = KVC_F32; format <= KVC_Q2; format++) {
+        for (int i = 0; i < 40; i++, cases++)
+            compare(kernels, scalar, (kvc_format)format, format >= KVC_Q8 && i % 2);
     }
     printf("%s against %s: %d cases, %d failures\n", kernels->name, scalar->name, cases, failures);
     return failures > 0;

@@ -1,0 +1,155 @@
+/* kvc_chunk.h - scores and mixing of one head over one chunk: picks integers on tiles, floats straight from
+ * the block (few rows of f32 or f16), or floats that are staged first. */
+#ifndef KVC_CHUNK_H
+#define KVC_CHUNK_H
+
+#include "kvc_job.h"
+#include "kvc_products.h"
+
+/* One head's rows of the chunk as floats, and pointers to them. Behind the last token: the last one again. */
+static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
+    const size_t k_bytes = j->layout->key_head_bytes, v_bytes = j->layout->value_head_bytes;
+    const size_t values = (size_t)j->layout->num_heads * k_bytes + (size_t)head * v_bytes;
+    const size_t offset = rows.side == KVC_KEYS ? (size_t)head * k_bytes : values;
+    for (int i = 0; rows.bits < 16 && i < c->pieces; i++) {
+        const piece *p = &c->piece[i];
+        float *to = j->stage + p->lane * j->padded;
+        KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)j->padded);
+    }
+    for (int t = 0; t < KVC_CHUNK; t++) {
+        float *to = j->stage + (t < c->lanes ? t : c->lanes - 1) * j->padded;
+        staged[t] = (const unsigned char *)to;
+        if (rows.bits != 16 || t >= c->lanes) continue;
+        const uint16_t *from = (const uint16_t *)(rows.side == KVC_KEYS ? c->k[t] + (size_t)head * k_bytes
+                                                                        : c->v[t] + (size_t)head * v_bytes);
+        for (int d = 0; d < j->dim; d += KVC_LANES) f32v_store(to + d, load_dims_half(from, d, j->dim));
+    }
+}
+
+/* One function per (format, head_dim) through inlining: 64 and 128 as constants, the rest as a bound. */
+#define WITH_DIM(dim, call)     \
+    switch (dim) {              \
+    case 64: call(64); break;   \
+    case 128: call(128); break; \
+    default: call(dim); break;  \
+    }
+
+#if defined(KVC_HAVE_DOTS)
+static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows, int head) {
+    const size_t tile = (size_t)(p->slot / KVC_TILE) * kvc_tile_bytes(rows);
+    if (rows.side == KVC_KEYS) return p->block + (size_t)head * j->layout->key_head_bytes + tile;
+    const size_t values = (size_t)j->layout->num_heads * j->layout->key_head_bytes;
+    return p->block + values + (size_t)head * j->layout->value_head_bytes + tile;
+}
+
+static void fetch_tile(const job *j, const piece *p, kvc_rows rows, int head) {
+    const unsigned char *tile = tile_of(j, p, rows, head);
+    for (size_t b = 0; b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(tile + b, 0, 2);
+}
+
+static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows) {
+    for (int i = 0; i < c->pieces; i++) {
+        fetch_tile(j, &c->piece[i], j->v_rows, head);
+        const unsigned char *tile = tile_of(j, &c->piece[i], j->k_rows, head);
+        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i);
+    }
+    return c->lanes;
+}
+
+/* Lanes of a tile without a token of the piece have weight 0, but any bytes as scale and minimum: 0 too. */
+static void load_scales(const piece *p, const unsigned char *tile, float *scales, float *minima) {
+    const uint16_t *halves = (const uint16_t *)tile;
+    for (int t = 0; t < KVC_TILE; t += KVC_LANES) {
+        f32v_store(scales + t, f32v_load_half(halves + t));
+        f32v_store(minima + t, f32v_load_half(halves + KVC_TILE + t));
+    }
+    const int first = p->slot % KVC_TILE;
+    for (int t = 0; p->count < KVC_TILE && t < KVC_TILE; t++) {
+        if (t < first || t >= first + p->count) scales[t] = minima[t] = 0.0f;
+    }
+}
+
+static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc) {
+    const unsigned char *tile[KVC_CHUNK / KVC_TILE];
+    float scales[KVC_CHUNK], minima[KVC_CHUNK];
+    for (int i = 0; i < c->pieces; i++) {
+        tile[i] = tile_of(j, &c->piece[i], j->v_rows, head);
+        load_scales(&c->piece[i], tile[i], scales + KVC_TILE * i, minima + KVC_TILE * i);
+    }
+    for (int r = 0; r < rows; r++) {
+        quantise_weights(j->v_rows.bits, c->lanes, j->weights + r * KVC_CHUNK, scales, minima, &j->unit_w[r]);
+    }
+    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded);
+}
+#endif
+
+/* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
+ * no meaning. Returns the lanes written. */
+static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead) {
+#if defined(KVC_HAVE_DOTS)
+    if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows);
+#endif
+    const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;
+    const int few = rows <= KVC_DOT_ROWS,
+              step = few || KVC_PANEL < KVC_DOT_TOKENS ? KVC_DOT_TOKENS : KVC_PANEL;
+    const int tokens = (c->lanes + step - 1) / step * step;
+    const unsigned char *staged[KVC_CHUNK], *const *k = c->k;
+    size_t offset = (size_t)head * j->layout->key_head_bytes;
+    const int stage = j->k_rows.bits < 16 || (j->k_rows.bits == 16 && !few);
+    if (stage) {
+        stage_rows(j, c, j->k_rows, head, staged);
+        k = staged, offset = 0;
+    }
+#define FEW_F32(dim) dot_chunk(KVC_F32, dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead)
+#define FEW_F16(dim) dot_chunk(KVC_F16, dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead)
+#define MANY(dim)                                   \
+    pack_panels(dim, tokens, k, offset, j->panels); \
+    panel_chunk(dim, rows, tokens, q, j->padded, j->panels, j->weights)
+    if (!few)
+        WITH_DIM(j->dim, MANY)
+    else if (stage || j->k_rows.bits == 32)
+        WITH_DIM(j->dim, FEW_F32)
+    else
+        WITH_DIM(j->dim, FEW_F16)
+#undef FEW_F32
+#undef FEW_F16
+#undef MANY
+    return tokens;
+}
+
+/* acc = acc * alpha + weights V. */
+static void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
+                       ahead_rows ahead) {
+#if defined(KVC_HAVE_DOTS)
+    if (j->units) {
+        mix_tiles(j, c, head, rows, acc);
+        return;
+    }
+#endif
+    const int few = rows <= KVC_DOT_ROWS;
+    const unsigned char *staged[KVC_CHUNK], *const *v = c->v;
+    size_t offset = (size_t)head * j->layout->value_head_bytes;
+    const int stage = j->v_rows.bits < 16 || (j->v_rows.bits == 16 && !few);
+    if (stage) {
+        stage_rows(j, c, j->v_rows, head, staged);
+        v = staged, offset = 0;
+    }
+    if (!few) ahead.rows = NULL;
+#define MIX(tile_rows, format, dim) \
+    mix_chunk(tile_rows, format, dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead)
+#define FEW_F32(dim) MIX(0, KVC_F32, dim)
+#define FEW_F16(dim) MIX(0, KVC_F16, dim)
+#define MANY(dim) MIX(KVC_TILE_ROWS, KVC_F32, dim)
+    if (!few)
+        WITH_DIM(j->dim, MANY)
+    else if (stage || j->v_rows.bits == 32)
+        WITH_DIM(j->dim, FEW_F32)
+    else
+        WITH_DIM(j->dim, FEW_F16)
+#undef MIX
+#undef FEW_F32
+#undef FEW_F16
+#undef MANY
+}
+
+#endif

@@ -1,0 +1,168 @@
+/* kvc_job.h - one item at work: its part of the scratch, its queries, and its tokens chunk by chunk. */
+#ifndef KVC_JOB_H
+#define KVC_JOB_H
+
+#include "kvc_attend.h"
+#include "kvc_kernels.h"
+#include "kvc_tiles.h"
+
+#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST still -inf */
+#define LOG2E 1.4426950408889634
+
+/* Consecutive tokens in consecutive slots of one block. */
+typedef struct piece {
+    const unsigned char *block;
+    int64_t first; /* token of the text */
+    int slot, count;
+    int lane; /* of the chunk, where the first of them stands */
+} piece;
+
+/* Consecutive tokens of the text on at most KVC_CHUNK lanes, all before or all behind the sinks. */
+typedef struct chunk {
+    int lanes, pieces, sink;
+    piece piece[KVC_CHUNK];
+    const unsigned char *k[KVC_CHUNK],
+        *v[KVC_CHUNK]; /* f32, f16: rows of head 0 lane by lane, the last one repeated */
+} chunk;
+
+typedef struct cursor { /* the next token of a sequence */
+    const kvc_run *run;
+    int64_t token;
+    int slot;
+} cursor;
+
+typedef struct job {
+    const kvc_attend_args *args;
+    const kvc_item *item;
+    const kvc_layout *layout;
+    const kvc_seq *seq;
+    int dim, padded, group, rows;
+    int units; /* K and V lie in tiles and meet integers, not floats */
+    kvc_rows k_rows, v_rows;
+    size_t k_row_bytes, v_row_bytes;
+    float *q, *sink_q, *acc;          /* [head][row][padded] */
+    float *largest, *sum;             /* [head][row] */
+    float *weights, *alpha;           /* [row][KVC_CHUNK], [row] */
+    float *panels, *stage;            /* [KVC_CHUNK * padded] each */
+    unit_query *unit_q, *unit_sink_q; /* [head][row] */
+    unit_weights *unit_w;             /* [row], where panels and stage lie */
+} job;
+
+static cursor seek(const kvc_seq *seq, int64_t token) {
+    cursor at = {seq->runs, token, 0};
+    int64_t first = 0;
+    while (first + at.run->stop - at.run->first <= token) {
+        first += at.run->stop - at.run->first;
+        at.run++;
+    }
+    at.slot = at.run->first + (int)(token - first);
+    return at;
+}
+
+/* A piece of tiles takes the 16 lanes of its tile, other pieces as many as they have tokens. */
+static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
+    const unsigned char *block = j->args->arena + (size_t)at->run->block * j->layout->block_bytes;
+    const unsigned char *k = block + (size_t)at->slot * j->k_row_bytes;
+    const unsigned char *v = block + (size_t)j->layout->num_heads * j->layout->key_head_bytes;
+    v += (size_t)at->slot * j->v_row_bytes;
+    const int lane = c->lanes + (j->units ? at->slot % KVC_TILE : 0);
+    c->piece[c->pieces++] = (piece){block, at->token, at->slot, count, lane};
+    if (j->units) {
+        c->lanes += KVC_TILE;
+        return;
+    }
+    for (int t = 0; t < count; t++, k += j->k_row_bytes, v += j->v_row_bytes) {
+        c->k[c->lanes + t] = k;
+        c->v[c->lanes + t] = v;
+    }
+    c->lanes += count;
+}
+
+/* The next tokens of the item, as many as fit; c->lanes is 0 behind the last. */
+static void next_chunk(const job *j, cursor *at, chunk *c) {
+    int64_t stop = j->item->token_stop;
+    c->lanes = c->pieces = 0;
+    c->sink = j->args->sink_queries && at->token < j->seq->sink_tokens;
+    if (c->sink && stop > j->seq->sink_tokens) stop = j->seq->sink_tokens;
+    while (at->token < stop && c->lanes < KVC_CHUNK) {
+        while (at->slot == at->run->stop) at->run++, at->slot = at->run->first;
+        int count = at->run->stop - at->slot;
+        const int room = j->units ? KVC_TILE - at->slot % KVC_TILE : KVC_CHUNK - c->lanes;
+        if (count > room) count = room;
+        if (count > stop - at->token) count = (int)(stop - at->token);
+        add_piece(j, at, count, c);
+        at->slot += count, at->token += count;
+    }
+    for (int t = c->lanes; !j->units && c->lanes && t < KVC_CHUNK; t++) {
+        c->k[t] = c->k[c->lanes - 1];
+        c->v[t] = c->v[c->lanes - 1];
+    }
+}
+
+static void start(job *j, const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+    const kvc_layout *layout = args->layout;
+    memset(j, 0, sizeof *j);
+    j->args = args;
+    j->item = item;
+    j->layout = layout;
+    j->seq = &args->seqs[item->seq];
+    j->dim = layout->head_dim;
+    j->padded = (int)kvc_padded_dim(layout);
+    j->group = args->num_query_heads / layout->num_heads;
+    j->rows = (int)(item->row_stop - item->row);
+    j->k_rows = kvc_rows_of(layout, KVC_KEYS);
+    j->v_rows = kvc_rows_of(layout, KVC_VALUES);
+    j->k_row_bytes = kvc_row_bytes(j->k_rows);
+    j->v_row_bytes = kvc_row_bytes(j->v_rows);
+#if defined(KVC_HAVE_DOTS)
+    j->units =
+        j->k_rows.tiled && j->v_rows.tiled && (j->rows <= KVC_UNIT_ROWS || KVC_UNIT_ROWS == KVC_ITEM_ROWS);
+#endif
+    const int64_t rows = kvc_item_max_rows(layout);
+    float *free = scratch;
+    j->q = free, free += rows * j->padded;
+    j->sink_q = free, free += rows * j->padded;
+    j->acc = free, free += rows * j->padded;
+    j->unit_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
+    j->unit_sink_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
+    j->unit_w = (unit_weights *)free;
+    j->panels = free, free += KVC_CHUNK * j->padded;
+    j->stage = free, free += KVC_CHUNK * j->padded;
+    j->weights = free, free += KVC_ITEM_ROWS * KVC_CHUNK;
+    j->alpha = free, free += KVC_ITEM_ROWS;
+    j->largest = free, free += rows;
+    j->sum = free;
+}
+
+/* Where row r of KV head h lies in queries and out, counted in (query, query head) pairs. */
+static size_t pair_index(const job *j, int head, int64_t row) {
+    const int64_t query = j->item->first_query + row / j->group;
+    return (size_t)(query * j->args->num_query_heads + (int64_t)head * j->group + row % j->group);
+}
+
+/* rows of one KV head, scaled, rotated and in digits where K is, to places index and following. */
+static void pack_queries(const job *j, int head, int64_t row, int rows, size_t index) {
+    const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
+    for (int sink = 0; sink <= (j->args->sink_queries != NULL); sink++) {
+        const float *queries = sink ? j->args->sink_queries : j->args->queries;
+        float *q = (sink ? j->sink_q : j->q) + index * (size_t)j->padded;
+        for (int r = 0; r < rows; r++, q += j->padded) {
+            const float *from = queries + pair_index(j, head, row + r) * (size_t)j->dim;
+            for (int d = 0; d < j->dim; d += KVC_LANES)
+                f32v_store(q + d, f32v_mul(load_dims(from, d, j->dim), scale_v));
+            for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
+            if (j->k_rows.rotated) KVC_FN(hadamard)(q, j->dim);
+#if defined(KVC_HAVE_DOTS)
+            if (j->units) quantise_query(q, j->dim, (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
+#endif
+        }
+    }
+}
+
+/* Tokens that row r of the item sees, counted from the start of the sequence. */
+static int64_t visible(const job *j, int64_t row) {
+    const int64_t last = j->seq->num_tokens - j->seq->num_queries + row / j->group;
+    return last < 0 ? 0 : last + 1;
+}
+
+#endif

@@ -1,0 +1,52 @@
+"""What a `CacheManager` is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcache.eviction import EvictionPolicy
+
+__all__ = ["FORMATS", "KVCacheConfig", "as_integer"]
+
+FORMATS = {2: "q2", 3: "q3", 4: "q4", 8: "q8"}
+MAX_ENTRIES = 2**31 - 64
+
+
+def as_integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """What a `CacheManager` holds.
+
+    Args:
+        max_seq_len: entries in all, 1 to 2**31 - 64.
+        num_heads: KV heads.
+        head_dim: channels per head, 1 to 256. Heads that are no multiple of 8 channels are stored padded.
+        quantization_bits: 2, 3, 4 or 8 bits per value.
+        eviction_policy: which entries stay, by default `EvictionPolicy.H2O()`.
+
+    Raises:
+        TypeError, ValueError: a setting that is not supported.
+    """
+
+    max_seq_len: int
+    num_heads: int
+    head_dim: int
+    quantization_bits: int = 4
+    eviction_policy: EvictionPolicy = field(default_factory=EvictionPolicy.H2O)
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
+            if not 1 <= as_integer(getattr(self, name), name) <= most:
+                raise ValueError(f"expected {name} in [1, {most}], got {getattr(self, name)}")
+        if as_integer(self.quantization_bits, "quantization_bits") not in FORMATS:
+            raise ValueError(f"expected quantization_bits to be 2, 3, 4 or 8, got {self.quantization_bits}")
+        if not isinstance(self.eviction_policy, EvictionPolicy):
+            raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
