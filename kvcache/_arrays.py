@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_floats", "as_indices", "as_rows", "as_scores", "as_seq_ids"]
+__all__ = ["as_floats", "as_indices", "as_integers", "as_rows", "as_scores"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -85,7 +85,8 @@ def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-def _as_integers(x: Any, name: str) -> npt.NDArray[Any]:
+def as_integers(x: Any, name: str) -> npt.NDArray[Any]:
+    """`x` as an integer array `(n,)` of whatever width it has; TypeError, ValueError if it is none."""
     array = _as_array(x, name)
     if array.ndim != 1:
         raise ValueError(f"expected {name} in one dimension, got shape {array.shape}")
@@ -94,25 +95,13 @@ def _as_integers(x: Any, name: str) -> npt.NDArray[Any]:
     return array
 
 
-def as_seq_ids(x: Any) -> npt.NDArray[np.uint64]:
-    """Sequence ids, each in [0, 2**64), as uint64 `(n,)`.
-
-    Raises:
-        TypeError, ValueError: not integers, not one-dimensional, a negative id.
-    """
-    array = _as_integers(x, "sequence ids")
-    if array.size and array.dtype.kind == "i" and int(array.min()) < 0:
-        raise ValueError(f"expected sequence ids >= 0, got {int(array.min())}")
-    return np.ascontiguousarray(array, np.uint64)
-
-
 def as_indices(x: Any, name: str) -> npt.NDArray[np.int64]:
     """Integers as int64 `(n,)`.
 
     Raises:
         TypeError, ValueError: not integers, not one-dimensional, beyond int64.
     """
-    array = _as_integers(x, name)
+    array = as_integers(x, name)
     if array.size and array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"expected {name} below 2**63, got {int(array.max())}")
     return np.ascontiguousarray(array, np.int64)

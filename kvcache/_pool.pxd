@@ -21,3 +21,8 @@ cdef class BlockPool:
     cdef int32_t take(self) noexcept nogil                  # a free id with one reference; num_free must be > 0
     cdef void retain_(self, int32_t block) noexcept nogil   # one more reference on a block in use
     cdef bint release_(self, int32_t block) noexcept nogil  # one reference less; True when that freed it
+    # The same for n ids, `stride` int32s apart, as they lie in a list of runs: equal neighbours count once.
+    cdef void take_each(self, int32_t *blocks, int64_t n, int64_t stride) noexcept nogil
+    cdef void retain_each(self, const int32_t *blocks, int64_t n, int64_t stride) noexcept nogil
+    # True when one of them is left with a single reference.
+    cdef bint release_each(self, const int32_t *blocks, int64_t n, int64_t stride) noexcept nogil

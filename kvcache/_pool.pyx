@@ -57,6 +57,53 @@ cdef class BlockPool:
         self.total_frees += 1
         return True
 
+    cdef void take_each(self, int32_t *blocks, int64_t n, int64_t stride) noexcept nogil:
+        cdef int32_t *refs = &self.refs[0]
+        cdef int32_t *ring = &self.ring[0]
+        cdef int32_t block, head = self.head, size = self.num_blocks
+        cdef int64_t i
+        for i in range(n):
+            block = ring[head]
+            head = head + 1 if head + 1 < size else 0
+            refs[block] = 1
+            blocks[i * stride] = block
+        self.head = head
+        self.num_free -= <int32_t>n
+        self.total_allocations += n
+        self.peak_used = max(self.peak_used, size - self.num_free)
+
+    cdef void retain_each(self, const int32_t *blocks, int64_t n, int64_t stride) noexcept nogil:
+        cdef int32_t *refs = &self.refs[0]
+        cdef int32_t block, previous = -1
+        cdef int64_t i
+        for i in range(n):
+            block = blocks[i * stride]
+            refs[block] += block != previous
+            previous = block
+
+    cdef bint release_each(self, const int32_t *blocks, int64_t n, int64_t stride) noexcept nogil:
+        cdef int32_t *refs = &self.refs[0]
+        cdef int32_t *ring = &self.ring[0]
+        cdef int32_t block, left, previous = -1, size = self.num_blocks
+        cdef int64_t i, freed = 0, tail = <int64_t>self.head + self.num_free
+        cdef bint one_left = False
+        for i in range(n):
+            block = blocks[i * stride]
+            if block == previous:
+                continue
+            previous = block
+            left = refs[block] - 1
+            refs[block] = left
+            one_left |= left == 1
+            if left == 0:
+                tail = tail if tail < size else tail - size
+                ring[tail] = block
+                tail += 1
+                freed += 1
+        self.num_free += <int32_t>freed
+        self.total_frees += freed
+        return one_left
+
     @property
     def num_used(self):
         """Blocks with at least one reference; a shared block counts once."""

@@ -15,6 +15,10 @@ from kvcache._kernels cimport kvc_run, kvc_seq
 from kvcache._pool cimport BlockPool
 
 
+cdef enum:
+    RUN_STRIDE = 2    # int32s from one run's block to the next one's
+
+
 cdef struct Sequence:
     uint64_t seq_id
     int64_t uid               # never used again, unlike seq_id: what a handle remembers
@@ -66,8 +70,10 @@ cdef class SequenceRows:
 
     # Change
     cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs) except -1     # a new, empty sequence
-    cdef void close_(self, int32_t row) noexcept nogil                        # drops its references and its row
-    cdef void extend_(self, int32_t row, int64_t count) noexcept nogil
+    cdef bint close_(self, int32_t row) noexcept nogil   # drops its references and its row; True if a block has one left
+    cdef void extend_(self, int32_t row, int64_t count) noexcept nogil        # `count` more tokens
+    cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil  # into the last block; how many went in
+    cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil
     cdef int own_(self, int32_t row, int64_t start, int64_t stop) except -1   # copy-on-write for tokens start..stop
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil
     cdef int keep_(self, int32_t row, const int64_t *bounds, int64_t num_ranges) except -1

@@ -205,18 +205,18 @@ cdef class SequenceRows:
         self.num_spare = new - old
         return 0
 
-    cdef void close_(self, int32_t row) noexcept nogil:
+    cdef bint close_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t i
-        for i in range(seq.num_runs):
-            if i == 0 or seq.runs[i].block != seq.runs[i - 1].block:
-                self.pool.release_(seq.runs[i].block)
+        cdef bint one_left = False
+        if seq.num_runs:
+            one_left = self.pool.release_each(&seq.runs[0].block, seq.num_runs, RUN_STRIDE)
         self.rows.drop(seq.seq_id)
         free(seq.runs)
         free(seq.positions)
         seq.runs, seq.positions, seq.capacity, seq.uid = NULL, NULL, 0, -1
         self.spare[self.num_spare] = row
         self.num_spare += 1
+        return one_left
 
     cdef int reserve_(self, int32_t row, int64_t num_runs) except -1:
         cdef Sequence *seq = &self.seqs[row]
@@ -259,31 +259,43 @@ cdef class SequenceRows:
 
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
-        cdef kvc_run *last
-        cdef kvc_run run
-        cdef int64_t length
+        cdef kvc_run *last = &seq.runs[seq.num_runs - 1] if seq.num_runs else NULL
+        cdef int64_t length, fresh
+        if count > 0 and last != NULL and last.stop < self.block_size:
+            count -= self.fill_tail_(row, count)
+        if count > 0 and last != NULL and last.first > 0:
+            seq.dense = False
+        if count > 0:
+            fresh = (count + self.block_size - 1) // self.block_size
+            self.pool.take_each(&seq.runs[seq.num_runs].block, fresh, RUN_STRIDE)
         while count > 0:
-            last = &seq.runs[seq.num_runs - 1] if seq.num_runs else NULL
-            if last == NULL or last.stop == self.block_size:
-                run.block, run.first = self.pool.take(), 0
-                if last != NULL and last.first > 0:
-                    seq.dense = False
-            else:
-                if self.pool.refs[last.block] > 1:
-                    self.copy_on_write_(row, seq.num_runs - 1)
-                run.block, run.first = last.block, last.stop
-            length = min(count, <int64_t>self.block_size - run.first)
-            run.stop = <uint16_t>(run.first + length)
-            if run.first > 0 and seq.positions[seq.num_runs - 1] + run_length(last[0]) == seq.next_position:
-                last.stop = run.stop
-            else:
-                seq.dense = seq.dense and run.first == 0
-                seq.runs[seq.num_runs] = run
-                seq.positions[seq.num_runs] = seq.next_position
-                seq.num_runs += 1
+            length = min(count, <int64_t>self.block_size)
+            self.add_run_(seq, seq.runs[seq.num_runs].block, 0, length)
+            count -= length
+
+    cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil:
+        cdef Sequence *seq = &self.seqs[row]
+        cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
+        cdef int64_t length = min(count, <int64_t>self.block_size - last.stop)
+        if self.pool.refs[last.block] > 1:
+            self.copy_on_write_(row, seq.num_runs - 1)
+        if seq.positions[seq.num_runs - 1] + run_length(last[0]) == seq.next_position:
+            last.stop += <uint16_t>length
             seq.num_tokens += length
             seq.next_position += length
-            count -= length
+        else:
+            seq.dense = False
+            self.add_run_(seq, last.block, last.stop, length)
+        return length
+
+    cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil:
+        seq.runs[seq.num_runs].block = block
+        seq.runs[seq.num_runs].first = <uint16_t>first
+        seq.runs[seq.num_runs].stop = <uint16_t>(first + length)
+        seq.positions[seq.num_runs] = seq.next_position
+        seq.num_runs += 1
+        seq.num_tokens += length
+        seq.next_position += length
 
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]

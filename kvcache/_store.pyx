@@ -16,7 +16,8 @@ from kvcache._table cimport SequenceTable
 
 import numpy as np
 
-from kvcache._arrays import as_floats, as_indices, as_seq_ids
+from kvcache._arrays import as_floats, as_indices
+from kvcache._seq_ids import as_seq_ids
 from kvcache._sequences import RUN
 from kvcache.errors import OutOfMemoryError
 

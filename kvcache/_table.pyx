@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 from kvcache._heap cimport IndexedHeap
 from kvcache._kernels cimport kvc_run
 from kvcache._pool cimport BlockPool
-from kvcache._sequences cimport Sequence, SequenceRows
+from kvcache._sequences cimport RUN_STRIDE, Sequence, SequenceRows
 
 import numpy as np
 
@@ -60,6 +60,7 @@ cdef class SequenceTable(SequenceRows):
         cdef int32_t row = self.enter_(seq_id, blocks)
         self.extend_(row, num_tokens)
         self.touch_(row)
+        self.rank_(row)
 
     def adopt(self, uint64_t seq_id, blocks, int64_t num_tokens):
         """A new sequence whose first `num_tokens` tokens lie in `blocks`, which are in use: shared, not copied.
@@ -95,6 +96,7 @@ cdef class SequenceTable(SequenceRows):
         seq.num_runs = count
         seq.num_tokens = seq.next_position = num_tokens
         self.touch_(row)
+        self.rank_(row)
 
     def append(self, uint64_t seq_id, int64_t count):
         """`count` more tokens at the end; a shared tail block is copied first (see `take_copies`).
@@ -113,42 +115,7 @@ cdef class SequenceTable(SequenceRows):
         self.reserve_copies_(1)
         self.extend_(row, count)
         self.touch_(row)
-
-    def append_batch(self, const uint64_t[::1] seq_ids):
-        """One more token for each of `seq_ids`, all or nothing.
-
-        Raises:
-            SequenceNotFoundError, ValueError: no such sequence; an id named twice.
-            OutOfMemoryError: too few blocks are free for all of them together.
-        """
-        cdef Py_ssize_t i, n = seq_ids.shape[0]
-        cdef int64_t blocks = 0
-        cdef int32_t row
-        cdef Sequence *seq
-        cdef int32_t[::1] rows = np.empty(n, np.int32)
-        self.batch += 1
-        for i in range(n):
-            row = rows[i] = self.row_of(seq_ids[i])
-            if self.seqs[row].mark == self.batch:
-                raise ValueError(f"expected each sequence once, got {seq_ids[i]} twice")
-            self.seqs[row].mark = self.batch
-            self.reserve_(row, self.seqs[row].num_runs + 2)
-        self.reserve_copies_(n)
-        # Of two that share one tail block only the first copies it: count with its reference already gone.
-        for i in range(n):
-            seq = &self.seqs[rows[i]]
-            blocks += self.need_(rows[i], 1)
-            if seq.num_runs:
-                self.pool.refs[seq.runs[seq.num_runs - 1].block] -= 1
-        for i in range(n):
-            seq = &self.seqs[rows[i]]
-            if seq.num_runs:
-                self.pool.refs[seq.runs[seq.num_runs - 1].block] += 1
-        if blocks > self.pool.num_free:
-            raise OutOfMemoryError(blocks, self.pool.num_free)
-        for i in range(n):
-            self.extend_(rows[i], 1)
-            self.touch_(rows[i])
+        self.lengthened_(row)
 
     def fork(self, uint64_t source, uint64_t target):
         """A new sequence `target` that shares every block of `source`.
@@ -159,18 +126,7 @@ cdef class SequenceTable(SequenceRows):
         """
         self.refuse_taken(target)
         cdef int32_t from_row = self.row_of(source)
-        cdef int32_t row = self.enter_(target, self.seqs[from_row].num_runs)
-        cdef Sequence *old = &self.seqs[from_row]
-        cdef Sequence *new = &self.seqs[row]
-        cdef int64_t i
-        memcpy(new.runs, old.runs, old.num_runs * sizeof(kvc_run))
-        memcpy(new.positions, old.positions, old.num_runs * sizeof(int64_t))
-        new.num_runs, new.num_tokens, new.next_position = old.num_runs, old.num_tokens, old.next_position
-        new.sink_tokens, new.dense, new.priority = old.sink_tokens, old.dense, old.priority
-        for i in range(new.num_runs):
-            if i == 0 or new.runs[i].block != new.runs[i - 1].block:
-                self.pool.retain_(new.runs[i].block)
-        self.touch_(row)
+        self.fork_(from_row, self.enter_(target, self.seqs[from_row].num_runs))
 
     def free(self, uint64_t seq_id):
         """Let go of every block of the sequence.
@@ -333,7 +289,7 @@ cdef class SequenceTable(SequenceRows):
 
     def victim(self):
         """The id of the next sequence to evict, pinned ones never; None when there is none."""
-        cdef int32_t row = self.order.top()
+        cdef int32_t row = self.victim_()
         return None if row < 0 else self.seqs[row].seq_id
 
     def evict_to(self, double utilization):
@@ -344,9 +300,10 @@ cdef class SequenceTable(SequenceRows):
         evicted = []
         passed = []
         cdef int32_t row
+        cdef bint released
         cdef BlockPool pool = self.pool
         while pool.num_blocks - pool.num_free > utilization * pool.num_blocks:
-            row = self.order.top()
+            row = self.victim_()
             if row >= 0 and self.all_shared_(row):
                 self.order.drop(row)
                 passed.append(row)
@@ -356,13 +313,12 @@ cdef class SequenceTable(SequenceRows):
                     break
                 row = passed.pop(0)
             evicted.append(self.seqs[row].seq_id)
-            self.leave_(row)
-            # What it shared may now belong to one that was passed over.
-            for other in passed:
-                self.rank_(other)
-            passed.clear()
-        for other in passed:
-            self.rank_(other)
+            released = self.leave_(row)
+            # What it shared may now belong to one alone that was passed over.
+            if released:
+                self.rank_all_(passed)
+                passed = []
+        self.rank_all_(passed)
         return evicted
 
     def set_priority(self, uint64_t seq_id, int64_t priority):
@@ -404,6 +360,10 @@ cdef class SequenceTable(SequenceRows):
             row = self.row_of(seq_id)
             pinned = self.seqs[row].pins > 0
             assert (row in self.order) != pinned, f"{seq_id}: pinned and a victim, or neither"
+            if not pinned:
+                assert self.order.key(row) <= self.key_(row), f"{seq_id}: stands behind its place among the victims"
+                exact = self.strategy in (RANK_LENGTH, RANK_PRIORITY)
+                assert not exact or self.order.key(row) == self.key_(row), f"{seq_id}: not at its place"
         assert len(self.order) <= len(self), "a sequence that is gone is still a victim"
 
     # -- below the shell ------------------------------------------------------------------------------------
@@ -413,31 +373,59 @@ cdef class SequenceTable(SequenceRows):
         self.order.reserve(2 * self.capacity + 8)
         return self.open_(seq_id, num_runs)
 
-    cdef void leave_(self, int32_t row) noexcept nogil:
+    cdef bint leave_(self, int32_t row) noexcept nogil:
         self.order.drop(row)
-        self.close_(row)
+        return self.close_(row)
+
+    cdef void fork_(self, int32_t from_row, int32_t row) noexcept nogil:
+        cdef Sequence *old = &self.seqs[from_row]
+        cdef Sequence *new = &self.seqs[row]
+        memcpy(new.runs, old.runs, old.num_runs * sizeof(kvc_run))
+        memcpy(new.positions, old.positions, old.num_runs * sizeof(int64_t))
+        new.num_runs, new.num_tokens, new.next_position = old.num_runs, old.num_tokens, old.next_position
+        new.sink_tokens, new.dense, new.priority = old.sink_tokens, old.dense, old.priority
+        if new.num_runs:
+            self.pool.retain_each(&new.runs[0].block, new.num_runs, RUN_STRIDE)
+        self.touch_(row)
+        self.rank_(row)
 
     cdef void touch_(self, int32_t row) noexcept nogil:
         self.clock += 1
         self.seqs[row].last_access = self.clock
         self.seqs[row].access_count += 1
-        self.rank_(row)
+
+    cdef void lengthened_(self, int32_t row) noexcept nogil:
+        if self.strategy == RANK_LENGTH:
+            self.rank_(row)
+
+    cdef double key_(self, int32_t row) noexcept nogil:
+        cdef Sequence *seq = &self.seqs[row]
+        if self.strategy == RANK_FREQUENCY:
+            return <double>seq.access_count
+        if self.strategy == RANK_LENGTH:
+            return <double>-seq.num_tokens
+        if self.strategy == RANK_PRIORITY:
+            return <double>seq.priority
+        return <double>seq.last_access
 
     cdef void rank_(self, int32_t row) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t key
-        if seq.pins > 0:
+        if self.seqs[row].pins > 0:
             self.order.drop(row)
-            return
-        if self.strategy == RANK_FREQUENCY:
-            key = seq.access_count
-        elif self.strategy == RANK_LENGTH:
-            key = -seq.num_tokens
-        elif self.strategy == RANK_PRIORITY:
-            key = seq.priority
         else:
-            key = seq.last_access
-        self.order.put_tied(row, <double>key, seq.seq_id)
+            self.order.put_tied(row, self.key_(row), self.seqs[row].seq_id)
+
+    cdef int rank_all_(self, list rows) except -1:
+        cdef int32_t row
+        for row in rows:
+            self.rank_(row)
+        return 0
+
+    cdef int32_t victim_(self) noexcept nogil:
+        cdef int32_t row = self.order.top()
+        while row >= 0 and self.order.items[0].key != self.key_(row):
+            self.rank_(row)
+            row = self.order.top()
+        return row
 
     cdef bint all_shared_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]

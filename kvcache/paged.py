@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_indices, as_seq_ids
+from kvcache._arrays import as_floats, as_indices
+from kvcache._batch import BatchTable
 from kvcache._pool import BlockPool
+from kvcache._seq_ids import as_seq_ids
 from kvcache._store import BlockStore
-from kvcache._table import SequenceTable
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
 from kvcache.paged_handle import PagedKvCacheHandle
@@ -74,7 +75,7 @@ class PagedKvCache:
             num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         )
         self._pool = BlockPool(num_blocks)
-        self._table = SequenceTable(self._pool, block_size)
+        self._table = BatchTable(self._pool, block_size)
         self._lock = threading.RLock()
         self._evictions = 0
         self._forks = 0
@@ -245,8 +246,41 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for all of them together.
         """
         with self._lock:
-            self._table.append_batch(as_seq_ids(seq_ids))
-            self._store.carry_out(self._table)
+            self._table.append_batch(seq_ids)
+            if self._table.num_copies:
+                self._store.carry_out(self._table)
+
+    def allocate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
+        """Start many sequences with room for as many tokens each, all or nothing.
+
+        Args:
+            num_tokens: integers `(len(seq_ids),)`.
+
+        Raises:
+            InvalidOperationError, ValueError: an id is taken; one named twice; another number of lengths.
+            OutOfMemoryError: too few blocks are free for all of them together.
+        """
+        with self._lock:
+            self._table.allocate_batch(seq_ids, as_indices(num_tokens, "token counts"))
+
+    def fork_batch(self, src_seqs: npt.ArrayLike, dst_seqs: npt.ArrayLike) -> None:
+        """`fork` for many pairs, all or nothing; one source may have many forks.
+
+        Raises:
+            InvalidOperationError, ValueError: a target is taken; one named twice; not as many sources as targets.
+            SequenceNotFoundError: a source is not there.
+        """
+        with self._lock:
+            self._forks += self._table.fork_batch(src_seqs, dst_seqs)
+
+    def free_batch(self, seq_ids: npt.ArrayLike) -> None:
+        """End many sequences, all or nothing.
+
+        Raises:
+            SequenceNotFoundError, ValueError: no such sequence; one named twice.
+        """
+        with self._lock:
+            self._table.free_batch(seq_ids)
 
     def free(self, seq_id: SeqId) -> None:
         """End a sequence and let go of its blocks.
@@ -390,8 +424,7 @@ class PagedKvCache:
             raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
         with self._lock:
             self._store.write_batch(self._table, layer, ids, k, v)
-            for seq_id in ids.tolist():
-                self._table.touch(seq_id)
+            self._table.touch_batch(ids)
 
     def read(self, layer: int, seq_id: SeqId, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
@@ -518,14 +551,7 @@ class PagedKvCache:
             SequenceNotFoundError: no such sequence.
         """
         with self._lock:
-            ids = as_seq_ids(seq_ids).tolist()
-            blocks = [self._table.blocks(seq_id) for seq_id in ids]
-            runs = [self._table.runs(seq_id) for seq_id in ids]
-        indptr = np.zeros(len(ids) + 1, np.int32)
-        np.cumsum([len(b) for b in blocks], out=indptr[1:])
-        block_ids = np.concatenate(blocks) if blocks else np.empty(0, np.int32)
-        last = np.array([r["stop"][-1] if len(r) else 0 for r in runs], np.int32)
-        return CsrBlockTable(indptr, block_ids, last)
+            return CsrBlockTable(*self._table.csr(seq_ids))
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """Copy the K and V of whole blocks, all layers, in order; sequences and references stay as they are.

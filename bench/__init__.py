@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench --help`. One file per noun; a bench is a table of cases."""

@@ -1,0 +1,48 @@
+"""`python -m bench`: every measurement of this project, by name."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from bench.report import environment
+
+# name -> (module, what it shows). A module has `add_arguments(parser)` and `main(options) -> int`.
+BENCHES = {
+    "structures": ("bench.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
+    "trace": ("bench.trace", "a serving trace through the prefix cache: hit rate over capacity, by eviction policy"),
+}
+
+EPILOG = """\
+Every bound is a ratio of two things measured side by side in one run; the tables say whether it was met.
+Rivals are used where they are installed (sglang, vllm, torch) and named as absent where they are not.
+
+  python -m bench structures                       all tables, some minutes
+  python -m bench structures --quick               small sizes, few rounds
+  python -m bench structures --only evict          the tables whose title has this word
+  python -m bench trace --plot plots               hit rates, and a picture of them
+  python -m bench trace --file requests.jsonl      a trace of your own, in Mooncake's format
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line, say where we are, run the bench."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, (module, what) in BENCHES.items():
+        one = benches.add_parser(name, help=what, description=what)
+        one.add_argument("--json", metavar="FILE", help="write every figure there")
+        one.add_argument("--plot", metavar="DIR", help="draw the tables into this folder (needs matplotlib)")
+        one.add_argument("--quick", action="store_true", help="small sizes and few rounds: a smoke test")
+        one.add_argument("--markdown", action="store_true", help="print Markdown tables")
+        importlib.import_module(module).add_arguments(one)
+    options = parser.parse_args(arguments)
+    print(", ".join(f"{key} {value}" for key, value in environment().items()))
+    return int(importlib.import_module(BENCHES[options.bench][0]).main(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Requests as a server sees them, in pages: synthetic ones from a seed, or from a file in Mooncake's format.
+
+A page is named by a number that stands for the page **and all before it**, as in a chain of hashes: two requests
+share a prefix exactly as far as their lists agree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+__all__ = ["Mix", "Request", "Trace", "from_mooncake", "synthetic"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        pages: names of the pages of prompt and answer.
+        num_prompt: how many of these are the prompt's: what a cache may already have.
+    """
+
+    pages: list[int]
+    num_prompt: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their arrival."""
+
+    name: str
+    page_size: int
+    requests: list[Request]
+
+    @property
+    def num_pages(self) -> int:
+        """Different pages in all."""
+        return len({page for request in self.requests for page in request.pages})
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The parameters of a synthetic trace; lengths in tokens, means of exponential distributions.
+
+    Attributes:
+        num_requests, seed: how many, and which.
+        systems, zipf, system_tokens: system prompts, the exponent of their popularity, their length.
+        chats, turn_tokens, answer_tokens, turns: share of requests that belong to chats; lengths; turns of a chat.
+        agents, branches, task_tokens: share that belongs to agents; branches of a task, made from one context.
+        documents, document_tokens: share of long prompts that never come again.
+    """
+
+    num_requests: int = 6_000
+    seed: int = 0
+    systems: int = 64
+    zipf: float = 1.1
+    system_tokens: int = 1_200
+    chats: float = 0.6
+    turns: float = 5
+    turn_tokens: int = 120
+    answer_tokens: int = 250
+    agents: float = 0.25
+    branches: float = 6
+    task_tokens: int = 1_500
+    documents: float = 0.15
+    document_tokens: int = 6_000
+
+
+class _Pages:
+    """Names for pages: a prompt grows by pages that nobody had before."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size, self.used = page_size, 0
+
+    def fresh(self, tokens: float) -> list[int]:
+        count = max(1, round(tokens / self.page_size))
+        self.used += count
+        return list(range(self.used - count, self.used))
+
+
+def synthetic(mix: Mix, page_size: int = 16) -> Trace:
+    """Chats of several turns, agents that branch, and documents, over system prompts of Zipf popularity."""
+    rng = np.random.default_rng(mix.seed)
+    pages = _Pages(page_size)
+    systems = [pages.fresh(rng.exponential(mix.system_tokens)) for _ in range(mix.systems)]
+    weights = 1 / np.arange(1, mix.systems + 1) ** mix.zipf
+    weights /= weights.sum()
+    open_chats: list[tuple[list[int], int]] = []
+    open_tasks: list[tuple[list[int], int]] = []
+    requests = []
+
+    def system() -> list[int]:
+        return systems[rng.choice(mix.systems, p=weights)]
+
+    def take(waiting: list[tuple[list[int], int]], start: float) -> tuple[list[int], int] | None:
+        """One that is under way, more likely a recent one; None to start another."""
+        if not waiting or rng.random() < start:
+            return None
+        return waiting.pop(-1 - min(int(rng.exponential(len(waiting) / 3 + 1)), len(waiting) - 1))
+
+    kinds = rng.choice(3, mix.num_requests, p=np.array([mix.chats, mix.agents, mix.documents]))
+    for kind in kinds:
+        if kind == 0:
+            text, turns = take(open_chats, 1 / mix.turns) or (system(), 1 + rng.poisson(mix.turns - 1))
+            prompt = text + pages.fresh(rng.exponential(mix.turn_tokens))
+            answered = prompt + pages.fresh(rng.exponential(mix.answer_tokens))
+            if turns > 1:
+                open_chats.append((answered, turns - 1))
+        elif kind == 1:
+            context, left = take(open_tasks, 1 / mix.branches) or (
+                system() + pages.fresh(rng.exponential(mix.task_tokens)),
+                1 + rng.poisson(mix.branches - 1),
+            )
+            prompt = context + pages.fresh(rng.exponential(mix.turn_tokens))
+            answered = prompt + pages.fresh(rng.exponential(mix.answer_tokens))
+            if left > 1:
+                open_tasks.append((context if rng.random() < 0.7 else answered, left - 1))
+        else:
+            prompt = system() + pages.fresh(rng.exponential(mix.document_tokens))
+            answered = prompt + pages.fresh(rng.exponential(mix.answer_tokens))
+        requests.append(Request(answered, len(prompt)))
+    return Trace("synthetic: " + ", ".join(f"{k} {v:g}" for k, v in asdict(mix).items()), page_size, requests)
+
+
+def from_mooncake(path: str, page_size: int = 512) -> Trace:
+    """A trace of hashed blocks (one JSON object per line: `hash_ids`, `input_length`, `output_length`)."""
+    requests = []
+    fresh = -1
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            record = json.loads(line)
+            prompt = [int(block) for block in record["hash_ids"]]
+            answer = max(0, round(record.get("output_length", 0) / page_size))
+            requests.append(Request(prompt + list(range(fresh - answer + 1, fresh + 1))[::-1], len(prompt)))
+            fresh -= answer
+    return Trace(path, page_size, requests)

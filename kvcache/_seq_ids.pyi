@@ -1,0 +1,6 @@
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def as_seq_ids(ids: Any) -> NDArray[np.uint64]: ...

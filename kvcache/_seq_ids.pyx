@@ -1,0 +1,60 @@
+"""Any one-dimensional integer array-like as uint64 sequence ids; see _seq_ids.pxd.
+
+A decoding step begins here, so the two usual inputs, a uint64 array and a list of ints, cost next to nothing.
+"""
+
+cimport numpy as cnp
+from cpython.list cimport PyList_CheckExact
+from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
+from libc.stdint cimport uint64_t
+
+import numpy as np
+
+from kvcache._arrays import as_integers
+
+cnp.import_array()
+
+
+cdef cnp.ndarray uint64_ids(object ids):
+    if (
+        isinstance(ids, np.ndarray)
+        and cnp.PyArray_TYPE(<cnp.ndarray>ids) == cnp.NPY_UINT64
+        and cnp.PyArray_NDIM(<cnp.ndarray>ids) == 1
+        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>ids)
+    ):
+        return ids
+    if PyList_CheckExact(ids):
+        array = from_list(ids)
+        if array is not None:
+            return array
+    return from_array(as_integers(ids, "sequence ids"))
+
+
+cdef object from_list(list ids):
+    """A list of ints in range; None for any other, which NumPy then names."""
+    cdef cnp.npy_intp n = len(ids)
+    cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT64, 0)
+    cdef uint64_t* numbers = <uint64_t*>cnp.PyArray_DATA(out)
+    cdef Py_ssize_t i
+    for i in range(n):
+        if not PyLong_CheckExact(ids[i]):
+            return None
+        try:
+            numbers[i] = PyLong_AsUnsignedLongLong(ids[i])
+        except OverflowError:
+            raise ValueError(f"expected sequence ids in [0, 2**64), got {ids[i]}") from None
+    return out
+
+
+cdef cnp.ndarray from_array(object array):
+    if array.size and array.dtype.kind == "i" and array.min() < 0:
+        raise ValueError(f"expected sequence ids in [0, 2**64), got {array.min()}")
+    return np.ascontiguousarray(array, np.uint64)
+
+
+def as_seq_ids(ids):
+    """`ids`, each in [0, 2**64), as uint64, shape (num_sequences,); a uint64 array is returned as it is.
+
+    TypeError for what are no integers, ValueError for an id out of range or more than one dimension.
+    """
+    return uint64_ids(ids)
