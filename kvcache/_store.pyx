@@ -83,7 +83,8 @@ cdef class BlockStore:
             raise ValueError(f"expected head_dim to be a multiple of 8, at most 256, got {head_dim}")
         if num_heads < 1 or num_layers < 1 or num_blocks < 0:
             raise ValueError(
-                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, got {num_heads}, {num_layers}, {num_blocks}"
+                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, "
+                f"got {num_heads}, {num_layers}, {num_blocks}"
             )
         if _kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
                                 _rotation(rotate, head_dim, key_dtype[0] == "q"),
