@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats
+from kvcache._arrays import as_flat, as_floats
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
 
@@ -68,8 +68,10 @@ def _visit(kv_dim: int, get: Callable[[], Float32], visit: Callable[[int, Float3
         visit(position, row)
 
 
-def _flat(rows: Any, name: str) -> Float32:
-    return as_floats(rows, (None,) * max(1, np.ndim(rows)), name).reshape(-1)
+def _finite(rows: Float32, name: str) -> Float32:
+    if not np.isfinite(rows).all():
+        raise ValueError(f"expected finite {name}, got {rows[~np.isfinite(rows)][0]}")
+    return rows
 
 
 class CachedKvState:
@@ -84,8 +86,8 @@ class CachedKvState:
     """
 
     def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
-        self._keys = [_flat(layer, "keys") for layer in keys]
-        self._values = [_flat(layer, "values") for layer in values]
+        self._keys = [as_flat(layer, "keys") for layer in keys]
+        self._values = [as_flat(layer, "values") for layer in values]
         self._seq_len = seq_len
         sizes = {len(layer) for layer in (*self._keys, *self._values)}
         if len(self._keys) != len(self._values) or len(sizes) > 1:
@@ -185,10 +187,10 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         Raises:
             IndexError: no such layer.
             OutOfMemoryError: `max_seq_len` tokens are committed (in tokens).
-            TypeError, ValueError: another shape or dtype.
+            TypeError, ValueError: another shape or dtype; not finite.
         """
         self._layer(layer)
-        k, v = as_floats(key, (self.kv_dim,), "key"), as_floats(value, (self.kv_dim,), "value")
+        k, v = (_finite(as_floats(x, (self.kv_dim,), name), name) for x, name in ((key, "key"), (value, "value")))
         if self.seq_len == self.max_seq_len:
             raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
         self._keys[layer, self.seq_len] = k
@@ -220,21 +222,31 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         """Replace the content by `seq_len` tokens: per layer `(seq_len * kv_dim,)` or `(seq_len, kv_dim)`.
 
         Raises:
-            TypeError, ValueError: other layers, lengths or dtypes, or more than `max_seq_len` tokens; nothing changes.
+            TypeError, ValueError: other layers, lengths or dtypes, more than `max_seq_len` tokens, or values that are
+                not finite; nothing changes.
         """
         if not 0 <= seq_len <= self.max_seq_len:
             raise ValueError(f"expected at most {self.max_seq_len} tokens, got {seq_len}")
         if len(keys) != self.num_layers or len(values) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
         size = (seq_len * self.kv_dim,)
-        rows = [(_flat(k, "keys"), _flat(v, "values")) for k, v in zip(keys, values, strict=True)]
+        rows = [(as_flat(k, "keys"), as_flat(v, "values")) for k, v in zip(keys, values, strict=True)]
         for k, v in rows:
             if k.shape != size or v.shape != size:
                 raise ValueError(f"expected {size[0]} floats per layer, got {len(k)} of keys and {len(v)} of values")
+            _finite(k, "keys"), _finite(v, "values")
         for layer, (k, v) in enumerate(rows):
             self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
             self._values[layer, :seq_len] = v.reshape(seq_len, -1)
         self._lengths[:] = [seq_len, seq_len]
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        committed, written = self._lengths
+        assert 0 <= committed <= self.max_seq_len, f"kv cache: {committed} tokens committed of {self.max_seq_len}"
+        assert committed <= written <= committed + 1, f"kv cache: {written} tokens written, {committed} committed"
+        assert written <= self.max_seq_len, f"kv cache: {written} tokens written of {self.max_seq_len}"
+        assert self._keys.shape == self._values.shape, "kv cache: K and V of different shapes"
 
     # -- the handle -----------------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ def test_block_table_counts_partial_blocks():
         assert table.has_free_space == (free > 0)
     table.sequence_length = 40
     assert table.free_tokens == 0
+    one = BlockTable(16, [5], [0], 8)
+    assert (one.has_free_space, one.free_tokens) == (True, 8)
 
 
 def test_block_table_extends_all_or_nothing():
@@ -47,6 +49,23 @@ def test_block_table_extends_all_or_nothing():
     assert [BlockTable.blocks_needed_for_length(n, 16) for n in (0, 16, 17)] == [0, 1, 2]
     with pytest.raises(ValueError, match="block_size"):
         BlockTable(0)
+
+
+def test_thirteen_members_to_implement_and_two_that_follow():
+    required = {
+        "block_table", "block_table_mut", "as_any", "device", "num_layers", "num_heads", "head_dim", "key_cache",
+        "value_cache", "clone_handle", "stats", "is_valid", "cache_id",
+    }  # fmt: skip
+    assert KvCacheHandle.__abstractmethods__ == required
+    with pytest.raises(TypeError):
+        KvCacheHandle()
+
+    members = dict.fromkeys(required, property(lambda self: None))
+    members["block_table"] = property(lambda self: BlockTable(4, [1], [0], 3))
+    members["key_cache"] = members["value_cache"] = lambda self, layer: None
+    own = type("Own", (KvCacheHandle,), members)()
+    assert own.num_tokens == 3
+    assert own.kv_cache(0) == (None, None)
 
 
 def test_device():
