@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache._arrays import as_flat, as_floats
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 
 __all__ = ["CachedKvState", "KvCache", "KvCacheAccess"]
 
@@ -280,9 +280,17 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         """One block of `max_seq_len` tokens."""
         return BlockTable(self.max_seq_len, [0], [0], self.seq_len)
 
-    def block_table_mut(self) -> BlockTable:
-        """As `block_table`: the one block never changes."""
-        return self.block_table
+    def block_table_mut(self) -> LiveBlockTable:
+        """The live table; a shorter `sequence_length` is `truncate`, a longer one commits tokens as they lie there."""
+        return LiveBlockTable(self.max_seq_len, lambda: self.block_table, self._resize)
+
+    def _resize(self, num_tokens: int) -> None:
+        if num_tokens > self.max_seq_len:
+            raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
+        if num_tokens < self.seq_len:
+            self.truncate(num_tokens)
+        else:
+            self._lengths[:] = [num_tokens, max(num_tokens, self._lengths[1])]
 
     def key_cache(self, layer: int) -> Float32:
         """K of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""

@@ -98,6 +98,35 @@ def test_a_handle_shows_the_sequence_as_it_is_now():
         handle.key_cache(2)
 
 
+def test_the_live_table_is_the_sequence():
+    cache, _ = filled()
+    handle = cache.handle(1)
+    table = handle.block_table_mut()
+    assert isinstance(table, BlockTable)
+    assert (table.sequence_length, table.physical_blocks, table.free_tokens) == (10, [0, 1, 2], 2)
+    cache.append(1, 5)
+    assert (table.sequence_length, table.num_blocks, table.logical_to_physical) == (15, 4, [0, 1, 2, 3])
+    table.sequence_length = 20
+    assert handle.num_tokens == cache.get_sequence(1).num_tokens == 20
+    with pytest.raises(InvalidOperationError, match="6 blocks"):
+        table.extend_sequence(1)  # as any table: only into the blocks that are there
+    table.sequence_length = 17
+    table.extend_sequence(2)
+    assert handle.num_tokens == 19
+    for call in (lambda: setattr(table, "sequence_length", 99), lambda: table.add_blocks([7])):
+        with pytest.raises((OutOfMemoryError, InvalidOperationError)):
+            call()
+    assert handle.num_tokens == 19
+    with pytest.raises(ValueError, match="expected"):
+        table.sequence_length = -1
+    before = handle.block_table
+    cache.free(1)
+    assert before.sequence_length == 19  # this one was a snapshot
+    with pytest.raises(InvalidOperationError):
+        table.num_blocks  # noqa: B018
+    cache.check()
+
+
 def test_a_clone_is_another_reference():
     cache, k = filled()
     clone = cache.handle(1).clone_handle()

@@ -163,6 +163,16 @@ def test_the_handle_members() -> None:
     assert not values.flags.writeable
     assert again.block_table.sequence_length == again.block_table_mut().sequence_length == 2
     assert again.as_any() is again
+    table = cache.block_table_mut()
+    cache.advance()
+    assert (table.sequence_length, table.physical_blocks, table.free_tokens) == (3, [0], 5)
+    table.extend_sequence(2)
+    assert cache.seq_len == 5
+    table.sequence_length = 2
+    assert again.seq_len == 2
+    with pytest.raises(OutOfMemoryError):
+        table.sequence_length = 9
+    cache.check()
     stats = again.stats()
     assert (stats.memory_bytes, stats.blocks_allocated, stats.tokens_stored, stats.utilization) == (512, 1, 2, 0.25)
 
