@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -128,6 +129,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     Args:
         num_layers, max_seq_len, kv_dim: at least 1 each; kv_dim is KV heads times head_dim.
         num_heads: KV heads, a divisor of kv_dim: how the rows are shown by the `KvCacheHandle` members.
+
+    Calls on one cache, whatever handles they come through, are serialised.
     """
 
     def __init__(self, num_layers: int, max_seq_len: int, kv_dim: int, *, num_heads: int = 1) -> None:
@@ -141,6 +144,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         self._num_heads = num_heads
         self._lengths = [0, 0]  # committed, written; shared by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
+        self._lock = threading.RLock()
 
     # -- the live cache -------------------------------------------------------------------------------------
 
@@ -166,20 +170,23 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     def clear(self) -> None:
         """Zero the data and both lengths."""
-        self._keys[:] = 0
-        self._values[:] = 0
-        self._lengths[:] = [0, 0]
+        with self._lock:
+            self._keys[:] = 0
+            self._values[:] = 0
+            self._lengths[:] = [0, 0]
 
     def advance(self) -> None:
         """Commit one token; stops at `max_seq_len`."""
-        self._lengths[0] = min(self.seq_len + 1, self.max_seq_len)
-        self._lengths[1] = max(self._lengths)
+        with self._lock:
+            committed = min(self.seq_len + 1, self.max_seq_len)
+            self._lengths[:] = [committed, max(committed, self._lengths[1])]
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
         if seq_len < 0:
             raise ValueError(f"expected a count of tokens >= 0, got {seq_len}")
-        self._lengths[:] = [min(seq_len, self.seq_len)] * 2
+        with self._lock:
+            self._lengths[:] = [min(seq_len, self.seq_len)] * 2
 
     def store_kv(self, layer: int, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
         """Write K and V of the token at position `seq_len`, `(kv_dim,)` each.
@@ -191,11 +198,12 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         """
         self._layer(layer)
         k, v = (_finite(as_floats(x, (self.kv_dim,), name), name) for x, name in ((key, "key"), (value, "value")))
-        if self.seq_len == self.max_seq_len:
-            raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
-        self._keys[layer, self.seq_len] = k
-        self._values[layer, self.seq_len] = v
-        self._lengths[1] = self.seq_len + 1
+        with self._lock:
+            if self.seq_len == self.max_seq_len:
+                raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
+            self._keys[layer, self.seq_len] = k
+            self._values[layer, self.seq_len] = v
+            self._lengths[1] = self.seq_len + 1
 
     def get_keys(self, layer: int) -> Float32:
         """K written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
@@ -213,9 +221,10 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def snapshot(self) -> CachedKvState:
         """A copy of the committed tokens."""
         layers = range(self.num_layers)
-        n = self.seq_len
-        keys = [self._keys[layer, :n].flatten() for layer in layers]
-        values = [self._values[layer, :n].flatten() for layer in layers]
+        with self._lock:
+            n = self.seq_len
+            keys = [self._keys[layer, :n].flatten() for layer in layers]
+            values = [self._values[layer, :n].flatten() for layer in layers]
         return CachedKvState(keys, values, n)
 
     def restore_from_snapshot(self, keys: Any, values: Any, seq_len: int) -> None:
@@ -235,14 +244,16 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             if k.shape != size or v.shape != size:
                 raise ValueError(f"expected {size[0]} floats per layer, got {len(k)} of keys and {len(v)} of values")
             _finite(k, "keys"), _finite(v, "values")
-        for layer, (k, v) in enumerate(rows):
-            self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
-            self._values[layer, :seq_len] = v.reshape(seq_len, -1)
-        self._lengths[:] = [seq_len, seq_len]
+        with self._lock:
+            for layer, (k, v) in enumerate(rows):
+                self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
+                self._values[layer, :seq_len] = v.reshape(seq_len, -1)
+            self._lengths[:] = [seq_len, seq_len]
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
-        committed, written = self._lengths
+        with self._lock:
+            committed, written = self._lengths
         assert 0 <= committed <= self.max_seq_len, f"kv cache: {committed} tokens committed of {self.max_seq_len}"
         assert committed <= written <= committed + 1, f"kv cache: {written} tokens written, {committed} committed"
         assert written <= self.max_seq_len, f"kv cache: {written} tokens written of {self.max_seq_len}"
@@ -287,10 +298,11 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def _resize(self, num_tokens: int) -> None:
         if num_tokens > self.max_seq_len:
             raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
-        if num_tokens < self.seq_len:
-            self.truncate(num_tokens)
-        else:
-            self._lengths[:] = [num_tokens, max(num_tokens, self._lengths[1])]
+        with self._lock:
+            if num_tokens < self.seq_len:
+                self.truncate(num_tokens)
+            else:
+                self._lengths[:] = [num_tokens, max(num_tokens, self._lengths[1])]
 
     def key_cache(self, layer: int) -> Float32:
         """K of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""

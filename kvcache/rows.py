@@ -67,12 +67,12 @@ class PlainRows:
         rows = self._sides[side]
         if rows.dtype != np.float32 or not len(slots) or (np.diff(slots) != 1).any():
             return None
-        together: Float32 = rows[layer, slots[0] : slots[-1] + 1].reshape(-1)
-        return together
+        return rows[layer, slots[0] : slots[-1] + 1].reshape(-1)
 
     def read(self, side: int, layer: int, slots: Int32) -> Float32:
         """The rows at `slots`, K at side 0 and V at side 1, float32 `(len(slots) * kv_dim,)`, a copy."""
-        return self._sides[side][layer].take(slots, axis=0).reshape(-1).astype(np.float32, copy=False)
+        rows: Float32 = self._sides[side][layer].take(slots, axis=0).reshape(-1).astype(np.float32, copy=False)
+        return rows
 
 
 class PackedRows:
