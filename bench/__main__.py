@@ -10,6 +10,7 @@ from bench.report import environment
 
 # name -> (module, what it shows). A module has `add_arguments(parser)` and `main(options) -> int`.
 BENCHES = {
+    "formats": ("bench.formats", "storage formats: bytes and precision, from real caches"),
     "structures": ("bench.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
     "trace": ("bench.trace", "a serving trace through the prefix cache: hit rate over capacity, by eviction policy"),
 }
