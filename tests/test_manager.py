@@ -128,6 +128,18 @@ def test_empty():
         cache.get([0])
 
 
+def test_one_entry_of_constants_survives():
+    cache = manager(bits=3)
+    cache.append([0.42] * 8, [-0.42] * 8)
+    cache.update_attention_scores([1.0])
+    assert cache.evict(1) == 0
+    assert len(cache) == 1
+    k, v = cache.get([0])
+    assert k.shape == v.shape == (1, 8)
+    np.testing.assert_allclose(k, 0.42, rtol=1e-3)
+    np.testing.assert_allclose(v, -0.42, rtol=1e-3)
+
+
 def test_a_first_use():
     cache = CacheManager(KVCacheConfig(128, 4, 16, 4, SlidingWindow(64, 4)))
     cache.append([0.5] * 64, [-0.3] * 64, 0)
