@@ -96,7 +96,7 @@ def list_case() -> Iterator[Candidate]:
 
 def insert_case(page_size: int) -> Iterator[Candidate]:
     """Insert `SHORT` new tokens, and match them again; evicted before the next time, as a full cache does."""
-    fresh = prompts(64, SHORT, seed=2)
+    fresh = prompts(16, SHORT, seed=2)
     values = np.arange(SHORT // page_size, dtype=np.int32)
     trie = TokenTrie(page_size)
     root = trie.add_root()

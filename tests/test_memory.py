@@ -45,7 +45,7 @@ def allocated():
 
 @pytest.mark.parametrize("length", [2048, 256])
 def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
-    pages = 40_000
+    pages = 40_960
     prompts = rng.integers(0, 150_000, (pages * PAGE // length, length), dtype=np.uint32)
     values = np.arange(length // PAGE, dtype=np.int32)
     allocated()
