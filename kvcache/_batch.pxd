@@ -12,5 +12,6 @@ cdef class BatchTable(SequenceTable):
 
     cdef int pick_(self, const uint64_t *ids, int64_t n) except -1     # fills `picked`; refuses an id named twice
     cdef int make_room_(self, int64_t n) except -1
-    cdef int refuse_new_(self, const uint64_t *ids, int64_t n) except -1      # ids taken, or named twice
+    cdef int refuse_new_(self, const uint64_t *ids, int64_t n) except -1      # ids that are taken
+    cdef int refuse_twice_(self, uint64_t id) except -1
     cdef int64_t need_one_each_(self, int64_t n) noexcept nogil        # blocks that a token more for each takes

@@ -51,9 +51,10 @@ cdef class BatchTable(SequenceTable):
         self.make_room_(n)
         try:
             for i in range(n):
+                self.refuse_twice_(numbers(ids)[i])
                 self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]))
                 taken += 1
-        except MemoryError:
+        except (MemoryError, ValueError):
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise
@@ -105,9 +106,10 @@ cdef class BatchTable(SequenceTable):
         self.make_room_(n)
         try:
             for i in range(n):
-                self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.row_of(numbers(olds)[i])].num_runs)
+                self.refuse_twice_(numbers(news)[i])
+                self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.rows.get(numbers(olds)[i])].num_runs)
                 taken += 1
-        except MemoryError:
+        except (MemoryError, ValueError):
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise
@@ -193,8 +195,12 @@ cdef class BatchTable(SequenceTable):
         cdef int64_t i
         for i in range(n):
             self.refuse_taken(ids[i])
-        if n > 1 and len({ids[i] for i in range(n)}) != n:
-            raise ValueError("expected each new sequence once, got one twice")
+        return 0
+
+    cdef int refuse_twice_(self, uint64_t id) except -1:
+        # It was not there when the call began: this call has entered it.
+        if self.rows.get(id) >= 0:
+            raise ValueError(f"expected each new sequence once, got {id} twice")
         return 0
 
     cdef int64_t need_one_each_(self, int64_t n) noexcept nogil:
