@@ -85,7 +85,8 @@ cdef class BatchTable(SequenceTable):
             self.reserve_copies_(n)
         for i in range(n):
             row = self.picked[i]
-            self.extend_(row, 1)
+            if not self.step_(&self.seqs[row]):
+                self.extend_(row, 1)
             self.touch_(row)
             self.lengthened_(row)
 
@@ -202,6 +203,18 @@ cdef class BatchTable(SequenceTable):
         if self.rows.get(id) >= 0:
             raise ValueError(f"expected each new sequence once, got {id} twice")
         return 0
+
+    cdef bint step_(self, Sequence *seq) noexcept nogil:
+        """The common case of `extend_(row, 1)`: a slot left in a tail block of its own; False if it is another."""
+        cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
+        if seq.num_runs == 0 or last.stop == self.block_size or self.pool.refs[last.block] > 1:
+            return False
+        if seq.positions[seq.num_runs - 1] + last.stop - last.first != seq.next_position:
+            return False
+        last.stop += 1
+        seq.num_tokens += 1
+        seq.next_position += 1
+        return True
 
     cdef int64_t need_one_each_(self, int64_t n) noexcept nogil:
         cdef int64_t i, blocks = 0
