@@ -3,6 +3,9 @@
 A `Case` names a few candidates that do the same work, or one candidate at several sizes. Each round times every
 candidate once, in turning order, so that a slow spell of the machine hits all of them; a ratio is taken within
 a round, and what is reported is the median over the rounds with its minimum and maximum.
+
+What runs on one thread is timed by the processor time of that thread: on a shared machine the wall clock charges a
+candidate of 3 ms for the time slices of others, and one of 300 us mostly not, which bends every ratio.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["Candidate", "Case", "Claim", "Result", "Table", "at_most", "faster", "run_case"]
+__all__ = ["Candidate", "Case", "Claim", "Result", "Table", "at_most", "faster", "run_case", "size_name"]
 
 MIN_SAMPLE = 200e-6  # seconds: what is shorter is repeated until the clock's own cost is below a thousandth
 
@@ -67,6 +70,11 @@ def faster(bound: float, one: str, other: str) -> Claim:
     return Claim(one, other, bound, turned=True)
 
 
+def size_name(size: int) -> str:
+    """The column of a size: 1k, 10k, 1M."""
+    return f"{size // 1000}k" if size < 1_000_000 else f"{size // 1_000_000}M"
+
+
 @dataclass(frozen=True)
 class Case:
     """A row of a table: `make` builds the data and returns the candidates; claims on absent ones are skipped."""
@@ -78,11 +86,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Table:
-    """Cases with the same columns. `growth` says that the columns are sizes."""
+    """Cases with the same columns. `growth` says that the columns are sizes, `threaded` that the work is."""
 
     title: str
     cases: tuple[Case, ...]
     growth: bool = False
+    threaded: bool = False  # timed by the wall clock
     notes: tuple[str, ...] = ()
 
 
@@ -105,10 +114,11 @@ class Result:
         return rows
 
 
-def run_case(case: Case, rounds: int) -> Result:
+def run_case(case: Case, rounds: int, *, threaded: bool = False) -> Result:
     """Build the case, time its candidates over `rounds` rounds, let go of its data."""
+    clock = time.perf_counter if threaded else time.thread_time
     candidates = list(case.make())
-    repeats = [_repeats(c) for c in candidates]
+    repeats = [_repeats(c, clock) for c in candidates]
     times: dict[str, list[float]] = {c.name: [] for c in candidates}
     gc.collect()
     gc.disable()
@@ -116,26 +126,26 @@ def run_case(case: Case, rounds: int) -> Result:
         for turn in range(rounds):
             for i in range(len(candidates)):
                 k = (i + turn) % len(candidates)
-                times[candidates[k].name].append(_sample(candidates[k], repeats[k]))
+                times[candidates[k].name].append(_sample(candidates[k], repeats[k], clock))
     finally:
         gc.enable()
     return Result(case.what, times, case.claims)
 
 
-def _sample(candidate: Candidate, repeats: int) -> float:
+def _sample(candidate: Candidate, repeats: int, clock: Callable[[], float]) -> float:
     if candidate.before is not None:
         candidate.before()
     run = candidate.run
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         run()
-    return (time.perf_counter() - start) / (repeats * candidate.count)
+    return max(clock() - start, 1e-9) / (repeats * candidate.count)
 
 
-def _repeats(candidate: Candidate) -> int:
+def _repeats(candidate: Candidate, clock: Callable[[], float]) -> int:
     """Calls in one sample. The trial run also warms what should be warm."""
     if candidate.before is not None:
-        _sample(candidate, 1)
+        _sample(candidate, 1, clock)
         return 1
-    once = min(_sample(candidate, 1) for _ in range(3)) * candidate.count
+    once = min(_sample(candidate, 1, clock) for _ in range(3)) * candidate.count
     return max(1, min(100_000, round(MIN_SAMPLE / max(once, 1e-9))))

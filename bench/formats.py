@@ -15,9 +15,9 @@ __all__ = ["add_arguments", "main", "measure"]
 
 FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 HEADS, GROUP, BLOCK = 2, 4, 16
-HEADER = ["format", "bytes per token", "smaller than f32", "K error", "K error, outliers", "kernel error", "output error"]
+HEADER = ["format", "bytes/token", "below f32", "K error", "K error, outliers", "kernel error", "output error"]
 NOTES = (
-    "bytes per token: K and V of one KV head, from the memory that the cache has allocated.",
+    "bytes/token: K and V of one KV head, from the memory that the cache has allocated.",
     "K error: relative RMS of what `read` returns, unit Gaussians; with outliers, one channel in 32 is scaled by 20.",
     "kernel error: attention against float64 attention over what `read` returns, worst relative L2 of an output row.",
     "output error: attention against float64 attention over the keys and values as written, median of the same.",
