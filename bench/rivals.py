@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ChainedHashes", "CompiledRadix", "PackagedRadix", "PromptDict", "PromptScan", "availability", "prefix_rivals"]
+__all__ = [
+    "ChainedHashes",
+    "CompiledRadix",
+    "PackagedRadix",
+    "PromptDict",
+    "PromptScan",
+    "availability",
+    "prefix_rivals",
+]
 
 Tokens = npt.NDArray[np.uint32]
 

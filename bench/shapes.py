@@ -79,7 +79,9 @@ def shape_case(name: str, operation: str) -> Iterator[Candidate]:
         yield Candidate(column, *_operation(operation, trie, root, kept))
 
 
-def _operation(operation: str, trie: TokenTrie, root: int, kept: list[Tokens]) -> tuple[Callable[[], object], int, Callable[[], object] | None]:
+def _operation(
+    operation: str, trie: TokenTrie, root: int, kept: list[Tokens]
+) -> tuple[Callable[[], object], int, Callable[[], object] | None]:
     longest = max(kept, key=len).copy()
     if operation == "match, per page":
         return partial(trie.lookup, root, longest), len(longest) // PAGE, None
@@ -103,7 +105,11 @@ def _evict(trie: TokenTrie, count: int) -> None:
 def tables(sizes: tuple[int, ...]) -> list[Table]:
     """Every shape under match and evict."""
     cases = [
-        Case(f"{operation}: {name}", partial(shape_case, name, operation), (at_most(bound, "the shape", "random prompts"),))
+        Case(
+            f"{operation}: {name}",
+            partial(shape_case, name, operation),
+            (at_most(bound, "the shape", "random prompts"),),
+        )
         for operation, bound in (("match, per page", 4), ("evict a page", 2))
         for name in SHAPES
     ]

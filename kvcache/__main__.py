@@ -20,7 +20,7 @@ EXAMPLES = """\
 examples:
   python -m kvcache
   python -m kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
-  python -m kvcache generate --model ~/models/Llama-3.2-1B --prompt "def main():" --dtype f16 --num-blocks 512
+  python -m kvcache generate --model ~/models/Llama-3.2-1B --prompt "def main():" --dtype q4 --num-blocks 512
 """
 
 
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         help="1 is off (%(default)s)",
     )  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers (%(default)s)")
-    add("--dtype", default="f32", help="storage of keys and values: f32 or f16 (%(default)s)")
+    add("--dtype", default="f32", help="storage of keys and values: f32, f16, q8, q4, q3 or q2 (%(default)s)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
     return parser
 

@@ -14,7 +14,7 @@ from kvcache._table cimport SequenceTable
 
 import numpy as np
 
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.errors import OutOfMemoryError
 
 __all__ = ["BatchTable"]
 

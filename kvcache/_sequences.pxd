@@ -70,7 +70,7 @@ cdef class SequenceRows:
 
     # Change
     cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs) except -1     # a new, empty sequence
-    cdef bint close_(self, int32_t row) noexcept nogil   # drops its references and its row; True if a block has one left
+    cdef bint close_(self, int32_t row) noexcept nogil   # drops its references and row; True if a block has one left
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil        # `count` more tokens
     cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil  # into the last block; how many went in
     cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil

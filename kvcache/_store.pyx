@@ -83,7 +83,8 @@ cdef class BlockStore:
             raise ValueError(f"expected head_dim to be a multiple of 8, at most 256, got {head_dim}")
         if num_heads < 1 or num_layers < 1 or num_blocks < 0:
             raise ValueError(
-                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, got {num_heads}, {num_layers}, {num_blocks}"
+                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, "
+                f"got {num_heads}, {num_layers}, {num_blocks}"
             )
         if _kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
                                 _rotation(rotate, head_dim, key_dtype[0] == "q"),
@@ -187,6 +188,19 @@ cdef class BlockStore:
             with nogil:
                 _kernels.read_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
         return keys, values
+
+    def read_side(self, layer, runs, int side):
+        """`read` of the keys alone, side 0, or of the values alone, side 1."""
+        cdef unsigned char *base = self.layer_base(layer)
+        n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
+        cdef const kvc_run[::1] view = self._runs(runs, n)
+        rows = self._rows(n)
+        cdef float[:, :, ::1] x = rows
+        if n:
+            with nogil:
+                _kernels.read_runs(&self.layout, base, &view[0], view.shape[0], NULL if side else &x[0, 0, 0],
+                                   &x[0, 0, 0] if side else NULL)
+        return rows
 
     def attend(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
         """`attend_sequences` for the tokens at one list of runs (dtype `RUN`), whatever sequence they are of."""

@@ -38,8 +38,11 @@ class PagedKvCache:
         num_heads: KV heads; queries may have any multiple of it.
         head_dim: channels per head, a multiple of 8, at most 256.
         num_layers: layers; every block holds its tokens' K and V of all of them.
-        dtype: storage format, "f32" or "f16"; `key_dtype` and `value_dtype` name them apart.
-        rotate: "auto", True or False: whether quantised rows are stored under a Hadamard rotation.
+        dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
+            The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
+            many bits.
+        rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
+            (QuaRot, arXiv 2404.00456, section 4): "auto" where head_dim is a power of two, True, or False.
         eviction_strategy: who leaves first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
 

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._entries import EntryTrie
+from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
+from kvcache.arena import Lease, RowArena
 from kvcache.errors import OutOfMemoryError
 from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
-from kvcache.rows import DTYPES, Lease, RowArena
+from kvcache.rows import rows_of
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
 
@@ -34,7 +36,13 @@ class PrefixCacheConfig:
         max_memory_bytes: bytes of K and V, those of states that callers still hold included.
         min_prefix_len: shorter prefixes are neither stored nor matched.
         partial_matches: whether a prompt may match a part of a stored prefix; if not, only whole ones match.
-        dtype: storage format, "f32" or "f16".
+        dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
+        rotate: "auto", True or False: whether quantised rows are stored under a Hadamard rotation.
+        head_dim: how quantised rows are cut into heads, each with a scale of its own: a multiple of 8, at most 256,
+            that divides kv_dim. None: the whole row is one head. f32 and f16 rows need no heads.
+
+    Raises:
+        ValueError: a negative limit, or a format that is not supported.
     """
 
     max_entries: int = 256
@@ -42,13 +50,22 @@ class PrefixCacheConfig:
     min_prefix_len: int = 4
     partial_matches: bool = True
     dtype: str = "f32"
+    key_dtype: str | None = None
+    value_dtype: str | None = None
+    rotate: bool | str = "auto"
+    head_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_entries", "max_memory_bytes", "min_prefix_len"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        # A store without blocks says what is supported; without head_dim, what a row will be is not known yet.
+        BlockStore(1, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Storage formats of K and of V."""
+        return self.key_dtype or self.dtype, self.value_dtype or self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +100,11 @@ class _LeasedState(CachedKvState):
 
     @property
     def num_layers(self) -> int:
-        return self._lease.arena.num_layers
+        return self._lease.arena.rows.num_layers
 
     @property
     def kv_dim(self) -> int:
-        return self._lease.arena.kv_dim
+        return self._lease.arena.rows.kv_dim
 
     @property
     def keys(self) -> list[Float32]:
@@ -196,8 +213,8 @@ class PrefixKvCache:
         Only the rows of tokens that no entry shares are copied. Entries are evicted as the limits require.
 
         Raises:
-            ValueError: not one row per token, another shape than the namespace has, values that are not finite
-                or that the format cannot hold.
+            ValueError: not one row per token, another shape than the namespace has, rows that need another `head_dim`,
+                values that are not finite or that the format cannot hold.
             OutOfMemoryError: it could never fit beside the states that callers hold; nothing has changed.
         """
         ids = as_tokens(tokens)
@@ -213,23 +230,20 @@ class PrefixKvCache:
         rows = [layer.reshape(n, -1) for layer in layers]
         if not rows or rows[0].shape[1] == 0:
             raise ValueError("expected a snapshot with at least one layer and one float per token, got none")
-        limit = float(np.finfo(DTYPES[self.config.dtype]).max)
-        for layer in rows:
-            # NaN fails the comparison as well.
-            if not (np.abs(layer).max() <= limit):
-                raise ValueError(f"expected finite values within {limit:.6g} for {self.config.dtype}, got others")
         return rows
 
     def _store(self, ids: npt.NDArray[np.uint32], keys: list[Float32], values: list[Float32], name: Hashable) -> None:
         shape = (len(keys), keys[0].shape[1])
         root = self._roots.get(name)
-        arena = self._arenas.get(shape) or RowArena(*shape, self.config.dtype)
+        arena = self._arenas.get(shape) or self._new_arena(*shape)
         if root is not None and self._arena_of[root] is not arena:
             other = self._arena_of[root]
             raise ValueError(
-                f"expected {other.num_layers} layers of kv_dim {other.kv_dim} in this namespace, "
+                f"expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
                 f"got {shape[0]} of {shape[1]}"
             )
+        for k, v in zip(keys, values, strict=True):
+            arena.rows.represent(k, v)
         node, length, old = -1, 0, np.empty(0, np.int32)
         if root is not None:
             node, length, old, _ = self._trie.lookup(root, ids)
@@ -238,14 +252,17 @@ class PrefixKvCache:
             node = self._trie.touch(node, length)  # What the entry builds on is used, and leaves last.
         self._make_room(arena, len(ids) - length, root, node, length == len(ids))
         slots = np.empty(len(ids), np.int32)
-        limit = self.config.max_memory_bytes // arena.slot_bytes
+        limit = self.config.max_memory_bytes // arena.rows.slot_bytes
         slots[length:] = arena.take(len(ids) - length, limit)
-        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-            arena.write(layer, slots[length:], k[length:], v[length:])
+        arena.rows.write(slots[length:], [k[length:] for k in keys], [v[length:] for v in values])
         if name not in self._roots:
             self._open(name, arena, shape)
         node, _ = self._trie.insert(self._roots[name], ids, slots)
         self._trie.mark(node)
+
+    def _new_arena(self, num_layers: int, kv_dim: int) -> RowArena:
+        config = self.config
+        return RowArena(rows_of(num_layers, kv_dim, *config.formats, config.rotate, config.head_dim))
 
     def _open(self, name: Hashable, arena: RowArena, shape: tuple[int, int]) -> None:
         root = self._trie.add_root()
@@ -256,18 +273,18 @@ class PrefixKvCache:
         """OutOfMemoryError unless `n` tokens fit once every other entry has left."""
         if self.config.max_entries == 0:
             raise OutOfMemoryError(1, 0, "entries")
-        if self._used_bytes() + (n - len(old)) * arena.slot_bytes <= self.config.max_memory_bytes:
+        if self._used_bytes() + (n - len(old)) * arena.rows.slot_bytes <= self.config.max_memory_bytes:
             return
-        held = sum(other.num_leased() * other.slot_bytes for other in self._arenas.values())
+        held = sum(other.num_leased() * other.rows.slot_bytes for other in self._arenas.values())
         if len(old):
-            held -= int(np.count_nonzero(arena.leased[old])) * arena.slot_bytes
-        if held + n * arena.slot_bytes > self.config.max_memory_bytes:
-            raise OutOfMemoryError(n * arena.slot_bytes, max(0, self.config.max_memory_bytes - held), "bytes")
+            held -= int(np.count_nonzero(arena.leased[old])) * arena.rows.slot_bytes
+        if held + n * arena.rows.slot_bytes > self.config.max_memory_bytes:
+            raise OutOfMemoryError(n * arena.rows.slot_bytes, max(0, self.config.max_memory_bytes - held), "bytes")
 
     def _make_room(self, arena: RowArena, count: int, root: int | None, node: int, whole: bool) -> None:
         """Evict until one more entry with `count` new tokens fits; the path to `node` stays."""
         entries = self._trie.num_entries + (not whole or not self._trie.is_marked(node))
-        need = count * arena.slot_bytes
+        need = count * arena.rows.slot_bytes
         while entries > self.config.max_entries or self._used_bytes() + need > self.config.max_memory_bytes:
             before = self._trie.num_entries
             leaving = self._trie.evict_entry(node)
@@ -284,7 +301,7 @@ class PrefixKvCache:
             self._trie.drop_root(root)
             del self._roots[self._names.pop(root)], self._arena_of[root]
             if arena.num_used == 0 and arena not in self._arena_of.values():
-                del self._arenas[arena.num_layers, arena.kv_dim]
+                del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]
 
     # -- the rest -------------------------------------------------------------------------------------------
 
@@ -309,7 +326,7 @@ class PrefixKvCache:
     def _used_bytes(self) -> int:
         for arena in self._arenas.values():
             arena.settle()
-        return sum(arena.num_used * arena.slot_bytes for arena in self._arenas.values())
+        return sum(arena.num_used * arena.rows.slot_bytes for arena in self._arenas.values())
 
     @property
     def memory_usage(self) -> int:

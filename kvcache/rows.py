@@ -1,193 +1,171 @@
-"""Rows of K and V, one slot per token, in an arena that grows: the bytes behind `PrefixKvCache`.
+"""Rows of K and V by slot, in the two ways to keep them: plain NumPy rows, and rows packed by `BlockStore`.
 
-    slot         0   1   2   3   4   5   6
-    keys     [layer, slot, kv_dim]                      a slot is K and V of one token in all layers
-    stored       x   x   x   x   .   x   .              the trie holds it
-    leased       1   2   0   0   1   0   0              states out there that still show it
-
-A slot is free when neither holds it. Handing out a state costs nothing per token: its slots are counted only
-when an eviction asks who still shows them.
+    PlainRows     f32, f16      [layer, slot, kv_dim] for K and for V; consecutive f32 rows are shown in place
+    PackedRows    one of K and V quantised          a row is kv_dim / head_dim heads, packed head by head
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Lease", "RowArena"]
+from kvcache._roster import runs_of
+from kvcache._store import BlockStore
+
+__all__ = ["PackedRows", "PlainRows", "Rows", "rows_of"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
+# Slots per block: at 64 no block needs padding, so a slot costs its packed rows and not a byte more; and whole
+# tiles of 16 tokens are packed and unpacked at once.
+BLOCK_SIZE = 64
 
 
-class Lease:
-    """The slots that one state shows, `(seq_len,)`; they stay as they are until the lease is let go."""
+class PlainRows:
+    """Rows as they came, or rounded to f16.
 
-    __slots__ = ("_ended", "_key", "arena", "slots")
+    Attributes:
+        num_layers, kv_dim: shape of one token's K, and of its V.
+        slot_bytes: bytes of K and V of one slot in all layers.
+    """
 
-    def __init__(self, arena: RowArena, slots: Int32, key: int) -> None:
-        self.arena = arena
-        self.slots = slots
-        self._key = key
-        self._ended = arena.ended
+    def __init__(self, num_layers: int, kv_dim: int, key_dtype: str, value_dtype: str) -> None:
+        self.num_layers, self.kv_dim = num_layers, kv_dim
+        self._names = (key_dtype, value_dtype)
+        self._sides = [np.empty((num_layers, 0, kv_dim), DTYPES[name]) for name in self._names]
+        self.slot_bytes = num_layers * kv_dim * sum(rows.itemsize for rows in self._sides)
 
-    def __del__(self) -> None:
-        # Collection may strike anywhere, also inside a call on the arena: only leave a note.
-        self._ended.append(self._key)
+    def grow(self, num_slots: int) -> None:
+        """Room for so many slots. MemoryError: nothing has changed."""
+        grown = [np.empty((self.num_layers, num_slots, self.kv_dim), rows.dtype) for rows in self._sides]
+        for new, old in zip(grown, self._sides, strict=True):
+            new[:, : old.shape[1]] = old
+        self._sides = grown
 
-    def keys(self, layer: int) -> Float32:
-        """K of one layer, float32 `(seq_len * kv_dim,)`."""
-        return self._rows(self.arena.keys, layer)
+    def represent(self, keys: Float32, values: Float32) -> None:
+        """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
+        for name, rows in zip(self._names, (keys, values), strict=True):
+            limit = float(np.finfo(DTYPES[name]).max)
+            # NaN fails the comparison as well.
+            if not (np.abs(rows).max() <= limit):
+                raise ValueError(f"expected finite values within {limit:.6g} for {name}, got others")
 
-    def values(self, layer: int) -> Float32:
-        """V of one layer, float32 `(seq_len * kv_dim,)`."""
-        return self._rows(self.arena.values, layer)
+    def write(self, slots: Int32, keys: list[Float32], values: list[Float32]) -> None:
+        """Store rows `(len(slots), kv_dim)` of every layer."""
+        for rows, layers in zip(self._sides, (keys, values), strict=True):
+            for layer, new in enumerate(layers):
+                rows[layer, slots] = new
 
-    def _rows(self, rows: npt.NDArray[Any], layer: int) -> Float32:
-        """Read-only: a view that keeps the lease where the slots are consecutive float32, else a copy."""
-        slots = self.slots
-        together = len(slots) and np.array_equal(slots, np.arange(slots[0], slots[0] + len(slots), dtype=np.int32))
-        if together and rows.dtype == np.float32:
-            out: Float32 = np.asarray(_View(rows[layer, slots[0] : slots[-1] + 1].reshape(-1), self))
-        else:
-            out = rows[layer].take(slots, axis=0).reshape(-1).astype(np.float32, copy=False)
-        out.flags.writeable = False
-        return out
+    def view(self, side: int, layer: int, slots: Int32) -> Float32 | None:
+        """The rows at `slots` in place, float32 `(len(slots) * kv_dim,)`; None where they do not lie together."""
+        rows = self._sides[side]
+        if rows.dtype != np.float32 or not len(slots) or (np.diff(slots) != 1).any():
+            return None
+        return rows[layer, slots[0] : slots[-1] + 1].reshape(-1)
 
-
-class _View:
-    """An array that keeps its lease: NumPy holds on to the object that an interface came from."""
-
-    def __init__(self, array: Float32, lease: Lease) -> None:
-        self.array = array
-        self.lease = lease
-        self.__array_interface__ = array.__array_interface__
+    def read(self, side: int, layer: int, slots: Int32) -> Float32:
+        """The rows at `slots`, K at side 0 and V at side 1, float32 `(len(slots) * kv_dim,)`, a copy."""
+        return self._sides[side][layer].take(slots, axis=0).reshape(-1).astype(np.float32, copy=False)
 
 
-class RowArena:
-    """K and V rows of `num_layers` layers and `kv_dim` floats, stored as `dtype`, "f32" or "f16"."""
+class PackedRows:
+    """Rows that a `BlockStore` packs, each cut into heads of `head_dim` channels.
 
-    def __init__(self, num_layers: int, kv_dim: int, dtype: str) -> None:
-        self.num_layers = num_layers
-        self.kv_dim = kv_dim
-        self.slot_bytes = 2 * num_layers * kv_dim * np.dtype(DTYPES[dtype]).itemsize
-        self.keys = np.empty((num_layers, 0, kv_dim), DTYPES[dtype])
-        self.values = np.empty((num_layers, 0, kv_dim), DTYPES[dtype])
-        self.stored = np.zeros(0, bool)
-        self.leased = np.zeros(0, np.int32)
-        self.free = np.empty(0, np.int32)
-        self.num_free = 0
-        self.leases: dict[int, tuple[Int32, bool]] = {}
-        self.next_lease = 0
-        self.uncounted: list[int] = []
-        self.ended: deque[int] = deque()
+    Growing adds a store and moves nothing: packed rows are never unpacked to be packed again, and the first
+    tokens do not map what the cache may hold one day. With doubling sizes there are few stores.
 
-    # -- slots ----------------------------------------------------------------------------------------------
+    Args:
+        num_heads, head_dim, rotate: as of `BlockStore`.
 
-    @property
-    def num_slots(self) -> int:
-        """Slots there is room for."""
-        return len(self.stored)
+    Raises:
+        ValueError: a setting that `BlockStore` does not support.
 
-    @property
-    def num_used(self) -> int:
-        """Slots that the trie holds or a state shows."""
-        return self.num_slots - self.num_free
+    Attributes: as of `PlainRows`.
+    """
 
-    def take(self, count: int, limit: int) -> Int32:
-        """`count` free slots, int32, now stored; consecutive where possible. The arena grows, up to `limit` slots.
+    def __init__(
+        self, num_layers: int, num_heads: int, head_dim: int, key_dtype: str, value_dtype: str, rotate: bool | str
+    ) -> None:
+        self.num_layers, self.kv_dim = num_layers, num_heads * head_dim
+        self._shape = (-1, num_heads, head_dim)
+        self._make = lambda blocks: BlockStore(
+            num_layers, blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate
+        )
+        self._empty = self._make(0)
+        self._stores: list[tuple[int, BlockStore]] = []  # with the first slot of each
+        self._num_slots = 0
+        # A write packs whole tiles anew, its neighbours' rows among them, which states may be reading.
+        self._lock = threading.Lock()
+        self.slot_bytes = self._empty.block_bytes // BLOCK_SIZE
 
-        Raises:
-            MemoryError: the system refuses the memory; nothing has changed.
-        """
-        if count > self.num_free:
-            self._grow(min(max(2 * self.num_slots, self.num_used + count, 64), max(limit, self.num_used + count)))
-        self.num_free -= count
-        slots = self.free[self.num_free : self.num_free + count][::-1].copy()
-        self.stored[slots] = True
-        return slots
+    def grow(self, num_slots: int) -> None:
+        """Room for so many slots. MemoryError: nothing has changed."""
+        blocks = -(-(num_slots - self._num_slots) // BLOCK_SIZE)
+        if blocks > 0:
+            store = self._make(blocks)
+            with self._lock:
+                self._stores.append((self._num_slots, store))
+                self._num_slots += blocks * BLOCK_SIZE
 
-    def _grow(self, num_slots: int) -> None:
-        old = self.num_slots
-        room = (self.num_layers, num_slots, self.kv_dim)
-        keys, values = np.empty(room, self.keys.dtype), np.empty(room, self.values.dtype)
-        stored, leased, free = np.zeros(num_slots, bool), np.zeros(num_slots, np.int32), np.empty(num_slots, np.int32)
-        keys[:, :old], values[:, :old] = self.keys, self.values
-        stored[:old], leased[:old] = self.stored, self.leased
-        # A stack with the lowest new slot on top: what is taken together lies together.
-        free[: num_slots - old] = np.arange(num_slots - 1, old - 1, -1)
-        free[num_slots - old : num_slots - old + self.num_free] = self.free[: self.num_free]
-        self.keys, self.values, self.stored, self.leased, self.free = keys, values, stored, leased, free
-        self.num_free += num_slots - old
+    def represent(self, keys: Float32, values: Float32) -> None:
+        """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
+        self._empty.represent(keys.reshape(self._shape), values.reshape(self._shape))
 
-    def drop(self, slots: Int32) -> None:
-        """The trie lets go of `slots`, in the order in which they left it."""
-        self.settle(count=True)
-        self.stored[slots] = False
-        self._give(slots[self.leased[slots] == 0])
+    def write(self, slots: Int32, keys: list[Float32], values: list[Float32]) -> None:
+        """Store rows `(len(slots), kv_dim)` of every layer."""
+        with self._lock:
+            for where, store, runs in self._parts(slots):
+                for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+                    store.write(layer, runs, k[where].reshape(self._shape), v[where].reshape(self._shape))
 
-    def _give(self, slots: Int32) -> None:
-        self.free[self.num_free : self.num_free + len(slots)] = slots
-        self.num_free += len(slots)
+    def view(self, side: int, layer: int, slots: Int32) -> None:
+        """None: no row lies there as floats."""
 
-    # -- leases ---------------------------------------------------------------------------------------------
+    def read(self, side: int, layer: int, slots: Int32) -> Float32:
+        """The rows at `slots`, K at side 0 and V at side 1, float32 `(len(slots) * kv_dim,)`, unpacked."""
+        out = np.empty((len(slots), self.kv_dim), np.float32)
+        with self._lock:
+            for where, store, runs in self._parts(slots):
+                out[where] = store.read_side(layer, runs, side).reshape(-1, self.kv_dim)
+        return out.reshape(-1)
 
-    def lease(self, slots: Int32) -> Lease:
-        """A lease on slots that the trie holds."""
-        key = self.next_lease
-        self.next_lease += 1
-        self.leases[key] = (slots, False)
-        self.uncounted.append(key)
-        return Lease(self, slots, key)
+    def _parts(self, slots: Int32) -> Iterator[tuple[npt.NDArray[np.intp], BlockStore, npt.NDArray[Any]]]:
+        """Store by store: which of `slots` it has, itself, and their runs."""
+        for first, store in self._stores:
+            where = np.flatnonzero((slots >= first) & (slots < first + store.num_blocks * BLOCK_SIZE))
+            if len(where):
+                where = where[np.argsort(slots[where])]  # Neighbours share a tile: by slot, each is packed once.
+                yield where, store, runs_of(slots[where] - first, BLOCK_SIZE)
 
-    def settle(self, count: bool = False) -> None:
-        """Close the leases that were let go; with `count`, count the slots of those that were not."""
-        while self.ended:
-            slots, counted = self.leases.pop(self.ended.popleft())
-            if counted:
-                self.leased[slots] -= 1
-                self._give(slots[(self.leased[slots] == 0) & ~self.stored[slots]][::-1])
-        if count:
-            for key in self.uncounted:
-                if key in self.leases:
-                    slots, _ = self.leases[key]
-                    self.leases[key] = (slots, True)
-                    self.leased[slots] += 1
-            self.uncounted.clear()
-        elif len(self.uncounted) > 2 * len(self.leases) + 64:
-            self.uncounted = [key for key in self.uncounted if key in self.leases]
 
-    def num_leased(self) -> int:
-        """Slots that states show."""
-        self.settle(count=True)
-        return int(np.count_nonzero(self.leased))
+Rows = PlainRows | PackedRows
 
-    # -- rows -----------------------------------------------------------------------------------------------
 
-    def write(self, layer: int, slots: Int32, keys: Float32, values: Float32) -> None:
-        """Store rows `(n, kv_dim)` at `slots` `(n,)`."""
-        self.keys[layer, slots] = keys
-        self.values[layer, slots] = values
+def rows_of(
+    num_layers: int, kv_dim: int, key_dtype: str, value_dtype: str, rotate: bool | str, head_dim: int | None
+) -> Rows:
+    """Rows of these formats: plain ones where neither is quantised.
 
-    # -- verification ---------------------------------------------------------------------------------------
+    Args:
+        head_dim: channels per head, a divisor of kv_dim; None: the whole row is one head.
 
-    def check(self, held: Int32) -> None:
-        """Verify every invariant, given the slots that the trie holds; AssertionError names the broken one."""
-        self.settle(count=True)
-        stored = np.zeros(self.num_slots, np.int32)
-        np.add.at(stored, held, 1)
-        assert np.array_equal(stored, self.stored), "arena: the trie's slots are not those stored, or some twice"
-        leased = np.zeros(self.num_slots, np.int32)
-        for slots, counted in self.leases.values():
-            assert counted, "arena: a lease was passed over"
-            leased[slots] += 1
-        assert np.array_equal(leased, self.leased), "arena: leases do not add up"
-        free = np.zeros(self.num_slots, bool)
-        free[self.free[: self.num_free]] = True
-        assert np.count_nonzero(free) == self.num_free, "arena: a slot is free twice"
-        assert np.array_equal(free, ~self.stored & (self.leased == 0)), "arena: free + used != total"
+    Raises:
+        ValueError: a row that cannot be cut like this, or a setting that `BlockStore` does not support.
+    """
+    if head_dim is not None and kv_dim % head_dim:
+        raise ValueError(f"expected head_dim to divide kv_dim {kv_dim}, got {head_dim}")
+    if key_dtype in DTYPES and value_dtype in DTYPES:
+        return PlainRows(num_layers, kv_dim, key_dtype, value_dtype)
+    if head_dim is None and (kv_dim % 8 or kv_dim > 256):
+        raise ValueError(
+            f"expected head_dim to be set, since rows of {kv_dim} floats are not one head of a multiple of 8 channels, "
+            f"at most 256; got None for {key_dtype} and {value_dtype}"
+        )
+    head_dim = head_dim or kv_dim
+    return PackedRows(num_layers, kv_dim // head_dim, head_dim, key_dtype, value_dtype, rotate)

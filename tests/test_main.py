@@ -80,14 +80,14 @@ def test_the_terminal_display_shows_what_the_plain_one_says(capsys):
 
 
 def test_a_difference_is_said_and_is_a_failure(monkeypatch, capsys):
-    Display().summary(Pass((request(),), 1, 0.0), Pass((request(answer=(1, 3)),), 1, 0.0), False)
+    Display().summary(Pass((request(),) * 2, 1, 0.0), Pass((request(answer=(1, 3)),) * 2, 1, 0.0), False)
     assert "DIFFERENT" in capsys.readouterr().out
     monkeypatch.setattr("kvcache.demo.run.run", lambda display: False)
     assert main([]) == 1
 
 
 def test_rows_add_up():
-    table = rows(Pass((request(),), 2000, 0.0), Pass((request(0.25),), 1000, 0.4))
+    table = rows(Pass((request(),) * 2, 2000, 0.0), Pass((request(0.25),) * 2, 1000, 0.4))
     assert table[1][1:] == ("500.0 ms", "250.0 ms", "2.0x")
     assert callable(run)
 

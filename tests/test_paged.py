@@ -357,6 +357,31 @@ def test_streaming_keeps_exactly_sinks_and_window(n, sink, window, dropped, bloc
     c.check()
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
+def test_streaming_for_every_length_sink_and_window(block_size):
+    c = PagedKvCache(64 // block_size + 8, block_size, 1, 8, dtype="f32")
+    token = np.broadcast_to(np.arange(24, dtype=np.float32)[:, None, None], (24, 1, 8))
+    for n in range(0, 18, 3 if block_size > 2 else 1):
+        for sink in range(n + 2):
+            for window in range(n + 2 - min(sink, n)):
+                c.allocate(0, n)
+                c.write(0, 0, token[:n], token[:n])
+                c.fork(0, 1)
+                c.apply_streaming_llm(0, sink, window)
+                kept = [*range(min(sink, n)), *range(max(n - window, min(sink, n)), n)]
+                c.append(0, 3)
+                c.write(0, 0, token[n : n + 3], token[n : n + 3])
+                kept += range(n, n + 3)
+                np.testing.assert_array_equal(c.read(0, 0)[0][:, 0, 0], kept)
+                np.testing.assert_array_equal(c.read(0, 1)[0][:, 0, 0], range(n))
+                query = np.zeros((1, 1, 8), np.float32)  # equal weights: attention is the mean of what is alive
+                np.testing.assert_allclose(c.attention(0, query, [0])[0, 0, 0], np.mean(kept), rtol=1e-6)
+                c.free(0)
+                c.free(1)
+    c.check()
+    assert c.used_block_count == 0
+
+
 def test_streaming_unknown_sequence():
     with pytest.raises(SequenceNotFoundError):
         cache().apply_streaming_llm(1, 4, 16)

@@ -39,7 +39,7 @@ class PagedMachine(RuleBasedStateMachine):
         except NaiveOutOfMemoryError as error:
             with pytest.raises(OutOfMemoryError) as caught:
                 real()
-            assert caught.value.args[:2] == error.args  # noqa: PT017
+            assert caught.value.args[:2] == error.args
             return None
         got = real()
         assert got == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle_trie import NaivePrefixKv, Tokens
 
+from kvcache._sequences import RUN
+from kvcache._store import BlockStore
 from kvcache.errors import OutOfMemoryError
 from kvcache.kv_cache import CachedKvState, KvCache
 from kvcache.prefix import PrefixCacheConfig, PrefixKvCache
@@ -314,30 +317,218 @@ def test_restore_refuses_what_does_not_fit() -> None:
         assert target.seq_len == 0
 
 
+# ---------------------------------------------------------------------- formats
+
+BITS = {"f32": 32, "f16": 16, "q8": 8, "q4": 4, "q3": 3, "q2": 2}
+PAIRS = [*((name, name) for name in BITS), ("f32", "f16"), ("f32", "q2"), ("q8", "q4"), ("q3", "f16")]
+
+
+def head_bytes(name: str, head_dim: int) -> int:
+    """One row of one head: codes of exactly so many bits; quantised ones have a scale and a minimum in f16."""
+    return -(-head_dim * BITS[name] // 8) + (4 if name[0] == "q" else 0)
+
+
+def noise(num_tokens: int, kv_dim: int, seed: int = 0, num_layers: int = 2) -> CachedKvState:
+    rows = np.random.default_rng(seed).standard_normal((2, num_layers, num_tokens * kv_dim)).astype(np.float32)
+    return CachedKvState(rows[0], rows[1], num_tokens)
+
+
+def round_trip(snapshot: CachedKvState, head_dim: int, *formats: str, rotate: bool | str = "auto") -> CachedKvState:
+    """What is left of a state that a store of its own has held, token by token."""
+    n, heads = snapshot.seq_len, snapshot.kv_dim // head_dim
+    store = BlockStore(snapshot.num_layers, n, 1, heads, head_dim, *formats, rotate)
+    runs = np.array([(i, 0, 1) for i in range(n)], RUN)
+    rows = []
+    for layer, sides in enumerate(zip(snapshot.keys, snapshot.values, strict=True)):
+        store.write(layer, runs, *(side.reshape(n, heads, head_dim) for side in sides))
+        rows.append([side.reshape(-1) for side in store.read(layer, runs)])
+    return CachedKvState([k for k, _ in rows], [v for _, v in rows], n)
+
+
+def assert_same(got: CachedKvState, want: CachedKvState) -> None:
+    for layer in range(want.num_layers):
+        np.testing.assert_array_equal(got.keys[layer], want.keys[layer])
+        np.testing.assert_array_equal(got.values[layer], want.values[layer])
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 128, 256])
+@pytest.mark.parametrize(("key", "value"), PAIRS)
+def test_what_a_token_costs(key: str, value: str, head_dim: int) -> None:
+    cache = PrefixKvCache(config(key_dtype=key, value_dtype=value, head_dim=head_dim))
+    for n in (1, 63, 65):
+        cache.store_snapshot([n] * n, noise(n, 2 * head_dim), namespace=n)
+    token = 2 * 2 * (head_bytes(key, head_dim) + head_bytes(value, head_dim))
+    assert cache.memory_usage == (1 + 63 + 65) * token
+    cache.check()
+
+
+@pytest.mark.parametrize(("key", "value"), PAIRS)
+def test_system_prompt_once_at_every_format(key: str, value: str) -> None:
+    """n prompts over one system prompt of p tokens cost p and the sum of their suffixes."""
+    cache = PrefixKvCache(config(key_dtype=key, value_dtype=value, head_dim=64))
+    system, suffixes = list(range(1000, 1300)), [1, 20, 7, 64, 33]
+    for user, n in enumerate(suffixes):
+        cache.store_snapshot([*system, *[user] * n], noise(300 + n, 128, seed=user))
+    token = 2 * 2 * (head_bytes(key, 64) + head_bytes(value, 64))
+    assert cache.memory_usage == (300 + sum(suffixes)) * token
+    hit = cache.lookup([*system, 0])
+    assert hit is not None
+    assert hit[0] == 301
+    assert_same(hit[1], round_trip(noise(301, 128, seed=0), 64, key, value))
+    cache.check()
+
+
+@pytest.mark.parametrize("rotate", [False, "auto"])
+@pytest.mark.parametrize(("key", "value"), PAIRS)
+def test_restore_is_the_round_trip_of_the_format(key: str, value: str, rotate: bool | str) -> None:
+    cache, target = (
+        PrefixKvCache(config(key_dtype=key, value_dtype=value, head_dim=32, rotate=rotate)),
+        KvCache(2, 128, 96),
+    )
+    source = noise(70, 96)
+    cache.store_snapshot(range(70), source)
+    hit = cache.lookup(range(70))
+    assert hit is not None
+    PrefixKvCache.restore(hit[1], target)
+    got = target.snapshot()
+    assert_same(got, round_trip(source, 32, key, value, rotate=rotate))
+    for name, after, before in ((key, got.keys, source.keys), (value, got.values, source.values)):
+        rows = np.reshape(before, (-1, 32))
+        spread = np.ptp(rows, axis=1, keepdims=True)
+        if name[0] != "q":
+            bound = {"f32": 0, "f16": 2**-11}[name] * np.abs(rows)
+        else:
+            # Half a step; the rest is for scale and minimum in f16. Rotated, a row errs as a whole.
+            bound = spread / (2 ** BITS[name] - 1) / 2 + 2**-10 * np.abs(rows).max(axis=1, keepdims=True) * 2
+        error = np.abs(np.reshape(after, (-1, 32)) - rows)
+        if name[0] == "q" and rotate:
+            assert np.sqrt((error**2).mean()) <= bound.mean()
+        else:
+            assert (error <= bound).all()
+
+
+def test_a_row_that_is_one_head() -> None:
+    for kv_dim in (8, 40, 256):
+        cache = PrefixKvCache(config(dtype="q4"))
+        cache.store_snapshot([1, 2], noise(2, kv_dim))
+        assert cache.memory_usage == 2 * 2 * 2 * head_bytes("q4", kv_dim)
+
+
+@pytest.mark.parametrize("kv_dim", [4, 12, 264, 1024])
+def test_a_row_that_must_be_cut_asks_for_head_dim(kv_dim: int) -> None:
+    cache = PrefixKvCache(config(value_dtype="q8"))
+    cache.store_snapshot([1, 2], noise(2, 64), namespace="other")
+    with pytest.raises(ValueError, match="expected head_dim to be set"):
+        cache.store_snapshot([1, 2], noise(2, kv_dim))
+    assert len(cache) == 1
+    cache.check()
+
+
+def test_settings_that_cannot_be_honoured_raise() -> None:
+    for changes in (
+        {"dtype": "q5"},
+        {"key_dtype": "f64"},
+        {"value_dtype": "Q4"},
+        {"dtype": "q4", "head_dim": 12},
+        {"dtype": "q4", "head_dim": 264},
+        {"dtype": "q4", "head_dim": 0},
+        {"dtype": "q4", "head_dim": -8},
+        {"dtype": "q4", "head_dim": 24, "rotate": True},
+        {"rotate": "yes"},
+        {"max_entries": -1},
+        {"max_memory_bytes": -1},
+        {"min_prefix_len": -1},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            config(**changes)
+    for dtype in ("f32", "q4"):
+        cache = PrefixKvCache(config(dtype=dtype, head_dim=64))
+        with pytest.raises(ValueError, match="head_dim to divide kv_dim 96"):
+            cache.store_snapshot([1], noise(1, 96))
+    with pytest.raises(ValueError, match="power of two"):
+        PrefixKvCache(config(dtype="q4", rotate=True)).store_snapshot([1], noise(1, 24))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8", "q4", "q3", "q2"])
+def test_what_a_format_cannot_hold_changes_nothing(dtype: str) -> None:
+    token = 2 * head_bytes(dtype, 8)
+    cache = PrefixKvCache(config(key_dtype=dtype, value_dtype="f32", max_memory_bytes=10 * token + 320))
+    cache.store_snapshot(range(10), state(10, kv_dim=8))
+    for bad in (1e6, -1e6, np.nan, np.inf):
+        with pytest.raises(ValueError, match="expected"):
+            cache.store_snapshot(range(20, 30), state(10, bad, kv_dim=8))
+    assert matched(cache, list(range(10))) == 10
+
+
+@pytest.mark.parametrize("dtype", ["q8", "q3"])
+def test_held_states_keep_their_bytes(dtype: str) -> None:
+    """Through evictions, growth, and new neighbours in the same tile."""
+    token = 2 * 2 * head_bytes(dtype, 32)
+    cache = PrefixKvCache(config(dtype=dtype, max_memory_bytes=300 * token))
+    held = []
+    for i in range(60):
+        cache.store_snapshot([i] * 7, noise(7, 32, seed=i))
+        hit = cache.lookup([i] * (1 + i % 7))
+        assert hit is not None
+        held.append((hit[1], round_trip(noise(7, 32, seed=i), 32, dtype, dtype)))
+        del held[: max(0, len(held) - 20)]
+        for got, want in held:
+            n = got.seq_len * 32
+            assert_same(got, CachedKvState([k[:n] for k in want.keys], [v[:n] for v in want.values], got.seq_len))
+    cache.check()
+
+
+def test_states_are_read_while_neighbours_are_written() -> None:
+    cache = PrefixKvCache(config(dtype="q3"))
+    cache.store_snapshot([1] * 5, noise(5, 32))
+    hit = cache.lookup([1] * 5)
+    assert hit is not None
+    want, done, wrong = round_trip(noise(5, 32), 32, "q3", "q3"), threading.Event(), []
+
+    def read() -> None:
+        while not done.is_set():
+            wrong.extend(not np.array_equal(a, b) for a, b in zip(hit[1].keys, want.keys, strict=True))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for i in range(300):
+        cache.store_snapshot([2 + i], noise(1, 32, seed=i))
+    done.set()
+    reader.join()
+    assert wrong
+    assert not any(wrong)
+
+
 # ---------------------------------------------------------------------- against the naive twin
 
 TEXT = st.lists(st.integers(0, 2), max_size=9).map(tuple)
-KV_DIM, LAYERS = 2, 2
-SLOT_BYTES = 2 * KV_DIM * LAYERS * 4
+KV_DIM, LAYERS = 32, 2
 
 
 def kv_of(root: int, tokens: Tokens) -> CachedKvState:
     """KV that depends on the whole text before each token, as it does in a model."""
-    rows = []
-    for n in range(1, len(tokens) + 1):
-        number = float(int("1" + "".join(map(str, tokens[:n])), 4) + root * 10**6)
-        rows += [number, number + 0.5]
-    keys = np.array(rows, np.float32)
+    numbers = [int("1" + "".join(map(str, tokens[:n])), 4) + root * 10**6 for n in range(1, len(tokens) + 1)]
+    keys = np.sin(np.add.outer(numbers, np.arange(KV_DIM))).astype(np.float32).reshape(-1)
     return CachedKvState([keys, keys + 1], [-keys, -keys - 1], len(tokens))
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    @initialize(entries=st.integers(1, 5), tokens=st.integers(4, 30), shortest=st.integers(0, 3), partial=st.booleans())
-    def start(self, entries: int, tokens: int, shortest: int, partial: bool) -> None:
-        limits = PrefixCacheConfig(entries, tokens * SLOT_BYTES + 7, shortest, partial)
+    @initialize(
+        entries=st.integers(1, 5), tokens=st.integers(4, 30), shortest=st.integers(0, 3), partial=st.booleans(),
+        formats=st.sampled_from(PAIRS), head_dim=st.sampled_from([8, 32]),
+    )  # fmt: skip
+    def start(
+        self, entries: int, tokens: int, shortest: int, partial: bool, formats: tuple[str, str], head_dim: int
+    ) -> None:
+        self.formats, self.head_dim = formats, head_dim
+        self.slot_bytes = LAYERS * KV_DIM // head_dim * sum(head_bytes(name, head_dim) for name in formats)
+        limits = PrefixCacheConfig(
+            entries, tokens * self.slot_bytes + 7, shortest, partial,
+            key_dtype=formats[0], value_dtype=formats[1], head_dim=head_dim,
+        )  # fmt: skip
         self.cache = PrefixKvCache(limits)
         self.naive = NaivePrefixKv(entries, tokens, shortest, partial)
-        self.states: list[tuple[CachedKvState, int, Tokens]] = []
+        self.states: list[tuple[CachedKvState, CachedKvState]] = []  # as held, and as it must be
 
     @rule(root=st.integers(0, 1), tokens=TEXT)
     def store(self, root: int, tokens: Tokens) -> None:
@@ -353,7 +544,8 @@ class PrefixMachine(RuleBasedStateMachine):
         hit = self.cache.lookup(tokens, namespace=root)
         assert (hit[0] if hit else 0) == length
         if hit and hold:
-            self.states.append((hit[1], root, tokens[:length]))
+            expected = round_trip(kv_of(root, tokens[:length]), self.head_dim, *self.formats)
+            self.states.append((hit[1], expected))
             self.naive.held.append(set(self.naive.slots(root, tokens[:length])))
 
     @precondition(lambda self: self.states)
@@ -372,12 +564,9 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         self.cache.check()
         assert len(self.cache) == self.naive.num_entries()
-        assert self.cache.memory_usage == self.naive.num_used() * SLOT_BYTES
-        for held, root, tokens in self.states:
-            expected = kv_of(root, tokens)
-            for layer in range(LAYERS):
-                np.testing.assert_array_equal(held.keys[layer], expected.keys[layer])
-                np.testing.assert_array_equal(held.values[layer], expected.values[layer])
+        assert self.cache.memory_usage == self.naive.num_used() * self.slot_bytes
+        for held, expected in self.states:
+            assert_same(held, expected)
 
 
 TestPrefixMachine = PrefixMachine.TestCase

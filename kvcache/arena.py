@@ -1,0 +1,181 @@
+"""Slots for tokens in an arena that grows, and who still shows them: the memory behind `PrefixKvCache`.
+
+    slot         0   1   2   3   4   5   6              a slot is K and V of one token in all layers
+    stored       x   x   x   x   .   x   .              the trie holds it
+    leased       1   2   0   0   1   0   0              states out there that still show it
+
+A slot is free when neither holds it. Handing out a state costs nothing per token: its slots are counted only
+when an eviction asks who still shows them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.rows import Rows
+
+__all__ = ["Lease", "RowArena"]
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+
+
+class Lease:
+    """The slots that one state shows, `(seq_len,)`; they stay as they are until the lease is let go."""
+
+    __slots__ = ("_ended", "_key", "arena", "slots")
+
+    def __init__(self, arena: RowArena, slots: Int32, key: int) -> None:
+        self.arena = arena
+        self.slots = slots
+        self._key = key
+        self._ended = arena.ended
+
+    def __del__(self) -> None:
+        # Collection may strike anywhere, also inside a call on the arena: only leave a note.
+        self._ended.append(self._key)
+
+    def keys(self, layer: int) -> Float32:
+        """K of one layer, float32 `(seq_len * kv_dim,)`."""
+        return self._read(0, layer)
+
+    def values(self, layer: int) -> Float32:
+        """V of one layer, float32 `(seq_len * kv_dim,)`."""
+        return self._read(1, layer)
+
+    def _read(self, side: int, layer: int) -> Float32:
+        """Read-only: a view that keeps the lease where the rows lie there as float32 together, else a copy."""
+        rows = self.arena.rows
+        view = rows.view(side, layer, self.slots)
+        out: Float32
+        out = rows.read(side, layer, self.slots) if view is None else np.asarray(_View(view, self))
+        out.flags.writeable = False
+        return out
+
+
+class _View:
+    """An array that keeps its lease: NumPy holds on to the object that an interface came from."""
+
+    def __init__(self, array: Float32, lease: Lease) -> None:
+        self.array = array
+        self.lease = lease
+        self.__array_interface__ = array.__array_interface__
+
+
+class RowArena:
+    """Slots of `rows`, taken, dropped and leased.
+
+    Attributes:
+        rows: what lies in the slots.
+        stored, leased: see above, `(num_slots,)`.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.stored = np.zeros(0, bool)
+        self.leased = np.zeros(0, np.int32)
+        self.free = np.empty(0, np.int32)
+        self.num_free = 0
+        self.leases: dict[int, tuple[Int32, bool]] = {}
+        self.next_lease = 0
+        self.uncounted: list[int] = []
+        self.ended: deque[int] = deque()
+
+    # -- slots ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there is room for."""
+        return len(self.stored)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that the trie holds or a state shows."""
+        return self.num_slots - self.num_free
+
+    def take(self, count: int, limit: int) -> Int32:
+        """`count` free slots, int32, now stored; consecutive where possible. The arena grows, up to `limit` slots.
+
+        Raises:
+            MemoryError: the system refuses the memory; nothing has changed.
+        """
+        if count > self.num_free:
+            self._grow(min(max(2 * self.num_slots, self.num_used + count, 64), max(limit, self.num_used + count)))
+        self.num_free -= count
+        slots = self.free[self.num_free : self.num_free + count][::-1].copy()
+        self.stored[slots] = True
+        return slots
+
+    def _grow(self, num_slots: int) -> None:
+        old = self.num_slots
+        stored, leased, free = np.zeros(num_slots, bool), np.zeros(num_slots, np.int32), np.empty(num_slots, np.int32)
+        self.rows.grow(num_slots)
+        stored[:old], leased[:old] = self.stored, self.leased
+        # A stack with the lowest new slot on top: what is taken together lies together.
+        free[: num_slots - old] = np.arange(num_slots - 1, old - 1, -1)
+        free[num_slots - old : num_slots - old + self.num_free] = self.free[: self.num_free]
+        self.stored, self.leased, self.free = stored, leased, free
+        self.num_free += num_slots - old
+
+    def drop(self, slots: Int32) -> None:
+        """The trie lets go of `slots`, in the order in which they left it."""
+        self.settle(count=True)
+        self.stored[slots] = False
+        self._give(slots[self.leased[slots] == 0])
+
+    def _give(self, slots: Int32) -> None:
+        self.free[self.num_free : self.num_free + len(slots)] = slots
+        self.num_free += len(slots)
+
+    # -- leases ---------------------------------------------------------------------------------------------
+
+    def lease(self, slots: Int32) -> Lease:
+        """A lease on slots that the trie holds."""
+        key = self.next_lease
+        self.next_lease += 1
+        self.leases[key] = (slots, False)
+        self.uncounted.append(key)
+        return Lease(self, slots, key)
+
+    def settle(self, count: bool = False) -> None:
+        """Close the leases that were let go; with `count`, count the slots of those that were not."""
+        while self.ended:
+            slots, counted = self.leases.pop(self.ended.popleft())
+            if counted:
+                self.leased[slots] -= 1
+                self._give(slots[(self.leased[slots] == 0) & ~self.stored[slots]][::-1])
+        if count:
+            for key in self.uncounted:
+                if key in self.leases:
+                    slots, _ = self.leases[key]
+                    self.leases[key] = (slots, True)
+                    self.leased[slots] += 1
+            self.uncounted.clear()
+        elif len(self.uncounted) > 2 * len(self.leases) + 64:
+            self.uncounted = [key for key in self.uncounted if key in self.leases]
+
+    def num_leased(self) -> int:
+        """Slots that states show."""
+        self.settle(count=True)
+        return int(np.count_nonzero(self.leased))
+
+    # -- verification ---------------------------------------------------------------------------------------
+
+    def check(self, held: Int32) -> None:
+        """Verify every invariant, given the slots that the trie holds; AssertionError names the broken one."""
+        self.settle(count=True)
+        stored = np.zeros(self.num_slots, np.int32)
+        np.add.at(stored, held, 1)
+        assert np.array_equal(stored, self.stored), "arena: the trie's slots are not those stored, or some twice"
+        leased = np.zeros(self.num_slots, np.int32)
+        for slots, counted in self.leases.values():
+            assert counted, "arena: a lease was passed over"
+            leased[slots] += 1
+        assert np.array_equal(leased, self.leased), "arena: leases do not add up"
+        free = np.zeros(self.num_slots, bool)
+        free[self.free[: self.num_free]] = True
+        assert np.count_nonzero(free) == self.num_free, "arena: a slot is free twice"
+        assert np.array_equal(free, ~self.stored & (self.leased == 0)), "arena: free + used != total"
