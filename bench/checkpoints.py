@@ -145,16 +145,25 @@ def _gguf_name(name: str) -> str:
     return f"{NAMES[stem]}.weight"
 
 
-def write_gguf(size: Size, path: Path) -> Path:
-    """The same sizes and weights as one file (rows of q and k not reordered: they are random anyway)."""
+def write_gguf(size: Size, path: Path, *, half: bool = False) -> Path:
+    """The same sizes and weights as one file (rows of q and k not reordered: they are random anyway).
+
+    Args:
+        half: matrices as float16; float32 otherwise.
+    """
+
+    def stored() -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        for name, tensor in tensors(size):
+            yield name, tensor.astype(np.float16) if half and tensor.ndim == 2 else tensor
+
     infos, at = b"", 0
     count = 0
-    for name, tensor in tensors(size):
-        shape = tensor.shape[::-1]
-        infos += _text(_gguf_name(name)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, at)
+    for name, tensor in stored():
+        shape, kind = tensor.shape[::-1], int(tensor.dtype == np.float16)
+        infos += _text(_gguf_name(name)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
         at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
         count += 1
-    metadata = _metadata(size)
+    metadata = {**_metadata(size), "general.file_type": int(half)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, count, len(metadata)))
@@ -162,7 +171,7 @@ def write_gguf(size: Size, path: Path) -> Path:
             file.write(_text(key) + _value(value))
         file.write(infos)
         _pad(file)
-        for _, tensor in tensors(size):
+        for _, tensor in stored():
             file.write(tensor.tobytes())
             _pad(file)
     return path

@@ -134,7 +134,10 @@ def thread_cases(context: int) -> Iterator[Case]:
     for what, make, bound in (
         ("FMA peak", _fma_twice, None),
         ("plain read, cold", partial(_read_twice, context), None),
-        *((f"{ROWS} rows over {context // 1024}k, {d}", partial(_attend_twice, d, context, ROWS), 1.8) for d in FORMATS),
+        *(
+            (f"{ROWS} rows over {context // 1024}k, {d}", partial(_attend_twice, d, context, ROWS), 1.8)
+            for d in FORMATS
+        ),
         *((f"8 decodes at {context // 1024}k, {d}", partial(_attend_twice, d, context, 0), 1.8) for d in FORMATS),
     ):
         yield Case(what, make, () if bound is None else (faster(bound, TWO, ONE),))

@@ -34,7 +34,7 @@ class Candidate:
     """
 
     name: str
-    run: Callable[[], object]
+    run: Callable[[], object] = lambda: None
     count: float = 1
     before: Callable[[], object] | None = None
     facts: Mapping[str, float] = field(default_factory=dict)

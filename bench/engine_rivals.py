@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from bench.checkpoints import Size, write_checkpoint, write_gguf
 
-__all__ = ["RIVALS", "LlamaCpp", "OpenVino", "Transformers", "availability"]
+__all__ = ["RIVALS", "LlamaCpp", "OpenVino", "Transformers", "availability", "installed"]
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -30,6 +30,7 @@ class Transformers:
         import transformers
 
         transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         self._torch, self._cache_class = torch, transformers.DynamicCache
         torch.set_num_threads(threads)
         write_checkpoint(size, folder)
@@ -59,7 +60,9 @@ class Transformers:
 
     def rewind(self) -> None:
         """Back to the prompt."""
-        self._cache.crop(self._held)
+        behind = self._cache.get_seq_length() - self._held
+        if behind:
+            self._cache.crop(-behind)
 
     def decode(self, steps: int) -> None:
         """Greedy steps."""
@@ -116,7 +119,10 @@ class LlamaCpp:
 
 
 class OpenVino:
-    """OpenVINO GenAI's continuous batching with its prefix cache, float32 arithmetic; it times itself."""
+    """OpenVINO GenAI's continuous batching with its prefix cache, float32 arithmetic; it times itself.
+
+    Its reader of GGUF takes no float32 matrices, so the weights are float16.
+    """
 
     name = "OpenVINO GenAI"
 
@@ -124,7 +130,7 @@ class OpenVino:
         import openvino_genai
 
         self._genai = openvino_genai
-        path = write_gguf(size, folder / "random.gguf")
+        path = write_gguf(size, folder / "half.gguf", half=True)
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.cache_size = 1

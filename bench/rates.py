@@ -20,16 +20,17 @@ class Columns:
         subjects: the candidates that get a row.
         ceiling: subject -> the candidate that is its ceiling, measured beside it.
         rivals: the candidates it is compared with.
-        unit, scale: of the fact `work` per second, and how many of it make one.
+        unit: of the fact `work` per second.
         hot: subject -> the candidate that is the same with everything in the caches.
+        scale: how much of `work` makes one unit.
     """
 
     subjects: tuple[str, ...]
     ceiling: Callable[[str], str] = field(default=lambda subject: "")
     rivals: tuple[str, ...] = ()
     unit: str = "GB/s"
-    scale: float = 1e9
     hot: Callable[[str], str] = field(default=lambda subject: "")
+    scale: float = 1e9
 
 
 def unit_text(value: float) -> str:
@@ -84,9 +85,7 @@ def _against_ceiling(columns: Columns, result: Result, subject: str) -> list[str
     if ceiling not in result.times:
         return [ours, "", ""]
     full = result.facts[ceiling].get("work", work)
-    ratios = [
-        (work / a) / (full / b) for a, b in zip(result.times[subject], result.times[ceiling], strict=True)
-    ]
+    ratios = [(work / a) / (full / b) for a, b in zip(result.times[subject], result.times[ceiling], strict=True)]
     return [ours, unit_text(full / median(result.times[ceiling]) / scale), f"{median(ratios):.0%}"]
 
 

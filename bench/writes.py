@@ -50,7 +50,7 @@ def _write_candidates(shape: Shape) -> Iterator[Candidate]:
     source, target = (huge_array(shape.float_bytes * len(sources) // part) for part in (1, 2))
     run = narrow(source, target)
     yield Candidate(NARROW, run, count=source.nbytes / work, facts={"work": work})
-    yield Candidate(RATE, print, seconds=work / 3e9)
+    yield Candidate(RATE, seconds=work / 3e9)
 
 
 class _Turns:
@@ -98,7 +98,8 @@ def _append_candidates(dtype: str, sequences: int, context: int) -> Iterator[Can
     yield Candidate("a call each", one_by_one, before=shorten, facts={"work": work})
 
 
-# Run in a process of its own: what a first large call adds to the peak of resident memory beyond its result.
+# Run in a process of its own: what a first large call adds to the peak of resident memory beyond its result. The
+# system counts in batches of pages, so this is good to some 100 KiB.
 SCRIPT = """
 import json, sys
 import numpy as np
@@ -148,7 +149,13 @@ def memory_report(contexts: tuple[int, int], dtypes: tuple[str, ...]) -> list[di
                     return []
                 result, grown = json.loads(done.stdout)
                 rows.append(
-                    {"call": call, "dtype": dtype, "context": context, "result": result, "scratch": grown - result}
+                    {
+                        "call": call,
+                        "dtype": dtype,
+                        "context": context,
+                        "result": result,
+                        "scratch": max(0, grown - result),
+                    }
                 )
     return rows
 
