@@ -120,18 +120,25 @@ def _value(value: Any) -> bytes:
     return struct.pack("<II", U32, value) if isinstance(value, int) else struct.pack("<If", F32, value)
 
 
+def _vocabulary(count: int) -> list[str]:
+    """Three special tokens, every byte as byte-level BPE writes it, and made-up words."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [chr(256 + i) for i in range(256 - len(plain))]
+    words = ["<unk>", "<s>", "</s>", *map(chr, plain), *others, "ab"]
+    return [*words, *(f"w{i}" for i in range(count - len(words)))]
+
+
 def _metadata(size: Size) -> dict[str, Any]:
-    """The network, and a vocabulary of made-up words: requests are token ids, nothing is ever tokenised."""
-    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(size.vocabulary - 3))]
+    """The network, and a vocabulary for those who insist on one: requests are token ids, nothing is tokenised."""
     return {
-        "general.architecture": "llama", "general.name": "random", "general.file_type": 0,
-        "general.alignment": ALIGNMENT, "llama.vocab_size": size.vocabulary, "llama.context_length": size.positions,
+        "general.architecture": "llama", "general.name": "random", "general.alignment": ALIGNMENT,
+        "llama.vocab_size": size.vocabulary, "llama.context_length": size.positions,
         "llama.embedding_length": size.hidden, "llama.block_count": size.layers,
         "llama.feed_forward_length": size.intermediate, "llama.attention.head_count": size.heads,
         "llama.attention.head_count_kv": size.kv_heads, "llama.rope.dimension_count": size.head_dim,
         "llama.rope.freq_base": 10000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": words,
-        "tokenizer.ggml.scores": [0.0] * size.vocabulary,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.tokens": _vocabulary(size.vocabulary),
         "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (size.vocabulary - 3),
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
     }  # fmt: skip

@@ -134,6 +134,7 @@ class OpenVino:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.cache_size = 1
+        scheduler.max_num_batched_tokens = size.positions
         self._pipeline = openvino_genai.LLMPipeline(
             str(path), "CPU", scheduler_config=scheduler, INFERENCE_PRECISION_HINT="f32",
             INFERENCE_NUM_THREADS=threads,
