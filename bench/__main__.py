@@ -12,6 +12,7 @@ from bench.report import environment
 BENCHES = {
     "kernels": ("bench.kernels", "attention and writes beside the machine's ceilings, NumPy, PyTorch, llama.cpp"),
     "engine": ("bench.engine", "decode, prefill and first token beside transformers, llama.cpp and OpenVINO GenAI"),
+    "formats": ("bench.formats", "storage formats: bytes and precision, from real caches"),
     "structures": ("bench.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
     "trace": ("bench.trace", "a serving trace through the prefix cache: hit rate over capacity, by eviction policy"),
 }

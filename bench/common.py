@@ -3,6 +3,9 @@
 A `Case` names a few candidates that do the same work, or one candidate at several sizes. Each round times every
 candidate once, in turning order, so that a slow spell of the machine hits all of them; a ratio is taken within
 a round, and what is reported is the median over the rounds with its minimum and maximum.
+
+What runs on one thread is timed by the processor time of that thread: on a shared machine the wall clock charges a
+candidate of 3 ms for the time slices of others, and one of 300 us mostly not, which bends every ratio.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["Candidate", "Case", "Claim", "Result", "Table", "at_most", "faster", "run_case", "share_of"]
+__all__ = ["Candidate", "Case", "Claim", "Result", "Table", "at_most", "faster", "run_case", "share_of", "size_name"]
 
 MIN_SAMPLE = 200e-6  # seconds: what is shorter is repeated until the clock's own cost is below a thousandth
 SHORT = 5e-3  # seconds: what is shorter gets an untimed call after a pause, so that its threads are awake
@@ -84,6 +87,11 @@ def share_of(bound: float, one: str, other: str) -> Claim:
     return Claim(one, other, bound, turned=True, share=True)
 
 
+def size_name(size: int) -> str:
+    """The column of a size: 1k, 10k, 1M."""
+    return f"{size // 1000}k" if size < 1_000_000 else f"{size // 1_000_000}M"
+
+
 @dataclass(frozen=True)
 class Case:
     """A row of a table: `make` builds the data and returns the candidates; claims on absent ones are skipped."""
@@ -95,11 +103,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Table:
-    """Cases with the same columns. `growth` says that the columns are sizes."""
+    """Cases with the same columns. `growth` says that the columns are sizes, `threaded` that the work is."""
 
     title: str
     cases: tuple[Case, ...]
     growth: bool = False
+    threaded: bool = False  # timed by the wall clock
     notes: tuple[str, ...] = ()
 
 
@@ -123,15 +132,17 @@ class Result:
         return rows
 
 
-def run_case(case: Case, rounds: int, settle: float = 0.0) -> Result:
+def run_case(case: Case, rounds: int, *, threaded: bool = False, settle: float = 0.0) -> Result:
     """Build the case, time its candidates over `rounds` rounds, let go of its data.
 
     Args:
-        settle: seconds to wait before each sample, for candidates with threads of their own: those of the one
-            before may still be spinning on the cores that the next one needs.
+        threaded: whether candidates have threads of their own: then the clock is the wall's, else this thread's.
+        settle: seconds to wait before each sample: other candidates' threads may still be spinning on the cores
+            that the next one needs.
     """
+    clock = time.perf_counter if threaded else time.thread_time
     candidates = list(case.make())
-    repeats = [_repeats(c) for c in candidates]
+    repeats = [_repeats(c, clock) for c in candidates]
     times: dict[str, list[float]] = {c.name: [] for c in candidates}
     gc.collect()
     gc.disable()
@@ -141,7 +152,7 @@ def run_case(case: Case, rounds: int, settle: float = 0.0) -> Result:
                 k = (i + turn) % len(candidates)
                 if settle:
                     _settle(candidates[k], repeats[k][1], settle)
-                times[candidates[k].name].append(_sample(candidates[k], repeats[k][0]))
+                times[candidates[k].name].append(_sample(candidates[k], repeats[k][0], clock))
     finally:
         gc.enable()
     return Result(case.what, times, case.claims, {c.name: dict(c.facts) for c in candidates})
@@ -153,23 +164,23 @@ def _settle(candidate: Candidate, once: float, seconds: float) -> None:
         candidate.run()
 
 
-def _sample(candidate: Candidate, repeats: int) -> float:
+def _sample(candidate: Candidate, repeats: int, clock: Callable[[], float]) -> float:
     if candidate.seconds is not None:
         return candidate.seconds() if callable(candidate.seconds) else candidate.seconds
     if candidate.before is not None:
         candidate.before()
     run = candidate.run
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         run()
-    return (time.perf_counter() - start) / (repeats * candidate.count)
+    return max(clock() - start, 1e-9) / (repeats * candidate.count)
 
 
-def _repeats(candidate: Candidate) -> tuple[int, float]:
+def _repeats(candidate: Candidate, clock: Callable[[], float]) -> tuple[int, float]:
     """Calls in one sample, and the seconds of one. The trial run also warms what should be warm."""
+    once = _sample(candidate, 1, clock) * candidate.count
     if candidate.before is not None:
-        return 1, _sample(candidate, 1) * candidate.count
-    once = _sample(candidate, 1) * candidate.count
+        return 1, once
     if once < 100 * SHORT:
-        once = min(once, *(_sample(candidate, 1) * candidate.count for _ in range(2)))
+        once = min(once, *(_sample(candidate, 1, clock) * candidate.count for _ in range(2)))
     return max(1, min(100_000, round(MIN_SAMPLE / max(once, 1e-9)))), once

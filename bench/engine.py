@@ -35,6 +35,7 @@ SPEED = Columns((*OURS, *OTHERS), rivals=OTHERS, unit="tokens/s", scale=1.0)
 COLD, CACHED = "cold", "prefix cached"
 FIRST = Columns((CACHED, COLD, *(f"{name}, {what}" for name in OTHERS for what in (CACHED, COLD))), rivals=(COLD,))
 PYTHON_SHARE = 0.10
+SETTLE = 2e-3  # seconds: threads of the one before may spin for about a millisecond
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=STEPS + 1)
 
 
@@ -223,16 +224,15 @@ def main(options: argparse.Namespace) -> int:
 def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Columns, Result]]:
     """The three tables of one size."""
     what = f"{bench.size}, {bench.threads} thr"
-    settle = 2e-3
     case = Case(f"{len(bench.prompt)} tokens", bench.prefill, claims(OTHERS[:1], 2))
-    yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, settle)
+    yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     case = Case(f"at {len(bench.prompt)} tokens", bench.decode, claims(OTHERS[:1], 3))
-    yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, settle)
+    yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     shared, tail = (480, 32) if quick else (SHARED, TAIL)
     case = Case(
         f"{shared} of {shared + tail} cached", partial(bench.first_token, shared, tail), (at_most(0.05, CACHED, COLD),)
     )
-    yield f"8c. First token, {what}", FIRST, run_case(case, rounds, settle)
+    yield f"8c. First token, {what}", FIRST, run_case(case, rounds, threaded=True, settle=SETTLE)
 
 
 def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: bool) -> int:

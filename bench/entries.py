@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.common import Candidate, Case, Table, at_most
+from bench.common import Candidate, Case, Table, at_most, size_name
 from kvcache._entries import EntryTrie
 
 __all__ = ["tables"]
@@ -19,22 +19,17 @@ LENGTH = 64  # tokens of an entry
 def evict_case(sizes: tuple[int, ...]) -> Iterator[Candidate]:
     """Evict the least recently used entry; as many new ones in between, untimed."""
     for size in sizes:
-        rng = np.random.default_rng(0)
         trie = EntryTrie()
-        root = trie.add_root()
-        values = np.arange(LENGTH, dtype=np.int32)
-        turn = itertools.cycle(rng.integers(0, 150_000, (4096, LENGTH), dtype=np.uint32))
-
-        def refill(trie: EntryTrie = trie, root: int = root, turn: Iterator = turn, size: int = size) -> None:  # type: ignore[type-arg]
-            while len(trie) < size:
-                tokens = next(turn)
-                tokens[0] = (tokens[0] + 4096) % 2**31
-                node, _ = trie.insert(root, tokens, values)  # noqa: B023  (the same in every round)
-                trie.mark(node)
-
+        refill = partial(_refill, trie, trie.add_root(), size, itertools.count())
         refill()
-        name = f"{size // 1000}k" if size < 1_000_000 else f"{size // 1_000_000}M"
-        yield Candidate(name, partial(_evict, trie, 32), 32, refill)
+        yield Candidate(size_name(size), partial(_evict, trie, 32), 32, refill)
+
+
+def _refill(trie: EntryTrie, root: int, size: int, numbers: Iterator[int]) -> None:
+    values = np.arange(LENGTH, dtype=np.int32)
+    while trie.num_entries < size:
+        node, _ = trie.insert(root, np.arange(LENGTH, dtype=np.uint32) + next(numbers), values)
+        trie.mark(node)
 
 
 def _evict(trie: EntryTrie, count: int) -> None:
@@ -45,6 +40,6 @@ def _evict(trie: EntryTrie, count: int) -> None:
 def tables(sizes: tuple[int, ...]) -> list[Table]:
     """Everything about entries."""
     sizes = tuple(size for size in sizes if size <= 100_000)
-    low, high = (f"{n // 1000}k" for n in (sizes[0], sizes[-1]))
-    case = Case("evict an entry", partial(evict_case, sizes), (at_most(2, high, low),))
+    flat = at_most(2, size_name(sizes[-1]), size_name(sizes[0]))
+    case = Case("evict an entry", partial(evict_case, sizes), (flat,))
     return [Table("Entries: evict, by entries of 64 tokens cached", (case,), growth=True)]

@@ -137,7 +137,7 @@ def main(options: argparse.Namespace) -> int:
     for item in ITEMS:
         if options.only and options.only.lower() not in item.word:
             continue
-        results = [run_case(case, rounds, SETTLE) for case in item.make(options)]
+        results = [run_case(case, rounds, threaded=True, settle=SETTLE) for case in item.make(options)]
         for title, columns in item.titles:
             missed += print_rates(title, columns(), results, as_markdown=options.markdown)
         done.append((Table(item.titles[0][0], ()), results))

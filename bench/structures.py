@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
         for table in noun.tables(sizes):
             if options.only.lower() not in table.title.lower():
                 continue
-            results = [run_case(case, rounds) for case in table.cases]
+            results = [run_case(case, rounds, threaded=table.threaded) for case in table.cases]
             missed += print_table(table, results, as_markdown=options.markdown)
             done.append((table, results))
             if options.plot:

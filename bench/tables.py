@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Candidate, Case, Table, at_most, faster
+from bench.common import Candidate, Case, Table, at_most, faster, size_name
 from bench.rivals import step_rivals
 from kvcache.eviction import EvictionStrategy
 from kvcache.paged import PagedKvCache
@@ -220,8 +220,7 @@ def evict_case(sizes: tuple[int, ...], policy: str) -> Iterator[Candidate]:
                     cache.set_priority(seq_id, int(rng.integers(0, 4)))
 
         refill()
-        name = f"{size // 1000}k" if size < 1_000_000 else f"{size // 1_000_000}M"
-        yield Candidate(name, partial(_evict, cache, 64), 64, refill)
+        yield Candidate(size_name(size), partial(_evict, cache, 64), 64, refill)
 
 
 def _evict(cache: PagedKvCache, count: int) -> None:
@@ -239,8 +238,8 @@ def tables(sizes: tuple[int, ...]) -> list[Table]:
         Case("fork_batch", partial(life_case, "fork"), (tenth,)),
     )
     fork = Case("fork", fork_case, (at_most(3, OURS, "copy of its table (list)"),))
-    low, high = (f"{n // 1000}k" if n < 1_000_000 else f"{n // 1_000_000}M" for n in (sizes[0], sizes[-1]))
-    evicts = tuple(Case(p, partial(evict_case, sizes, p), (at_most(2, high, low),)) for p in POLICIES)
+    flat = at_most(2, size_name(sizes[-1]), size_name(sizes[0]))
+    evicts = tuple(Case(p, partial(evict_case, sizes, p), (flat,)) for p in POLICIES)
     return [
         Table(f"Tables: {BATCH} sequences in one call", batch),
         Table("Tables: fork of 32k tokens", (fork,)),

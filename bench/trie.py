@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from bench.common import Candidate, Case, Table, at_most, faster
+from bench.common import Candidate, Case, Table, at_most, faster, size_name
 from bench.rivals import prefix_rivals
 from kvcache._trie import TokenTrie
 
@@ -96,7 +96,7 @@ def list_case() -> Iterator[Candidate]:
 
 def insert_case(page_size: int) -> Iterator[Candidate]:
     """Insert `SHORT` new tokens, and match them again; evicted before the next time, as a full cache does."""
-    fresh = prompts(64, SHORT, seed=2)
+    fresh = prompts(16, SHORT, seed=2)
     values = np.arange(SHORT // page_size, dtype=np.int32)
     trie = TokenTrie(page_size)
     root = trie.add_root()
@@ -173,15 +173,11 @@ def _filled(num_pages: int, length: int) -> tuple[TokenTrie, int, list[Tokens]]:
     return trie, root, stored
 
 
-def _size(num_pages: int) -> str:
-    return f"{num_pages // 1000}k" if num_pages < 1_000_000 else f"{num_pages // 1_000_000}M"
-
-
 def growth_case(sizes: tuple[int, ...], operation: str) -> Iterator[Candidate]:
     """One operation on tries of several sizes, all alive at once."""
     for num_pages in sizes:
         trie, root, stored = _filled(num_pages, 256 if operation == "evict a leaf" else SHORT)
-        yield _operation(operation, _size(num_pages), trie, root, stored)
+        yield _operation(operation, size_name(num_pages), trie, root, stored)
 
 
 def _operation(operation: str, name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
@@ -260,7 +256,7 @@ def tables(sizes: tuple[int, ...]) -> list[Table]:
         Case(f"evict a prompt of {n}, page {p}, {count} cached", partial(evict_case, p, n, count), RIVAL_BOUNDS)
         for p, n, count in ((PAGE, SHORT, 1_000), (PAGE, PAGE, 1_200), (1, PAGE, 1_200))
     ]
-    low, high = _size(sizes[0]), _size(sizes[-1])
+    low, high = size_name(sizes[0]), size_name(sizes[-1])
     growth = [Case(what, partial(growth_case, sizes, what), (at_most(2, high, low),)) for what in GROWTH]
     return [
         Table("Trie: match of 32k cached tokens", tuple(matches)),

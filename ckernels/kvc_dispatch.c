@@ -30,12 +30,14 @@ static int cpu_runs_avx2(void) {
     return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(ebx, AVX2);
 }
 
+#if defined(KVC_HAVE_AVX512)
 static int cpu_runs_avx512(void) {
     unsigned eax, ebx, ecx, edx;
     if (!cpu_runs_avx2() || !has_all(saved_state(), XMM | YMM | OPMASK_ZMM)) return 0;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;
     return has_all(ebx, AVX512F | AVX512DQ | AVX512BW | AVX512VL) && has_all(ecx, AVX512VNNI);
 }
+#endif
 #endif
 
 #if defined(KVC_HAVE_NEON)

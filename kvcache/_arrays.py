@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_floats", "as_indices", "as_integers", "as_rows", "as_scores"]
+__all__ = ["as_flat", "as_floats", "as_indices", "as_integers", "as_rows", "as_scores"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -48,6 +48,12 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"expected {name} of shape {wanted}, got {array.shape}")
     return np.ascontiguousarray(array)
+
+
+def as_flat(x: Any, name: str) -> Float32:
+    """`x`, of any shape but a single number, as a float32 array of one dimension; raises as `as_floats`."""
+    array = _as_array(x, name)
+    return as_floats(array, (None,) * max(1, array.ndim), name).reshape(-1)
 
 
 def as_rows(x: Any, num_heads: int, head_dim: int, name: str) -> Float32:

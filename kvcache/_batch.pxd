@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvcache._sequences cimport Sequence
 from kvcache._table cimport SequenceTable
 
 
@@ -12,5 +13,7 @@ cdef class BatchTable(SequenceTable):
 
     cdef int pick_(self, const uint64_t *ids, int64_t n) except -1     # fills `picked`; refuses an id named twice
     cdef int make_room_(self, int64_t n) except -1
-    cdef int refuse_new_(self, const uint64_t *ids, int64_t n) except -1      # ids taken, or named twice
+    cdef int refuse_new_(self, const uint64_t *ids, int64_t n) except -1      # ids that are taken
+    cdef int refuse_twice_(self, uint64_t id) except -1
+    cdef bint step_(self, Sequence *seq) noexcept nogil
     cdef int64_t need_one_each_(self, int64_t n) noexcept nogil        # blocks that a token more for each takes

@@ -51,9 +51,10 @@ cdef class BatchTable(SequenceTable):
         self.make_room_(n)
         try:
             for i in range(n):
+                self.refuse_twice_(numbers(ids)[i])
                 self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]))
                 taken += 1
-        except MemoryError:
+        except (MemoryError, ValueError):
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise
@@ -84,7 +85,8 @@ cdef class BatchTable(SequenceTable):
             self.reserve_copies_(n)
         for i in range(n):
             row = self.picked[i]
-            self.extend_(row, 1)
+            if not self.step_(&self.seqs[row]):
+                self.extend_(row, 1)
             self.touch_(row)
             self.lengthened_(row)
 
@@ -105,9 +107,10 @@ cdef class BatchTable(SequenceTable):
         self.make_room_(n)
         try:
             for i in range(n):
-                self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.row_of(numbers(olds)[i])].num_runs)
+                self.refuse_twice_(numbers(news)[i])
+                self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.rows.get(numbers(olds)[i])].num_runs)
                 taken += 1
-        except MemoryError:
+        except (MemoryError, ValueError):
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise
@@ -193,9 +196,25 @@ cdef class BatchTable(SequenceTable):
         cdef int64_t i
         for i in range(n):
             self.refuse_taken(ids[i])
-        if n > 1 and len({ids[i] for i in range(n)}) != n:
-            raise ValueError("expected each new sequence once, got one twice")
         return 0
+
+    cdef int refuse_twice_(self, uint64_t id) except -1:
+        # It was not there when the call began: this call has entered it.
+        if self.rows.get(id) >= 0:
+            raise ValueError(f"expected each new sequence once, got {id} twice")
+        return 0
+
+    cdef bint step_(self, Sequence *seq) noexcept nogil:
+        """The common case of `extend_(row, 1)`: a slot left in a tail block of its own; False if it is another."""
+        cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
+        if seq.num_runs == 0 or last.stop == self.block_size or self.pool.refs[last.block] > 1:
+            return False
+        if seq.positions[seq.num_runs - 1] + last.stop - last.first != seq.next_position:
+            return False
+        last.stop += 1
+        seq.num_tokens += 1
+        seq.next_position += 1
+        return True
 
     cdef int64_t need_one_each_(self, int64_t n) noexcept nogil:
         cdef int64_t i, blocks = 0

@@ -37,6 +37,8 @@ cdef object from_list(list ids):
     cdef uint64_t* numbers = <uint64_t*>cnp.PyArray_DATA(out)
     cdef Py_ssize_t i
     for i in range(n):
+        if isinstance(ids[i], bool):
+            raise TypeError(f"expected integer sequence ids, got {ids[i]}")
         if not PyLong_CheckExact(ids[i]):
             return None
         try:

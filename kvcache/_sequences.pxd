@@ -46,6 +46,7 @@ cdef class SequenceRows:
     cdef int32_t[::1] spare   # (capacity,) rows free to use, a stack
     cdef int32_t num_spare
     cdef int64_t next_uid
+    cdef int64_t run_room     # runs that all sequences have room for
     # What the last call wants copied before anything is written (copy-on-write), for the owner of the bytes.
     cdef int32_t[::1] copy_src        # (>= num_copies,) block to copy from
     cdef int32_t[::1] copy_dst        # (>= num_copies,) block to copy to

@@ -122,11 +122,9 @@ cdef class SequenceRows:
     @property
     def nbytes(self):
         """Bytes of this bookkeeping."""
-        cdef int64_t total = self.capacity * (sizeof(Sequence) + 4) + self.rows.nbytes + 8 * len(self.copy_src)
-        cdef int32_t row
-        for row in range(self.capacity):
-            total += self.seqs[row].capacity * (sizeof(kvc_run) + sizeof(int64_t))
-        return total
+        rows = self.capacity * (sizeof(Sequence) + sizeof(int32_t)) + self.rows.nbytes
+        scratch = 2 * sizeof(int32_t) * self.copy_src.shape[0] + self.cut_capacity * sizeof(kvc_run)
+        return rows + scratch + self.run_room * (sizeof(kvc_run) + sizeof(int64_t))
 
     @wraparound(True)
     def check(self):
@@ -138,6 +136,8 @@ cdef class SequenceRows:
         self.rows.check()
         assert self.num_copies == 0, "copies were ordered and not carried out"
         assert self.rows.used + self.num_spare == self.capacity, "a row is lost"
+        room = sum(self.seqs[i].capacity for i in range(self.capacity))
+        assert self.run_room == room, f"room for {room} runs is counted as {self.run_room}"
         for seq_id in self.seq_ids():
             row = self.row_of(seq_id)
             n, next_position, _, _, _, _, sinks = self.info(seq_id)
@@ -211,6 +211,7 @@ cdef class SequenceRows:
         if seq.num_runs:
             one_left = self.pool.release_each(&seq.runs[0].block, seq.num_runs, RUN_STRIDE)
         self.rows.drop(seq.seq_id)
+        self.run_room -= seq.capacity
         free(seq.runs)
         free(seq.positions)
         seq.runs, seq.positions, seq.capacity, seq.uid = NULL, NULL, 0, -1
@@ -231,6 +232,7 @@ cdef class SequenceRows:
         if positions == NULL:
             raise MemoryError(f"no memory for {num_runs} runs")
         seq.positions = positions
+        self.run_room += capacity - seq.capacity
         seq.capacity = capacity
         return 0
 
@@ -399,6 +401,7 @@ cdef class SequenceRows:
                 self.pool.release_(seq.runs[i].block)
         free(seq.runs)
         free(seq.positions)
+        self.run_room += max(capacity, 1) - seq.capacity
         seq.runs, seq.positions, seq.capacity = runs, positions, max(capacity, 1)
         seq.num_runs, seq.num_tokens = n, kept
         seq.dense = True

@@ -348,6 +348,11 @@ cdef class SequenceTable(SequenceRows):
         """Count an access now."""
         self.touch_(self.row_of(seq_id))
 
+    @property
+    def nbytes(self):
+        """Bytes of this bookkeeping, the order of victims included."""
+        return SequenceRows.nbytes.__get__(self) + self.order.nbytes
+
     def check(self):
         """Verify every invariant of the tables; references against the pool are the owner's to compare.
 

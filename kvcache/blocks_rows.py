@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats
+from kvcache._arrays import as_flat, as_floats
 from kvcache._sequences import RUN
 from kvcache._store import BlockStore
 
@@ -31,7 +31,7 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Floa
             raise ValueError(f"expected a block of {store.num_layers} layers, got {len(block)}")
     layers = []
     for layer in range(store.num_layers):
-        flat = [as_floats(np.reshape(block[layer], -1), (heads * size * head_dim,), "a layer") for block in blocks]
+        flat = [as_floats(as_flat(block[layer], "a layer"), (heads * size * head_dim,), "a layer") for block in blocks]
         rows = np.zeros((len(blocks), size, heads, store.head_dim), np.float32)
         rows[..., :head_dim] = np.reshape(flat, (len(blocks), heads, size, head_dim)).swapaxes(1, 2)
         layers.append(rows.reshape(-1, heads, store.head_dim))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvcache.errors import InvalidOperationError
 
-__all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle"]
+__all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -103,6 +103,42 @@ class BlockTable:
         self.sequence_length += num_tokens
 
 
+class LiveBlockTable(BlockTable):
+    """The table of a sequence as it is at every moment; its length can be set, its blocks are the cache's business.
+
+    Args:
+        block_size: tokens per block.
+        read: the table as it is now.
+        resize: makes the sequence so many tokens long, or raises and changes nothing.
+    """
+
+    def __init__(self, block_size: int, read: Callable[[], BlockTable], resize: Callable[[int], None]) -> None:
+        self.block_size = block_size
+        self._read = read
+        self._resize = resize
+
+    @property
+    def physical_blocks(self) -> list[int]:  # type: ignore[override]
+        return self._read().physical_blocks
+
+    @property
+    def logical_to_physical(self) -> list[int]:  # type: ignore[override]
+        return self._read().logical_to_physical
+
+    @property
+    def sequence_length(self) -> int:
+        return self._read().sequence_length
+
+    @sequence_length.setter
+    def sequence_length(self, num_tokens: int) -> None:
+        if num_tokens != self.sequence_length:
+            self._resize(num_tokens)
+
+    def add_blocks(self, ids: Iterable[int]) -> None:
+        """InvalidOperationError: blocks come from the cache, with the tokens that need them."""
+        raise InvalidOperationError("expected the cache to choose the blocks, set sequence_length instead")
+
+
 @dataclass(frozen=True, slots=True)
 class CacheHandleStats:
     """A snapshot of one handle.
@@ -132,7 +168,7 @@ class KvCacheHandle(ABC):
 
     @abstractmethod
     def block_table_mut(self) -> BlockTable:
-        """The live table."""
+        """The live table: it shows every later change, and a length that is set there is the sequence's."""
 
     @abstractmethod
     def as_any(self) -> Any:

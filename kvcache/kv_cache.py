@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats
+from kvcache._arrays import as_flat, as_floats
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 
 __all__ = ["CachedKvState", "KvCache", "KvCacheAccess"]
 
@@ -68,8 +69,10 @@ def _visit(kv_dim: int, get: Callable[[], Float32], visit: Callable[[int, Float3
         visit(position, row)
 
 
-def _flat(rows: Any, name: str) -> Float32:
-    return as_floats(rows, (None,) * max(1, np.ndim(rows)), name).reshape(-1)
+def _finite(rows: Float32, name: str) -> Float32:
+    if not np.isfinite(rows).all():
+        raise ValueError(f"expected finite {name}, got {rows[~np.isfinite(rows)][0]}")
+    return rows
 
 
 class CachedKvState:
@@ -84,8 +87,8 @@ class CachedKvState:
     """
 
     def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
-        self._keys = [_flat(layer, "keys") for layer in keys]
-        self._values = [_flat(layer, "values") for layer in values]
+        self._keys = [as_flat(layer, "keys") for layer in keys]
+        self._values = [as_flat(layer, "values") for layer in values]
         self._seq_len = seq_len
         sizes = {len(layer) for layer in (*self._keys, *self._values)}
         if len(self._keys) != len(self._values) or len(sizes) > 1:
@@ -126,6 +129,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     Args:
         num_layers, max_seq_len, kv_dim: at least 1 each; kv_dim is KV heads times head_dim.
         num_heads: KV heads, a divisor of kv_dim: how the rows are shown by the `KvCacheHandle` members.
+
+    Calls on one cache, whatever handles they come through, are serialised.
     """
 
     def __init__(self, num_layers: int, max_seq_len: int, kv_dim: int, *, num_heads: int = 1) -> None:
@@ -139,6 +144,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         self._num_heads = num_heads
         self._lengths = [0, 0]  # committed, written; shared by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
+        self._lock = threading.RLock()
 
     # -- the live cache -------------------------------------------------------------------------------------
 
@@ -164,20 +170,23 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     def clear(self) -> None:
         """Zero the data and both lengths."""
-        self._keys[:] = 0
-        self._values[:] = 0
-        self._lengths[:] = [0, 0]
+        with self._lock:
+            self._keys[:] = 0
+            self._values[:] = 0
+            self._lengths[:] = [0, 0]
 
     def advance(self) -> None:
         """Commit one token; stops at `max_seq_len`."""
-        self._lengths[0] = min(self.seq_len + 1, self.max_seq_len)
-        self._lengths[1] = max(self._lengths)
+        with self._lock:
+            committed = min(self.seq_len + 1, self.max_seq_len)
+            self._lengths[:] = [committed, max(committed, self._lengths[1])]
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
         if seq_len < 0:
             raise ValueError(f"expected a count of tokens >= 0, got {seq_len}")
-        self._lengths[:] = [min(seq_len, self.seq_len)] * 2
+        with self._lock:
+            self._lengths[:] = [min(seq_len, self.seq_len)] * 2
 
     def store_kv(self, layer: int, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
         """Write K and V of the token at position `seq_len`, `(kv_dim,)` each.
@@ -185,15 +194,16 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         Raises:
             IndexError: no such layer.
             OutOfMemoryError: `max_seq_len` tokens are committed (in tokens).
-            TypeError, ValueError: another shape or dtype.
+            TypeError, ValueError: another shape or dtype; not finite.
         """
         self._layer(layer)
-        k, v = as_floats(key, (self.kv_dim,), "key"), as_floats(value, (self.kv_dim,), "value")
-        if self.seq_len == self.max_seq_len:
-            raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
-        self._keys[layer, self.seq_len] = k
-        self._values[layer, self.seq_len] = v
-        self._lengths[1] = self.seq_len + 1
+        k, v = (_finite(as_floats(x, (self.kv_dim,), name), name) for x, name in ((key, "key"), (value, "value")))
+        with self._lock:
+            if self.seq_len == self.max_seq_len:
+                raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
+            self._keys[layer, self.seq_len] = k
+            self._values[layer, self.seq_len] = v
+            self._lengths[1] = self.seq_len + 1
 
     def get_keys(self, layer: int) -> Float32:
         """K written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
@@ -211,30 +221,43 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def snapshot(self) -> CachedKvState:
         """A copy of the committed tokens."""
         layers = range(self.num_layers)
-        n = self.seq_len
-        keys = [self._keys[layer, :n].flatten() for layer in layers]
-        values = [self._values[layer, :n].flatten() for layer in layers]
+        with self._lock:
+            n = self.seq_len
+            keys = [self._keys[layer, :n].flatten() for layer in layers]
+            values = [self._values[layer, :n].flatten() for layer in layers]
         return CachedKvState(keys, values, n)
 
     def restore_from_snapshot(self, keys: Any, values: Any, seq_len: int) -> None:
         """Replace the content by `seq_len` tokens: per layer `(seq_len * kv_dim,)` or `(seq_len, kv_dim)`.
 
         Raises:
-            TypeError, ValueError: other layers, lengths or dtypes, or more than `max_seq_len` tokens; nothing changes.
+            TypeError, ValueError: other layers, lengths or dtypes, more than `max_seq_len` tokens, or values that are
+                not finite; nothing changes.
         """
         if not 0 <= seq_len <= self.max_seq_len:
             raise ValueError(f"expected at most {self.max_seq_len} tokens, got {seq_len}")
         if len(keys) != self.num_layers or len(values) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
         size = (seq_len * self.kv_dim,)
-        rows = [(_flat(k, "keys"), _flat(v, "values")) for k, v in zip(keys, values, strict=True)]
+        rows = [(as_flat(k, "keys"), as_flat(v, "values")) for k, v in zip(keys, values, strict=True)]
         for k, v in rows:
             if k.shape != size or v.shape != size:
                 raise ValueError(f"expected {size[0]} floats per layer, got {len(k)} of keys and {len(v)} of values")
-        for layer, (k, v) in enumerate(rows):
-            self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
-            self._values[layer, :seq_len] = v.reshape(seq_len, -1)
-        self._lengths[:] = [seq_len, seq_len]
+            _finite(k, "keys"), _finite(v, "values")
+        with self._lock:
+            for layer, (k, v) in enumerate(rows):
+                self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
+                self._values[layer, :seq_len] = v.reshape(seq_len, -1)
+            self._lengths[:] = [seq_len, seq_len]
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        with self._lock:
+            committed, written = self._lengths
+        assert 0 <= committed <= self.max_seq_len, f"kv cache: {committed} tokens committed of {self.max_seq_len}"
+        assert committed <= written <= committed + 1, f"kv cache: {written} tokens written, {committed} committed"
+        assert written <= self.max_seq_len, f"kv cache: {written} tokens written of {self.max_seq_len}"
+        assert self._keys.shape == self._values.shape, "kv cache: K and V of different shapes"
 
     # -- the handle -----------------------------------------------------------------------------------------
 
@@ -268,9 +291,18 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         """One block of `max_seq_len` tokens."""
         return BlockTable(self.max_seq_len, [0], [0], self.seq_len)
 
-    def block_table_mut(self) -> BlockTable:
-        """As `block_table`: the one block never changes."""
-        return self.block_table
+    def block_table_mut(self) -> LiveBlockTable:
+        """The live table; a shorter `sequence_length` is `truncate`, a longer one commits tokens as they lie there."""
+        return LiveBlockTable(self.max_seq_len, lambda: self.block_table, self._resize)
+
+    def _resize(self, num_tokens: int) -> None:
+        if num_tokens > self.max_seq_len:
+            raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
+        with self._lock:
+            if num_tokens < self.seq_len:
+                self.truncate(num_tokens)
+            else:
+                self._lengths[:] = [num_tokens, max(num_tokens, self._lengths[1])]
 
     def key_cache(self, layer: int) -> Float32:
         """K of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""

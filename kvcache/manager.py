@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcache._arrays import as_floats, as_indices, as_rows, as_scores
 from kvcache.eviction import pyramid_budgets
-from kvcache.manager_config import FORMATS, KVCacheConfig, as_integer
+from kvcache.manager_config import KVCacheConfig, as_integer
 from kvcache.token_list import BLOCK_SIZE, TokenList
 
 __all__ = ["CacheManager"]
@@ -63,8 +63,8 @@ class CacheManager:
         config = self._config
         # Padding repeats a channel, which costs no precision unless it is rotated into the others.
         rotate = "auto" if self._padding == 0 else False
-        head_dim, dtype = config.head_dim + self._padding, FORMATS[config.quantization_bits]
-        return TokenList(num_slots, config.num_heads, head_dim, dtype, rotate, self._policy.by_score)
+        head_dim = config.head_dim + self._padding
+        return TokenList(num_slots, config.num_heads, head_dim, *config.formats, rotate, self._policy.by_score)
 
     # -- size -----------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class KVCacheConfig:
         head_dim: channels per head, 1 to 256. Heads that are no multiple of 8 channels are stored padded.
         quantization_bits: 2, 3, 4 or 8 bits per value.
         eviction_policy: which entries stay, by default `EvictionPolicy.H2O()`.
+        key_bits, value_bits: bits of K and of V apart, by default `quantization_bits` each.
 
     Raises:
         TypeError, ValueError: a setting that is not supported.
@@ -41,12 +42,22 @@ class KVCacheConfig:
     head_dim: int
     quantization_bits: int = 4
     eviction_policy: EvictionPolicy = field(default_factory=EvictionPolicy.H2O)
+    key_bits: int | None = field(default=None, kw_only=True)
+    value_bits: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
             if not 1 <= as_integer(getattr(self, name), name) <= most:
                 raise ValueError(f"expected {name} in [1, {most}], got {getattr(self, name)}")
-        if as_integer(self.quantization_bits, "quantization_bits") not in FORMATS:
-            raise ValueError(f"expected quantization_bits to be 2, 3, 4 or 8, got {self.quantization_bits}")
+        for name in ("quantization_bits", "key_bits", "value_bits"):
+            bits = getattr(self, name)
+            if (bits is not None or name == "quantization_bits") and as_integer(bits, name) not in FORMATS:
+                raise ValueError(f"expected {name} to be 2, 3, 4 or 8, got {bits}")
         if not isinstance(self.eviction_policy, EvictionPolicy):
             raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Storage formats of K and of V."""
+        key, value = (self.quantization_bits if bits is None else bits for bits in (self.key_bits, self.value_bits))
+        return FORMATS[key], FORMATS[value]

@@ -199,8 +199,14 @@ class PagedKvCache:
     def stats(self) -> CacheStats:
         """The counters now."""
         with self._lock:
+            pool = self._pool
             return CacheStats(
-                self._pool.total_allocations, self._pool.total_frees, self._evictions, self._forks, self._pool.peak_used
+                pool.total_allocations,
+                pool.total_frees,
+                self._evictions,
+                self._forks,
+                pool.peak_used,
+                pool.nbytes + self._table.nbytes,
             )
 
     # -- sequences ------------------------------------------------------------------------------------------

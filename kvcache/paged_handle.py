@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import InvalidOperationError
-from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
+from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 from kvcache.paged_info import SeqId, SequenceInfo
 
 if TYPE_CHECKING:
@@ -38,16 +38,25 @@ class PagedKvCacheHandle(KvCacheHandle):
 
     @property
     def block_table(self) -> BlockTable:
-        return self.block_table_mut()
-
-    def block_table_mut(self) -> BlockTable:
-        """The table as it is now; the cache owns it, so changes to the returned object change nothing there."""
         with self._cache._lock:
             info = self._sequence()
             table = BlockTable(self._cache.block_size)
             table.add_blocks(info.block_ids)
             table.sequence_length = info.num_tokens
             return table
+
+    def block_table_mut(self) -> LiveBlockTable:
+        """The live table; a longer `sequence_length` is an `append`, a shorter one a `truncate`."""
+        self._sequence()
+        return LiveBlockTable(self._cache.block_size, lambda: self.block_table, self._resize)
+
+    def _resize(self, num_tokens: int) -> None:
+        with self._cache._lock:
+            more = num_tokens - self._sequence().num_tokens
+            if more > 0:
+                self._cache.append(self._seq_id, more)
+            else:
+                self._cache.truncate(self._seq_id, num_tokens)
 
     def as_any(self) -> PagedKvCacheHandle:
         return self

@@ -53,6 +53,7 @@ class CacheStats:
         total_evictions: sequences evicted.
         total_forks: forks made.
         peak_blocks_used: most blocks in use at once.
+        bookkeeping_bytes: memory of block tables, pool and eviction order, beside the K and V.
     """
 
     total_allocations: int
@@ -60,6 +61,7 @@ class CacheStats:
     total_evictions: int
     total_forks: int
     peak_blocks_used: int
+    bookkeeping_bytes: int = 0
 
 
 class CsrBlockTable(NamedTuple):

@@ -1,7 +1,7 @@
-"""Rows of K and V by slot, in the two ways to keep them: plain NumPy rows, and rows packed by `BlockStore`.
+"""Rows of K and V by slot, in the two ways to keep them.
 
-    PlainRows     f32, f16      [layer, slot, kv_dim] for K and for V; consecutive f32 rows are shown in place
-    PackedRows    one of K and V quantised          a row is kv_dim / head_dim heads, packed head by head
+`PlainRows` are NumPy arrays of f32 or f16, `[layer, slot, kv_dim]`; f32 rows that lie together are shown in place.
+`PackedRows` lie in a `BlockStore`, where K or V or both are quantised, head by head.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class PlainRows:
 
     def read(self, side: int, layer: int, slots: Int32) -> Float32:
         """The rows at `slots`, K at side 0 and V at side 1, float32 `(len(slots) * kv_dim,)`, a copy."""
-        return self._sides[side][layer].take(slots, axis=0).reshape(-1).astype(np.float32, copy=False)
+        rows: Float32 = self._sides[side][layer].take(slots, axis=0).reshape(-1).astype(np.float32, copy=False)
+        return rows
 
 
 class PackedRows:
@@ -94,10 +95,8 @@ class PackedRows:
     ) -> None:
         self.num_layers, self.kv_dim = num_layers, num_heads * head_dim
         self._shape = (-1, num_heads, head_dim)
-        self._make = lambda blocks: BlockStore(
-            num_layers, blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate
-        )
-        self._empty = self._make(0)
+        self._settings = (BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
+        self._empty = BlockStore(num_layers, 0, *self._settings)
         self._stores: list[tuple[int, BlockStore]] = []  # with the first slot of each
         self._num_slots = 0
         # A write packs whole tiles anew, its neighbours' rows among them, which states may be reading.
@@ -108,7 +107,7 @@ class PackedRows:
         """Room for so many slots. MemoryError: nothing has changed."""
         blocks = -(-(num_slots - self._num_slots) // BLOCK_SIZE)
         if blocks > 0:
-            store = self._make(blocks)
+            store = BlockStore(self.num_layers, blocks, *self._settings)
             with self._lock:
                 self._stores.append((self._num_slots, store))
                 self._num_slots += blocks * BLOCK_SIZE

@@ -23,16 +23,24 @@ class TokenList:
 
     Args:
         num_slots: the most entries there will ever be.
-        num_heads, head_dim, dtype, rotate: as of `BlockStore`, K and V alike.
+        num_heads, head_dim, key_dtype, value_dtype, rotate: as of `BlockStore`.
         by_score: whether the lowest score leaves first.
 
     A `Rule` says how many entries may stay and which are protected. Its owner checks what callers hand in.
     """
 
     def __init__(
-        self, num_slots: int, num_heads: int, head_dim: int, dtype: str, rotate: bool | str, by_score: bool
+        self,
+        num_slots: int,
+        num_heads: int,
+        head_dim: int,
+        key_dtype: str,
+        value_dtype: str,
+        rotate: bool | str,
+        by_score: bool,
     ) -> None:
-        self.store = BlockStore(1, -(-num_slots // BLOCK_SIZE), BLOCK_SIZE, num_heads, head_dim, dtype, dtype, rotate)
+        num_blocks = -(-num_slots // BLOCK_SIZE)
+        self.store = BlockStore(1, num_blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
         self.roster = Roster(by_score)
 
     def __len__(self) -> int:

@@ -95,6 +95,11 @@ class NaivePagedKvCache:
         self.grow(seq, count)
         self.touch(seq)
 
+    def allocate_batch(self, seq_ids, lengths):
+        self.demand(sum(-(-n // self.block_size) for n in lengths))
+        for seq_id, n in zip(seq_ids, lengths, strict=True):
+            self.allocate(seq_id, n)
+
     def append(self, seq_id, count):
         seq = self.sequences[seq_id]
         self.demand(self.cost(seq, count))

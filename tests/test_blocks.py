@@ -147,6 +147,66 @@ def test_the_documented_example() -> None:
     assert blocks[0].values[0].tolist() == (-rows[0]).tolist()
 
 
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_block_comes_back_bit_for_bit(start: int) -> None:
+    """Per layer 32 floats, laid out [head][position][dim]: what a paged cache reads at those positions."""
+    paged = PagedKvCache(2, 4, 2, 8, num_layers=2, dtype="f32")
+    cache = PrefixCache.over(paged)
+    rows = np.random.default_rng(0).standard_normal((2, 4, 2, 8)).astype(np.float32)
+    paged.allocate(1, 8)
+    paged.write(1, 1, *rows, start=start)
+    info = paged.get_sequence(1)
+    assert info is not None
+    cache.adopt(range(8), info.block_ids)
+    block = cache.get_block(start // 4)
+    assert block is not None
+    for got, want in ((block.keys[1], rows[0]), (block.values[1], rows[1])):
+        assert got.size == 64
+        for head in range(2):
+            np.testing.assert_array_equal(got.reshape(2, 4, 8)[head], want[:, head])
+    assert not np.any(block.keys[0])
+    other = cache.get_block(1 - start // 4)
+    assert other is not None
+    assert not np.any(other.keys[1])
+
+
+@pytest.mark.parametrize("dim", [8, 32, 40])
+@pytest.mark.parametrize("formats", ["f16 f16", "q8 q8", "q4 q4", "q3 q3", "q2 q2", "f32 q4", "q8 q2"])
+def test_blocks_in_every_format(formats: str, dim: int) -> None:
+    """A block that was cached reads as one that was written to a paged cache of the same formats, and costs as much."""
+    (key, value), heads, size = formats.split(), 2, 16
+    cache = PrefixCache(4, size, 2, heads, dim, key_dtype=key, value_dtype=value)
+    paged = PagedKvCache(4, size, heads, dim, num_layers=2, key_dtype=key, value_dtype=value)
+    rng = np.random.default_rng(0)
+    tokens = list(range(3 * size))
+    paged.allocate(0, len(tokens))
+    rows = rng.standard_normal((2, 2, len(tokens), heads, dim)).astype(np.float32)
+    for layer in range(2):
+        paged.write(layer, 0, rows[0, layer], rows[1, layer])
+    spans = [slice(i, i + size) for i in range(0, len(tokens), size)]
+    pairs = [tuple([rows[s, i, at].swapaxes(0, 1).reshape(-1) for i in range(2)] for s in range(2)) for at in spans]
+    assert cache.store(tokens, 0, pairs) == 3
+    assert cache.memory_bytes == 3 * paged.block_memory_bytes
+    _, blocks = cache.lookup(tokens)
+    for block, at in zip(blocks, spans, strict=True):
+        for layer in range(2):
+            want = paged.read(layer, 0, at.start, at.stop)
+            for got, side in ((block.keys, want[0]), (block.values, want[1])):
+                np.testing.assert_array_equal(got[layer].reshape(heads, size, dim).swapaxes(0, 1), side)
+    cache.check()
+    with pytest.raises(ValueError, match="hold"):
+        cache.insert([9] * size, 0, pairs[0][0], [np.full(heads * size * dim, 1e6, np.float32)] * 2)
+    assert len(cache) == 3
+
+
+def test_a_cache_without_room() -> None:
+    cache = small(0)
+    with pytest.raises(OutOfMemoryError):
+        cache.insert(A, 0, *pair())
+    assert (len(cache), cache.capacity, cache.hit_rate, cache.evictions) == (0, 0, 0.0, 0)
+    cache.check()
+
+
 def test_indices_are_used_again() -> None:
     cache = small(2)
     assert [cache.insert(t, 0, *pair()) for t in (A, B, C)] == [0, 1, 0]

@@ -32,6 +32,8 @@ def test_block_table_counts_partial_blocks():
         assert table.has_free_space == (free > 0)
     table.sequence_length = 40
     assert table.free_tokens == 0
+    one = BlockTable(16, [5], [0], 8)
+    assert (one.has_free_space, one.free_tokens) == (True, 8)
 
 
 def test_block_table_extends_all_or_nothing():
@@ -47,6 +49,23 @@ def test_block_table_extends_all_or_nothing():
     assert [BlockTable.blocks_needed_for_length(n, 16) for n in (0, 16, 17)] == [0, 1, 2]
     with pytest.raises(ValueError, match="block_size"):
         BlockTable(0)
+
+
+def test_thirteen_members_to_implement_and_two_that_follow():
+    required = {
+        "block_table", "block_table_mut", "as_any", "device", "num_layers", "num_heads", "head_dim", "key_cache",
+        "value_cache", "clone_handle", "stats", "is_valid", "cache_id",
+    }  # fmt: skip
+    assert KvCacheHandle.__abstractmethods__ == required
+    with pytest.raises(TypeError):
+        KvCacheHandle()
+
+    members = dict.fromkeys(required, property(lambda self: None))
+    members["block_table"] = property(lambda self: BlockTable(4, [1], [0], 3))
+    members["key_cache"] = members["value_cache"] = lambda self, layer: None
+    own = type("Own", (KvCacheHandle,), members)()
+    assert own.num_tokens == 3
+    assert own.kv_cache(0) == (None, None)
 
 
 def test_device():
@@ -77,6 +96,35 @@ def test_a_handle_shows_the_sequence_as_it_is_now():
     assert handle.num_tokens == 15
     with pytest.raises(IndexError):
         handle.key_cache(2)
+
+
+def test_the_live_table_is_the_sequence():
+    cache, _ = filled()
+    handle = cache.handle(1)
+    table = handle.block_table_mut()
+    assert isinstance(table, BlockTable)
+    assert (table.sequence_length, table.physical_blocks, table.free_tokens) == (10, [0, 1, 2], 2)
+    cache.append(1, 5)
+    assert (table.sequence_length, table.num_blocks, table.logical_to_physical) == (15, 4, [0, 1, 2, 3])
+    table.sequence_length = 20
+    assert handle.num_tokens == cache.get_sequence(1).num_tokens == 20
+    with pytest.raises(InvalidOperationError, match="6 blocks"):
+        table.extend_sequence(1)  # as any table: only into the blocks that are there
+    table.sequence_length = 17
+    table.extend_sequence(2)
+    assert handle.num_tokens == 19
+    for call in (lambda: setattr(table, "sequence_length", 99), lambda: table.add_blocks([7])):
+        with pytest.raises((OutOfMemoryError, InvalidOperationError)):
+            call()
+    assert handle.num_tokens == 19
+    with pytest.raises(ValueError, match="expected"):
+        table.sequence_length = -1
+    before = handle.block_table
+    cache.free(1)
+    assert before.sequence_length == 19  # this one was a snapshot
+    with pytest.raises(InvalidOperationError):
+        table.num_blocks  # noqa: B018
+    cache.check()
 
 
 def test_a_clone_is_another_reference():

@@ -68,6 +68,7 @@ def test_rows_are_visited_in_order() -> None:
     cache = written(4)
     cache.for_each_key(0, lambda position, row: seen.append((position, row.tolist())))
     assert [p for p, _ in seen] == [0, 1, 2, 3]
+    assert {len(row) for _, row in seen} == {2}
     assert seen[2][1] == [2, 2.5]
     cache.for_each_value(1, lambda position, row: seen.append((position, row.tolist())))
     assert len(seen) == 8
@@ -82,6 +83,44 @@ def test_an_implementation_without_kv_dim() -> None:
     with pytest.raises(InvalidOperationError, match="kv_dim"):
         Bare().for_each_key(0, lambda position, row: visited.append(position))
     assert visited == []
+
+
+def test_layers_are_apart() -> None:
+    cache = written(2)
+    cache.store_kv(0, [9.0, 9.0], [8.0, 8.0])
+    cache.advance()
+    assert cache.get_keys(0).tolist() == [0, 0.5, 1, 1.5, 9, 9]
+    assert cache.get_keys(1).tolist() == [10, 10.5, 11, 11.5, 0, 0]
+    cache.check()
+
+
+def test_bad_rows_change_nothing() -> None:
+    cache = written(2)
+    for bad in ([np.nan, 0.0], [0.0, np.inf], [0.0], [1, 2]):
+        for pair in ((bad, [0.0, 0.0]), ([0.0, 0.0], bad)):
+            with pytest.raises((ValueError, TypeError), match="expected"):
+                cache.store_kv(0, *pair)
+    with pytest.raises(ValueError, match="finite"):
+        cache.restore_from_snapshot([[1.0] * 2, [np.nan] * 2], [[1.0] * 2] * 2, 1)
+    assert len(cache.get_keys(0)) == 4
+    assert cache.get_keys(0).tolist() == [0, 0.5, 1, 1.5]
+    cache.check()
+
+
+def test_memory_and_utilization() -> None:
+    assert KvCache(36, 4096, 8 * 128, num_heads=8).stats().memory_bytes == 36 * 8 * 4096 * 128 * 4 * 2
+    cache = KvCache(1, 10, 2)
+    for _ in range(3):
+        cache.advance()
+    assert cache.stats().utilization == pytest.approx(0.3)
+
+
+def test_check_names_what_is_broken() -> None:
+    cache = written(2)
+    cache.check()
+    cache._lengths[:] = [3, 2]
+    with pytest.raises(AssertionError, match="committed"):
+        cache.check()
 
 
 def test_truncate_never_extends() -> None:
@@ -124,6 +163,16 @@ def test_the_handle_members() -> None:
     assert not values.flags.writeable
     assert again.block_table.sequence_length == again.block_table_mut().sequence_length == 2
     assert again.as_any() is again
+    table = cache.block_table_mut()
+    cache.advance()
+    assert (table.sequence_length, table.physical_blocks, table.free_tokens) == (3, [0], 5)
+    table.extend_sequence(2)
+    assert cache.seq_len == 5
+    table.sequence_length = 2
+    assert again.seq_len == 2
+    with pytest.raises(OutOfMemoryError):
+        table.sequence_length = 9
+    cache.check()
     stats = again.stats()
     assert (stats.memory_bytes, stats.blocks_allocated, stats.tokens_stored, stats.utilization) == (512, 1, 2, 0.25)
 

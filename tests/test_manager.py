@@ -94,6 +94,31 @@ def test_known_ratios():
     assert ratios == sorted(ratios, reverse=True)
 
 
+@pytest.mark.parametrize("value", BITS)
+@pytest.mark.parametrize("key", BITS)
+def test_keys_and_values_of_different_bits(key, value):
+    """Each side is what it is in a cache of these bits on both sides."""
+    cache = CacheManager(KVCacheConfig(64, 2, 64, key_bits=key, value_bits=value))
+    alike = [manager(64, dim=64, bits=bits) for bits in (key, value)]
+    for c in (cache, *alike):
+        fill(c, 20, rng=np.random.default_rng(0))
+    for side, other in enumerate(alike):
+        np.testing.assert_array_equal(cache.get(range(20))[side], other.get(range(20))[side])
+    assert cache.memory_bytes == sum(other.memory_bytes for other in alike) / 2
+    assert cache.compression_ratio == 2 * 64 * 8 / (cache.memory_bytes / 20)
+    q = np.random.default_rng(1).standard_normal((1, 4, 64)).astype(np.float32)
+    compare(cache, q, cache.attention(q, return_scores=True), 2e-2)
+
+
+@pytest.mark.parametrize("name", ["quantization_bits", "key_bits", "value_bits"])
+def test_bits_that_are_not_supported(name):
+    for bits in (0, 1, 5, 6, 7, 16, 32, -4):
+        with pytest.raises(ValueError, match=f"{name} to be 2, 3, 4 or 8, got {bits}"):
+            KVCacheConfig(8, 2, 8, **{name: bits})
+    with pytest.raises(TypeError, match=name):
+        KVCacheConfig(8, 2, 8, **{name: 4.0})
+
+
 def test_memory_grows_by_the_entry():
     cache = manager()
     assert cache.memory_bytes == 0
@@ -126,6 +151,18 @@ def test_empty():
     assert cache.layers == ()
     with pytest.raises(IndexError, match=r"positions in \[0, 0\), got 0"):
         cache.get([0])
+
+
+def test_one_entry_of_constants_survives():
+    cache = manager(bits=3)
+    cache.append([0.42] * 8, [-0.42] * 8)
+    cache.update_attention_scores([1.0])
+    assert cache.evict(1) == 0
+    assert len(cache) == 1
+    k, v = cache.get([0])
+    assert k.shape == v.shape == (1, 8)
+    np.testing.assert_allclose(k, 0.42, rtol=1e-3)
+    np.testing.assert_allclose(v, -0.42, rtol=1e-3)
 
 
 def test_a_first_use():

@@ -101,9 +101,48 @@ def test_counters():
     c.free(2)
     stats = c.stats()
     assert (stats.total_allocations, stats.total_frees, stats.total_forks) == (3, 1, 1)
-    assert c.evict() == 1
-    assert c.stats().total_evictions == 1
+    assert c.evict() == 1  # its blocks are shared, so none becomes free
+    stats = c.stats()
+    assert (stats.total_allocations, stats.total_frees, stats.total_forks, stats.total_evictions) == (3, 1, 1, 1)
     assert c.stats().peak_blocks_used == 3
+
+
+def test_every_block_can_be_taken():
+    c = cache(100)
+    for i in range(100):
+        c.allocate(i, 16)
+    with pytest.raises(OutOfMemoryError):
+        c.allocate(100, 1)
+    assert (c.used_block_count, c.free_block_count, c.num_sequences) == (100, 0, 100)
+
+
+def test_nothing_is_asked_for_and_nothing_is_taken():
+    c = cache(0)
+    c.allocate(1, 0)
+    c.append(1, 0)
+    info = c.get_sequence(1)
+    assert (info.num_tokens, info.num_blocks, info.access_count) == (0, 0, 2)
+    with pytest.raises(OutOfMemoryError):
+        c.append(1, 1)
+    for call in (c.allocate, c.append, c.truncate):
+        with pytest.raises(ValueError, match="expected"):
+            call(2 if call == c.allocate else 1, -1)
+    c.check()
+
+
+def test_a_fork_counts_anew_and_is_as_important():
+    c = cache(eviction_strategy=EvictionStrategy.Priority(4))
+    c.allocate(1, 20)
+    c.append(1, 1)
+    c.set_priority(1, 3)
+    before = c.get_sequence(1)
+    c.fork(1, 2)
+    info = c.get_sequence(2)
+    assert (info.block_ids, info.num_tokens, info.access_count, info.priority) == (before.block_ids, 21, 1, 3)
+    assert c.get_sequence(1) == before
+    with pytest.raises(InvalidOperationError):
+        c.fork(1, 1)
+    assert c.stats().total_allocations == 2
 
 
 def test_blocks_are_reused_first_freed_first():
@@ -297,6 +336,15 @@ def test_evict_to_threshold():
     assert c.evict_to_threshold(0.5) == [0, 1, 2, 3]
     assert c.utilization == 0.5
     assert not c.needs_eviction
+    for i in range(100, 103):
+        c.allocate(i, 16)
+    assert c.evict_to_threshold(0.5) == [4, 5, 6]
+    assert c.evict_to_threshold(-1.0) == [7, 8, 100, 101, 102]
+    assert c.num_sequences == 0
+    half = cache(10, eviction_threshold=0.9)
+    half.allocate(0, 80)
+    assert not half.needs_eviction
+    assert cache(10, eviction_threshold=0.0).needs_eviction
     assert cache(10).with_eviction_threshold(7).eviction_threshold == 1.0
     with pytest.raises(ValueError, match="nan"):
         c.evict_to_threshold(float("nan"))
@@ -310,6 +358,19 @@ def test_evict_to_threshold_passes_over_what_frees_nothing():
     c.allocate(9, 80)
     assert c.evict_to_threshold(0.5) == [9]
     assert c.evict_to_threshold(0.4) == [0, 1, 2, 3, 4]  # nothing else is left
+
+
+def test_the_cache_as_text():
+    c = cache()
+    c.allocate(1, 160)
+    assert str(c).splitlines() == [
+        "PagedKvCache",
+        "  strategy: LRU, block size: 16",
+        "  blocks: 10/100 used (10.0%)",
+        "  memory: 2.62/26.21 MB",
+        "  sequences: 1",
+        "  allocs: 10, frees: 0, evictions: 0, forks: 0",
+    ]
 
 
 def test_strategies_as_text():

@@ -66,6 +66,26 @@ class PagedMachine(RuleBasedStateMachine):
         seqs = [s for s in seqs if s in self.naive.sequences]
         self.both(lambda: self.real.append_batch(seqs), lambda: self.naive.append_batch(seqs))
 
+    @rule(seqs=st.lists(st.tuples(IDS, st.integers(0, 9)), unique_by=lambda pair: pair[0], max_size=4))
+    def allocate_batch(self, seqs):
+        seqs = [(s, n) for s, n in seqs if s not in self.naive.sequences]
+        ids, lengths = [s for s, _ in seqs], [n for _, n in seqs]
+        self.both(lambda: self.real.allocate_batch(ids, lengths), lambda: self.naive.allocate_batch(ids, lengths))
+
+    @rule(pairs=st.lists(st.tuples(IDS, IDS), unique_by=lambda pair: pair[1], max_size=4))
+    def fork_batch(self, pairs):
+        pairs = [(s, t) for s, t in pairs if s in self.naive.sequences and t not in self.naive.sequences]
+        self.real.fork_batch([s for s, _ in pairs], [t for _, t in pairs])
+        for source, target in pairs:
+            self.naive.fork(source, target)
+
+    @rule(seqs=st.lists(IDS, unique=True, max_size=4))
+    def free_batch(self, seqs):
+        seqs = [s for s in seqs if s in self.naive.sequences]
+        self.real.free_batch(seqs)
+        for seq in seqs:
+            self.naive.free(seq)
+
     @rule(source=IDS, other=IDS)
     def fork(self, source, other):
         if source in self.naive.sequences and other not in self.naive.sequences:

@@ -14,6 +14,8 @@ GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 LENGTHS = (1, 15, 16, 17, 33, 200)
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q8", "q4"), ("f16", "q2"), ("q4", "f32")]
+SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 
 
@@ -79,12 +81,17 @@ def test_a_cache_that_is_too_small_changes_nothing(golden):
             settled(cached)
 
 
-def test_formats_share_too(network):
-    for dtype in ("f16",):
-        cached = PrefixCachedEngine(InferenceEngine(network, dtype=dtype), 64)
-        plain = InferenceEngine(network, dtype=dtype)
-        for n in (40, 56, 40):
-            assert cached.generate(prompt(3, n), GREEDY) == plain.generate(prompt(3, n), GREEDY)
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_formats_share_too(golden, formats):
+    """Cold, warm and off are the same: attention reads what the format kept, also of what was just computed."""
+    model, _ = golden
+    options = {"key_dtype": formats[0], "value_dtype": formats[1]}
+    cached = PrefixCachedEngine(InferenceEngine(model, **options), 64)
+    plain = InferenceEngine(model, **options)
+    for n in (40, 56, 40, 64, 64):
+        assert cached.generate(prompt(3, n), SIXTEEN) == plain.generate(prompt(3, n), SIXTEEN)
+    assert cached.cache_stats().total_hits > 0
+    settled(cached)
 
 
 # -- the work -----------------------------------------------------------------------------------------------
@@ -196,6 +203,19 @@ def test_miss_reasons(network):
     cached.generate(prompt(1, 10).tolist() + prompt(3, 10).tolist(), SamplingParams(max_tokens=0))
     reasons = cached.cache_stats().miss_reasons
     assert (reasons["evicted"], reasons["no_shared_prefix"], reasons["shorter_than_block"]) == (1, 2, 1)
+
+
+def test_a_cleared_cache_holds_no_block(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 32)
+    assert (cached.cache_stats().capacity_blocks, cached.cache_stats().hit_rate) == (32, 0.0)
+    cached.generate(np.arange(32), SHORT)
+    cached.clear_cache()
+    assert cached.cache_stats().cached_blocks == 0
+
+
+def test_no_tokens_wanted_still_caches_the_prompt(cached):
+    assert cached.generate(prompt(1, 40), SamplingParams(max_tokens=0)) == []
+    assert cached.cache_stats().cached_blocks == 2
 
 
 def test_clear_cache_keeps_the_counters(cached):

@@ -6,7 +6,20 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvcache import OutOfMemoryError, PagedKvCache, SequenceNotFoundError
+from kvcache import (
+    CachedKvState,
+    CacheManager,
+    InvalidOperationError,
+    KvCache,
+    KVCacheConfig,
+    OutOfMemoryError,
+    PagedKvCache,
+    PrefixAwarePrefill,
+    PrefixCache,
+    PrefixCacheConfig,
+    PrefixKvCache,
+    SequenceNotFoundError,
+)
 
 LAYERS, HEADS, GROUP, DIM, BLOCK = 2, 2, 2, 32, 8
 THREADS, ROUNDS = 8, 12
@@ -75,6 +88,83 @@ def test_as_in_a_serial_run(shared, dtype):
         cache.check()
         assert cache.num_sequences == 0
         assert cache.free_block_count == cache.total_blocks
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_prompts_in_one_prefix_kv_cache(dtype):
+    """Too little memory for all: states that are held keep their bytes, whoever stores beside them."""
+    limits = PrefixCacheConfig(max_entries=20, max_memory_bytes=200 * 1024, min_prefix_len=1, dtype=dtype)
+    cache = PrefixKvCache(limits)
+
+    def rows(i, n):
+        return [np.full(n * DIM, i + 1, np.float32)] * LAYERS  # constant rows come back exactly
+
+    def work(i):
+        for n in (5, 40, 17, 64) * ROUNDS:
+            text = [i] * n
+            with suppress(OutOfMemoryError):  # the states that others hold leave too little
+                cache.store_snapshot(text, CachedKvState(rows(i, n), rows(-i, n), n))
+            hit = cache.lookup([*text, 99])
+            if hit:
+                target = KvCache(LAYERS, 64, DIM)
+                cache.restore(hit[1], target)
+                assert (target.get_keys(1) == i + 1).all()
+                assert (target.get_values(0) == 1 - i).all()
+
+    in_threads(work)
+    cache.check()
+    stats = cache.stats()
+    assert stats.hits + stats.misses == THREADS * 4 * ROUNDS
+
+
+def test_prompts_in_one_prefix_cache():
+    prefill = PrefixAwarePrefill(PrefixCache(24, 4, 1, 1, DIM, dtype="q8"))
+
+    def work(i):
+        for n in (8, 20, 12) * ROUNDS:
+            text = np.arange(n) * (1 + i % 3)
+            session, start = prefill.prepare(text)
+            for block in session.block_indices:
+                assert prefill.cache.get_block(block).keys[0][0] == 1
+            pairs = [([np.ones(4 * DIM)], [np.ones(4 * DIM)])] * ((n - start) // 4)
+            with suppress(InvalidOperationError):  # what it builds on was evicted: the last block is not held
+                prefill.store_blocks(text, start, pairs)
+            prefill.release_session(session)
+
+    in_threads(work)
+    prefill.cache.check()
+    assert prefill.cache.pinned_blocks == 0
+
+
+def test_layers_of_one_manager():
+    manager = CacheManager(KVCacheConfig(64, HEADS, DIM, 4))
+
+    def work(i):
+        for n in (1, 5, 30) * ROUNDS:
+            manager.append(*np.full((2, n, HEADS * DIM), i + 1, np.float32), layer_idx=i)
+            with suppress(IndexError):  # another layer's rows may have taken the room
+                keys, _ = manager.get([0], i)
+                assert (keys == i + 1).all()
+            manager.evict(48)
+
+    in_threads(work)
+    manager.check()
+    assert len(manager) <= 64
+    assert len(manager.layers) == THREADS
+
+
+def test_one_live_cache():
+    cache = KvCache(1, 1000, 8)
+
+    def work(i):
+        handle = cache.clone_handle()
+        for _ in range(100):
+            handle.store_kv(0, np.full(8, 1.0), np.full(8, 1.0))
+            handle.advance()
+            handle.check()
+
+    in_threads(work)
+    assert cache.seq_len == 100 * THREADS
 
 
 def test_evictions_and_forks_under_attention():

@@ -1,0 +1,78 @@
+"""What the bookkeeping says it takes, against what the allocator of this process has handed out."""
+
+import ctypes
+import gc
+
+import numpy as np
+import pytest
+
+from kvcache import PagedKvCache
+from kvcache._trie import TokenTrie
+
+PAGE = 16
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def allocated():
+    """Bytes that malloc has handed out: in its arenas, and mapped apart because they are large."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        pytest.skip("needs glibc's mallinfo2")
+    mallinfo2.restype = Mallinfo
+    gc.collect()
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+@pytest.mark.parametrize("length", [2048, 256])
+def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
+    pages = 40_960
+    prompts = rng.integers(0, 150_000, (pages * PAGE // length, length), dtype=np.uint32)
+    values = np.arange(length // PAGE, dtype=np.int32)
+    allocated()
+    before = allocated()
+    trie = TokenTrie(PAGE)
+    root = trie.add_root()
+    for prompt in prompts:
+        trie.insert(root, prompt, values)
+    grown = allocated() - before
+    assert len(trie) == pages
+    tokens = 4 * trie.num_tokens
+    assert trie.nbytes - tokens < 64 * pages
+    assert grown - tokens < 64 * pages
+    # malloc adds a header and rounds up: up to 32 bytes per node and a page for each large array.
+    assert trie.nbytes <= grown + 4096
+    assert grown <= trie.nbytes + 32 * trie.num_nodes + 64 * 1024
+
+
+def test_block_tables_report_what_they_take():
+    sequences, tokens = 2_000, 16 * PAGE
+    allocated()
+    cache = PagedKvCache(sequences * tokens // PAGE, PAGE, 1, 8)
+    table = cache._table
+    before, told = allocated(), table.nbytes
+    cache.allocate_batch(np.arange(sequences, dtype=np.uint64), np.full(sequences, tokens))
+    grown, said = allocated() - before, table.nbytes - told
+    # The heap of victims is counted with it; ids, rows and runs are; malloc's own headers are not.
+    assert said <= grown + 4096
+    assert grown <= said + 64 * sequences + 64 * 1024
+    assert said < 64 * sequences * tokens // PAGE
