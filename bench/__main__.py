@@ -10,6 +10,8 @@ from bench.report import environment
 
 # name -> (module, what it shows). A module has `add_arguments(parser)` and `main(options) -> int`.
 BENCHES = {
+    "kernels": ("bench.kernels", "attention and writes beside the machine's ceilings, NumPy, PyTorch, llama.cpp"),
+    "engine": ("bench.engine", "decode, prefill and first token beside transformers, llama.cpp and OpenVINO GenAI"),
     "formats": ("bench.formats", "storage formats: bytes and precision, from real caches"),
     "structures": ("bench.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
     "trace": ("bench.trace", "a serving trace through the prefix cache: hit rate over capacity, by eviction policy"),
@@ -17,8 +19,12 @@ BENCHES = {
 
 EPILOG = """\
 Every bound is a ratio of two things measured side by side in one run; the tables say whether it was met.
-Rivals are used where they are installed (sglang, vllm, torch) and named as absent where they are not.
+Rivals are used where they are installed (sglang, vllm, torch, transformers, llama-cpp-python, openvino-genai) and
+named as absent where they are not.
 
+  python -m bench kernels --plot bench/pictures    ceilings, bounds and rivals of every kernel; a quarter of an hour
+  python -m bench kernels --only decode --context 16k --threads 2
+  python -m bench engine                           whole requests on random checkpoints
   python -m bench structures                       all tables, some minutes
   python -m bench structures --quick               small sizes, few rounds
   python -m bench structures --only evict          the tables whose title has this word

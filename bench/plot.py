@@ -9,10 +9,11 @@ from typing import Any
 
 from bench.common import Result, Table
 
-__all__ = ["plot_lines", "plot_table"]
+__all__ = ["plot_lines", "plot_table", "pyplot", "save"]
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib without a window."""
     try:
         import matplotlib
     except ImportError as error:
@@ -23,10 +24,11 @@ def _pyplot() -> Any:
     return plt
 
 
-def _save(plt: Any, figure: Any, folder: str, title: str) -> Path:
-    path = Path(folder) / (re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] + ".svg")
+def save(plt: Any, figure: Any, folder: str, title: str, kind: str = "svg") -> Path:
+    """Write the figure into the folder under its title; `kind` is "svg" or "png"."""
+    path = Path(folder) / (re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] + "." + kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", dpi=120)
     plt.close(figure)
     return path
 
@@ -36,7 +38,7 @@ def plot_table(table: Table, results: list[Result], folder: str) -> Path:
     if table.growth:
         lines = {r.what: {name: median(t) * 1e6 for name, t in r.times.items()} for r in results}
         return plot_lines(lines, folder, table.title, "size", "microseconds", log=True)
-    plt = _pyplot()
+    plt = pyplot()
     names = list(dict.fromkeys(name for r in results for name in r.times))
     figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(results) * len(names)))
     height = 0.8 / len(names)
@@ -49,14 +51,14 @@ def plot_table(table: Table, results: list[Result], folder: str) -> Path:
     axes.set_xlabel("microseconds")
     axes.set_title(table.title)
     axes.legend()
-    return _save(plt, figure, folder, table.title)
+    return save(plt, figure, folder, table.title)
 
 
 def plot_lines(
     lines: dict[str, dict[str, float]], folder: str, title: str, x: str, y: str, *, log: bool = False
 ) -> Path:
     """A line per name over the same points."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5))
     for name, points in lines.items():
         axes.plot(list(points), list(points.values()), marker="o", label=name)
@@ -67,4 +69,4 @@ def plot_lines(
     axes.set_title(title)
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
-    return _save(plt, figure, folder, title)
+    return save(plt, figure, folder, title)

@@ -1,0 +1,148 @@
+"""What the machine can do at most: bytes per second of scattered blocks, of narrowing, and FMA per second.
+
+`ceilings.c` is compiled for this machine into a temporary folder. Without a C compiler NumPy stands in: then the
+ceilings are lower than the machine's, and `KIND` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shlex
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BlockReader", "fma", "huge_array", "kind", "last_level_bytes", "narrow"]
+
+Bytes = npt.NDArray[np.uint8]
+
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
+FMA_ROUNDS = 200_000  # 3.2 million FMA instructions: a millisecond or two
+PIECE = 4096  # bytes that a reader takes from a block at once; smaller blocks are taken whole
+
+
+@cache
+def _library() -> Any:
+    """The compiled ceilings, or None."""
+    folder = tempfile.mkdtemp(prefix="ceilings-")
+    target = Path(folder, "ceilings.so")
+    source = Path(__file__).with_name("ceilings.c")
+    for extra in (["-fopenmp"], []):
+        command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, *extra, str(source), "-o", str(target)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        library = ctypes.CDLL(str(target))
+        library.ceiling_read.restype = ctypes.c_uint64
+        library.ceiling_read.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_int]
+        library.ceiling_narrow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+        library.ceiling_fma.restype = ctypes.c_float
+        library.ceiling_fma.argtypes = [ctypes.c_int64, ctypes.c_int]
+        library.ceiling_fma_flop.restype = ctypes.c_int64
+        library.ceiling_fma_flop.argtypes = [ctypes.c_int64, ctypes.c_int]
+        library.parallel = bool(extra)
+        return library
+    return None
+
+
+def kind() -> str:
+    """How the ceilings are measured here."""
+    library = _library()
+    if library is None:
+        return "ceilings by NumPy (no C compiler): lower than the machine's"
+    return "ceilings in C" + ("" if library.parallel else ", one thread (no OpenMP)")
+
+
+def last_level_bytes() -> int:
+    """The size of the last level of cache, 32 MiB where the system does not say."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
+    return max(sizes)
+
+
+def huge_array(size: int) -> Bytes:
+    """`size` bytes in huge pages where the system has them, every page touched."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array.fill(1)
+    return array
+
+
+class BlockReader:
+    """Reads blocks of a buffer in scattered order, as fast as a plain loop can.
+
+    Args:
+        buffer: bytes, shared between readers.
+        order: block numbers of a cache, in the order in which attention meets them.
+        block_bytes: bytes of one block.
+        layers: how many caches of that shape follow one another; each `run` reads the next one.
+        threads: the loop's.
+
+    Attributes:
+        nbytes: bytes of one `run`.
+    """
+
+    def __init__(self, buffer: Bytes, order: npt.NDArray[Any], block_bytes: int, layers: int, threads: int) -> None:
+        self._buffer, self._bytes, self._threads = buffer, block_bytes, threads
+        span = int(order.max() + 1) * block_bytes
+        self._offsets = [(order.astype(np.int64) * block_bytes + i * span) for i in range(layers)]
+        assert span * layers <= buffer.nbytes, "expected a buffer that holds all layers"
+        self._turn = 0
+        self.nbytes = block_bytes * len(order)
+        self._piece = PIECE if block_bytes % PIECE == 0 else block_bytes
+        self._distance = 0
+        if _library() is not None:
+            self._distance = min((0, 1, 2, 4), key=self._trial)
+
+    def _trial(self, distance: int) -> float:
+        self._distance = distance
+        times = []
+        for _ in range(3):
+            start = perf_counter()
+            self.run()
+            times.append(perf_counter() - start)
+        return min(times)
+
+    def run(self) -> object:
+        """Read every block of the next layer once."""
+        self._turn = (self._turn + 1) % len(self._offsets)
+        offsets, library = self._offsets[self._turn], _library()
+        if library is None:
+            words = self._buffer.view(np.uint64) if self._buffer.nbytes % 8 == 0 else self._buffer
+            step = self._bytes // words.itemsize
+            return sum(int(words[at : at + step].max()) for at in (offsets // words.itemsize).tolist())
+        return library.ceiling_read(
+            self._buffer.ctypes.data, offsets.ctypes.data, len(offsets), self._bytes, self._piece, self._distance,
+            self._threads,
+        )  # fmt: skip
+
+
+def fma(threads: int) -> tuple[Any, float]:
+    """`(run, FLOP of one run)`: nothing but fused multiply-adds of float32 on so many threads."""
+    library = _library()
+    if library is None:
+        a = np.ones((1024, 1024), np.float32)
+        return lambda: np.dot(a, a), 2.0 * 1024**3
+    return lambda: library.ceiling_fma(FMA_ROUNDS, threads), float(library.ceiling_fma_flop(FMA_ROUNDS, threads))
+
+
+def narrow(source: Bytes, target: Bytes) -> Any:
+    """A function that reads all of `source` and writes half as many bytes to `target`, on one thread."""
+    library = _library()
+    if library is None:
+        floats, halves = source.view(np.float32), target.view(np.float16)[: source.nbytes // 4]
+        return lambda: np.copyto(halves, floats, casting="same_kind")
+    return lambda: library.ceiling_narrow(source.ctypes.data, target.ctypes.data, source.nbytes)

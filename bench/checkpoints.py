@@ -1,0 +1,188 @@
+"""Random checkpoints: a Llama of a given size as Hugging Face and as GGUF files, without anybody's libraries."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SIZES", "Size", "write_checkpoint", "write_gguf"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network; `head_dim` is 64 throughout."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int = 4096
+    positions: int = 4096
+
+    def __str__(self) -> str:
+        return f"hidden {self.hidden}, {self.layers} layers, {self.heads} + {self.kv_heads} heads"
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.hidden // self.heads
+
+
+SIZES = {"small": Size(512, 8, 8, 4, 1376), "large": Size(768, 12, 12, 4, 2048), "tiny": Size(128, 2, 2, 1, 352)}
+
+
+def tensors(size: Size) -> Iterator[tuple[str, Float32]]:
+    """Every weight under its Hugging Face name, the same at each call."""
+    rng = np.random.default_rng(0)
+
+    def matrix(rows: int, columns: int) -> Float32:
+        return rng.standard_normal((rows, columns), np.float32) * np.float32(columns**-0.5)
+
+    kv = size.kv_heads * size.head_dim
+    yield "model.embed_tokens.weight", matrix(size.vocabulary, size.hidden)
+    for i in range(size.layers):
+        layer = f"model.layers.{i}."
+        yield f"{layer}input_layernorm.weight", np.ones(size.hidden, np.float32)
+        for name, rows in (("q", size.hidden), ("k", kv), ("v", kv), ("o", size.hidden)):
+            yield f"{layer}self_attn.{name}_proj.weight", matrix(rows, size.hidden)
+        yield f"{layer}post_attention_layernorm.weight", np.ones(size.hidden, np.float32)
+        for name in ("gate", "up"):
+            yield f"{layer}mlp.{name}_proj.weight", matrix(size.intermediate, size.hidden)
+        yield f"{layer}mlp.down_proj.weight", matrix(size.hidden, size.intermediate)
+    yield "model.norm.weight", np.ones(size.hidden, np.float32)
+    yield "lm_head.weight", matrix(size.vocabulary, size.hidden)
+
+
+def config(size: Size) -> dict[str, Any]:
+    """`config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads, "head_dim": size.head_dim, "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.positions, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+
+def write_checkpoint(size: Size, folder: Path) -> Path:
+    """`config.json` and `model.safetensors`; the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(size)))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors(size):
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in tensors(size):
+            file.write(tensor.tobytes())
+    return folder
+
+
+# -- GGUF: for llama.cpp and for OpenVINO GenAI ---------------------------------------------------------------
+
+ALIGNMENT = 32
+U32, F32, STRING, ARRAY, I32 = 4, 6, 8, 9, 5
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """A typed metadata value: int, float, str, or a list of one of them."""
+    if isinstance(value, list):
+        kind = {int: I32, float: F32, str: STRING}[type(value[0])]
+        items = [_text(v) if kind == STRING else struct.pack("<i" if kind == I32 else "<f", v) for v in value]
+        return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(items)
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _text(value)
+    return struct.pack("<II", U32, value) if isinstance(value, int) else struct.pack("<If", F32, value)
+
+
+def _vocabulary(count: int) -> list[str]:
+    """Three special tokens, every byte as byte-level BPE writes it, and made-up words."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [chr(256 + i) for i in range(256 - len(plain))]
+    words = ["<unk>", "<s>", "</s>", *map(chr, plain), *others, "ab"]
+    return [*words, *(f"w{i}" for i in range(count - len(words)))]
+
+
+def _metadata(size: Size) -> dict[str, Any]:
+    """The network, and a vocabulary for those who insist on one: requests are token ids, nothing is tokenised."""
+    return {
+        "general.architecture": "llama", "general.name": "random", "general.alignment": ALIGNMENT,
+        "llama.vocab_size": size.vocabulary, "llama.context_length": size.positions,
+        "llama.embedding_length": size.hidden, "llama.block_count": size.layers,
+        "llama.feed_forward_length": size.intermediate, "llama.attention.head_count": size.heads,
+        "llama.attention.head_count_kv": size.kv_heads, "llama.rope.dimension_count": size.head_dim,
+        "llama.rope.freq_base": 10000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.tokens": _vocabulary(size.vocabulary),
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (size.vocabulary - 3),
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+
+
+def _gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        _, _, layer, rest = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[rest]}.weight"
+    return f"{NAMES[stem]}.weight"
+
+
+def write_gguf(size: Size, path: Path, *, half: bool = False) -> Path:
+    """The same sizes and weights as one file (rows of q and k not reordered: they are random anyway).
+
+    Args:
+        half: matrices as float16; float32 otherwise.
+    """
+
+    def stored() -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        for name, tensor in tensors(size):
+            yield name, tensor.astype(np.float16) if half and tensor.ndim == 2 else tensor
+
+    infos, at = b"", 0
+    count = 0
+    for name, tensor in stored():
+        shape, kind = tensor.shape[::-1], int(tensor.dtype == np.float16)
+        infos += _text(_gguf_name(name)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
+        at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+        count += 1
+    metadata = {**_metadata(size), "general.file_type": int(half)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, count, len(metadata)))
+        for key, value in metadata.items():
+            file.write(_text(key) + _value(value))
+        file.write(infos)
+        _pad(file)
+        for _, tensor in stored():
+            file.write(tensor.tobytes())
+            _pad(file)
+    return path
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(b"\0" * (-file.tell() % ALIGNMENT))
