@@ -1,0 +1,205 @@
+"""Text for the demo model: the Python sources of CPython's standard library.
+
+The corpus is the ``*.py`` files below one ``lib/python3.x`` directory, without ``site-packages``, without
+machine-generated tables and without files that describe the machine they lie on.  Whole top-level modules
+(and their tests) are held out by name, so that nothing the model is measured on was ever trained on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+#: Modules and packages that training never sees.  Ordinary hand-written modules of varied kinds: text, data
+#: formats, network protocols, algorithms, numbers, debugging.  Their ``test_<name>`` files are dropped as well.
+HELD_OUT = (
+    "bdb", "calendar", "cmd", "colorsys", "configparser", "csv", "ftplib", "fractions", "gettext", "graphlib",
+    "heapq", "json", "netrc", "plistlib", "queue", "sched", "selectors", "shelve", "statistics", "textwrap",
+    "tomllib", "trace", "wave", "wsgiref", "zipapp",
+)
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 4096
+
+#: How often a library file is drawn for each time that a test file is.  Tests are 70 % of the text, but the
+#: library reads more like what the model is for.
+LIBRARY_WEIGHT = 3
+
+_SKIP_DIRS = {"site-packages", "__pycache__", "pydoc_data", "lib-dynload"}
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass
+class Document:
+    """One source file: its path relative to the library directory, its text, and whether it is a test."""
+
+    path: str
+    text: str
+
+    @property
+    def is_test(self) -> bool:
+        parts = self.path.split("/")
+        return parts[0] == "test" or "idle_test" in parts
+
+
+def default_stdlib() -> Path:
+    """The standard library directory of the running interpreter."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _looks_generated(text: str) -> bool:
+    """Tables rather than prose or code: mostly digits, escapes and punctuation, or a charmap codec."""
+    if "decoding_table" in text or "decoding_map" in text:
+        return True
+    plain = sum(1 for c in text if c.isalpha() or c in " _\n") / max(1, len(text))
+    return plain < 0.7 or (not text.isascii() and sum(map(str.isascii, text)) < 0.9 * len(text))
+
+
+def read_library(stdlib: Path) -> list[Document]:
+    """Every usable ``*.py`` file below ``stdlib``, sorted by path."""
+    docs = []
+    for path in sorted(stdlib.rglob("*.py")):
+        rel = path.relative_to(stdlib)
+        if _SKIP_DIRS & set(rel.parts) or rel.parts[0].startswith(("config-", "_sysconfigdata")):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            docs.append(Document(rel.as_posix(), text))
+    return docs
+
+
+def module_of(path: str) -> str:
+    """The top-level module or package that a relative path belongs to."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def split(docs: list[Document]) -> tuple[list[Document], list[Document]]:
+    """(training documents, held-out documents); tests of held-out modules are in neither."""
+    names = set(HELD_OUT)
+    held = [d for d in docs if module_of(d.path) in names]
+    # A test belongs to module m if any part of its path is test_m, m_tests, or test_m_<something>.
+    leak = re.compile(r"(^|/)(test_(%s)(_\w+)?|(%s)_?tests?)(/|\.py$)" % ("|".join(names), "|".join(names)))
+    train = []
+    for doc in docs:
+        if module_of(doc.path) in names or leak.search(doc.path) or _looks_generated(doc.text):
+            continue
+        train.append(doc)
+    return train, held
+
+
+def train_tokenizer(docs: list[Document]) -> Tokenizer:
+    """A byte-level BPE: lossless on any text, trained on the training split alone."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Weighted as in training, so that tests do not dominate the merges.
+    texts = (d.text for d in docs for _ in range(1 if d.is_test else LIBRARY_WEIGHT))
+    tok.train_from_iterator(texts, trainer)
+    return tok
+
+
+class Sampler:
+    """Endless training batches: shuffled documents, joined by the end-of-text token, cut into sequences.
+
+    Two augmentations make the model copy, from the same data and without any outside text:
+
+    * ``rename_share`` of the documents have one to four of their recurring identifiers replaced, everywhere
+      in the document, by a made-up name.  Nothing but copying predicts such a name.
+    * ``copy_share`` of the sequences repeat spans of 32 to 256 tokens at a random later place.
+    """
+
+    def __init__(self, docs: list[Document], tok: Tokenizer, seed: int, *, library_weight: int = LIBRARY_WEIGHT,
+                 rename_share: float = 0.12, copy_share: float = 0.08):
+        self.docs = docs
+        self.tok = tok
+        self.rng = random.Random(seed)
+        self.rename_share = rename_share
+        self.copy_share = copy_share
+        self.weight = library_weight
+        self.eot = tok.token_to_id(END_OF_TEXT)
+        self.ids = [np.array(e.ids, dtype=np.int32) for e in tok.encode_batch([d.text for d in docs])]
+        self.order: list[int] = []
+        self.buffer = np.empty(0, dtype=np.int32)
+        self.passes = 0
+
+    def tokens_per_pass(self) -> int:
+        """Tokens in one pass over the weighted corpus."""
+        return sum(len(i) * (1 if d.is_test else self.weight) for i, d in zip(self.ids, self.docs))
+
+    def _next_document(self) -> np.ndarray:
+        if not self.order:
+            self.order = [i for i, d in enumerate(self.docs) for _ in range(1 if d.is_test else self.weight)]
+            self.rng.shuffle(self.order)
+            self.passes += 1
+        i = self.order.pop()
+        if self.rng.random() < self.rename_share:
+            return np.array(self.tok.encode(rename_identifiers(self.docs[i].text, self.rng)).ids, dtype=np.int32)
+        return self.ids[i]
+
+    def _sequence(self, length: int) -> np.ndarray:
+        parts, have = [self.buffer], len(self.buffer)
+        while have < length + 1:
+            doc = self._next_document()
+            parts += [np.array([self.eot], dtype=np.int32), doc]
+            have += len(doc) + 1
+        whole = np.concatenate(parts) if len(parts) > 1 else self.buffer
+        self.buffer = whole[length:]  # the last token of one sequence is the first of the next
+        seq = whole[:length + 1].copy()
+        if self.rng.random() < self.copy_share:
+            self._repeat_spans(seq)
+        return seq
+
+    def _repeat_spans(self, seq: np.ndarray) -> None:
+        """Overwrite later places of ``seq`` with spans seen earlier in it."""
+        n = len(seq)
+        for _ in range(max(1, n // 512)):
+            size = self.rng.randint(32, min(256, n // 4))
+            src = self.rng.randrange(0, n - 2 * size)
+            dst = self.rng.randrange(src + size, n - size)
+            seq[dst:dst + size] = seq[src:src + size].copy()
+
+    def batch(self, rows: int, length: int) -> np.ndarray:
+        """int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:]."""
+        return np.stack([self._sequence(length) for _ in range(rows)]).astype(np.int64)
+
+
+def made_up_name(rng: random.Random) -> str:
+    """A random identifier of syllables; the evaluation builds its names in another way."""
+    def word() -> str:
+        return "".join(rng.choice("bcdfghjklmnpqrstvwxz") + rng.choice("aeiouy") + rng.choice(["", "", "n", "r", "s"])
+                       for _ in range(rng.randint(1, 3)))
+    kind = rng.randrange(4)
+    words = [word() for _ in range(rng.randint(1, 3))]
+    if kind == 0:
+        return "".join(w.capitalize() for w in words)
+    if kind == 1:
+        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789_") for _ in range(rng.randint(4, 12))).join("xk")
+    return "_".join(words)
+
+
+def rename_identifiers(text: str, rng: random.Random) -> str:
+    """Replace one to four recurring identifiers of ``text`` by made-up names, consistently."""
+    counts: dict[str, int] = {}
+    for w in _WORD.findall(text):
+        if len(w) > 4:
+            counts[w] = counts.get(w, 0) + 1
+    names = sorted(w for w, c in counts.items() if c >= 3)
+    if not names:
+        return text
+    table = {w: made_up_name(rng) for w in rng.sample(names, min(len(names), rng.randint(1, 4)))}
+    return _WORD.sub(lambda m: table.get(m.group(), m.group()), text)
