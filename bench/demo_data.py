@@ -135,6 +135,7 @@ class Sampler:
         self.ids = [np.array(e.ids, dtype=np.int32) for e in tok.encode_batch([d.text for d in docs])]
         self.order: list[int] = []
         self.buffer = np.empty(0, dtype=np.int32)
+        self.pool: list[np.ndarray] = []
         self.passes = 0
 
     def tokens_per_pass(self) -> int:
@@ -174,8 +175,21 @@ class Sampler:
             seq[dst:dst + size] = seq[src:src + size].copy()
 
     def batch(self, rows: int, length: int) -> np.ndarray:
-        """int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:]."""
-        return np.stack([self._sequence(length) for _ in range(rows)]).astype(np.int64)
+        """int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:].
+
+        Rows are drawn out of a pool of some three million tokens: sequences that follow each other come from
+        the same file, and a batch of them would say little about the rest of the corpus.
+        """
+        if self.pool and len(self.pool[0]) != length + 1:
+            self.pool = []
+        out = []
+        for _ in range(rows):
+            while len(self.pool) < 3_000_000 // length:
+                self.pool.append(self._sequence(length))
+            i = self.rng.randrange(len(self.pool))
+            self.pool[i], self.pool[-1] = self.pool[-1], self.pool[i]
+            out.append(self.pool.pop())
+        return np.stack(out).astype(np.int64)
 
 
 def made_up_name(rng: random.Random) -> str:

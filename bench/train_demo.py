@@ -4,7 +4,9 @@
 
 Matrices are trained with Muon, embeddings and norms with Adam.  The learning rate and the sequence length
 follow the fraction of the time that has passed, so that a run ends properly on a slow or busy machine too.
-A checkpoint is written every few minutes; ``--resume`` continues from it.
+A checkpoint is written every few minutes and on SIGTERM; ``--resume`` continues from it.
+
+On a machine with other work to do, set OMP_WAIT_POLICY=passive: threads that spin at barriers lose time slices.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -145,6 +148,8 @@ def main() -> None:
     log = log_path.open("a" if args.resume else "w")
     last_save, mark, mark_tokens, running = spent, spent, tokens, []
     began = time.monotonic() - spent
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     while spent < budget:
         done = spent / budget
         length = [t for at, t in LENGTHS if done >= at][-1]
@@ -168,9 +173,11 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             log.write(json.dumps(line) + "\n")
             log.flush()
-        if spent - last_save > args.save_every * 60 or spent >= budget:
+        if spent - last_save > args.save_every * 60 or spent >= budget or stop:
             save()
             last_save = spent
+            if stop:
+                return
 
     export(model, tok, args.out)
     (args.out / "heldout.json").write_text(json.dumps({"modules": HELD_OUT}, indent=1) + "\n")
