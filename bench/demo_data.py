@@ -17,11 +17,33 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 #: Modules and packages that training never sees.  Ordinary hand-written modules of varied kinds: text, data
-#: formats, network protocols, algorithms, numbers, debugging.  Their ``test_<name>`` files are dropped as well.
+#: formats, network protocols, algorithms, numbers, debugging.  Their ``test_<name>`` files are dropped.
 HELD_OUT = (
-    "bdb", "calendar", "cmd", "colorsys", "configparser", "csv", "ftplib", "fractions", "gettext", "graphlib",
-    "heapq", "json", "netrc", "plistlib", "queue", "sched", "selectors", "shelve", "statistics", "textwrap",
-    "tomllib", "trace", "wave", "wsgiref", "zipapp",
+    "bdb",
+    "calendar",
+    "cmd",
+    "colorsys",
+    "configparser",
+    "csv",
+    "ftplib",
+    "fractions",
+    "gettext",
+    "graphlib",
+    "heapq",
+    "json",
+    "netrc",
+    "plistlib",
+    "queue",
+    "sched",
+    "selectors",
+    "shelve",
+    "statistics",
+    "textwrap",
+    "tomllib",
+    "trace",
+    "wave",
+    "wsgiref",
+    "zipapp",
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -30,6 +52,9 @@ VOCAB_SIZE = 4096
 #: How often a library file is drawn for each time that a test file is.  Tests are 70 % of the text, but the
 #: library reads more like what the model is for.
 LIBRARY_WEIGHT = 3
+
+#: Share of the documents with renamed identifiers, and of the sequences with repeated spans (see Sampler).
+RENAME_SHARE, COPY_SHARE = 0.12, 0.08
 
 _SKIP_DIRS = {"site-packages", "__pycache__", "pydoc_data", "lib-dynload"}
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,7 +112,8 @@ def split(docs: list[Document]) -> tuple[list[Document], list[Document]]:
     names = set(HELD_OUT)
     held = [d for d in docs if module_of(d.path) in names]
     # A test belongs to module m if any part of its path is test_m, m_tests, or test_m_<something>.
-    leak = re.compile(r"(^|/)(test_(%s)(_\w+)?|(%s)_?tests?)(/|\.py$)" % ("|".join(names), "|".join(names)))
+    any_name = "|".join(names)
+    leak = re.compile(rf"(^|/)(test_({any_name})(_\w+)?|({any_name})_?tests?)(/|\.py$)")
     train = []
     for doc in docs:
         if module_of(doc.path) in names or leak.search(doc.path) or _looks_generated(doc.text):
@@ -123,8 +149,16 @@ class Sampler:
     * ``copy_share`` of the sequences repeat spans of 32 to 256 tokens at a random later place.
     """
 
-    def __init__(self, docs: list[Document], tok: Tokenizer, seed: int, *, library_weight: int = LIBRARY_WEIGHT,
-                 rename_share: float = 0.12, copy_share: float = 0.08):
+    def __init__(
+        self,
+        docs: list[Document],
+        tok: Tokenizer,
+        seed: int,
+        *,
+        library_weight: int = LIBRARY_WEIGHT,
+        rename_share: float = RENAME_SHARE,
+        copy_share: float = COPY_SHARE,
+    ):
         self.docs = docs
         self.tok = tok
         self.rng = random.Random(seed)
@@ -140,7 +174,9 @@ class Sampler:
 
     def tokens_per_pass(self) -> int:
         """Tokens in one pass over the weighted corpus."""
-        return sum(len(i) * (1 if d.is_test else self.weight) for i, d in zip(self.ids, self.docs))
+        return sum(
+            len(i) * (1 if d.is_test else self.weight) for i, d in zip(self.ids, self.docs, strict=True)
+        )
 
     def _next_document(self) -> np.ndarray:
         if not self.order:
@@ -149,7 +185,9 @@ class Sampler:
             self.passes += 1
         i = self.order.pop()
         if self.rng.random() < self.rename_share:
-            return np.array(self.tok.encode(rename_identifiers(self.docs[i].text, self.rng)).ids, dtype=np.int32)
+            return np.array(
+                self.tok.encode(rename_identifiers(self.docs[i].text, self.rng)).ids, dtype=np.int32
+            )
         return self.ids[i]
 
     def _sequence(self, length: int) -> np.ndarray:
@@ -160,7 +198,7 @@ class Sampler:
             have += len(doc) + 1
         whole = np.concatenate(parts) if len(parts) > 1 else self.buffer
         self.buffer = whole[length:]  # the last token of one sequence is the first of the next
-        seq = whole[:length + 1].copy()
+        seq = whole[: length + 1].copy()
         if self.rng.random() < self.copy_share:
             self._repeat_spans(seq)
         return seq
@@ -172,7 +210,7 @@ class Sampler:
             size = self.rng.randint(32, min(256, n // 4))
             src = self.rng.randrange(0, n - 2 * size)
             dst = self.rng.randrange(src + size, n - size)
-            seq[dst:dst + size] = seq[src:src + size].copy()
+            seq[dst : dst + size] = seq[src : src + size].copy()
 
     def batch(self, rows: int, length: int) -> np.ndarray:
         """int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:].
@@ -194,15 +232,21 @@ class Sampler:
 
 def made_up_name(rng: random.Random) -> str:
     """A random identifier of syllables; the evaluation builds its names in another way."""
+
     def word() -> str:
-        return "".join(rng.choice("bcdfghjklmnpqrstvwxz") + rng.choice("aeiouy") + rng.choice(["", "", "n", "r", "s"])
-                       for _ in range(rng.randint(1, 3)))
+        return "".join(
+            rng.choice("bcdfghjklmnpqrstvwxz") + rng.choice("aeiouy") + rng.choice(["", "", "n", "r", "s"])
+            for _ in range(rng.randint(1, 3))
+        )
+
     kind = rng.randrange(4)
     words = [word() for _ in range(rng.randint(1, 3))]
     if kind == 0:
         return "".join(w.capitalize() for w in words)
     if kind == 1:
-        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789_") for _ in range(rng.randint(4, 12))).join("xk")
+        return "".join(
+            rng.choice("abcdefghijklmnopqrstuvwxyz0123456789_") for _ in range(rng.randint(4, 12))
+        ).join("xk")
     return "_".join(words)
 
 

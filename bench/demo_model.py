@@ -48,7 +48,7 @@ class Block(nn.Module):
 
         def matrix(rows: int, cols: int, zero: bool = False) -> nn.Parameter:
             # Writers into the residual stream start at zero: every block starts as the identity.
-            return nn.Parameter(torch.zeros(rows, cols) if zero else torch.randn(rows, cols) * cols ** -0.5)
+            return nn.Parameter(torch.zeros(rows, cols) if zero else torch.randn(rows, cols) * cols**-0.5)
 
         self.q_proj = matrix(c.heads * d, h)
         self.k_proj = matrix(c.kv_heads * d, h)
@@ -110,10 +110,15 @@ class Demo(nn.Module):
 
 
 _BLOCK_NAMES = {
-    "q_proj": "self_attn.q_proj.weight", "k_proj": "self_attn.k_proj.weight",
-    "v_proj": "self_attn.v_proj.weight", "o_proj": "self_attn.o_proj.weight",
-    "gate_proj": "mlp.gate_proj.weight", "up_proj": "mlp.up_proj.weight", "down_proj": "mlp.down_proj.weight",
-    "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
+    "q_proj": "self_attn.q_proj.weight",
+    "k_proj": "self_attn.k_proj.weight",
+    "v_proj": "self_attn.v_proj.weight",
+    "o_proj": "self_attn.o_proj.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
 }
 
 
@@ -133,21 +138,44 @@ def export(model: Demo, tok, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     eot = tok.token_to_id("<|endoftext|>")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
-        "hidden_act": "silu", "max_position_embeddings": c.context, "rms_norm_eps": c.eps,
-        "rope_theta": c.rope_theta, "rope_scaling": None, "attention_bias": False, "mlp_bias": False,
-        "attention_dropout": 0.0, "tie_word_embeddings": True, "bos_token_id": eot, "eos_token_id": eot,
-        "torch_dtype": "bfloat16", "use_cache": True,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.context,
+        "rms_norm_eps": c.eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
     }
     generation = {"bos_token_id": eot, "eos_token_id": eot, "do_sample": False}
     tok_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.context, "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>", "add_bos_token": False, "add_prefix_space": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": c.context,
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "add_bos_token": False,
+        "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
     }
-    for name, data in (("config", config), ("generation_config", generation), ("tokenizer_config", tok_config)):
+    for name, data in (
+        ("config", config),
+        ("generation_config", generation),
+        ("tokenizer_config", tok_config),
+    ):
         (out / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
     tok.save(str(out / "tokenizer.json"), pretty=False)
     weights = {hf_name(n): p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
@@ -157,9 +185,18 @@ def export(model: Demo, tok, out: Path) -> None:
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Demo:
     """The exported (bf16-rounded) model, with products in ``dtype``."""
     h = json.loads((path / "config.json").read_text())
-    c = Config(h["vocab_size"], h["hidden_size"], h["num_hidden_layers"], h["num_attention_heads"],
-               h["num_key_value_heads"], h["head_dim"], h["intermediate_size"], h["max_position_embeddings"],
-               h["rope_theta"], h["rms_norm_eps"])
+    c = Config(
+        h["vocab_size"],
+        h["hidden_size"],
+        h["num_hidden_layers"],
+        h["num_attention_heads"],
+        h["num_key_value_heads"],
+        h["head_dim"],
+        h["intermediate_size"],
+        h["max_position_embeddings"],
+        h["rope_theta"],
+        h["rms_norm_eps"],
+    )
     model = Demo(c, dtype)
     weights = load_file(str(path / "model.safetensors"))
     with torch.no_grad():

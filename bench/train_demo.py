@@ -6,7 +6,8 @@ Matrices are trained with Muon, embeddings and norms with Adam.  The learning ra
 follow the fraction of the time that has passed, so that a run ends properly on a slow or busy machine too.
 A checkpoint is written every few minutes and on SIGTERM; ``--resume`` continues from it.
 
-On a machine with other work to do, set OMP_WAIT_POLICY=passive: threads that spin at barriers lose time slices.
+On a machine with other work to do, set OMP_WAIT_POLICY=passive: threads that spin at barriers lose their
+time slices.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import time
 from pathlib import Path
 
 import torch
-from demo_data import HELD_OUT, VOCAB_SIZE, Sampler, default_stdlib, read_library, split, train_tokenizer
-from demo_model import Config, Demo, export
 from tokenizers import Tokenizer
 
-#: (fraction of the time, sequence length): short sequences first, for they are cheaper; then the full context.
+from demo_data import HELD_OUT, VOCAB_SIZE, Sampler, default_stdlib, read_library, split, train_tokenizer
+from demo_model import Config, Demo, export
+
+#: (fraction of the time, sequence length): short sequences first, for they are cheaper; the full one later.
 LENGTHS = ((0.0, 512), (0.3, 1024), (0.5, 2048))
 WARM_UP, DECAY_FROM, LAST_LR = 0.015, 0.6, 0.02
 
@@ -45,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalised updates; matrices of one shape go through the iteration together."""
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.1):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
@@ -62,7 +64,7 @@ class Muon(torch.optim.Optimizer):
                     state["m"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(state["m"], group["momentum"]))
                 scale = group["lr"] * max(1.0, rows / cols) ** 0.5
-                for p, u in zip(params, orthogonalize(torch.stack(updates))):
+                for p, u in zip(params, orthogonalize(torch.stack(updates)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(u, alpha=-scale)
 
 
@@ -89,6 +91,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--save-every", type=float, default=4, help="minutes between checkpoints")
     ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--resume", action="store_true")
+    ap.add_argument("--export-only", action="store_true", help="export the checkpoint as it is, and stop")
     return ap.parse_args()
 
 
@@ -105,6 +108,13 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     checkpoint, log_path = args.work / "checkpoint.pt", args.work / "log.jsonl"
 
+    if args.export_only:
+        model = Demo(Config(vocab_size=VOCAB_SIZE))
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        export(model, Tokenizer.from_file(str(args.work / "tokenizer.json")), args.out)
+        print(f"step {saved['step']}, {saved['tokens']} tokens")
+        return
     train_docs, held = split(read_library(args.stdlib))
     tok_path = args.work / "tokenizer.json"
     if not (args.resume and tok_path.exists()):
@@ -113,8 +123,13 @@ def main() -> None:
 
     model = Demo(Config(vocab_size=VOCAB_SIZE))
     muon = Muon([p for n, p in model.named_parameters() if p.ndim == 2 and n != "embed"], args.muon_lr)
-    adam = torch.optim.AdamW([p for n, p in model.named_parameters() if p.ndim < 2 or n == "embed"],
-                             args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    adam = torch.optim.AdamW(
+        [p for n, p in model.named_parameters() if p.ndim < 2 or n == "embed"],
+        args.adam_lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=True,
+    )
     loss_of = model.loss if args.no_compile else torch.compile(model.loss, dynamic=False)
 
     step, tokens, spent = 0, 0, 0.0
@@ -128,20 +143,32 @@ def main() -> None:
     sampler = Sampler(train_docs, tok, args.seed + step)
     ids = tok.encode("".join(d.text for d in held)).ids
     stride = len(ids) // 12
-    held_seqs = torch.tensor([ids[i * stride:i * stride + 2049] for i in range(12)])
+    held_seqs = torch.tensor([ids[i * stride : i * stride + 2049] for i in range(12)])
 
     budget = args.minutes * 60
-    facts = {"parameters": sum(p.numel() for p in model.parameters()), "training_files": len(train_docs),
-             "training_bytes": sum(len(d.text.encode()) for d in train_docs),
-             "library_bytes": sum(len(d.text.encode()) for d in train_docs if not d.is_test),
-             "tokens_per_pass": sampler.tokens_per_pass(), "minutes": args.minutes,
-             "batch_tokens": args.batch_tokens, "muon_lr": args.muon_lr, "adam_lr": args.adam_lr,
-             "threads": args.threads}
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "training_files": len(train_docs),
+        "training_bytes": sum(len(d.text.encode()) for d in train_docs),
+        "library_bytes": sum(len(d.text.encode()) for d in train_docs if not d.is_test),
+        "tokens_per_pass": sampler.tokens_per_pass(),
+        "minutes": args.minutes,
+        "batch_tokens": args.batch_tokens,
+        "muon_lr": args.muon_lr,
+        "adam_lr": args.adam_lr,
+        "threads": args.threads,
+    }
     print(json.dumps(facts), flush=True)
 
     def save() -> None:
-        state = {"model": model.state_dict(), "muon": muon.state_dict(), "adam": adam.state_dict(),
-                 "step": step, "tokens": tokens, "spent": spent}
+        state = {
+            "model": model.state_dict(),
+            "muon": muon.state_dict(),
+            "adam": adam.state_dict(),
+            "step": step,
+            "tokens": tokens,
+            "spent": spent,
+        }
         torch.save(state, checkpoint.with_suffix(".tmp"))
         checkpoint.with_suffix(".tmp").replace(checkpoint)
 
@@ -164,9 +191,15 @@ def main() -> None:
         running.append(loss.item())
         step, tokens, spent = step + 1, tokens + args.batch_tokens, time.monotonic() - began
         if step % 25 == 0 or spent >= budget:
-            line = {"step": step, "minutes": round(spent / 60, 2), "tokens": tokens, "length": length,
-                    "loss": round(sum(running) / len(running), 4), "lr": round(rate(done), 4),
-                    "tokens_per_s": round((tokens - mark_tokens) / (spent - mark))}
+            line = {
+                "step": step,
+                "minutes": round(spent / 60, 2),
+                "tokens": tokens,
+                "length": length,
+                "loss": round(sum(running) / len(running), 4),
+                "lr": round(rate(done), 4),
+                "tokens_per_s": round((tokens - mark_tokens) / (spent - mark)),
+            }
             mark, mark_tokens, running = spent, tokens, []
             if step % 250 == 0 or spent >= budget:
                 line["heldout_loss"] = round(quick_loss(model.loss, held_seqs), 4)
@@ -181,8 +214,12 @@ def main() -> None:
 
     export(model, tok, args.out)
     (args.out / "heldout.json").write_text(json.dumps({"modules": HELD_OUT}, indent=1) + "\n")
-    (args.work / "run.json").write_text(json.dumps(
-        {**facts, "steps": step, "tokens": tokens, "passes": round(tokens / facts["tokens_per_pass"], 2)}) + "\n")
+    (args.work / "run.json").write_text(
+        json.dumps(
+            {**facts, "steps": step, "tokens": tokens, "passes": round(tokens / facts["tokens_per_pass"], 2)}
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":
