@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from demo_data import COPY_SHARE, LIBRARY_WEIGHT, RENAME_SHARE
-
 CARD = """\
 ---
 license: mit
@@ -35,12 +33,16 @@ an assistant.
 The `*.py` files of the standard library of CPython {library}, its tests included, under the PSF License
 Version 2 (PSF-2.0): {training_files:,} files, {training_mb:.1f} MB, of which {library_mb:.1f} MB are the
 library itself and the rest tests. Left out: installed packages, machine-generated tables (charmap codecs,
-entity lists, documentation topics) and the build configuration of the machine. A library file was drawn
-{library_weight} times for each time that a test file was. The tokenizer was trained on the same files.
+entity lists, documentation topics) and the build configuration of the machine. The tokenizer was
+trained on the same files.
 
-Two augmentations, made from the same text, force copying over a distance: in {rename_percent:.0f} % of the
-documents one to four recurring identifiers are replaced throughout by a made-up name, and in
-{copy_percent:.0f} % of the sequences spans of 32 to 256 tokens are repeated at a random later place.
+Two augmentations, made from the same text, force copying over a distance: in some
+documents one to four recurring identifiers are replaced throughout by a made-up name ("renamed"), and in some
+sequences spans of 32 to 256 tokens are repeated at a random later place ("repeating"). The mixture:
+
+| from step | draws of a library file for one of a test file | documents renamed | sequences repeating |
+|---|---|---|---|
+{mixture}
 
 **Held out** as whole modules, with their tests (which are used for nothing): {modules}. These are
 {heldout_files} files of {heldout_bytes:,} bytes ({heldout_tokens:,} tokens, {bytes_per_token:.2f} bytes per
@@ -110,7 +112,6 @@ def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
     copy = result["copy"]
     values = {
         **run,
-        "library_weight": LIBRARY_WEIGHT,
         "megabytes": (path / "model.safetensors").stat().st_size / 1e6,
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
@@ -125,8 +126,10 @@ def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
         "library": result["library"],
         "training_mb": run["training_bytes"] / 1e6,
         "library_mb": run["library_bytes"] / 1e6,
-        "rename_percent": 100 * RENAME_SHARE,
-        "copy_percent": 100 * COPY_SHARE,
+        "mixture": "\n".join(
+            f"| {s['from_step']} | {s['library_weight']} | {s['rename_share']:.0%} | {s['copy_share']:.0%} |"
+            for s in run["stages"]
+        ),
         "modules": ", ".join(f"`{m}`" for m in modules),
         "heldout_files": len(held["files"]),
         "heldout_bytes": result["heldout_bytes"],

@@ -51,10 +51,10 @@ VOCAB_SIZE = 4096
 
 #: How often a library file is drawn for each time that a test file is.  Tests are 70 % of the text, but the
 #: library reads more like what the model is for.
-LIBRARY_WEIGHT = 3
+LIBRARY_WEIGHT = 5
 
 #: Share of the documents with renamed identifiers, and of the sequences with repeated spans (see Sampler).
-RENAME_SHARE, COPY_SHARE = 0.12, 0.08
+RENAME_SHARE, COPY_SHARE = 0.12, 0.12
 
 _SKIP_DIRS = {"site-packages", "__pycache__", "pydoc_data", "lib-dynload"}
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -206,7 +206,7 @@ class Sampler:
     def _repeat_spans(self, seq: np.ndarray) -> None:
         """Overwrite later places of ``seq`` with spans seen earlier in it."""
         n = len(seq)
-        for _ in range(max(1, n // 512)):
+        for _ in range(max(1, n // 256)):
             size = self.rng.randint(32, min(256, n // 4))
             src = self.rng.randrange(0, n - 2 * size)
             dst = self.rng.randrange(src + size, n - size)

@@ -94,13 +94,14 @@ class Demo(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, last: int = 0) -> torch.Tensor:
+        """Logits at every position, or at the ``last`` few alone."""
         t = ids.shape[1]
         cos, sin = self.cos[:t], self.sin[:t]
         x = F.embedding(ids, self.embed)
         for block in self.blocks:
             x = block(x, cos, sin, self.dtype)
-        x = rms_norm(x, self.norm, self.c.eps).to(self.dtype)
+        x = rms_norm(x[:, -last:], self.norm, self.c.eps).to(self.dtype)
         return F.linear(x, self.embed.to(self.dtype))
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 
 Measured on the exported model, whose weights are rounded to bf16, with products in f32: bits per byte of the
 held-out modules next to ``xz -9``, and how often a name seen once, earlier in the context, is copied.  Writes
-``README.md``, ``evaluation.json`` and ``heldout.json`` beside the weights; no number in them is typed by hand.
+``README.md``, ``evaluation.json`` and ``heldout.json`` beside the weights; no number there is typed by hand.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
-
 from demo_card import write_card
 from demo_data import END_OF_TEXT, HELD_OUT, Document, default_stdlib, read_library, split
 from demo_model import Demo, load
+from tokenizers import Tokenizer
 
-CONTEXTS = (256, 512, 1024, 2048)
+CONTEXTS = (256, 2048)
 DISTANCES = (64, 256, 1000, 1800)
 
 #: Definition lines.  What precedes the name occurs in no other line of a prompt, and is the cue.
@@ -149,7 +148,7 @@ def copy_accuracy(
                     tokens += len(target)
                 ids = torch.tensor([prompt + target])
                 assert ids.shape[1] <= 2048
-                best = model(ids[:, :-1])[0, len(prompt) - 1 :].argmax(-1)
+                best = model(ids[:, :-1], last=len(target))[0].argmax(-1)
                 hit = (best == ids[0, len(prompt) :]).tolist()
                 # All tokens right given the right ones before them: what greedy decoding would produce.
                 count[kind + "whole"] += all(hit)
@@ -169,7 +168,7 @@ def copy_accuracy(
                 "control_token": count["control_token"] / tokens,
             }
         )
-        print(json.dumps(rows[-1]), flush=True)
+        print(rows[-1], flush=True)
     return rows
 
 

@@ -20,10 +20,20 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-
-from demo_data import HELD_OUT, VOCAB_SIZE, Sampler, default_stdlib, read_library, split, train_tokenizer
+from demo_data import (
+    COPY_SHARE,
+    HELD_OUT,
+    LIBRARY_WEIGHT,
+    RENAME_SHARE,
+    VOCAB_SIZE,
+    Sampler,
+    default_stdlib,
+    read_library,
+    split,
+    train_tokenizer,
+)
 from demo_model import Config, Demo, export
+from tokenizers import Tokenizer
 
 #: (fraction of the time, sequence length): short sequences first, for they are cheaper; the full one later.
 LENGTHS = ((0.0, 512), (0.3, 1024), (0.5, 2048))
@@ -132,13 +142,17 @@ def main() -> None:
     )
     loss_of = model.loss if args.no_compile else torch.compile(model.loss, dynamic=False)
 
-    step, tokens, spent = 0, 0, 0.0
+    step, tokens, spent, stages = 0, 0, 0.0, []
     if args.resume and checkpoint.exists():
         saved = torch.load(checkpoint)
         model.load_state_dict(saved["model"])
         muon.load_state_dict(saved["muon"])
         adam.load_state_dict(saved["adam"])
         step, tokens, spent = saved["step"], saved["tokens"], saved["spent"]
+        stages = saved["stages"]
+    mixture = {"library_weight": LIBRARY_WEIGHT, "rename_share": RENAME_SHARE, "copy_share": COPY_SHARE}
+    if not stages or stages[-1] != {**mixture, "from_step": stages[-1]["from_step"]}:
+        stages.append({**mixture, "from_step": step})  # a mixture changed halfway is on record
     # A resumed run draws other documents than the first part did, which is all that matters here.
     sampler = Sampler(train_docs, tok, args.seed + step)
     ids = tok.encode("".join(d.text for d in held)).ids
@@ -157,6 +171,7 @@ def main() -> None:
         "muon_lr": args.muon_lr,
         "adam_lr": args.adam_lr,
         "threads": args.threads,
+        "stages": stages,
     }
     print(json.dumps(facts), flush=True)
 
@@ -168,6 +183,7 @@ def main() -> None:
             "step": step,
             "tokens": tokens,
             "spent": spent,
+            "stages": stages,
         }
         torch.save(state, checkpoint.with_suffix(".tmp"))
         checkpoint.with_suffix(".tmp").replace(checkpoint)
