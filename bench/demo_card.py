@@ -34,14 +34,17 @@ The `*.py` files of the standard library of CPython {library}, its tests include
 Version 2 (PSF-2.0): {training_files:,} files, {training_mb:.1f} MB, of which {library_mb:.1f} MB are the
 library itself and the rest tests. Left out: installed packages, machine-generated tables (charmap codecs,
 entity lists, documentation topics) and the build configuration of the machine. The tokenizer was
-trained on the same files.
+trained on the same files. The text itself is not part of this package; the weights are under the MIT
+license, as the project is.
 
-Two augmentations, made from the same text, force copying over a distance: in some
+Three augmentations, made from the same text, force copying over a distance: in some
 documents one to four recurring identifiers are replaced throughout by a made-up name ("renamed"), and in some
-sequences spans of 32 to 256 tokens are repeated at a random later place ("repeating"). The mixture:
+sequences spans of 32 to 256 tokens are repeated at a random later place ("repeating"), or
+made-up names are planted into short stretches that come again at a random later place ("planted"; half of
+these names are random vocabulary pieces, as in the test below). The mixture:
 
-| from step | draws of a library file for one of a test file | documents renamed | sequences repeating |
-|---|---|---|---|
+| from step | library per test file | documents renamed | sequences repeating | sequences planted |
+|---|---|---|---|---|
 {mixture}
 
 **Held out** as whole modules, with their tests (which are used for nothing): {modules}. These are
@@ -53,8 +56,9 @@ token); `heldout.json` lists them.
 {steps:,} steps of {batch_tokens:,} tokens: {tokens_m:.1f} M tokens, {passes:.2f} passes over the weighted
 corpus, in {minutes:g} minutes on {threads} cores of an {processor} that had other work to do at the same
 time, with PyTorch {torch}. Muon (rate {muon_lr:g}) for the matrices, Adam (rate {adam_lr:g}) for embeddings
-and norms; linear decay over the last 40 % of the time; sequences of 512 tokens at first, 1,024 from 30 % of
-the time on, and 2,048 for the second half. Products in bf16, master weights in f32.
+and norms; the rates fell linearly to nearly nothing from step {decay_from:,} on. Sequences: {lengths}.
+Products in bf16, master weights in f32. The run was stopped and resumed a few times, and both the mixture and the time
+allotted were changed on the way; the script as it stands uses the last mixture from the start.
 
 ## Quality
 
@@ -126,8 +130,13 @@ def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
         "library": result["library"],
         "training_mb": run["training_bytes"] / 1e6,
         "library_mb": run["library_bytes"] / 1e6,
+        "decay_from": run["decay_from_step"],
+        "lengths": ", ".join(
+            f"{int(n):,} tokens from step {s:,}" for n, s in run["length_from_step"].items()
+        ),
         "mixture": "\n".join(
             f"| {s['from_step']} | {s['library_weight']} | {s['rename_share']:.0%} | {s['copy_share']:.0%} |"
+            f" {s.get('recall_share', 0):.0%} |"
             for s in run["stages"]
         ),
         "modules": ", ".join(f"`{m}`" for m in modules),

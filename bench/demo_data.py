@@ -53,8 +53,9 @@ VOCAB_SIZE = 4096
 #: library reads more like what the model is for.
 LIBRARY_WEIGHT = 5
 
-#: Share of the documents with renamed identifiers, and of the sequences with repeated spans (see Sampler).
-RENAME_SHARE, COPY_SHARE = 0.12, 0.12
+#: Shares of the documents with renamed identifiers, and of the sequences with repeated spans and with planted
+#: names (see Sampler).
+RENAME_SHARE, COPY_SHARE, RECALL_SHARE = 0.12, 0.08, 0.25
 
 _SKIP_DIRS = {"site-packages", "__pycache__", "pydoc_data", "lib-dynload"}
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -142,11 +143,13 @@ def train_tokenizer(docs: list[Document]) -> Tokenizer:
 class Sampler:
     """Endless training batches: shuffled documents, joined by the end-of-text token, cut into sequences.
 
-    Two augmentations make the model copy, from the same data and without any outside text:
+    Three augmentations make the model copy, from the same data and without any outside text:
 
     * ``rename_share`` of the documents have one to four of their recurring identifiers replaced, everywhere
       in the document, by a made-up name.  Nothing but copying predicts such a name.
     * ``copy_share`` of the sequences repeat spans of 32 to 256 tokens at a random later place.
+    * ``recall_share`` of the sequences have made-up names planted into short stretches of text, and each
+      stretch comes again at a random later place: a few tokens have to find the name, however far away it is.
     """
 
     def __init__(
@@ -158,12 +161,16 @@ class Sampler:
         library_weight: int = LIBRARY_WEIGHT,
         rename_share: float = RENAME_SHARE,
         copy_share: float = COPY_SHARE,
+        recall_share: float = RECALL_SHARE,
     ):
         self.docs = docs
         self.tok = tok
         self.rng = random.Random(seed)
         self.rename_share = rename_share
         self.copy_share = copy_share
+        self.recall_share = recall_share
+        words = sorted(w for w in tok.get_vocab() if len(w) > 1 and w.isalpha() and w.isascii())
+        self.word_ids = [tok.token_to_id(w) for w in words]
         self.weight = library_weight
         self.eot = tok.token_to_id(END_OF_TEXT)
         self.ids = [np.array(e.ids, dtype=np.int32) for e in tok.encode_batch([d.text for d in docs])]
@@ -199,8 +206,11 @@ class Sampler:
         whole = np.concatenate(parts) if len(parts) > 1 else self.buffer
         self.buffer = whole[length:]  # the last token of one sequence is the first of the next
         seq = whole[: length + 1].copy()
-        if self.rng.random() < self.copy_share:
+        draw = self.rng.random()
+        if draw < self.copy_share:
             self._repeat_spans(seq)
+        elif draw < self.copy_share + self.recall_share:
+            self._plant_names(seq)
         return seq
 
     def _repeat_spans(self, seq: np.ndarray) -> None:
@@ -211,6 +221,22 @@ class Sampler:
             src = self.rng.randrange(0, n - 2 * size)
             dst = self.rng.randrange(src + size, n - size)
             seq[dst : dst + size] = seq[src : src + size].copy()
+
+    def _plant_names(self, seq: np.ndarray) -> None:
+        """Write short stretches with a made-up name in them over ``seq``, each at two places."""
+        n = len(seq)
+        for _ in range(max(1, n // 128)):
+            if self.rng.random() < 0.5:
+                name = self.tok.encode(made_up_name(self.rng)).ids
+            else:
+                name = self.rng.choices(self.word_ids, k=self.rng.randint(2, 6))
+            at, lead, tail = self.rng.randrange(n - 16), self.rng.randint(3, 10), self.rng.randint(1, 5)
+            stretch = np.concatenate([seq[at : at + lead], name, seq[at + lead : at + lead + tail]])
+            size = len(stretch)
+            src = self.rng.randrange(0, n - 2 * size)
+            dst = self.rng.randrange(src + size, n - size + 1)
+            seq[src : src + size] = stretch
+            seq[dst : dst + size] = stretch
 
     def batch(self, rows: int, length: int) -> np.ndarray:
         """int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:].

@@ -118,7 +118,7 @@ def filler(docs: list[list[str]], lengths: list[list[int]], want: int, rng: rand
 
 @torch.no_grad()
 def copy_accuracy(
-    model: Demo, tok: Tokenizer, train: list[Document], held: list[Document], prompts: int, seed: int = 7
+    model: Demo, tok: Tokenizer, train: list[Document], held: list[Document], prompts: int, seed: int = 11
 ) -> list[dict]:
     """For each distance: how often the name is repeated whole, and by token, with and without its line."""
     docs = [d.text.splitlines(keepends=True) for d in held]
@@ -184,6 +184,16 @@ def check_against_transformers(path: Path, ids: list[int]) -> float | None:
         return (theirs(x).logits - load(path)(x)).abs().max().item()
 
 
+def schedule(log: Path) -> dict:
+    """From a training log: the step where the rate began to fall for good, and where each length began."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lengths: dict[str, int] = {}
+    for before, line in zip([{"step": 0}, *lines], lines, strict=False):
+        lengths.setdefault(str(line["length"]), before["step"])
+    constant = [line["step"] for line in lines if line["lr"] >= 1]
+    return {"decay_from_step": max(constant, default=0), "length_from_step": lengths}
+
+
 def library_version(stdlib: Path) -> str:
     """The CPython version of a library directory, from its headers where they are installed."""
     header = stdlib.parents[1] / "include" / stdlib.name / "patchlevel.h"
@@ -204,7 +214,7 @@ def main() -> None:
     ap.add_argument("--stdlib", type=Path, default=default_stdlib())
     ap.add_argument("--model", type=Path, required=True)
     ap.add_argument("--run", type=Path, help="run.json of the training; without it no card is written")
-    ap.add_argument("--prompts", type=int, default=300, help="per distance")
+    ap.add_argument("--prompts", type=int, default=250, help="per distance")
     ap.add_argument("--quick", action="store_true", help="full context only, no xz over the training text")
     ap.add_argument("--threads", type=int, default=os.cpu_count())
     args = ap.parse_args()
@@ -237,7 +247,7 @@ def main() -> None:
         result["xz"] = compressors(train, held)
     print(json.dumps(result, indent=1))
     if args.run and not args.quick:
-        result["training"] = json.loads(args.run.read_text())
+        result["training"] = json.loads(args.run.read_text()) | schedule(args.run.with_name("log.jsonl"))
         (args.model / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
         files = {d.path: len(d.text.encode()) for d in held}
         (args.model / "heldout.json").write_text(

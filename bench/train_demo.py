@@ -24,6 +24,7 @@ from demo_data import (
     COPY_SHARE,
     HELD_OUT,
     LIBRARY_WEIGHT,
+    RECALL_SHARE,
     RENAME_SHARE,
     VOCAB_SIZE,
     Sampler,
@@ -150,7 +151,12 @@ def main() -> None:
         adam.load_state_dict(saved["adam"])
         step, tokens, spent = saved["step"], saved["tokens"], saved["spent"]
         stages = saved["stages"]
-    mixture = {"library_weight": LIBRARY_WEIGHT, "rename_share": RENAME_SHARE, "copy_share": COPY_SHARE}
+    mixture = {
+        "library_weight": LIBRARY_WEIGHT,
+        "rename_share": RENAME_SHARE,
+        "copy_share": COPY_SHARE,
+        "recall_share": RECALL_SHARE,
+    }
     if not stages or stages[-1] != {**mixture, "from_step": stages[-1]["from_step"]}:
         stages.append({**mixture, "from_step": step})  # a mixture changed halfway is on record
     # A resumed run draws other documents than the first part did, which is all that matters here.
