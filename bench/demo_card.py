@@ -58,8 +58,8 @@ corpus, in {minutes:g} minutes on {threads} cores of an {processor} that had oth
 time, with PyTorch {torch}. Muon (rate {muon_lr:g}) for the matrices, Adam (rate {adam_lr:g}) for embeddings
 and norms; the rates fell linearly to nearly nothing from step
 {decay_from:,} on. Sequences: {lengths}.
-Products in bf16, master weights in f32. The run was stopped and resumed a few times, and both the mixture and the time
-allotted were changed on the way; the script as it stands uses the last mixture from the start.
+Products in bf16, master weights in f32. The run was stopped and resumed a few times, and both the mixture and
+the time allotted were changed on the way; the script as it stands uses the last mixture from the start.
 
 ## Quality
 
