@@ -64,7 +64,7 @@ def assert_bounded(engine):
     """Between calls: every layer within its budget, in at most `most_blocks` blocks; nothing else is in use."""
     used = 0
     for layer in layers(engine):
-        blocks = len(engine.cache.get_sequence(layer).blocks)
+        blocks = engine.cache.get_sequence(layer).num_blocks
         assert blocks <= most_blocks(engine.alive_tokens(layer), engine.cache.block_size)
         used += blocks
     assert engine.cache.used_block_count == used
@@ -176,7 +176,7 @@ def test_quantised_rows(network, policies):
     logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
     for layer in layers(engine):
         same = set(engine.kept_positions(layer).tolist()) & set(twin.positions(layer))
-        assert len(same) >= 12
+        assert len(same) >= 0.75 * engine.alive_tokens(layer) == 0.75 * len(twin.positions(layer))
         if not policy.by_score:
             assert len(same) == 16
             np.testing.assert_allclose(logits, expected, rtol=0, atol=0.05)
@@ -221,12 +221,12 @@ def test_memory_is_given_back(network, policies, block_size):
     engine.prefill_from_pos(text, 0)
     chunk = -(-16 // block_size) + 1
     rest = sum(most_blocks(rule.limit, block_size) for rule in engine._budgets.rules)
-    assert engine.cache.stats().peak_used <= rest + 2 * chunk
+    assert engine.cache.stats().peak_blocks_used <= rest + 2 * chunk
     assert_bounded(engine)
     for token in text[:100]:
         engine.decode_step(token, engine.num_tokens)
         assert_bounded(engine)
-    assert engine.cache.stats().peak_used <= rest + 2 * chunk + max(0, 2 * 1)
+    assert engine.cache.stats().peak_blocks_used <= rest + 2 * chunk
     engine.reset()
     assert engine.cache.used_block_count == 0
     engine.check()
