@@ -218,8 +218,8 @@ class EvictingSequence(ModelSequence):
         for layer, alive in zip(self._layers, self._alive, strict=True):
             if np.searchsorted(alive.positions, pos) < pos:
                 raise InvalidOperationError(
-                    f"pos: expected {self.num_tokens}, the end of the text, got {pos}: layer {layer} has evicted tokens "
-                    f"before it; go back to 0 or reset, and run the text again"
+                    f"pos: expected {self.num_tokens}, the end of the text, got {pos}: layer {layer} has evicted "
+                    f"tokens before it; go back to 0 or reset, and run the text again"
                 )
 
     def _cut(self, layer: int, pos: int) -> None:
