@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.arguments import natural
+from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
 from kvcache.engine.sampling import Sampler, SamplingParams
-from kvcache.engine.sequence import LiveSequence, Share
+from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.eviction import EvictionPolicy
 from kvcache.paged import PagedKvCache
 
 __all__ = ["InferenceEngine"]
@@ -44,6 +46,14 @@ class InferenceEngine:
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
         num_blocks: size of the cache; by default enough for the whole context, but for 8192 tokens at most.
         prefill_chunk: prompts run through the network in pieces of so many tokens.
+        eviction_policy, kv_budget: `H2O`, `SlidingWindow` or `PyramidKV` of `EvictionPolicy`, and how many tokens
+            each layer keeps (under PyramidKV: on average over the layers). After each piece of a prompt and each
+            step, every layer is held to its budget, and what leaves gives its memory back; see `EvictingSequence`.
+            The default `num_blocks` is then what the budget and one piece need, however long the text. A block
+            holds tokens of one layer.
+
+    Positions always count the whole text. Once tokens were evicted, `prefill_from_pos` and `decode_step` cannot go
+    back behind the first of them: InvalidOperationError.
 
     Attributes:
         model: the network.
@@ -63,12 +73,21 @@ class InferenceEngine:
         block_size: int = 16,
         num_blocks: int | None = None,
         prefill_chunk: int = 512,
+        eviction_policy: EvictionPolicy | None = None,
+        kv_budget: int | None = None,
     ) -> None:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
         self.reseed(seed)
         block_size = natural("block_size", block_size, least=1)
-        if num_blocks is None:
+        prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
+        budgets = None
+        if eviction_policy is not None or kv_budget is not None:
+            budgets = Budgets.of(eviction_policy, kv_budget, model.config.num_layers)
+        self._budgets = budgets
+        if num_blocks is None and budgets is not None:
+            num_blocks = budgets.peak_blocks(block_size, prefill_chunk, model.config.max_position_embeddings)
+        elif num_blocks is None:
             tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
             # One more than they fill: going back by a token may need a copy of the last block.
             num_blocks = -(-tokens // block_size) + 1
@@ -77,14 +96,18 @@ class InferenceEngine:
             "block_size": block_size,
             "num_heads": model.config.num_kv_heads,
             "head_dim": model.config.head_dim,
-            "num_layers": model.config.num_layers,
+            "num_layers": model.config.num_layers if budgets is None else 1,
             "dtype": dtype,
             "key_dtype": key_dtype,
             "value_dtype": value_dtype,
             "rotate": rotate,
         }
-        prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
-        self._sequence = LiveSequence(model, self._make_cache(**self._cache_options), prefill_chunk)
+        cache = self._make_cache(**self._cache_options)
+        self._sequence: ModelSequence
+        if budgets is None:
+            self._sequence = LiveSequence(model, cache, prefill_chunk)
+        else:
+            self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
         self._lock = threading.RLock()
         self._prefilled = 0
         self._directory: Path | None = None
@@ -135,8 +158,42 @@ class InferenceEngine:
 
     @property
     def cache(self) -> PagedKvCache:
-        """Where keys and values are. The engine owns its sequences 0 and 1; others may live beside them."""
+        """Where keys and values are. The engine owns its sequences 0 and 1; others may live beside them.
+
+        An engine that evicts owns the sequences below `2 * num_layers`: sequence l has what is left of layer l.
+        """
         return self._sequence.cache
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy | None:
+        """Which tokens stay in each layer; None: all."""
+        return None if self._budgets is None else self._budgets.policy
+
+    @property
+    def kv_budget(self) -> int | None:
+        """How many tokens each layer keeps (PyramidKV: on average); None: all."""
+        return None if self._budgets is None else self._budgets.kv_budget
+
+    def alive_tokens(self, layer: int) -> int:
+        """How many tokens' K and V this layer has; `num_tokens` where nothing is evicted.
+
+        Raises:
+            TypeError, IndexError: no such layer.
+        """
+        return len(self.kept_positions(layer))
+
+    def kept_positions(self, layer: int) -> NDArray[np.int64]:
+        """The positions in the text of the tokens whose K and V this layer has, ascending, int64 `(n,)`.
+
+        Raises:
+            TypeError, IndexError: no such layer.
+        """
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+            raise TypeError(f"layer: expected a whole number, got {layer!r}")
+        if not 0 <= layer < self.config.num_layers:
+            raise IndexError(f"layer: expected 0 to {self.config.num_layers - 1}, got {layer}")
+        with self._lock:
+            return self._sequence.positions(layer)
 
     @property
     def config(self) -> NetworkConfig:
@@ -145,7 +202,7 @@ class InferenceEngine:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the current sequence in the cache; the next one stands at this position."""
+        """Tokens of the current sequence, evicted or not; the next one stands at this position."""
         return self._sequence.num_tokens
 
     @property
@@ -163,7 +220,11 @@ class InferenceEngine:
 
     @property
     def seq_id(self) -> int:
-        """The id of the current sequence in `cache`. It changes when a sequence is replaced."""
+        """The id of the current sequence in `cache`. It changes when a sequence is replaced.
+
+        Raises:
+            InvalidOperationError: the engine evicts, so every layer has a sequence of its own.
+        """
         return self._sequence.seq_id
 
     @property
@@ -239,6 +300,9 @@ class InferenceEngine:
 
         The mean of their negatives is the log of the perplexity. Starts a new sequence, which then holds all
         tokens but the last. Raises like `generate`.
+
+        An engine that evicts scores with what was alive: tokens leave between pieces of `prefill_chunk`, so within
+        a piece each token sees all tokens of the piece before it; `prefill_chunk=1` evicts after every token.
         """
         tokens = as_tokens(tokens, self.config.vocab_size)
         self._check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
@@ -274,6 +338,9 @@ class InferenceEngine:
 
         Returns:
             The number of tokens: the position from which `prefill_from_pos` goes on.
+
+        Raises:
+            InvalidOperationError: the engine evicts, so every layer has a sequence of its own.
         """
         with self._lock:
             self._sequence.replace(share)
@@ -291,7 +358,9 @@ class InferenceEngine:
 
         Raises:
             ValueError: no tokens, an id outside the vocabulary, or a position that does not exist.
-            OutOfMemoryError: the cache cannot hold them; found before anything is computed.
+            InvalidOperationError: `pos` is behind tokens that were evicted.
+            OutOfMemoryError: the cache cannot hold them; found before anything is computed (by an engine that
+                evicts: before the piece that does not fit).
         """
         tokens = as_tokens(tokens, self.config.vocab_size)
         with self._lock:

@@ -36,7 +36,7 @@ class PrefixCachedEngine:
         strict: re-raise internal failures of `generate` instead of logging them.
 
     Raises:
-        TypeError, ValueError: not an engine; a negative number of blocks.
+        TypeError, ValueError: not an engine, or one that evicts tokens; a negative number of blocks.
         OutOfMemoryError: the system refuses the memory.
 
     Attributes:
@@ -56,6 +56,8 @@ class PrefixCachedEngine:
             raise TypeError(f"max_cache_blocks: expected an int, got {type(max_cache_blocks).__name__}")
         if max_cache_blocks < 0:
             raise ValueError(f"max_cache_blocks: expected at least 0, got {max_cache_blocks}")
+        if engine.eviction_policy is not None:
+            raise ValueError("engine: expected one without eviction_policy: a prefix with holes cannot be shared")
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)

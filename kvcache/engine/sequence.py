@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.protocols import Float32, Logits, Model
+from kvcache.engine.protocols import Attend, Float32, Logits, Model
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.paged import PagedKvCache
 
-__all__ = ["LiveSequence", "Share"]
+__all__ = ["LiveSequence", "ModelSequence", "Share"]
 
 Share = Callable[[PagedKvCache, int], int]
 
 
-class LiveSequence:
-    """The sequence that an engine works on. Every failing call leaves it, and the cache, as they were.
+class ModelSequence(ABC):
+    """The sequence that an engine works on: what it does whether or not its cache evicts tokens.
 
     Args:
         model: the network.
-        cache: where keys and values go. Its sequences 0 and 1 are taken: one is alive, the other id is free
-            for the one that takes its place.
+        cache: where keys and values go.
         chunk: tokens run through the network in pieces of so many.
 
     Attributes:
-        seq_id: its id in the cache; 0 or 1, changing when it is replaced.
-        num_tokens: its tokens in the cache; the next one stands at this position.
+        num_tokens: how many tokens the text has; the next one stands at this position.
         version: grows with every change, so that an iterator can notice those of others.
         reclaim: see `InferenceEngine`.
     """
@@ -37,49 +36,35 @@ class LiveSequence:
         self.model = model
         self.cache = cache
         self.chunk = chunk
-        self.seq_id = 0
         self.num_tokens = 0
         self.version = 0
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
-        cache.allocate(self.seq_id, 0)
 
+    @property
+    @abstractmethod
+    def seq_id(self) -> int:
+        """Its id in the cache. Raises InvalidOperationError where every layer has a sequence of its own."""
+
+    @abstractmethod
     def check(self) -> None:
         """Verify that the cache holds this sequence and no leftover; AssertionError says what is wrong."""
-        held = self.cache.get_sequence(self.seq_id)
-        assert held is not None, f"sequence {self.seq_id} is gone from the cache"
-        assert held.num_tokens == self.num_tokens, (
-            f"expected {self.num_tokens} tokens in the cache, got {held.num_tokens}"
-        )
-        assert self.cache.get_sequence(1 - self.seq_id) is None, "a replaced sequence was not freed"
 
+    @abstractmethod
     def clear(self) -> None:
         """Become an empty sequence. Cannot fail for want of memory: an empty one needs no block."""
-        self.replace(_allocate_empty)
 
+    @abstractmethod
     def move(self, cache: PagedKvCache) -> None:
         """Become an empty sequence in another cache."""
-        cache.allocate(self.seq_id, 0)
-        self.cache, self.num_tokens = cache, 0
-        self.version += 1
 
+    @abstractmethod
     def replace(self, share: Share) -> None:
         """Become the sequence that `share(cache, id)` makes, which returns how many tokens it holds.
 
         The old one is freed afterwards. Raises what `share` raises, and ValueError where its answer is wrong.
         """
-        fresh = 1 - self.seq_id
-        try:
-            num_tokens = share(self.cache, fresh)
-            made = self.cache.get_sequence(fresh)
-            if made is None or made.num_tokens != num_tokens:
-                held = "no sequence" if made is None else f"{made.num_tokens} tokens"
-                raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
-        except BaseException:
-            with suppress(KvCacheError):  # it may not have come as far as creating it
-                self.cache.free(fresh)
-            raise
-        self._become(fresh, num_tokens)
 
+    @abstractmethod
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
         """Run tokens at positions `pos`, `pos + 1`, ...; what stood there is cut off first.
 
@@ -91,29 +76,23 @@ class LiveSequence:
         Returns:
             float32 `(1 or len(tokens), vocab_size)`.
         """
-        with self._cut(pos) as seq_id:
-            if len(tokens) > self.chunk:
-                # Is there memory for all of them? Better known now than after most of the work.
-                self._append(seq_id, len(tokens))
-                self.cache.truncate(seq_id, pos)
-            last = (len(tokens) - 1) // self.chunk * self.chunk
-            for start in range(0, last, self.chunk):
-                self._run(seq_id, tokens[start : start + self.chunk], pos + start, "none")
-            rows = self._run(seq_id, tokens[last:], pos + last, logits)
-        self.num_tokens = pos + len(tokens)
-        return rows
 
+    @abstractmethod
+    def positions(self, layer: int) -> NDArray[np.int64]:
+        """The positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
+
+    def _run_in_chunks(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
+        last = (len(tokens) - 1) // self.chunk * self.chunk
+        for start in range(0, last, self.chunk):
+            self._run(seq_id, tokens[start : start + self.chunk], pos + start, "none")
+        return self._run(seq_id, tokens[last:], pos + last, logits)
+
+    @abstractmethod
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         """Append tokens to a sequence that holds `pos` of them and run them through the network."""
-        cache, count = self.cache, len(tokens)
-        self._append(seq_id, count)
-        seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # once, not once per layer
 
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
-            cache.write(layer, seq_id, keys, values)
-            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens)
-            return mixed
-
+    def _forward(self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits) -> Float32:
+        count = len(tokens)
         rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits)
         expected = ({"last": 1, "all": count, "none": 0}[logits], self.model.config.vocab_size)
         if rows.shape != expected:
@@ -128,6 +107,79 @@ class LiveSequence:
             except OutOfMemoryError as error:
                 if self.reclaim is None or not self.reclaim(error):
                     raise
+
+
+class LiveSequence(ModelSequence):
+    """A sequence of which every token stays. Every failing call leaves it, and the cache, as they were.
+
+    Of the cache the sequences 0 and 1 are taken: one is alive, the other id is free for the one that takes its
+    place. Arguments and attributes are those of `ModelSequence`.
+    """
+
+    def __init__(self, model: Model, cache: PagedKvCache, chunk: int) -> None:
+        super().__init__(model, cache, chunk)
+        self._seq_id = 0
+        cache.allocate(0, 0)
+
+    @property
+    def seq_id(self) -> int:
+        """0 or 1, changing when the sequence is replaced."""
+        return self._seq_id
+
+    def check(self) -> None:
+        held = self.cache.get_sequence(self.seq_id)
+        assert held is not None, f"sequence {self.seq_id} is gone from the cache"
+        assert held.num_tokens == self.num_tokens, (
+            f"expected {self.num_tokens} tokens in the cache, got {held.num_tokens}"
+        )
+        assert self.cache.get_sequence(1 - self.seq_id) is None, "a replaced sequence was not freed"
+
+    def clear(self) -> None:
+        self.replace(_allocate_empty)
+
+    def move(self, cache: PagedKvCache) -> None:
+        cache.allocate(self.seq_id, 0)
+        self.cache, self.num_tokens = cache, 0
+        self.version += 1
+
+    def replace(self, share: Share) -> None:
+        fresh = 1 - self.seq_id
+        try:
+            num_tokens = share(self.cache, fresh)
+            made = self.cache.get_sequence(fresh)
+            if made is None or made.num_tokens != num_tokens:
+                held = "no sequence" if made is None else f"{made.num_tokens} tokens"
+                raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
+        except BaseException:
+            with suppress(KvCacheError):  # it may not have come as far as creating it
+                self.cache.free(fresh)
+            raise
+        self._become(fresh, num_tokens)
+
+    def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
+        with self._cut(pos) as seq_id:
+            if len(tokens) > self.chunk:
+                # Is there memory for all of them? Better known now than after most of the work.
+                self._append(seq_id, len(tokens))
+                self.cache.truncate(seq_id, pos)
+            rows = self._run_in_chunks(seq_id, tokens, pos, logits)
+        self.num_tokens = pos + len(tokens)
+        return rows
+
+    def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
+        cache, count = self.cache, len(tokens)
+        self._append(seq_id, count)
+        seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # once, not once per layer
+
+        def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
+            cache.write(layer, seq_id, keys, values)
+            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens)
+            return mixed
+
+        return self._forward(tokens, pos, attend, logits)
+
+    def positions(self, layer: int) -> NDArray[np.int64]:
+        return np.arange(self.num_tokens)
 
     @contextmanager
     def _cut(self, pos: int) -> Iterator[int]:
@@ -156,7 +208,7 @@ class LiveSequence:
 
     def _become(self, seq_id: int, num_tokens: int) -> None:
         self.cache.free(self.seq_id)
-        self.seq_id, self.num_tokens = seq_id, num_tokens
+        self._seq_id, self.num_tokens = seq_id, num_tokens
         self.version += 1
 
 

@@ -1,0 +1,272 @@
+"""A sequence that evicts: every layer keeps as many tokens of the text as its budget allows.
+
+    layer 0   0  1  .  .  4  .  .  7  .  9 10 11     sequence 0 of the cache: budget 7
+    layer 1   0  .  .  3  .  .  .  .  .  9 10 11     sequence 1 of the cache: budget 5
+
+Survivors differ from layer to layer, so each layer is a sequence of its own in a cache of one layer. Keys keep the
+position embedding of their place in the text. A chunk is appended, attends over what is alive and over itself, and
+then every layer is held to its budget: blocks without survivors are freed, and scattered survivors are moved
+together when they hold too many blocks (`most_blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._roster import Roster
+from kvcache.engine.arguments import natural
+from kvcache.engine.protocols import Float32, Logits, Model
+from kvcache.engine.sequence import ModelSequence, Share
+from kvcache.errors import InvalidOperationError
+from kvcache.eviction import EvictionPolicy, Rule
+from kvcache.paged import PagedKvCache
+
+__all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """A policy and what it allows each layer.
+
+    Attributes:
+        policy: which tokens stay.
+        kv_budget: tokens per layer; under PyramidKV on average.
+        rules: one `Rule` per layer.
+    """
+
+    policy: EvictionPolicy
+    kv_budget: int
+    rules: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, policy: EvictionPolicy | None, kv_budget: int | None, num_layers: int) -> Budgets:
+        """Check what an engine was given.
+
+        Raises:
+            TypeError: not an `EvictionPolicy`; a budget that is not a whole number.
+            ValueError: one without the other; a budget below 1; PyramidKV for another number of layers.
+        """
+        if policy is None:
+            raise ValueError("kv_budget: expected an eviction_policy with it, got none")
+        if not isinstance(policy, EvictionPolicy):
+            raise TypeError(f"eviction_policy: expected an EvictionPolicy, got {type(policy).__name__}")
+        if kv_budget is None:
+            raise ValueError("eviction_policy: expected a kv_budget (tokens per layer) with it, got none")
+        kv_budget = natural("kv_budget", kv_budget, least=1)
+        if policy.total_layers not in (None, num_layers):
+            raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
+        shares = policy.shares(kv_budget * num_layers, range(num_layers))
+        # More than 2**30 tokens is no limit, and fits what the roster counts with.
+        return cls(policy, kv_budget, tuple(policy.rule(min(share, 1 << 30)) for share in shares.values()))
+
+    def peak_blocks(self, block_size: int, chunk: int, positions: int) -> int:
+        """Blocks that a text of at most `positions` tokens can ever need, run in pieces of `chunk`.
+
+        Per layer: what is at rest, a chunk, and as much as is at rest once more, kept until a call has succeeded;
+        for one layer at a time, also the fresh blocks of a compaction.
+        """
+        rest = [most_blocks(min(rule.limit, positions), block_size) for rule in self.rules]
+        return 2 * sum(rest) + max(rest) + len(rest) * (-(-min(chunk, positions) // block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alive:
+    """The tokens of one layer: their positions, ascending, and the attention they have drawn, `(n,)` each."""
+
+    positions: Int64
+    scores: Float64
+
+    def cut(self, stop: int) -> _Alive:
+        return _Alive(self.positions[:stop], self.scores[:stop])
+
+
+_NOBODY = _Alive(np.empty(0, np.int64), np.empty(0, np.float64))
+
+
+class EvictingSequence(ModelSequence):
+    """One sequence per layer, each held to its budget. Every failing call leaves all of them as they were.
+
+    Under H2O and PyramidKV a token's score is the attention mass that it has drawn in its layer since it came, over
+    all queries and heads (float64). Of two calls, one in pieces of 1 and one in pieces of 512 tokens, the second
+    lets tokens draw attention from 512 more queries before the first of them leaves.
+
+    Args:
+        model, chunk: as of `ModelSequence`.
+        cache: of one layer. Layer l of the network is its sequence l; the ids from `num_layers` to
+            `2 * num_layers - 1` hold forks, which share its blocks, while a call may yet fail.
+        budgets: for as many layers as the network has.
+    """
+
+    def __init__(self, model: Model, cache: PagedKvCache, chunk: int, budgets: Budgets) -> None:
+        super().__init__(model, cache, chunk)
+        self.budgets = budgets
+        self._layers = range(len(budgets.rules))
+        self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # once, not once per call
+        self._alive = [_NOBODY] * len(self._layers)
+        for layer in self._layers:
+            cache.allocate(layer, 0)
+
+    @property
+    def seq_id(self) -> int:
+        raise InvalidOperationError("an engine that evicts has one sequence per layer: layer l is sequence l")
+
+    def check(self) -> None:
+        for layer, alive, rule in zip(self._layers, self._alive, self.budgets.rules, strict=True):
+            held = self.cache.get_sequence(layer)
+            assert held is not None, f"sequence {layer} is gone from the cache"
+            assert held.num_tokens == len(alive.positions) == len(alive.scores) <= rule.limit, (
+                f"layer {layer}: {held.num_tokens} tokens in the cache, {len(alive.positions)} counted, at most "
+                f"{rule.limit} allowed"
+            )
+            assert (np.diff(alive.positions, prepend=-1, append=self.num_tokens) > 0).all(), (
+                f"layer {layer}: positions do not ascend below {self.num_tokens}"
+            )
+            assert np.isfinite(alive.scores).all(), f"layer {layer}: a score is not finite"
+            assert self.cache.get_sequence(self._twin(layer)) is None, f"layer {layer}: a fork was not freed"
+
+    def clear(self) -> None:
+        for layer in self._layers:
+            self._cut(layer, 0)
+        self._alive, self.num_tokens = [_NOBODY] * len(self._layers), 0
+        self.version += 1
+
+    def move(self, cache: PagedKvCache) -> None:
+        for layer in self._layers:
+            cache.allocate(layer, 0)
+        self.cache, self._alive, self.num_tokens = cache, [_NOBODY] * len(self._layers), 0
+        self.version += 1
+
+    def replace(self, share: Share) -> None:
+        raise InvalidOperationError("an engine that evicts has one sequence per layer, which cannot be replaced by one")
+
+    def positions(self, layer: int) -> Int64:
+        return self._alive[layer].positions.copy()
+
+    def extend(self, tokens: npt.NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
+        """As `ModelSequence.extend`. What is cut off leaves no trace but in the scores of the tokens before it.
+
+        Raises:
+            InvalidOperationError: a token before `pos` was evicted, where `pos` is not the end.
+        """
+        self._refuse_going_back(pos)
+        with self._restored_on_failure():
+            if pos < self.num_tokens:
+                for layer in self._layers:
+                    self._cut(layer, pos)
+                self._alive = [alive.cut(pos) for alive in self._alive]
+            rows = self._run_in_chunks(0, tokens, pos, logits)
+        self.num_tokens = pos + len(tokens)
+        self.version += 1
+        self._compact()
+        return rows
+
+    def _run(self, seq_id: int, tokens: npt.NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
+        """A chunk in all layers, which are then held to their budgets; `seq_id` does not matter here."""
+        cache, count, by_score = self.cache, len(tokens), self.budgets.policy.by_score
+        query_lens = np.array([count])
+        drawn: list[Float32 | None] = [None] * len(self._layers)
+        self._compact()
+        for layer in self._layers:
+            self._append(layer, count)
+
+        def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
+            seq_ids = self._ids[layer]
+            cache.write(0, layer, keys, values)
+            if not by_score:
+                mixed: Float32 = cache.attention(0, queries, seq_ids, query_lens=query_lens)
+                return mixed
+            mixed, drawn[layer] = cache.attention(0, queries, seq_ids, query_lens=query_lens, return_scores=True)
+            return mixed
+
+        rows = self._forward(tokens, pos, attend, logits)
+        self._alive = [self._hold(layer, pos, count, drawn[layer]) for layer in self._layers]
+        return rows
+
+    def _hold(self, layer: int, pos: int, count: int, drawn: Float32 | None) -> _Alive:
+        """The layer with `count` tokens more, held to its budget."""
+        alive, rule = self._alive[layer], self.budgets.rules[layer]
+        positions = np.concatenate([alive.positions, np.arange(pos, pos + count)])
+        scores = np.concatenate([alive.scores, np.zeros(count)])
+        if drawn is not None:
+            scores += drawn
+        if len(positions) > rule.limit:
+            kept = survivors(scores, rule, self.budgets.policy.by_score)
+            self.cache.keep_tokens(layer, kept)
+            positions, scores = positions[kept], scores[kept]
+        return _Alive(positions, scores)
+
+    def _compact(self) -> None:
+        """Move survivors together in the layers where they hold more than `most_blocks`."""
+        for layer in self._layers:
+            held = self.cache.get_sequence(layer)
+            if held is not None and held.num_blocks > most_blocks(held.num_tokens, self.cache.block_size):
+                # With shared blocks it needs fresh ones; if they are missing now, later is as good.
+                with suppress(MemoryError):
+                    self.cache.compact(layer)
+
+    def _refuse_going_back(self, pos: int) -> None:
+        if pos == self.num_tokens:
+            return
+        for layer, alive in zip(self._layers, self._alive, strict=True):
+            if np.searchsorted(alive.positions, pos) < pos:
+                raise InvalidOperationError(
+                    f"pos: expected {self.num_tokens}, the end of the text, got {pos}: layer {layer} has evicted "
+                    f"tokens before it; go back to 0 or reset, and run the text again"
+                )
+
+    def _cut(self, layer: int, pos: int) -> None:
+        if pos:
+            self.cache.truncate(layer, pos)
+        else:  # a truncated sequence would go on where its first survivor stood
+            self.cache.free(layer)
+            self.cache.allocate(layer, 0)
+
+    def _twin(self, layer: int) -> int:
+        return len(self._layers) + layer
+
+    @contextmanager
+    def _restored_on_failure(self) -> Iterator[None]:
+        cache, before = self.cache, self._alive
+        forks: list[int] = []
+        try:
+            for layer in self._layers:
+                cache.fork(layer, self._twin(layer))
+                forks.append(layer)
+            yield
+        except BaseException:
+            for layer in forks:
+                cache.free(layer)
+                cache.fork(self._twin(layer), layer)
+                cache.free(self._twin(layer))
+            self._alive = before
+            raise
+        for layer in forks:
+            cache.free(self._twin(layer))
+
+
+def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
+    """Who stays of a list: int64 indices, ascending, at most `rule.limit` of `len(scores)`.
+
+    The first `rule.front` and the last `rule.back` stay; of the middle the lowest score leaves first, ties to the
+    earliest, or always the earliest without `by_score`: as in `CacheManager`, and by the same roster.
+    """
+    roster = Roster(by_score)
+    roster.append(len(scores), len(scores), rule.front, rule.back)
+    if by_score:
+        roster.add_scores(scores)
+    roster.evict(*rule)
+    return roster.positions()
+
+
+def most_blocks(num_tokens: int, block_size: int) -> int:
+    """The most blocks that a layer of so many tokens holds between calls: a quarter more than it needs, and one."""
+    needed = -(-num_tokens // block_size)
+    return needed + needed // 4 + (needed > 0)

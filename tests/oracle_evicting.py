@@ -1,0 +1,64 @@
+"""The obviously right twin of an engine that evicts: a list of tokens per layer, dense attention, and a sort."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from oracle_manager import NaiveCacheManager, NaiveEntry, pyramid
+
+
+@dataclass
+class Token(NaiveEntry):
+    """One token of one layer: its position, K and V `(kv_heads, head_dim)`, and the attention it has drawn."""
+
+
+class DenseEvictingEngine:
+    """`policy` as of `NaiveCacheManager`; `stored` says what the cache gives back of keys and values."""
+
+    def __init__(self, network, policy, kv_budget, chunk, stored=lambda layer, keys, values: (keys, values)):
+        self.network, self.policy, self.chunk, self.stored = network, policy, chunk, stored
+        layers = network.config.num_layers
+        self.budgets = pyramid(kv_budget * layers, layers) if policy[0] == "PyramidKV" else [kv_budget] * layers
+        self.layers = [[] for _ in range(layers)]
+        self.num_tokens = 0
+
+    def positions(self, layer):
+        return [token.position for token in self.layers[layer]]
+
+    def extend(self, tokens):
+        """Run tokens chunk by chunk; float logits of every token `(n, vocab)`."""
+        rows = []
+        for start in range(0, len(tokens), self.chunk):
+            piece = np.asarray(tokens[start : start + self.chunk], np.uint32)
+            places = np.arange(self.num_tokens, self.num_tokens + len(piece))
+
+            def attend(layer, queries, keys, values, places=places):
+                keys, values = self.stored(layer, keys, values)
+                held = self.layers[layer]
+                held += [Token(int(at), k, v) for at, k, v in zip(places, keys, values, strict=True)]
+                out, weights = dense(queries, np.array([t.key for t in held]), np.array([t.value for t in held]))
+                for token, mass in zip(held, weights.sum(axis=(0, 1)), strict=True):
+                    token.score += mass
+                return out.astype(np.float32)
+
+            rows.append(self.network.forward(piece, places, attend, "all"))
+            self.num_tokens += len(piece)
+            manager = NaiveCacheManager(0, self.policy)
+            for held, budget in zip(self.layers, self.budgets, strict=True):
+                manager.shrink(held, budget)
+        return np.concatenate(rows)
+
+
+def dense(queries, keys, values):
+    """Causal attention in float64: outputs `(n, heads, head_dim)` and weights `(heads, n, tokens)`."""
+    n, heads, dim = queries.shape
+    group = heads // keys.shape[1]
+    keys, values = np.repeat(keys, group, axis=1).astype(float), np.repeat(values, group, axis=1).astype(float)
+    logits = np.einsum("qhd,khd->hqk", queries.astype(float), keys) / np.sqrt(dim)
+    before = len(keys) - n
+    for i in range(n):
+        logits[:, i, before + i + 1 :] = -np.inf
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, values), weights
