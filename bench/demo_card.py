@@ -91,6 +91,9 @@ defining line, which is what chance and guessing reach.
 
 ## What it cannot do
 
+Copying fades with distance, as the table shows, and hardly works over nearly the whole context; bits per byte
+is the better measure there.
+
 It knows nothing but this corpus: no other languages, no facts, no instructions, no chat. Its code looks
 like Python and does not work. It has never seen more than {context} tokens at once. Results on it show
 whether a change to a cache keeps or loses what a model reads from its context; they do not carry over in
