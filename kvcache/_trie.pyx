@@ -163,8 +163,9 @@ cdef class TokenTrie(NodeTable):
         cdef int32_t id = top
         cdef Py_ssize_t count = 0
         while True:
-            memcpy(out + count, self.values(id), self.pages(id) * sizeof(int32_t))
-            count += self.pages(id)
+            if self.pages(id) > 0:  # a root has no text, and memcpy takes no NULL, not even for nothing
+                memcpy(out + count, self.values(id), self.pages(id) * sizeof(int32_t))
+                count += self.pages(id)
             if self.nodes[id].child >= 0:
                 id = self.nodes[id].child
                 continue
