@@ -40,6 +40,8 @@ def allocated():
     mallinfo2.restype = Mallinfo
     gc.collect()
     info = mallinfo2()
+    if info.uordblks == 0:
+        pytest.skip("needs glibc's allocator, got another one in its place, as a sanitizer brings")
     return info.uordblks + info.hblkhd
 
 
