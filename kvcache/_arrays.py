@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_flat", "as_floats", "as_indices", "as_integers", "as_rows", "as_scores"]
+__all__ = ["as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -89,6 +89,15 @@ def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
     if len(bad):
         raise ValueError(f"expected finite scores, got {scores[bad[0]]} at {bad[0]}")
     return scores
+
+
+def as_integer(value: Any, name: str) -> int:
+    """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"expected {name} below 2**63, got {value}")
+    return int(value)
 
 
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_indices
+from kvcache._arrays import as_indices, as_integer
 from kvcache._pool import BlockPool
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -69,6 +69,11 @@ class PrefixCache:
         key_dtype: str | None = None,
         value_dtype: str | None = None,
     ) -> None:
+        for name, value in (
+            ("max_blocks", max_blocks), ("block_size", block_size), ("num_layers", num_layers),
+            ("num_kv_heads", num_kv_heads), ("head_dim", head_dim),
+        ):  # fmt: skip
+            as_integer(value, name)
         padded = -(-head_dim // 8) * 8
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
@@ -137,6 +142,8 @@ class PrefixCache:
 
     def close_session(self, session: CacheSession) -> None:
         """Let go of what a session holds; nothing happens the second time, or to one made by hand."""
+        if not isinstance(session, CacheSession):
+            raise TypeError(f"expected a CacheSession, got {type(session).__name__}")
         with self._lock:
             if session._holds is self._index.holds:
                 self._index.holds.end(session._hold)
@@ -234,6 +241,7 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> int:
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
+        num_blocks = as_integer(num_blocks, "num_blocks")
         with self._lock:
             self._index.holds.settle()
             target = self._pool.num_free + num_blocks

@@ -7,14 +7,15 @@ Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes 
 from __future__ import annotations
 
 import threading
+from math import isfinite
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_indices, as_rows, as_scores
+from kvcache._arrays import as_floats, as_indices, as_integer, as_rows, as_scores
 from kvcache.eviction import pyramid_budgets
-from kvcache.manager_config import KVCacheConfig, as_integer
+from kvcache.manager_config import KVCacheConfig
 from kvcache.token_list import BLOCK_SIZE, TokenList
 
 __all__ = ["CacheManager"]
@@ -238,6 +239,8 @@ class CacheManager:
         if not np.isfinite(q).all():
             raise ValueError("expected finite queries")
         scale = config.head_dim**-0.5 if scale is None else scale
+        if not isfinite(scale):
+            raise ValueError(f"expected a finite scale, got {scale}")
         if self._padding:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
         with self._lock:

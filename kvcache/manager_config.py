@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
+from kvcache._arrays import as_integer
 from kvcache.eviction import EvictionPolicy
 
-__all__ = ["FORMATS", "KVCacheConfig", "as_integer"]
+__all__ = ["FORMATS", "KVCacheConfig"]
 
 FORMATS = {2: "q2", 3: "q3", 4: "q4", 8: "q8"}
 MAX_ENTRIES = 2**31 - 64
-
-
-def as_integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    return int(value)
 
 
 @dataclass(frozen=True, slots=True)

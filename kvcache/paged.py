@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_indices
+from kvcache._arrays import as_floats, as_indices, as_integer
 from kvcache._batch import BatchTable
 from kvcache._pool import BlockPool
 from kvcache._seq_ids import as_seq_ids
@@ -72,8 +73,7 @@ class PagedKvCache:
             ("num_blocks", num_blocks), ("block_size", block_size), ("num_heads", num_heads),
             ("head_dim", head_dim), ("num_layers", num_layers),
         ):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+            as_integer(value, name)
         self._store = BlockStore(
             num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         )
@@ -219,7 +219,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free.
         """
         with self._lock:
-            self._table.allocate(self._id(seq_id), num_tokens)
+            self._table.allocate(self._id(seq_id), as_integer(num_tokens, "num_tokens"))
 
     def adopt(self, seq_id: SeqId, block_ids: npt.ArrayLike, num_tokens: int) -> None:
         """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
@@ -244,7 +244,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free, the copy counted.
         """
         with self._lock:
-            self._table.append(self._id(seq_id), num_new_tokens)
+            self._table.append(self._id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
             self._store.carry_out(self._table)
 
     def append_batch(self, seq_ids: npt.ArrayLike) -> None:
@@ -318,7 +318,7 @@ class PagedKvCache:
             SequenceNotFoundError, ValueError: no such sequence; not between 0 and its length.
         """
         with self._lock:
-            self._table.truncate(self._id(seq_id), num_tokens)
+            self._table.truncate(self._id(seq_id), as_integer(num_tokens, "num_tokens"))
 
     def keep_tokens(self, seq_id: SeqId, indices: npt.ArrayLike) -> None:
         """Evict all tokens of a sequence but those at `indices` (ascending, among those alive).
@@ -366,7 +366,7 @@ class PagedKvCache:
             ValueError: negative, or not below `levels` where the strategy names them.
         """
         levels = self._strategy.levels
-        if priority < 0 or (levels is not None and priority >= levels):
+        if as_integer(priority, "priority") < 0 or (levels is not None and priority >= levels):
             raise ValueError(f"expected a priority in [0, {levels or 'any'}), got {priority}")
         with self._lock:
             self._table.set_priority(self._id(seq_id), priority)
@@ -411,11 +411,10 @@ class PagedKvCache:
         with self._lock:
             seq_id = self._id(seq_id)
             n = self._table.num_tokens(seq_id)
-            if start is None:
-                start = n - len(k)
+            start = n - len(k) if start is None else as_integer(start, "start")
             if start < 0 or start + len(k) > n:
                 raise IndexError(f"expected tokens within [0, {n}), got [{start}, {start + len(k)})")
-            self._store.write_sequence(self._table, layer, seq_id, start, k, v)
+            self._store.write_sequence(self._table, as_integer(layer, "layer"), seq_id, start, k, v)
             self._table.touch(seq_id)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
@@ -432,7 +431,7 @@ class PagedKvCache:
         if len(k) != len(ids) or len(v) != len(ids):
             raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
         with self._lock:
-            self._store.write_batch(self._table, layer, ids, k, v)
+            self._store.write_batch(self._table, as_integer(layer, "layer"), ids, k, v)
             self._table.touch_batch(ids)
 
     def read(self, layer: int, seq_id: SeqId, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
@@ -444,11 +443,11 @@ class PagedKvCache:
         with self._lock:
             seq_id = self._id(seq_id)
             n = self._table.num_tokens(seq_id)
-            stop = n if stop is None else stop
+            start, stop = as_integer(start, "start"), n if stop is None else as_integer(stop, "stop")
             if not 0 <= start <= stop <= n:
                 raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
             self._table.touch(seq_id)
-            return self._store.read_sequence(self._table, layer, seq_id, start, stop)
+            return self._store.read_sequence(self._table, as_integer(layer, "layer"), seq_id, start, stop)
 
     def attention(
         self,
@@ -485,6 +484,9 @@ class PagedKvCache:
             SequenceNotFoundError, IndexError: no such sequence, no such layer.
             TypeError, ValueError: other shapes or dtypes.
         """
+        if scale is not None and not isfinite(scale):
+            raise ValueError(f"expected a finite scale, got {scale}")
+        layer = as_integer(layer, "layer")
         with self._lock:
             return self._store.attend_sequences(
                 self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores
@@ -536,7 +538,8 @@ class PagedKvCache:
             SequenceNotFoundError, ValueError: no such sequence; a negative count.
         """
         with self._lock:
-            return self._table.stream(self._id(seq_id), sink_tokens, window_tokens)
+            sinks, window = as_integer(sink_tokens, "sink_tokens"), as_integer(window_tokens, "window_tokens")
+            return self._table.stream(self._id(seq_id), sinks, window)
 
     # -- views ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._arrays import as_integer
 from kvcache._entries import EntryTrie
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -57,8 +58,10 @@ class PrefixCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_entries", "max_memory_bytes", "min_prefix_len"):
-            if getattr(self, name) < 0:
+            if as_integer(getattr(self, name), name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+        if self.head_dim is not None:
+            as_integer(self.head_dim, "head_dim")
         # A store without blocks says what is supported; without head_dim, what a row will be is not known yet.
         BlockStore(1, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
 
@@ -126,7 +129,9 @@ class PrefixKvCache:
     """
 
     def __init__(self, config: PrefixCacheConfig | None = None) -> None:
-        self.config = config or PrefixCacheConfig()
+        self.config = PrefixCacheConfig() if config is None else config
+        if not isinstance(self.config, PrefixCacheConfig):
+            raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
         self._lock = threading.RLock()
         self._reset()
 
@@ -169,8 +174,13 @@ class PrefixKvCache:
         """Replace the content of `target` by a cached state.
 
         Raises:
+            TypeError: something else.
             ValueError: other layers or another kv_dim, or more tokens than fit; `target` is unchanged.
         """
+        if not isinstance(cached, CachedKvState) or not isinstance(target, KvCache):
+            raise TypeError(
+                f"expected a CachedKvState and a KvCache, got {type(cached).__name__} and {type(target).__name__}"
+            )
         if cached.seq_len and (cached.num_layers, cached.kv_dim) != (target.num_layers, target.kv_dim):
             raise ValueError(
                 f"expected a state of {target.num_layers} layers and kv_dim {target.kv_dim}, "
@@ -196,10 +206,12 @@ class PrefixKvCache:
             ValueError: `seq_len` is not the number of tokens, or the cache holds fewer rows.
             OutOfMemoryError: it could never fit.
         """
-        size = seq_len * kv_dim
+        if not hasattr(kv_cache, "get_keys") or not hasattr(kv_cache, "get_values"):
+            raise TypeError(f"expected a KvCacheAccess, got {type(kv_cache).__name__}")
+        size = as_integer(seq_len, "seq_len") * as_integer(kv_dim, "kv_dim")
         if len(as_tokens(tokens)) < self.config.min_prefix_len:
             return
-        keys = [kv_cache.get_keys(layer) for layer in range(num_layers)]
+        keys = [kv_cache.get_keys(layer) for layer in range(as_integer(num_layers, "num_layers"))]
         values = [kv_cache.get_values(layer) for layer in range(num_layers)]
         for layer, rows in enumerate(zip(keys, values, strict=True)):
             if min(map(len, rows)) < size:
@@ -218,6 +230,8 @@ class PrefixKvCache:
             OutOfMemoryError: it could never fit beside the states that callers hold; nothing has changed.
         """
         ids = as_tokens(tokens)
+        if not isinstance(snapshot, CachedKvState):
+            raise TypeError(f"expected a CachedKvState, got {type(snapshot).__name__}")
         if len(ids) < max(1, self.config.min_prefix_len):
             return
         if snapshot.seq_len != len(ids):

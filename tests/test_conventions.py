@@ -136,6 +136,94 @@ def test_k_and_v_that_are_no_floats(face: Any) -> None:
             face(good, wrong)
 
 
+def small_paged() -> PagedKvCache:
+    cache = PagedKvCache(8, 4, 2, 8, num_layers=2)
+    cache.allocate(1, 6)
+    return cache
+
+
+ROWS = np.ones((6, 2, 8), np.float32)
+BLOCK = [np.ones(64, np.float32)] * 2
+STATE = kvcache.CachedKvState([np.ones(4)], [np.ones(4)], 2)
+INTEGERS: list[Any] = [
+    lambda n: small_paged().allocate(n, 1),
+    lambda n: small_paged().allocate(2, n),
+    lambda n: small_paged().append(1, n),
+    lambda n: small_paged().append(n, 1),
+    lambda n: small_paged().free(n),
+    lambda n: small_paged().fork(1, n),
+    lambda n: small_paged().truncate(1, n),
+    lambda n: small_paged().set_priority(1, n),
+    lambda n: small_paged().apply_streaming_llm(1, n, 2),
+    lambda n: small_paged().apply_streaming_llm(1, 2, n),
+    lambda n: small_paged().write(n, 1, ROWS, ROWS),
+    lambda n: small_paged().write(0, 1, ROWS, ROWS, start=n),
+    lambda n: small_paged().write_batch(n, [1], ROWS[:1], ROWS[:1]),
+    lambda n: small_paged().read(n, 1),
+    lambda n: small_paged().read(0, 1, n),
+    lambda n: small_paged().read(0, 1, 0, n),
+    lambda n: small_paged().attention(n, ROWS[:1], [1]),
+    lambda n: small_paged().attention(0, ROWS[:1], [1], query_lens=[n]),
+    lambda n: small_paged().handle(1).key_cache(n),
+    lambda n: KvCache(n, 4, 2),
+    lambda n: KvCache(1, n, 2),
+    lambda n: KvCache(1, 4, n),
+    lambda n: KvCache(1, 4, 2, num_heads=n),
+    lambda n: KvCache(1, 4, 2).store_kv(n, [1.0, 1.0], [1.0, 1.0]),
+    lambda n: KvCache(1, 4, 2).get_keys(n),
+    lambda n: KvCache(1, 4, 2).truncate(n),
+    lambda n: KvCache(1, 4, 2).restore_from_snapshot([[1.0, 1.0]], [[1.0, 1.0]], n),
+    lambda n: kvcache.CachedKvState([np.ones(4)], [np.ones(4)], n),
+    lambda n: PrefixCacheConfig(max_entries=n),
+    lambda n: PrefixCacheConfig(max_memory_bytes=n),
+    lambda n: PrefixCacheConfig(min_prefix_len=n),
+    lambda n: PrefixCacheConfig(head_dim=n),
+    lambda n: PrefixKvCache().lookup([n]),
+    lambda n: PrefixKvCache().store(range(4), KvCache(1, 4, 2), n, 2, 1),
+    lambda n: PrefixKvCache().store(range(4), KvCache(1, 4, 2), 4, n, 1),
+    lambda n: PrefixKvCache().store(range(4), KvCache(1, 4, 2), 4, 2, n),
+    lambda n: PrefixCache(n, 4, 2, 2, 8),
+    lambda n: PrefixCache(4, n, 2, 2, 8),
+    lambda n: PrefixCache(4, 4, n, 2, 8),
+    lambda n: PrefixCache(4, 4, 2, n, 8),
+    lambda n: PrefixCache(4, 4, 2, 2, n),
+    lambda n: PrefixCache(4, 4, 2, 2, 8).insert(range(4), n, BLOCK, BLOCK),
+    lambda n: PrefixCache(4, 4, 2, 2, 8).release(n),
+    lambda n: CacheManager(KVCacheConfig(4, 1, 8)).evict(n),
+    lambda n: KVCacheConfig(n, 1, 8),
+]
+
+
+@pytest.mark.parametrize("call", INTEGERS, ids=range(len(INTEGERS)))
+def test_a_number_that_is_no_count(call: Any) -> None:
+    """A fraction is never cut, truth is no number, and what is too large for 64 bits is refused like any other."""
+    for wrong in (1.5, np.float64(2), float("nan"), "1", object(), -(2**70)):
+        with pytest.raises((TypeError, ValueError, IndexError, KvCacheError)):
+            call(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "x", [], {}])
+def test_an_object_of_another_kind(wrong: Any) -> None:
+    hit = PrefixKvCache(PrefixCacheConfig(min_prefix_len=1))
+    hit.store_snapshot([1, 2], STATE)
+    calls = [
+        lambda: hit.store_snapshot([3, 4], wrong),
+        lambda: hit.store([3, 4], wrong, 2, 2, 1),
+        lambda: hit.restore(wrong, KvCache(1, 4, 2)),
+        lambda: hit.restore(STATE, wrong),
+        lambda: PrefixCache(4, 4, 2, 2, 8).close_session(wrong),
+        lambda: CacheManager(wrong),
+        lambda: small_paged().with_eviction_strategy(wrong),
+        lambda: small_paged().attention(0, ROWS[:1], [1], scale=float("nan")),
+        lambda: small_paged().attention(0, ROWS[:1], [1], scale=float("inf")),
+    ]
+    for call in calls if wrong is None else [*calls, lambda: PrefixKvCache(wrong)]:
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            call()
+    hit.check()
+    assert len(hit) == 1
+
+
 def test_one_family_of_errors() -> None:
     error = OutOfMemoryError(3, 2)
     assert (error.requested, error.available, error.unit) == (3, 2, "blocks")

@@ -15,6 +15,8 @@ from kvcache.demo.display import Display, TerminalDisplay, rows
 from kvcache.demo.run import Pass, Request, run
 
 GOLDEN = Path(__file__).parent / "golden"
+# The package under test, also from another directory and where it was built in place.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
 pytest.importorskip("tokenizers")
 
 
@@ -32,7 +34,8 @@ def shown(tmp_path_factory):
     """One run of the demo as a user starts it, its output in a file."""
     path = tmp_path_factory.mktemp("demo") / "out.txt"
     with path.open("w") as out:
-        code = subprocess.run([sys.executable, "-m", "kvcache"], stdout=out, cwd=path.parent, check=False).returncode
+        command = [sys.executable, "-m", "kvcache"]
+        code = subprocess.run(command, stdout=out, cwd=path.parent, env=ENVIRONMENT, check=False).returncode
     return code, path.read_text()
 
 
@@ -133,6 +136,6 @@ def test_help_names_everything(capsys):
 
 def test_a_pipe_that_closes_is_no_traceback():
     command = f"{sys.executable} -m kvcache --help | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ, check=False)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.stdout.startswith("usage")
     assert "Traceback" not in done.stderr

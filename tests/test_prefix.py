@@ -497,11 +497,12 @@ def test_held_states_keep_their_bytes(dtype: str) -> None:
 
 
 def test_states_are_read_while_neighbours_are_written() -> None:
-    cache = PrefixKvCache(config(dtype="q3"))
-    cache.store_snapshot([1] * 5, noise(5, 32))
+    """One tile of 16 tokens: five are held, the others are packed anew by every store."""
+    cache = PrefixKvCache(config(dtype="q3", max_entries=2))
+    cache.store_snapshot([1] * 5, noise(5, 256))
     hit = cache.lookup([1] * 5)
     assert hit is not None
-    want, done, wrong = round_trip(noise(5, 32), 32, "q3", "q3"), threading.Event(), []
+    want, done, wrong = round_trip(noise(5, 256), 256, "q3", "q3"), threading.Event(), []
 
     def read() -> None:
         while not done.is_set():
@@ -509,8 +510,9 @@ def test_states_are_read_while_neighbours_are_written() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for i in range(300):
-        cache.store_snapshot([2 + i], noise(1, 32, seed=i))
+    others = [noise(10, 256, seed=i) for i in range(10)]
+    for i in range(1000):
+        cache.store_snapshot([2 + i] * 10, others[i % 10])
     done.set()
     reader.join()
     assert wrong
