@@ -30,12 +30,14 @@ class Item:
         titles: a title and what to show under it.
         make: the cases, from the options.
         after: further reports, each `(name, rows)` and how to print them.
+        serial: whether everything runs on one thread, so that its own clock may be used.
     """
 
     word: str
     titles: tuple[tuple[str, Callable[[], Columns]], ...]
     make: Callable[[argparse.Namespace], Iterable[Case]]
     after: tuple[tuple[str, Callable[[argparse.Namespace], Any], Callable[..., int]], ...] = field(default=())
+    serial: bool = False
 
 
 def _decode_cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -77,6 +79,7 @@ ITEMS = (
                 writes.print_memory,
             ),
         ),
+        serial=True,
     ),
     Item(
         "mixed",
@@ -94,6 +97,7 @@ ITEMS = (
         (("7. Python overhead: 1 sequence, 16 tokens, 1 head", lambda: overhead.OVERHEAD),),
         lambda o: overhead.cases(),
         (("allocations", lambda o: overhead.allocation_report(), overhead.print_allocations),),
+        serial=True,
     ),
 )
 
@@ -137,7 +141,10 @@ def main(options: argparse.Namespace) -> int:
     for item in ITEMS:
         if options.only and options.only.lower() not in item.word:
             continue
-        results = [run_case(case, rounds, threaded=True, settle=SETTLE) for case in item.make(options)]
+        results = [
+            run_case(case, rounds, threaded=not (item.serial or case.what.endswith(", 1 thr")), settle=SETTLE)
+            for case in item.make(options)
+        ]
         for title, columns in item.titles:
             missed += print_rates(title, columns(), results, as_markdown=options.markdown)
         done.append((Table(item.titles[0][0], ()), results))

@@ -126,6 +126,6 @@ def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) 
                 {"claim": str(claim), "ratio": middle, "min": low, "max": high, "met": met}
                 for claim, middle, low, high, met in r.verdicts()
             ]
-            cases.append({"what": r.what, "seconds": r.times, "claims": claims})
+            cases.append({"what": r.what, "seconds": r.times, "facts": r.facts, "claims": claims})
         data["tables"].append({"title": table.title, "growth": table.growth, "cases": cases})
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
