@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.rows import BLOCK_SIZE, Rows
-from kvcache.saved_rows import SavedRows
+from kvcache.saved import SavedRows
 
 __all__ = ["Lease", "RowArena"]
 

@@ -22,7 +22,7 @@ from kvcache.errors import InvalidOperationError, OutOfMemoryError, SnapshotErro
 from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
 from kvcache.prefix_info import PrefixCacheConfig, PrefixKvStats
 from kvcache.rows import rows_of
-from kvcache.saved_rows import SavedRows
+from kvcache.saved import SavedRows
 from kvcache.segments import newest_entries, ranges, segments_of, walk_back, well_formed
 from kvcache.snapshot import Snapshot, write_snapshot
 
