@@ -65,6 +65,14 @@ def test_tables_and_times():
     assert markdown(["x"], [["1"]]) == "| x |\n| :-- |\n| 1 |"
 
 
+def test_a_saved_cache(capsys):
+    """Whatever the times are: every block comes back byte for byte, or the bench says no."""
+    assert main(["saved", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("yes") == 4
+    assert "NO" not in out
+
+
 def test_the_command_line(capsys):
     assert main(["trace", "--quick"]) == 0
     assert "optimal (offline)" in capsys.readouterr().out
