@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from oracle_trie import NaiveTrie, Tokens
 
 from kvcache.blocks import PrefixCache
-from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.blocks_info import CacheBlock, CacheSession
+from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
 from kvcache.paged import PagedKvCache
 
