@@ -19,16 +19,13 @@ def rows(name, tokens, kv_dim, layers=LAYERS):
         seed = zlib.crc32(int(token).to_bytes(4, "little"), seed)
         seeds.append(seed)
     seeds = np.array(seeds, np.uint64)[:, None]
-    sides = []
-    for side in range(2):
-        channel = np.arange(kv_dim, dtype=np.uint64)
-        sides.append(
-            [
-                ((((seeds * (2 * channel + 3 + side) + 7 * layer) >> np.uint64(5)) % 1024).astype(np.float32) - 512) / 512
-                for layer in range(layers)
-            ]
-        )
-    return tuple(sides)
+    channel = np.arange(kv_dim, dtype=np.uint64)
+
+    def side(which, layer):
+        mixed = (seeds * (2 * channel + 3 + which) + 7 * layer) >> np.uint64(5)
+        return ((mixed % 1024).astype(np.float32) - 512) / 512
+
+    return tuple([side(which, layer) for layer in range(layers)] for which in range(2))
 
 
 def state(name, tokens, kv_dim, layers=LAYERS):
@@ -41,11 +38,9 @@ def pairs(name, tokens, block_size, heads, dim, layers=LAYERS):
     keys, values = rows(name, tokens, heads * dim, layers)
     blocks = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        block = slice(start, start + block_size)
-        blocks.append(
-            tuple(
-                [side[layer][block].reshape(block_size, heads, dim).swapaxes(0, 1).reshape(-1) for layer in range(layers)]
-                for side in (keys, values)
-            )
-        )
+        sides = []
+        for side in (keys, values):
+            cut = [layer[start : start + block_size].reshape(block_size, heads, dim) for layer in side]
+            sides.append([layer.swapaxes(0, 1).reshape(-1) for layer in cut])
+        blocks.append(tuple(sides))
     return blocks

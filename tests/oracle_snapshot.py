@@ -1,4 +1,4 @@
-"""A saved cache read by hand: struct, slices and dicts, no code of the library. Reads what is right, checks all of it."""
+"""A saved cache read by hand: struct, slices and dicts, no code of the library."""
 
 import struct
 import zlib

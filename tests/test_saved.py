@@ -109,11 +109,10 @@ def test_every_pair_of_formats_comes_back_bit_for_bit(tmp_path, kind, pair):
     saved.check()
 
 
-@pytest.mark.parametrize("rotate", [True, False, "auto"])
-@pytest.mark.parametrize("head_dim", [8, 24])
+@pytest.mark.parametrize(
+    ("rotate", "head_dim"), [(True, 8), (False, 8), ("auto", 8), (False, 24), ("auto", 24)]
+)
 def test_rotations_come_back_and_are_told_apart(tmp_path, rotate, head_dim):
-    if rotate is True and head_dim == 24:
-        pytest.skip("no such rotation")
     options = {"dtype": "q8", "head_dim": head_dim, "min_prefix_len": 1}
     saved = entries(PrefixCacheConfig(rotate=rotate, **options))
     tokens = list(range(70))
@@ -559,7 +558,7 @@ def test_whole_matches_stay_whole_matches(tmp_path):
 
 
 def test_load_reads_no_page(tmp_path):
-    """It costs what the tables cost: a file whose pages are a hole of a terabyte loads like any other."""
+    """A file whose pages are nothing but zeros loads like any other, and has nothing when it is asked."""
     path = tmp_path / "cache"
     saved = blocks()
     put(saved, "x", [5] * 40)
