@@ -54,7 +54,7 @@ def _decode(data: bytes, at: int, depth: int) -> tuple[Hashable, int]:
     if tag in (b"N", b"T", b"F"):
         return {b"N": None, b"T": True, b"F": False}[tag], at + 1
     first = at + 1 + _LENGTH.size
-    if tag not in (b"i", b"s", b"b", b"(") or first > len(data) or depth > _DEPTH:
+    if tag not in (b"i", b"s", b"b", b"(") or first > len(data) or (tag == b"(" and depth >= _DEPTH):
         raise ValueError("expected a namespace, got other bytes")
     (length,) = _LENGTH.unpack_from(data, at + 1)
     if length > len(data) - first:  # an item takes a byte or more

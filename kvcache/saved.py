@@ -32,6 +32,7 @@ class Saved(ABC):
         self._slot_of = np.full(-(-num_places // page_slots) * page_slots, -1, np.int32)  # by place
         self._place_of = np.empty(0, np.int64)  # by slot, as far as any waits
         self.waiting = 0
+        self._warned = False
 
     @abstractmethod
     def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
@@ -64,19 +65,22 @@ class Saved(ABC):
         self.waiting -= int(np.count_nonzero(waited))
 
     def fetch(self, slots: Int32) -> int:
-        """Bring in what `slots` wait for, page by page; how many of them come before the first that still waits.
+        """Bring in what `slots` wait for, page by page; how many of them come before the first whose page is damaged.
 
-        That one is damaged, and waits on.
+        That one and what comes after it wait on.
         """
         size, places = self._page_slots, self.places(slots)
-        for page in np.unique(places[places >= 0] // size).tolist():
+        for page in dict.fromkeys((places[places >= 0] // size).tolist()):
             of_page = self._slot_of[page * size : (page + 1) * size]
             inside = np.flatnonzero(of_page >= 0)
             arrived = of_page[inside]
-            if self._bring(page, arrived, inside):
-                self.forget(arrived)
-            else:
-                logger.warning("%s: page %d is damaged; what needs it is forgotten", self.snapshot.path, page)
+            if not self._bring(page, arrived, inside):
+                # A file that was cut short may have thousands.
+                level = logging.DEBUG if self._warned else logging.WARNING
+                logger.log(level, "%s: page %d is damaged; what needs it is forgotten", self.snapshot.path, page)
+                self._warned = True
+                break
+            self.forget(arrived)
         missing = np.flatnonzero(self.places(slots) >= 0)
         return int(missing[0]) if len(missing) else len(slots)
 
