@@ -202,6 +202,7 @@ class RowArena:
         stored = np.zeros(self.num_slots, np.int32)
         np.add.at(stored, held, 1)
         assert np.array_equal(stored, self.stored), "arena: the trie's slots are not those stored, or some twice"
+        assert self.saved is None or self.stored[self.saved.slots()].all(), "arena: a slot waits that is not stored"
         leased = np.zeros(self.num_slots, np.int32)
         for slots, counted in self.leases.values():
             assert counted, "arena: a lease was passed over"

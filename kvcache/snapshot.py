@@ -244,11 +244,14 @@ class Snapshot:
         self.path = os.fspath(path)
         # Without O_NONBLOCK, a pipe of this name would wait for a writer.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        weakref.finalize(self, os.close, self._fd)
+        close = weakref.finalize(self, os.close, self._fd)
         try:
             self._open(kind, model)
-        except SnapshotError as error:
-            raise SnapshotError(f"{self.path}: {error}") from error
+        except BaseException as error:
+            close()
+            if isinstance(error, SnapshotError):
+                raise SnapshotError(f"{self.path}: {error}") from error
+            raise
 
     def _open(self, kind: str, model: str) -> None:
         status = os.fstat(self._fd)

@@ -21,6 +21,7 @@ from kvcache import (
     SnapshotError,
     _kernels,
 )
+from kvcache.segments import walk_back
 
 FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 NAMES = (None, "a", ("b", 1))
@@ -474,6 +475,64 @@ def test_a_namespace_that_cannot_be_saved(tmp_path, kind):
         assert path.read_bytes() == before
         assert os.listdir(tmp_path) == ["cache"]
         cache.clear()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", [entries, blocks])
+def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
+    saved, texts_ = kind(), prompts(8)
+    for name, tokens in texts_:
+        put(saved, name, tokens)
+    saved.save(tmp_path / "cache")
+    before = open_files()
+    for model in ("another", "and another"):
+        with pytest.raises(SnapshotError):
+            kind().load(tmp_path / "cache", model=model)
+        assert open_files() == before
+    loaded = kind()
+    loaded.load(tmp_path / "cache")
+    assert open_files() == before + 1
+    for name, tokens in texts_:
+        get(loaded, name, tokens)
+    assert open_files() == before  # all is read
+    loaded.clear()
+    loaded.load(tmp_path / "cache")
+    assert open_files() == before + 1
+    loaded.clear()
+    assert open_files() == before
+    loaded.load(tmp_path / "cache")
+    del loaded
+    assert open_files() == before
+
+
+@pytest.mark.parametrize(("kind", "module"), [(entries, "prefix"), (blocks, "block_index")])
+def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, module, monkeypatch):
+    """Nothing has changed: no slot is taken, no block, and the next load finds an empty cache."""
+    saved, texts_ = kind(), prompts(9)
+    for name, tokens in texts_:
+        put(saved, name, tokens)
+    saved.save(tmp_path / "cache")
+    loaded = kind()
+    for after in (0, 1, 4):
+
+        def few(*arguments, after=after):
+            for i, step in enumerate(walk_back(*arguments)):
+                if i == after:
+                    raise MemoryError
+                yield step
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvcache.{module}.walk_back", few)
+            with pytest.raises(MemoryError):
+                loaded.load(tmp_path / "cache")
+        assert len(loaded) == 0
+        loaded.check()
+    assert loaded.load(tmp_path / "cache") == len(saved)
+    for name, tokens in texts_:
+        assert_same(get(loaded, name, tokens), get(saved, name, tokens))
 
 
 # -- damage -------------------------------------------------------------------------------------------------
