@@ -615,9 +615,12 @@ def test_what_was_never_written_is_zero_whoever_held_the_block_before(rng, dtype
     assert is_zero(1, 0)
     c.append(1, 20)
     c.allocate_batch([2, 3], [5, 7])
-    assert is_zero(1, 0) and is_zero(2, 0) and is_zero(3, 0)
+    assert is_zero(1, 0)
+    assert is_zero(2, 0)
+    assert is_zero(3, 0)
     c.append_batch([2, 3])
-    assert is_zero(2, 0) and is_zero(3, 0)
+    assert is_zero(2, 0)
+    assert is_zero(3, 0)
     c.free_batch([1, 2, 3])
 
     secret(4, 32)  # a shared tail, of which only the first tokens are another's
@@ -636,9 +639,13 @@ def test_ids_are_ints_with_a_text_form():
     c.allocate(7, 20)
     info = c.get_sequence(SeqId(7))
     assert (str(info.seq_id), repr(info.seq_id), [str(b) for b in info.block_ids]) == ("S7", "SeqId(7)", ["B0", "B1"])
-    assert info.seq_id == 7 and hash(info.seq_id) == hash(7) and type(info.seq_id) is SeqId
-    assert info.block_ids == (0, 1) and type(info.block_ids[0]) is BlockId
-    assert [str(s) for s in c.sequence_ids()] == ["S7"] and str(c.select_eviction_target()) == "S7"
+    assert info.seq_id == 7
+    assert hash(info.seq_id) == hash(7)
+    assert type(info.seq_id) is SeqId
+    assert info.block_ids == (0, 1)
+    assert type(info.block_ids[0]) is BlockId
+    assert [str(s) for s in c.sequence_ids()] == ["S7"]
+    assert str(c.select_eviction_target()) == "S7"
     assert [str(s) for s in c.evict_to_threshold(0.0)] == ["S7"]
     c.allocate(8, 1)
     assert str(c.evict()) == "S8"

@@ -151,7 +151,7 @@ def test_copied_slots_are_the_same_codes_and_touch_no_others(rng, name, block_si
         np.testing.assert_array_equal(read(), expected)
 
 
-@pytest.mark.parametrize("block_size, dim", [(16, 64), (32, 32), (48, 96), (5, 40)])
+@pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (32, 32), (48, 96), (5, 40)])
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("q8", "q4"), ("q3", "q2"), ("q4", "f32")])
 def test_cleared_slots_are_zeros_and_the_others_as_they_were(block_size, dim, formats):
     rng = np.random.default_rng(block_size)
