@@ -204,7 +204,7 @@ class PackedPage:
 
     def __init__(self, rows: PackedRows) -> None:
         self._rows, self._store = rows, BlockStore(rows.num_layers, 1, *rows._settings)
-        self.buffers: list[npt.NDArray[Any]] = [self._store.raw(layer) for layer in range(rows.num_layers)]
+        self.buffers: list[npt.NDArray[Any]] = list(self._store.overwrite(0))
 
     def copy_from(self, slots: Int32) -> None:
         """Fill the first slots with the rows at `slots`, bit for bit."""

@@ -104,8 +104,8 @@ class SavedBlocks(Saved):
 
     def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
         super().__init__(snapshot, 0, 1, int(snapshot.num_slots[0]) // store.block_size)
-        self._raw = [store.raw(layer) for layer in range(store.num_layers)]
+        self._store = store
 
     def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
         # Straight into the block: nobody reads it before its checksum is found right.
-        return self.snapshot.read_page(0, page, [layer[slots[0]] for layer in self._raw])
+        return self.snapshot.read_page(0, page, self._store.overwrite(int(slots[0])))

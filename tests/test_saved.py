@@ -646,10 +646,11 @@ def test_any_bytes_can_be_read_and_attended(simd, pair, rng):
     """Checksums stop no one who writes a file on purpose: NaN scales, infinities, anything, and no memory error."""
     cache = PagedKvCache(6, 16, 2, 64, key_dtype=pair[0], value_dtype=pair[1])
     cache.allocate(0, 90)
-    raw = cache._store.raw(0)
     queries = rng.standard_normal((3, 6, 64)).astype(np.float32)
     for fill in (0x00, 0xFF, 0x7F, 0x7C, 0x80, None):
-        raw[:] = rng.integers(0, 256, raw.shape) if fill is None else fill
+        for block in range(6):
+            (raw,) = cache._store.overwrite(block)
+            raw[:] = rng.integers(0, 256, raw.shape) if fill is None else fill
         keys, values = cache.read(0, 0)
         assert keys.shape == values.shape == (90, 2, 64)
         out, scores = cache.attention(0, queries, [0], query_lens=[3], return_scores=True)
