@@ -349,6 +349,28 @@ def test_blocks_over_a_paged_cache_take_what_the_pool_has(tmp_path):
     paged.check()
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_loaded_block_that_was_freed_shows_nobody_what_was_in_it(tmp_path, damaged):
+    """Nor do the bytes of a damaged one, which were read before they were found wrong."""
+    path = tmp_path / "cache"
+    saved = blocks()
+    put(saved, "n", [1] * 8 * SIZE)
+    saved.save(path)
+    if damaged:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    paged = PagedKvCache(8, SIZE, HEADS, DIM, num_layers=LAYERS, dtype="f32")
+    cache = PrefixCache.over(paged)
+    cache.load(path)
+    assert get(cache, "n", [1] * 8 * SIZE)[0] == (7 if damaged else 8) * SIZE
+    cache.clear()
+    paged.allocate(0, 8 * SIZE)
+    for layer in range(LAYERS):
+        for rows_ in paged.read(layer, 0):
+            assert not rows_.any()
+
+
 def test_blocks_that_wait_may_leave_unread(tmp_path):
     saved = blocks()
     for name, tokens in prompts(5, 3, 60):
