@@ -42,16 +42,16 @@ static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows,
     return p->block + values + (size_t)head * j->layout->value_head_bytes + tile;
 }
 
-static void fetch_tile(const job *j, const piece *p, kvc_rows rows, int head) {
-    const unsigned char *tile = tile_of(j, p, rows, head);
-    for (size_t b = 0; b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(tile + b, 0, 2);
-}
-
-static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows) {
+static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows,
+                       const chunk *next) {
     for (int i = 0; i < c->pieces; i++) {
-        fetch_tile(j, &c->piece[i], j->v_rows, head);
         const unsigned char *tile = tile_of(j, &c->piece[i], j->k_rows, head);
-        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i);
+        const unsigned char *ahead = NULL;
+        if (next && i < next->pieces) {
+            ahead = tile_of(j, &next->piece[i], j->k_rows, head);
+            fetch_lines(ahead, KVC_TILE_HEADER);
+        }
+        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i, ahead);
     }
     return c->lanes;
 }
@@ -69,25 +69,31 @@ static void load_scales(const piece *p, const unsigned char *tile, float *scales
     }
 }
 
-static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc) {
-    const unsigned char *tile[KVC_CHUNK / KVC_TILE];
+static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc, const chunk *next) {
+    const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
     float scales[KVC_CHUNK], minima[KVC_CHUNK];
     for (int i = 0; i < c->pieces; i++) {
         tile[i] = tile_of(j, &c->piece[i], j->v_rows, head);
         load_scales(&c->piece[i], tile[i], scales + KVC_TILE * i, minima + KVC_TILE * i);
+        ahead[i] = tile[i];
+        if (next && i < next->pieces) ahead[i] = tile_of(j, &next->piece[i], j->v_rows, head);
+        fetch_lines(ahead[i], KVC_TILE_HEADER);
     }
     for (int r = 0; r < rows; r++) {
         quantise_weights(j->v_rows.bits, c->lanes, j->weights + r * KVC_CHUNK, scales, minima, &j->unit_w[r]);
     }
-    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded);
+    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded,
+             next && next->pieces ? ahead : NULL);
 }
 #endif
 
 /* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
  * no meaning. Returns the lanes written. */
-static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead) {
+static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
+                       const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
-    if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows);
+    if (j->units)
+        return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
 #endif
     const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;
     const int few = rows <= KVC_DOT_ROWS,
@@ -119,10 +125,10 @@ static int score_chunk(const job *j, const chunk *c, int head, size_t index, int
 
 /* acc = acc * alpha + weights V. */
 static void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
-                       ahead_rows ahead) {
+                       ahead_rows ahead, const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
     if (j->units) {
-        mix_tiles(j, c, head, rows, acc);
+        mix_tiles(j, c, head, rows, acc, next);
         return;
     }
 #endif

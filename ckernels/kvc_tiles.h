@@ -31,6 +31,11 @@ INLINE int32_t four_bytes(const void *p) {
     return x;
 }
 
+/* Into the L2 cache. */
+INLINE void fetch_lines(const unsigned char *p, int bytes) {
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
+}
+
 /* Codes of unit n of the units that share bytes: 1 of 8 bits, 2 of 4, 4 of 2, 8 of 3 (kvc_quant.h). */
 INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     const u8x64 x = u8x64_load(packed + (bits == 3 ? n / 4 * KVC_UNIT : 0));
@@ -62,13 +67,14 @@ static void quantise_query(const float *q, int dim, unit_query *to) { /* dim a m
 
 /* rows (constant) x one tile: 16 scores each, KVC_CHUNK apart. */
 INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile,
-                          float *s) {
+                          float *s, const unsigned char *ahead) {
     const int together = UNITS_TOGETHER(bits);
     const unsigned char *packed = tile + KVC_TILE_HEADER;
     i32x16 high[4], low[4];
     UNROLL
     for (int r = 0; r < rows; r++) high[r] = low[r] = i32x16_zero();
     for (int d = 0; d < dim; packed += BYTES_TOGETHER(bits)) {
+        if (ahead) fetch_lines(ahead + (packed - tile), BYTES_TOGETHER(bits));
         UNROLL
         for (int n = 0; n < together; n++, d += 4) {
             u8x64 codes = unit_codes(bits, packed, n);
@@ -99,23 +105,24 @@ INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, cons
 }
 
 INLINE void unit_dot_rows(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile,
-                          float *s) {
+                          float *s, const unsigned char *ahead) {
     int r = 0;
-#define DOT_ROWS(n)                                             \
-    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n)) \
-        unit_dot_tile(n, bits, dim, q + r, tile, s + r * KVC_CHUNK);
+#define DOT_ROWS(n)                                                           \
+    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
+        unit_dot_tile(n, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
     DOT_ROWS(2)
     DOT_ROWS(1)
 #undef DOT_ROWS
 }
 
-static void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s) {
+static void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
+                     const unsigned char *ahead) {
     switch (bits) {
-    case 8: unit_dot_rows(8, dim, rows, q, tile, s); break;
-    case 4: unit_dot_rows(4, dim, rows, q, tile, s); break;
-    case 3: unit_dot_rows(3, dim, rows, q, tile, s); break;
-    default: unit_dot_rows(2, dim, rows, q, tile, s); break;
+    case 8: unit_dot_rows(8, dim, rows, q, tile, s, ahead); break;
+    case 4: unit_dot_rows(4, dim, rows, q, tile, s, ahead); break;
+    case 3: unit_dot_rows(3, dim, rows, q, tile, s, ahead); break;
+    default: unit_dot_rows(2, dim, rows, q, tile, s, ahead); break;
     }
 }
 
@@ -144,7 +151,8 @@ static void quantise_weights(int bits, int lanes, const float *w, const float *s
 
 /* rows (constant) x 32 channels over all tiles of a chunk; cb: the first block of 16 channels, even. */
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
-                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride) {
+                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                          const unsigned char *const *ahead) {
     i32x16 high[4][2], low[4][2];
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -154,6 +162,7 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
     for (int i = 0; i < tiles; i++) {
         const unsigned char *packed =
             tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
+        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
             u8x64 codes[2];
@@ -192,13 +201,15 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
 }
 
 INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_weights *w,
-                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride) {
+                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                          const unsigned char *const *ahead) {
     int r = 0;
-#define MIX_ROWS(n)                                                                                      \
-    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n)) {                                        \
-        for (int cb = 0; cb < dim / 16; cb += 2) {                                                       \
-            unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride); \
-        }                                                                                                \
+#define MIX_ROWS(n)                                                                                     \
+    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n), ahead = NULL) {                         \
+        for (int cb = 0; cb < dim / 16; cb += 2) {                                                      \
+            unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, \
+                          ahead);                                                                       \
+        }                                                                                               \
     }
     MIX_ROWS(4)
     MIX_ROWS(2)
@@ -207,12 +218,13 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
 }
 
 static void unit_mix(int bits, int dim, int rows, int tiles, const unit_weights *w,
-                     const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride) {
+                     const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                     const unsigned char *const *ahead) {
     switch (bits) {
-    case 8: unit_mix_rows(8, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
-    case 4: unit_mix_rows(4, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
-    case 3: unit_mix_rows(3, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
-    default: unit_mix_rows(2, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
+    case 8: unit_mix_rows(8, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    case 4: unit_mix_rows(4, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    case 3: unit_mix_rows(3, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    default: unit_mix_rows(2, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
     }
 }
 
