@@ -86,8 +86,8 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     const size_t index = (size_t)(h * j->rows);
     const chunk *then = last ? next : now;
     const size_t k_offset = (size_t)ahead_head * j->layout->key_head_bytes;
-    const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (int)j->v_row_bytes};
-    const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (int)j->k_row_bytes};
+    const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (size_t)j->v_rows.bits / 8};
+    const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (size_t)j->k_rows.bits / 8};
     const int lanes = score_chunk(j, now, head, index, j->rows, v, next);
     softmax_rows(j, now, item->row, j->rows, lanes, j->largest + index, j->sum + index);
     mix_values(j, now, head, j->rows, lanes, j->acc + index * (size_t)j->padded, k, next);
