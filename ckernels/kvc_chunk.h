@@ -56,32 +56,33 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
     return c->lanes;
 }
 
-/* Lanes of a tile without a token of the piece have weight 0, but any bytes as scale and minimum: 0 too. */
-static void load_scales(const piece *p, const unsigned char *tile, float *scales, float *minima) {
+/* Scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
+ * weight 0, but any bytes as scale and minimum: 0 too. */
+static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales, float *middles) {
     const uint16_t *halves = (const uint16_t *)tile;
     for (int t = 0; t < KVC_TILE; t += KVC_LANES) {
-        f32v_store(scales + t, f32v_load_half(halves + t));
-        f32v_store(minima + t, f32v_load_half(halves + KVC_TILE + t));
+        const f32v scale_v = f32v_load_half(halves + t), minimum_v = f32v_load_half(halves + KVC_TILE + t);
+        f32v_store(scales + t, scale_v);
+        f32v_store(middles + t, f32v_fma(scale_v, f32v_set1(centre), minimum_v));
     }
     const int first = p->slot % KVC_TILE;
     for (int t = 0; p->count < KVC_TILE && t < KVC_TILE; t++) {
-        if (t < first || t >= first + p->count) scales[t] = minima[t] = 0.0f;
+        if (t < first || t >= first + p->count) scales[t] = middles[t] = 0.0f;
     }
 }
 
 static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc, const chunk *next) {
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
-    float scales[KVC_CHUNK], minima[KVC_CHUNK];
+    float scales[KVC_CHUNK], middles[KVC_CHUNK];
+    const float centre = centre_of(j->v_rows.bits);
     for (int i = 0; i < c->pieces; i++) {
         tile[i] = tile_of(j, &c->piece[i], j->v_rows, head);
-        load_scales(&c->piece[i], tile[i], scales + KVC_TILE * i, minima + KVC_TILE * i);
+        load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
         ahead[i] = tile[i];
         if (next && i < next->pieces) ahead[i] = tile_of(j, &next->piece[i], j->v_rows, head);
         fetch_lines(ahead[i], KVC_TILE_HEADER);
     }
-    for (int r = 0; r < rows; r++) {
-        quantise_weights(j->v_rows.bits, c->lanes, j->weights + r * KVC_CHUNK, scales, minima, &j->unit_w[r]);
-    }
+    quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
     unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded,
              next && next->pieces ? ahead : NULL);
 }
@@ -95,6 +96,7 @@ static int score_chunk(const job *j, const chunk *c, int head, size_t index, int
     if (j->units)
         return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
 #endif
+    (void)next;
     const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;
     const int few = rows <= KVC_DOT_ROWS,
               step = few || KVC_PANEL < KVC_DOT_TOKENS ? KVC_DOT_TOKENS : KVC_PANEL;
@@ -132,6 +134,7 @@ static void mix_values(const job *j, const chunk *c, int head, int rows, int tok
         return;
     }
 #endif
+    (void)next;
     const int few = rows <= KVC_DOT_ROWS;
     const unsigned char *staged[KVC_CHUNK], *const *v = c->v;
     size_t offset = (size_t)head * j->layout->value_head_bytes;

@@ -89,6 +89,7 @@ INLINE f32v f32v_sums(const f32v r[8]) {
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
+#define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_ROWS 8 /* for more, floats are as fast */
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
@@ -136,8 +137,8 @@ INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
     const __m256i w_v = _mm256_set1_epi32(w);
     return (i32x16){i32x8_dot(sums.a, w_v, codes.a), i32x8_dot(sums.b, w_v, codes.b)};
 }
-/* 128 * high + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
-    out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, 7), low.a));
-    out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, 7), low.b));
+/* high * 2^bits + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, bits), low.a));
+    out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, bits), low.b));
 }
