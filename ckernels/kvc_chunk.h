@@ -16,7 +16,7 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
         float *to = j->stage + p->lane * j->padded;
         KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)j->padded);
     }
-    for (int t = 0; t < KVC_CHUNK; t++) {
+    for (int t = 0; t < KVC_POINTERS; t++) {
         float *to = j->stage + (t < c->lanes ? t : c->lanes - 1) * j->padded;
         staged[t] = (const unsigned char *)to;
         if (rows.bits != 16 || t >= c->lanes) continue;
@@ -101,7 +101,7 @@ static int score_chunk(const job *j, const chunk *c, int head, size_t index, int
     const int few = rows <= KVC_DOT_ROWS,
               step = few || KVC_PANEL < KVC_DOT_TOKENS ? KVC_DOT_TOKENS : KVC_PANEL;
     const int tokens = (c->lanes + step - 1) / step * step;
-    const unsigned char *staged[KVC_CHUNK], *const *k = c->k;
+    const unsigned char *staged[KVC_POINTERS], *const *k = c->k;
     size_t offset = (size_t)head * j->layout->key_head_bytes;
     const int stage = j->k_rows.bits < 16 || (j->k_rows.bits == 16 && !few);
     if (stage) {
@@ -136,7 +136,7 @@ static void mix_values(const job *j, const chunk *c, int head, int rows, int tok
 #endif
     (void)next;
     const int few = rows <= KVC_DOT_ROWS;
-    const unsigned char *staged[KVC_CHUNK], *const *v = c->v;
+    const unsigned char *staged[KVC_POINTERS], *const *v = c->v;
     size_t offset = (size_t)head * j->layout->value_head_bytes;
     const int stage = j->v_rows.bits < 16 || (j->v_rows.bits == 16 && !few);
     if (stage) {
