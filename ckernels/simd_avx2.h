@@ -37,6 +37,21 @@ INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), r);
 }
 
+/* Within each 2n lanes: the first n plus the others, and the first n minus them. */
+INLINE f32v f32v_butterfly1(f32v x) {
+    const __m256 other = _mm256_permute_ps(x, 0xb1);
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xaa);
+}
+INLINE f32v f32v_butterfly2(f32v x) {
+    const __m256 other = _mm256_permute_ps(x, 0x4e);
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xcc);
+}
+INLINE f32v f32v_butterfly4(f32v x) {
+    const __m256 other = _mm256_permute2f128_ps(x, x, 0x01);
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xf0);
+}
+INLINE f32v f32v_butterfly8(f32v x) { return x; } /* never reached: of 16 lanes only */
+
 INLINE float f32v_max_of(f32v x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));

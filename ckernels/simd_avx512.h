@@ -42,6 +42,24 @@ INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), r);
 }
 
+/* Within each 2n lanes: the first n plus the others, and the first n minus them. */
+INLINE f32v f32v_butterfly1(f32v x) {
+    const __m512 other = _mm512_permute_ps(x, 0xb1);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xaaaa, other, x);
+}
+INLINE f32v f32v_butterfly2(f32v x) {
+    const __m512 other = _mm512_permute_ps(x, 0x4e);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xcccc, other, x);
+}
+INLINE f32v f32v_butterfly4(f32v x) {
+    const __m512 other = _mm512_shuffle_f32x4(x, x, 0xb1);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xf0f0, other, x);
+}
+INLINE f32v f32v_butterfly8(f32v x) {
+    const __m512 other = _mm512_shuffle_f32x4(x, x, 0x4e);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xff00, other, x);
+}
+
 INLINE float f32v_max_of(f32v x) { return _mm512_reduce_max_ps(x); }
 INLINE float f32v_sum_of(f32v x) { return _mm512_reduce_add_ps(x); }
 INLINE int f32v_first_not_below(f32v x, float limit) {
