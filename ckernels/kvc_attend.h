@@ -5,11 +5,12 @@
 #include "kvc.h"
 
 enum {
-    KVC_CHUNK = 128, /* tokens whose scores are held at once; twice that is no faster and fetches too far ahead */
+    KVC_CHUNK =
+        128, /* tokens whose scores are held at once; twice that is no faster and fetches too far ahead */
     KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
     KVC_NEAR_VALUES = 4, /* tokens that the mixing product brings into the L1 cache before it reads them */
     KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and as many behind it as products fetch */
-    KVC_DOT_ROWS = 8,    /* up to so many rows, dot products beat turning K into panels */
+    KVC_DOT_ROWS = 8, /* up to so many rows, dot products beat turning K into panels */
     KVC_FEW_ROWS =
         16, /* up to so many rows, one item takes all heads, block by block as they lie in memory */
     KVC_ITEM_ROWS =

@@ -58,7 +58,8 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
 
 /* Scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
  * weight 0, but any bytes as scale and minimum: 0 too. */
-static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales, float *middles) {
+static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales,
+                        float *middles) {
     const uint16_t *halves = (const uint16_t *)tile;
     for (int t = 0; t < KVC_TILE; t += KVC_LANES) {
         const f32v scale_v = f32v_load_half(halves + t), minimum_v = f32v_load_half(halves + KVC_TILE + t);
@@ -93,8 +94,7 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
 static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
                        const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
-    if (j->units)
-        return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
+    if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
 #endif
     (void)next;
     const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;

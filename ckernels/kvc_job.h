@@ -153,7 +153,9 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
             for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
             if (j->k_rows.rotated) KVC_FN(hadamard)(q, j->dim);
 #if defined(KVC_HAVE_DOTS)
-            if (j->units) quantise_query(j->k_rows.bits, q, j->dim, (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
+            if (j->units)
+                quantise_query(j->k_rows.bits, q, j->dim,
+                               (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
 #endif
         }
     }

@@ -82,12 +82,12 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
 INLINE void dot_step(int rows, kvc_format format, int dim, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
     int r = 0;
-#define DOT_ROWS(n)                                                                                     \
-    for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                                              \
-        for (int t = 0; t < KVC_DOT_TOKENS; t += KVC_DOT_SUMS / (n)) {                                  \
-            dot_tile(n, format, dim, q + r * q_stride, q_stride, k + t, offset, s + r * KVC_CHUNK + t,  \
-                     ahead, first + t);                                                                 \
-        }                                                                                               \
+#define DOT_ROWS(n)                                                                                    \
+    for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                                             \
+        for (int t = 0; t < KVC_DOT_TOKENS; t += KVC_DOT_SUMS / (n)) {                                 \
+            dot_tile(n, format, dim, q + r * q_stride, q_stride, k + t, offset, s + r * KVC_CHUNK + t, \
+                     ahead, first + t);                                                                \
+        }                                                                                              \
     }
     DOT_ROWS(4)
     DOT_ROWS(2)

@@ -161,7 +161,8 @@ static inline void kvc_units_of_rows(kvc_side side, int dim, unsigned char (*cod
         for (int c = 0; c < 16; c++) {
             const unsigned char *code = of + c;
             fours[c] = code[0] | (uint32_t)code[KVC_MAX_HEAD_DIM] << 8 |
-                       (uint32_t)code[2 * KVC_MAX_HEAD_DIM] << 16 | (uint32_t)code[3 * KVC_MAX_HEAD_DIM] << 24;
+                       (uint32_t)code[2 * KVC_MAX_HEAD_DIM] << 16 |
+                       (uint32_t)code[3 * KVC_MAX_HEAD_DIM] << 24;
         }
         memcpy(units, fours, sizeof fours);
     }

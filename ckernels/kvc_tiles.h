@@ -26,8 +26,11 @@
  * Error: a query value is off by at most half a step, a step being 2^-13 (shared: 2^-10.8) of the row's
  * largest, so a score by about step * max|q| |k| / sqrt(12), with |k| the L2 norm; a u by half a step of 2^-14
  * (2^-10.8) of the chunk's largest. The promise, relative L2 of an output row: 1 % at worst, 0.5 % typically.
- * Measured on Gaussian K and V, head_dim 128, score spreads 1 to 8, 256 and 4,096 tokens, all formats:
- * MEASURED.
+ * Measured on Gaussian K and V, head_dim 128, 256 to 4,096 tokens, all formats, worst of some thousand rows:
+ *
+ *   score spread            1                3                8
+ *   seven-bit digits   0.02, 0.03 %     0.03, 0.07 %     0.03, 0.15 %       median, worst
+ *   shared digits      0.12, 0.22 %     0.16, 0.42 %     0.11, 0.90 %
  */
 #ifndef KVC_TILES_H
 #define KVC_TILES_H
@@ -68,7 +71,8 @@ INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits < 8; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
 /* x * inverse, rounded, in digits; n a multiple of 32. Returns the sum of the rounded numbers. */
-INLINE float split(int shared, int is_signed, int n, const float *x, float inverse, int8_t *high, int8_t *low) {
+INLINE float split(int shared, int is_signed, int n, const float *x, float inverse, int8_t *high,
+                   int8_t *low) {
 #if KVC_SHARED_DIGITS
     if (shared) {
         f32v sum = f32v_zero();

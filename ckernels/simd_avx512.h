@@ -159,7 +159,8 @@ INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
     const __m512i r16 = _mm512_srai_epi16(_mm512_slli_epi16(x, 12), 8);
     const __m512i rest = _mm512_add_epi16(_mm512_sub_epi16(other, r16), _mm512_set1_epi16(128));
     const __m512i low16 = _mm512_add_epi16(r16, _mm512_and_si512(rest, _mm512_set1_epi16(-256)));
-    const __m512i low_a = _mm512_srai_epi16(low16, 4), high_a = _mm512_srai_epi16(_mm512_sub_epi16(x, low_a), 4);
+    const __m512i low_a = _mm512_srai_epi16(low16, 4),
+                  high_a = _mm512_srai_epi16(_mm512_sub_epi16(x, low_a), 4);
     const __m512i low_b = _mm512_sub_epi16(x, _mm512_shuffle_i32x4(low16, low16, 0xb1));
     const __m512i lows = _mm512_mask_mov_epi64(low_a, 0xcc, low_b);
     _mm256_storeu_si256((__m256i *)low, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(lows), in_order));
