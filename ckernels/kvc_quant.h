@@ -119,14 +119,14 @@ static inline void kvc_pack_units(int bits, int dim, const unsigned char *restri
         }
     } else {
         for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            memset(packed, 0, 3 * KVC_UNIT);
-            for (int n = 0; n < 8; n++) {
-                unsigned char *low = packed + n / 4 * KVC_UNIT, *high = packed + 2 * KVC_UNIT;
-                for (int i = 0; i < KVC_UNIT; i++) {
-                    const int code = units[u + n * KVC_UNIT + i];
-                    low[i] = (unsigned char)(low[i] | (code & 3) << n % 4 * 2);
-                    high[i] = (unsigned char)(high[i] | code >> 2 << n);
+            for (int i = 0; i < KVC_UNIT; i++) {
+                unsigned char low[2] = {0, 0}, high = 0;
+                for (int n = 0; n < 8; n++) {
+                    const unsigned char code = units[u + n * KVC_UNIT + i];
+                    low[n / 4] = (unsigned char)(low[n / 4] | (code & 3) << n % 4 * 2);
+                    high = (unsigned char)(high | code >> 2 << n);
                 }
+                packed[i] = low[0], packed[KVC_UNIT + i] = low[1], packed[2 * KVC_UNIT + i] = high;
             }
         }
     }
