@@ -15,7 +15,7 @@ cdef class BlockStore:
     cdef readonly int32_t num_blocks
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
     cdef size_t arena_bytes
-    cdef uint16_t *reached             # (num_blocks,) slots from here on were never handed out, and are zero
+    cdef uint16_t *reached             # (num_blocks,) slots from here on are zero, and nobody's
     cdef void *scratch                 # of the attention call, grown to the largest so far
     cdef size_t scratch_bytes
     cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the attention call

@@ -431,11 +431,11 @@ cdef class BlockStore:
             block, stop = seq.runs[run].block, seq.runs[run].stop
             first = <int>max(<int64_t>seq.runs[run].first, stop - count)
             count -= stop - first
-            if first < self.reached[block]:
+            if first < self.reached[block]:  # all that lies behind at once: the next tokens of this block are free
                 for layer in range(self.num_layers):
                     _kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
-                                         min(stop, <int>self.reached[block]) - first)
-            self.reached[block] = <uint16_t>max(stop, <int>self.reached[block])
+                                         self.reached[block] - first)
+            self.reached[block] = <uint16_t>stop
 
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
         cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
