@@ -52,7 +52,7 @@ cdef class BatchTable(SequenceTable):
         try:
             for i in range(n):
                 self.refuse_twice_(numbers(ids)[i])
-                self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]))
+                self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]), holes=False)
                 taken += 1
         except (MemoryError, ValueError):
             for i in range(taken):
@@ -108,7 +108,7 @@ cdef class BatchTable(SequenceTable):
         try:
             for i in range(n):
                 self.refuse_twice_(numbers(news)[i])
-                self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.rows.get(numbers(olds)[i])].num_runs)
+                self.picked[i] = self.enter_fork_(self.rows.get(numbers(olds)[i]), numbers(news)[i])
                 taken += 1
         except (MemoryError, ValueError):
             for i in range(taken):
@@ -209,7 +209,7 @@ cdef class BatchTable(SequenceTable):
         cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
         if seq.num_runs == 0 or last.stop == self.block_size or self.pool.refs[last.block] > 1:
             return False
-        if seq.positions[seq.num_runs - 1] + last.stop - last.first != seq.next_position:
+        if self.position_(seq, seq.num_runs - 1) + last.stop - last.first != seq.next_position:
             return False
         last.stop += 1
         seq.num_tokens += 1

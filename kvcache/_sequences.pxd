@@ -23,7 +23,7 @@ cdef struct Sequence:
     uint64_t seq_id
     int64_t uid               # never used again, unlike seq_id: what a handle remembers
     kvc_run *runs             # (num_runs,) the tokens in the order of the text
-    int64_t *positions        # (num_runs,) text position of each run's first token
+    int64_t *positions        # (num_runs,) text position of each run's first token; NULL: no hole, i * block_size
     int64_t num_runs
     int64_t capacity          # runs there is room for
     int64_t num_tokens        # alive
@@ -41,12 +41,13 @@ cdef class SequenceRows:
     cdef readonly BlockPool pool
     cdef readonly int32_t block_size
     cdef IdMap rows           # seq_id -> row of `seqs`
-    cdef Sequence *seqs       # (capacity,) rows; a row without a sequence has runs == NULL and uid -1
+    cdef Sequence *seqs       # (capacity,) rows; one without a sequence has uid -1 and may keep its room for runs
     cdef int32_t capacity
     cdef int32_t[::1] spare   # (capacity,) rows free to use, a stack
     cdef int32_t num_spare
     cdef int64_t next_uid
-    cdef int64_t run_room     # runs that all sequences have room for
+    cdef int64_t run_room     # runs that all rows have room for, and positions: 8 bytes each
+    cdef int64_t idle_room    # the part of it in spare rows; at most a run per block
     # What the last call wants copied before anything is written (copy-on-write), for the owner of the bytes.
     cdef int32_t[::1] copy_src        # (>= num_copies,) block to copy from
     cdef int32_t[::1] copy_dst        # (>= num_copies,) block to copy to
@@ -57,6 +58,7 @@ cdef class SequenceRows:
 
     # Reading
     cdef int32_t row_of(self, uint64_t seq_id) except -1      # or SequenceNotFoundError
+    cdef int64_t position_(self, const Sequence *seq, int64_t run) noexcept nogil   # of the run's first token
     cdef int64_t slice_(self, int32_t row, int64_t start, int64_t stop) except -1   # fills `cut`, returns its length
     cdef void describe(self, int32_t row, int64_t num_queries, kvc_seq *out) noexcept nogil
     cdef int64_t blocks_for(self, int64_t num_tokens) except -1               # or ValueError
@@ -67,14 +69,17 @@ cdef class SequenceRows:
     cdef int grow_rows(self) except -1
     cdef int grow_cut(self) except -1
     cdef int reserve_(self, int32_t row, int64_t num_runs) except -1
+    cdef int reuse_(self, int32_t row, int64_t num_runs, bint holes) except -1    # of a spare row
     cdef int reserve_copies_(self, int64_t count) except -1
 
     # Change
-    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs) except -1     # a new, empty sequence
+    # A new, empty sequence; `holes`: with positions of its own.
+    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1
     cdef bint close_(self, int32_t row) noexcept nogil   # drops its references and row; True if a block has one left
+    cdef void drop_room_(self, Sequence *seq, bint keep_runs) noexcept nogil      # of a spare row
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil        # `count` more tokens
     cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil  # into the last block; how many went in
-    cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil
+    cdef void add_blocks_(self, Sequence *seq, int64_t count) noexcept nogil      # into fresh blocks, count > 0
     cdef int own_(self, int32_t row, int64_t start, int64_t stop) except -1   # copy-on-write for tokens start..stop
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil
     cdef int keep_(self, int32_t row, const int64_t *bounds, int64_t num_ranges) except -1

@@ -97,7 +97,7 @@ cdef class SequenceRows:
         cdef int64_t[::1] view = out
         cdef int64_t i
         for i in range(seq.num_runs):
-            view[i] = seq.positions[i]
+            view[i] = self.position_(seq, i)
         return out
 
     @wraparound(True)
@@ -124,7 +124,7 @@ cdef class SequenceRows:
         """Bytes of this bookkeeping."""
         rows = self.capacity * (sizeof(Sequence) + sizeof(int32_t)) + self.rows.nbytes
         scratch = 2 * sizeof(int32_t) * self.copy_src.shape[0] + self.cut_capacity * sizeof(kvc_run)
-        return rows + scratch + self.run_room * (sizeof(kvc_run) + sizeof(int64_t))
+        return rows + scratch + self.run_room * sizeof(kvc_run)
 
     @wraparound(True)
     def check(self):
@@ -136,8 +136,10 @@ cdef class SequenceRows:
         self.rows.check()
         assert self.num_copies == 0, "copies were ordered and not carried out"
         assert self.rows.used + self.num_spare == self.capacity, "a row is lost"
-        room = sum(self.seqs[i].capacity for i in range(self.capacity))
+        room = sum(self.seqs[i].capacity * (1 + (self.seqs[i].positions != NULL)) for i in range(self.capacity))
         assert self.run_room == room, f"room for {room} runs is counted as {self.run_room}"
+        idle = sum(self.seqs[i].capacity for i in range(self.capacity) if self.seqs[i].uid < 0)
+        assert self.idle_room == idle <= self.pool.num_blocks, f"idle room for {idle} runs, counted {self.idle_room}"
         for seq_id in self.seq_ids():
             row = self.row_of(seq_id)
             n, next_position, _, _, _, _, sinks = self.info(seq_id)
@@ -153,6 +155,8 @@ cdef class SequenceRows:
             same = runs["block"][1:] == runs["block"][:-1]
             assert (runs["first"][1:][same] >= runs["stop"][:-1][same]).all(), f"{seq_id}: slots overlap"
             assert 0 <= sinks <= n, f"{seq_id}: more sinks than tokens"
+            if self.seqs[row].positions == NULL:
+                assert self.seqs[row].dense and next_position == n, f"{seq_id}: holes and no positions"
             if self.seqs[row].dense:
                 assert (lengths[:-1] == self.block_size).all() and (runs["first"] == 0).all(), f"{seq_id}: not dense"
         assert (self.references() <= self.pool.ref_counts()).all(), "a block has fewer references than holders"
@@ -175,13 +179,13 @@ cdef class SequenceRows:
             raise SequenceNotFoundError(seq_id)
         return row
 
-    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs) except -1:
+    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1:
         if self.num_spare == 0:
             self.grow_rows()
         self.rows.reserve(self.rows.used + 1)
         cdef int32_t row = self.spare[self.num_spare - 1]
         cdef Sequence *seq = &self.seqs[row]
-        self.reserve_(row, num_runs + 1)
+        self.reuse_(row, num_runs + 1, holes)
         self.num_spare -= 1
         seq.seq_id, seq.uid = seq_id, self.next_uid
         seq.num_runs = seq.num_tokens = seq.next_position = seq.sink_tokens = 0
@@ -211,13 +215,41 @@ cdef class SequenceRows:
         if seq.num_runs:
             one_left = self.pool.release_each(&seq.runs[0].block, seq.num_runs, RUN_STRIDE)
         self.rows.drop(seq.seq_id)
-        self.run_room -= seq.capacity
-        free(seq.runs)
-        free(seq.positions)
-        seq.runs, seq.positions, seq.capacity, seq.uid = NULL, NULL, 0, -1
         self.spare[self.num_spare] = row
         self.num_spare += 1
+        seq.uid = -1
+        # The next sequence takes over the room: memory fresh from the system costs more than all of this.
+        self.idle_room += seq.capacity
+        self.drop_room_(seq, keep_runs=self.idle_room <= self.pool.num_blocks)
         return one_left
+
+    cdef void drop_room_(self, Sequence *seq, bint keep_runs) noexcept nogil:
+        if seq.positions != NULL:
+            self.run_room -= seq.capacity
+            free(seq.positions)
+            seq.positions = NULL
+        if not keep_runs:
+            self.run_room -= seq.capacity
+            self.idle_room -= seq.capacity
+            free(seq.runs)
+            seq.runs, seq.capacity = NULL, 0
+
+    cdef int reuse_(self, int32_t row, int64_t num_runs, bint holes) except -1:
+        cdef Sequence *seq = &self.seqs[row]
+        if seq.capacity > 2 * num_runs + 16:
+            self.drop_room_(seq, keep_runs=False)
+        self.idle_room -= seq.capacity
+        try:
+            self.reserve_(row, num_runs)
+            if holes:
+                seq.positions = <int64_t *>malloc(seq.capacity * sizeof(int64_t))
+                if seq.positions == NULL:
+                    raise MemoryError(f"no memory for {num_runs} positions")
+                self.run_room += seq.capacity
+        except MemoryError:
+            self.idle_room += seq.capacity
+            raise
+        return 0
 
     cdef int reserve_(self, int32_t row, int64_t num_runs) except -1:
         cdef Sequence *seq = &self.seqs[row]
@@ -228,10 +260,13 @@ cdef class SequenceRows:
         if runs == NULL:
             raise MemoryError(f"no memory for {num_runs} runs")
         seq.runs = runs
-        cdef int64_t *positions = <int64_t *>realloc(seq.positions, capacity * sizeof(int64_t))
-        if positions == NULL:
-            raise MemoryError(f"no memory for {num_runs} runs")
-        seq.positions = positions
+        cdef int64_t *positions
+        if seq.positions != NULL:
+            positions = <int64_t *>realloc(seq.positions, capacity * sizeof(int64_t))
+            if positions == NULL:
+                raise MemoryError(f"no memory for {num_runs} runs")
+            seq.positions = positions
+            self.run_room += capacity - seq.capacity
         self.run_room += capacity - seq.capacity
         seq.capacity = capacity
         return 0
@@ -262,18 +297,27 @@ cdef class SequenceRows:
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
         cdef kvc_run *last = &seq.runs[seq.num_runs - 1] if seq.num_runs else NULL
-        cdef int64_t length, fresh
         if count > 0 and last != NULL and last.stop < self.block_size:
             count -= self.fill_tail_(row, count)
         if count > 0 and last != NULL and last.first > 0:
             seq.dense = False
         if count > 0:
-            fresh = (count + self.block_size - 1) // self.block_size
-            self.pool.take_each(&seq.runs[seq.num_runs].block, fresh, RUN_STRIDE)
-        while count > 0:
-            length = min(count, <int64_t>self.block_size)
-            self.add_run_(seq, seq.runs[seq.num_runs].block, 0, length)
-            count -= length
+            self.add_blocks_(seq, count)
+
+    cdef void add_blocks_(self, Sequence *seq, int64_t count) noexcept nogil:
+        cdef int64_t i, fresh = (count + self.block_size - 1) // self.block_size
+        cdef kvc_run *runs = seq.runs + seq.num_runs
+        self.pool.take_each(&runs[0].block, fresh, RUN_STRIDE)
+        for i in range(fresh):
+            runs[i].first = 0
+            runs[i].stop = <uint16_t>self.block_size
+        runs[fresh - 1].stop = <uint16_t>(count - (fresh - 1) * self.block_size)
+        if seq.positions != NULL:
+            for i in range(fresh):
+                seq.positions[seq.num_runs + i] = seq.next_position + i * self.block_size
+        seq.num_runs += fresh
+        seq.num_tokens += count
+        seq.next_position += count
 
     cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
@@ -281,23 +325,21 @@ cdef class SequenceRows:
         cdef int64_t length = min(count, <int64_t>self.block_size - last.stop)
         if self.pool.refs[last.block] > 1:
             self.copy_on_write_(row, seq.num_runs - 1)
-        if seq.positions[seq.num_runs - 1] + run_length(last[0]) == seq.next_position:
+        if self.position_(seq, seq.num_runs - 1) + run_length(last[0]) == seq.next_position:
             last.stop += <uint16_t>length
-            seq.num_tokens += length
-            seq.next_position += length
-        else:
+        else:    # a hole lies before these tokens: a run of their own in the same block
             seq.dense = False
-            self.add_run_(seq, last.block, last.stop, length)
-        return length
-
-    cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil:
-        seq.runs[seq.num_runs].block = block
-        seq.runs[seq.num_runs].first = <uint16_t>first
-        seq.runs[seq.num_runs].stop = <uint16_t>(first + length)
-        seq.positions[seq.num_runs] = seq.next_position
-        seq.num_runs += 1
+            seq.runs[seq.num_runs].block = last.block
+            seq.runs[seq.num_runs].first = last.stop
+            seq.runs[seq.num_runs].stop = <uint16_t>(last.stop + length)
+            seq.positions[seq.num_runs] = seq.next_position
+            seq.num_runs += 1
         seq.num_tokens += length
         seq.next_position += length
+        return length
+
+    cdef int64_t position_(self, const Sequence *seq, int64_t run) noexcept nogil:
+        return run * self.block_size if seq.positions == NULL else seq.positions[run]
 
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
@@ -384,7 +426,7 @@ cdef class SequenceRows:
                 runs[n].block = seq.runs[run].block
                 runs[n].first = <uint16_t>(seq.runs[run].first + start - before)
                 runs[n].stop = <uint16_t>(runs[n].first + length)
-                positions[n] = seq.positions[run] + start - before
+                positions[n] = self.position_(seq, run) + start - before
                 n += 1
                 kept += length
                 start += length
@@ -399,9 +441,9 @@ cdef class SequenceRows:
                 j += 1
             else:
                 self.pool.release_(seq.runs[i].block)
+        self.run_room += 2 * max(capacity, 1) - seq.capacity * (1 + (seq.positions != NULL))
         free(seq.runs)
         free(seq.positions)
-        self.run_room += max(capacity, 1) - seq.capacity
         seq.runs, seq.positions, seq.capacity = runs, positions, max(capacity, 1)
         seq.num_runs, seq.num_tokens = n, kept
         seq.dense = True

@@ -20,8 +20,8 @@ cdef inline Py_ssize_t common_prefix(const uint32_t* a, const uint32_t* b, Py_ss
     cdef Py_ssize_t i = 0
     while i + 1024 <= n and memcmp(a + i, b + i, 1024 * sizeof(uint32_t)) == 0:
         i += 1024
-    while i + 32 <= n and memcmp(a + i, b + i, 32 * sizeof(uint32_t)) == 0:
-        i += 32
+    while i + 16 <= n and memcmp(a + i, b + i, 16 * sizeof(uint32_t)) == 0:
+        i += 16
     while i < n and a[i] == b[i]:
         i += 1
     return i
