@@ -31,7 +31,7 @@ cdef class IndexedHeap:
         cdef void* grown
         if num_ids <= self.num_ids:
             return 0
-        room = max(num_ids, 2 * self.num_ids, 8)
+        room = max(num_ids, self.num_ids + self.num_ids // 4, 8)
         grown = realloc(self.items, room * sizeof(heap_item))
         if grown is NULL:
             raise MemoryError(f"no memory for a heap of {room} ids")

@@ -38,7 +38,14 @@ cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
 
 cdef cnp.ndarray int32_values(object values):
     """Values as a C-contiguous int32 array; without a copy where they are one."""
-    cdef cnp.ndarray array = np.asarray(values)
+    cdef cnp.ndarray array
+    if (
+        isinstance(values, cnp.ndarray)
+        and cnp.PyArray_TYPE(<cnp.ndarray>values) == cnp.NPY_INT32
+        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>values)
+    ):
+        return values
+    array = np.asarray(values)
     if array.size == 0:
         return new_values(0)
     if array.dtype.kind not in "iu":
