@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Candidate, Case, Table, at_most, faster, size_name
+from bench.common import Candidate, Case, Table, alternating, at_most, faster, size_name
 from bench.rivals import step_rivals
 from kvcache.eviction import EvictionStrategy
 from kvcache.paged import PagedKvCache
@@ -167,7 +167,7 @@ def life_case(verb: str) -> Iterator[Candidate]:
         before = BATCH if verb == "fork" else 0 if verb == "allocate" else BATCH
         if verb != "allocate":
             calls["allocate"]()
-        yield Candidate(name, calls[verb], 1, partial(_until, alive, before, calls[undo]))
+        yield alternating(name, partial(_until, alive, before, calls[undo]), calls[verb], 1)
 
 
 def _until(alive: Any, count: int, undo: Any) -> None:
@@ -177,7 +177,7 @@ def _until(alive: Any, count: int, undo: Any) -> None:
 
 def fork_case() -> Iterator[Candidate]:
     """Fork 32k tokens: the block table copied, a reference counted on every block."""
-    cache = _cache(2_100)
+    cache = _cache(200_000)
     cache.allocate(0, 32_768)
     forks = range(1, 65)
 
@@ -199,9 +199,16 @@ def fork_case() -> Iterator[Candidate]:
         if 1 in plain.blocks:
             plain.free(1)
 
-    yield Candidate(OURS, fork, len(forks), free)
-    yield Candidate("copy of its table (list)", lambda: list(ids))
+    references = np.zeros(200_000, np.int32)
+
+    def copy_and_count() -> None:
+        table.copy()
+        references[table] += 1
+
+    yield alternating(OURS, free, fork, len(forks))
     yield Candidate("copy of its table (array)", table.copy)
+    yield Candidate("copy and count (arrays)", copy_and_count)
+    yield Candidate("copy of its table (list)", lambda: list(ids))
     yield Candidate(LOOP, partial(plain.fork, 0, 1), 1, plain_free)
 
 
@@ -220,7 +227,7 @@ def evict_case(sizes: tuple[int, ...], policy: str) -> Iterator[Candidate]:
                     cache.set_priority(seq_id, int(rng.integers(0, 4)))
 
         refill()
-        yield Candidate(size_name(size), partial(_evict, cache, 64), 64, refill)
+        yield alternating(size_name(size), refill, partial(_evict, cache, 64), 64)
 
 
 def _evict(cache: PagedKvCache, count: int) -> None:
@@ -237,7 +244,7 @@ def tables(sizes: tuple[int, ...]) -> list[Table]:
         Case("free_batch", partial(life_case, "free"), (tenth,)),
         Case("fork_batch", partial(life_case, "fork"), (tenth,)),
     )
-    fork = Case("fork", fork_case, (at_most(3, OURS, "copy of its table (list)"),))
+    fork = Case("fork", fork_case, (at_most(3, OURS, "copy of its table (array)"),))
     flat = at_most(2, size_name(sizes[-1]), size_name(sizes[0]))
     evicts = tuple(Case(p, partial(evict_case, sizes, p), (flat,)) for p in POLICIES)
     return [

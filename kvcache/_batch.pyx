@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 
 from kvcache._kernels cimport kvc_run
 from kvcache._seq_ids cimport uint64_ids
-from kvcache._sequences cimport Sequence
+from kvcache._sequences cimport Sequence, position_of
 from kvcache._table cimport SequenceTable
 
 import numpy as np
@@ -209,7 +209,7 @@ cdef class BatchTable(SequenceTable):
         cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
         if seq.num_runs == 0 or last.stop == self.block_size or self.pool.refs[last.block] > 1:
             return False
-        if self.position_(seq, seq.num_runs - 1) + last.stop - last.first != seq.next_position:
+        if position_of(seq, seq.num_runs - 1, self.block_size) + last.stop - last.first != seq.next_position:
             return False
         last.stop += 1
         seq.num_tokens += 1

@@ -37,6 +37,11 @@ cdef struct Sequence:
     bint dense                # every run but the last is a whole block: token i lies in run i / block_size
 
 
+# The text position of a run's first token.
+cdef inline int64_t position_of(const Sequence *seq, int64_t run, int64_t block_size) noexcept nogil:
+    return run * block_size if seq.positions == NULL else seq.positions[run]
+
+
 cdef class SequenceRows:
     cdef readonly BlockPool pool
     cdef readonly int32_t block_size
@@ -58,7 +63,6 @@ cdef class SequenceRows:
 
     # Reading
     cdef int32_t row_of(self, uint64_t seq_id) except -1      # or SequenceNotFoundError
-    cdef int64_t position_(self, const Sequence *seq, int64_t run) noexcept nogil   # of the run's first token
     cdef int64_t slice_(self, int32_t row, int64_t start, int64_t stop) except -1   # fills `cut`, returns its length
     cdef void describe(self, int32_t row, int64_t num_queries, kvc_seq *out) noexcept nogil
     cdef int64_t blocks_for(self, int64_t num_tokens) except -1               # or ValueError

@@ -97,7 +97,7 @@ cdef class SequenceRows:
         cdef int64_t[::1] view = out
         cdef int64_t i
         for i in range(seq.num_runs):
-            view[i] = self.position_(seq, i)
+            view[i] = position_of(seq, i, self.block_size)
         return out
 
     @wraparound(True)
@@ -325,7 +325,7 @@ cdef class SequenceRows:
         cdef int64_t length = min(count, <int64_t>self.block_size - last.stop)
         if self.pool.refs[last.block] > 1:
             self.copy_on_write_(row, seq.num_runs - 1)
-        if self.position_(seq, seq.num_runs - 1) + run_length(last[0]) == seq.next_position:
+        if position_of(seq, seq.num_runs - 1, self.block_size) + run_length(last[0]) == seq.next_position:
             last.stop += <uint16_t>length
         else:    # a hole lies before these tokens: a run of their own in the same block
             seq.dense = False
@@ -337,9 +337,6 @@ cdef class SequenceRows:
         seq.num_tokens += length
         seq.next_position += length
         return length
-
-    cdef int64_t position_(self, const Sequence *seq, int64_t run) noexcept nogil:
-        return run * self.block_size if seq.positions == NULL else seq.positions[run]
 
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
@@ -426,7 +423,7 @@ cdef class SequenceRows:
                 runs[n].block = seq.runs[run].block
                 runs[n].first = <uint16_t>(seq.runs[run].first + start - before)
                 runs[n].stop = <uint16_t>(runs[n].first + length)
-                positions[n] = self.position_(seq, run) + start - before
+                positions[n] = position_of(seq, run, self.block_size) + start - before
                 n += 1
                 kept += length
                 start += length

@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 from kvcache._heap cimport IndexedHeap
 from kvcache._kernels cimport kvc_run
 from kvcache._pool cimport BlockPool
-from kvcache._sequences cimport RUN_STRIDE, Sequence, SequenceRows
+from kvcache._sequences cimport RUN_STRIDE, Sequence, SequenceRows, position_of
 
 import numpy as np
 
@@ -154,7 +154,7 @@ cdef class SequenceTable(SequenceRows):
             length = min(drop, run_length(last[0]))
             last.stop -= <uint16_t>length
             drop -= length
-            seq.next_position = self.position_(seq, seq.num_runs - 1) + run_length(last[0])
+            seq.next_position = position_of(seq, seq.num_runs - 1, self.block_size) + run_length(last[0])
             if last.stop == last.first:
                 seq.num_runs -= 1
                 if seq.num_runs == 0 or seq.runs[seq.num_runs - 1].block != last.block:
