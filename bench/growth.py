@@ -130,7 +130,7 @@ def tables(sizes: tuple[int, ...]) -> list[Table]:
     operations: list[tuple[str, Callable[..., Candidate], int]] = [
         ("match 2k cached tokens", match, SHORT),
         ("miss at the first token", miss, SHORT),
-        ("insert 2k tokens", insert, SHORT),
+        ("insert 2k tokens, into memory long unused", insert, SHORT),
         ("evict a page", partial(evict, 1), SHORT),
         (f"evict a prompt of {LEAF}", partial(evict, LEAF // PAGE), LEAF),
     ]

@@ -23,6 +23,7 @@ from kvcache._trie import TokenTrie
 
 __all__ = ["add_arguments", "main", "through_trie"]
 
+MAX_PAGE = 256  # the trie's largest; longer pages of a trace are compared by their first tokens
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -36,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
     """The trace through `TokenTrie` itself: match, pin, evict, insert, unpin; hit rate, time, bytes.
 
-    A page is one token of the trie, named by its number, so only what the cache layer does is timed, not the
-    making of prompts.
+    The tokens of a page are its name, again and again: pages differ from their first token on, as in the trace.
     """
-    trie = TokenTrie(1)
+    page_size = min(trace.page_size, MAX_PAGE)
+    trie = TokenTrie(page_size)
     root = trie.add_root()
-    prompts = [np.array([p % 2**32 for p in request.pages[:capacity]], np.uint32) for request in trace.requests]
-    values = np.arange(max(map(len, prompts)), dtype=np.int32)
+    prompts = [np.repeat(np.array(r.pages[:capacity], np.uint64).astype(np.uint32), page_size) for r in trace.requests]
+    values = np.arange(capacity, dtype=np.int32)
     hits = lookups = evictions = peak = 0
     times = []
     for request, tokens in zip(trace.requests, prompts, strict=True):
@@ -50,13 +51,14 @@ def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
         node, length, _, _ = trie.lookup(root, tokens)
         pinned = trie.boundary(node, length)
         trie.pin(pinned)
-        over = len(trie) + len(tokens) - length - capacity
+        found, pages = length // page_size, len(tokens) // page_size
+        over = len(trie) + pages - found - capacity
         if over > 0:
             evictions += len(trie.evict(over))
-        trie.insert(root, tokens, values[: len(tokens)])
+        trie.insert(root, tokens, values[:pages])
         trie.unpin(pinned)
         times.append(time.perf_counter() - start)
-        hits += min(length, request.num_prompt)
+        hits += min(found, request.num_prompt)
         lookups += request.num_prompt
         peak = max(peak, trie.nbytes)
     return {

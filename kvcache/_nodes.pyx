@@ -79,7 +79,9 @@ cdef class NodeTable:
 
     cdef int32_t* values(self, int32_t id) noexcept nogil:
         cdef node_t* node = &self.nodes[id]
-        cdef Py_ssize_t given = node.begin // self.page_size - (node.begin - node.head) // self.page_size
+        cdef Py_ssize_t given = 0    # values at the front that went to upper halves
+        if node.head > 0:
+            given = node.begin // self.page_size - (node.begin - node.head) // self.page_size
         return <int32_t*>(node.text + node.capacity) + given
 
     cdef Py_ssize_t pages(self, int32_t id) noexcept nogil:
