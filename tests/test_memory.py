@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 
-from kvcache import PagedKvCache
+from kvcache import PagedKvCache, PrefixCache
 from kvcache._trie import TokenTrie
 
 PAGE = 16
@@ -94,6 +94,23 @@ def test_a_million_operations_leave_the_tables_as_they_were():
     assert max(told) <= 1.1 * min(told)
     assert max(taken) <= min(taken) + 64 * 1024
     cache._table.check()
+
+
+def test_the_prefix_cache_reports_what_its_index_takes(rng):
+    blocks, length = 2_048, 256
+    prompts = rng.integers(0, 150_000, (2 * blocks * PAGE // length, length), dtype=np.uint32)
+    row = [np.zeros(PAGE * 8, np.float32)]
+    cache = PrefixCache(blocks, PAGE, 1, 1, 8)
+    cache.store(prompts[0], 0, [(row, row)] * (length // PAGE))
+    before, told = allocated(), cache.stats().bookkeeping_bytes
+    for prompt in prompts[1:]:  # twice as many as fit: those evicted are remembered
+        cache.store(prompt, 0, [(row, row)] * (length // PAGE))
+    grown, said = allocated() - before, cache.stats().bookkeeping_bytes - told
+    assert len(cache) == blocks
+    assert told > blocks * PAGE * 4
+    assert said > 2 * blocks * PAGE * 4 * 0.9  # the tokens of what is cached, and of what was evicted
+    assert said <= grown + 4096
+    assert grown <= said + 64 * 2 * blocks * PAGE // length + 64 * 1024
 
 
 def test_block_tables_report_what_they_take():
