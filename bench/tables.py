@@ -19,6 +19,7 @@ __all__ = ["PlainTables", "tables"]
 
 BATCH, BLOCK, PROMPT = 256, 16, 512
 OURS, LOOP, VLLM = "kvcache", "plain Python loop", "vLLM"
+CLEARED = "and slots cleared"  # the whole call: what was another's reads as zeros, in a cache of one head of 8 channels
 POLICIES = {
     "LRU": EvictionStrategy.LRU(),
     "LFU": EvictionStrategy.LFU(),
@@ -124,8 +125,9 @@ def append_case() -> Iterator[Candidate]:
             for i in ids:
                 cache.append(i, 1)
 
-    yield Candidate(OURS, partial(_repeat, steps, cache.append_batch, seq_ids), steps, again)
-    yield Candidate("from a list", partial(_repeat, steps, cache.append_batch, ids), steps, again)
+    yield Candidate(OURS, partial(_repeat, steps, cache._table.append_batch, seq_ids), steps, again)
+    yield Candidate("from a list", partial(_repeat, steps, cache._table.append_batch, ids), steps, again)
+    yield Candidate(CLEARED, partial(_repeat, steps, cache.append_batch, seq_ids), steps, again)
     yield Candidate("one by one", one_by_one, steps, again)
     yield Candidate(LOOP, loop, steps, plain_again)
     for rival in step_rivals():
@@ -150,11 +152,12 @@ def life_case(verb: str) -> Iterator[Candidate]:
         for row in zip(*columns, strict=True):
             call(*row)
 
+    table = cache._table
     batch = {
-        "allocate": partial(cache.allocate_batch, first, lengths),
-        "fork": partial(cache.fork_batch, first, second),
-        "free": partial(cache.free_batch, first),
-        "free forks": partial(cache.free_batch, second),
+        "allocate": partial(table.allocate_batch, first, lengths),
+        "fork": partial(table.fork_batch, first, second),
+        "free": partial(table.free_batch, first),
+        "free forks": partial(table.free_batch, second),
     }
     loop = {
         "allocate": partial(each, plain.allocate, ids, lengths.tolist()),
@@ -163,7 +166,10 @@ def life_case(verb: str) -> Iterator[Candidate]:
         "free forks": partial(each, plain.free, second.tolist()),
     }
     undo = {"allocate": "free", "fork": "free forks", "free": "allocate"}[verb]
-    for name, calls, alive in ((OURS, batch, cache._table), (LOOP, loop, plain.blocks)):
+    if verb == "allocate":
+        empty = partial(_until, table, 0, batch["free"])
+        yield alternating(CLEARED, empty, partial(cache.allocate_batch, first, lengths), 1)
+    for name, calls, alive in ((OURS, batch, table), (LOOP, loop, plain.blocks)):
         before = BATCH if verb == "fork" else 0 if verb == "allocate" else BATCH
         if verb != "allocate":
             calls["allocate"]()

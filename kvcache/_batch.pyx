@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 
 from kvcache._kernels cimport kvc_run
 from kvcache._seq_ids cimport uint64_ids
-from kvcache._sequences cimport Sequence, position_of
+from kvcache._records cimport Sequence, position_of
 from kvcache._table cimport SequenceTable
 
 import numpy as np

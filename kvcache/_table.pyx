@@ -11,7 +11,8 @@ from libc.string cimport memcpy
 from kvcache._heap cimport IndexedHeap
 from kvcache._kernels cimport kvc_run
 from kvcache._pool cimport BlockPool
-from kvcache._sequences cimport RUN_STRIDE, Sequence, SequenceRows, position_of
+from kvcache._records cimport RUN_STRIDE, Sequence, position_of
+from kvcache._sequences cimport SequenceRows
 
 import numpy as np
 
