@@ -479,7 +479,9 @@ cdef class BlockStore:
         if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                 or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, q):
             raise ValueError(f"expected out to be C-contiguous, writeable float32 of shape {np.shape(q)}")
-        if np.may_share_memory(out, q):
+        cdef char *first = <char *>cnp.PyArray_DATA(<cnp.ndarray>out)
+        cdef char *other = <char *>cnp.PyArray_DATA(q)
+        if first < other + cnp.PyArray_NBYTES(q) and other < first + cnp.PyArray_NBYTES(<cnp.ndarray>out):
             raise ValueError("expected out apart from queries, got the same memory")
         return out
 
