@@ -45,7 +45,7 @@ def allocated():
     return info.uordblks + info.hblkhd
 
 
-# A leaf of one page is the worst case, and beyond the bound: it has a node to itself. From three pages on it holds.
+# A leaf of one page is the worst case, and beyond the bound: it has a node to itself. Three pages to a leaf meet it.
 @pytest.mark.parametrize("length", [2048, 256, 48])
 def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
     pages = 40_960 // (length // PAGE) * (length // PAGE)
