@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 from kvcache._kernels cimport kvc_layout, kvc_run, kvc_seq
 from kvcache._batch cimport BatchTable
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence
 from kvcache._table cimport SequenceTable
 
 

@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 from kvcache cimport _kernels
 from kvcache._batch cimport BatchTable
 from kvcache._kernels cimport kvc_format, kvc_run, kvc_seq
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence
 from kvcache._table cimport SequenceTable
 
 import numpy as np
