@@ -69,7 +69,8 @@ def test_as_if_keys_were_rotated_to_their_places_in_the_cache(name, sinks, windo
 @pytest.mark.parametrize("dtype", ["f16", "q8", "q4"])
 def test_on_packed_keys(network, dtype):
     """The same keys as they came back of the cache at first: nothing was written twice."""
-    engine, twin = make(network, dtype=dtype), DenseStreamingEngine(network, 4, 20, 16, stored_as(network.config, dtype))
+    engine = make(network, dtype=dtype)
+    twin = DenseStreamingEngine(network, 4, 20, 16, stored_as(network.config, dtype))
     found, expected = engine.score(TEXT[:200]), twin.extend(TEXT[:199]).astype(float)
     expected = expected[np.arange(199), TEXT[1:200]] - np.log(np.exp(expected).sum(axis=1))
     bound = {"f16": 1e-3, "q8": 0.01, "q4": 0.05}[dtype]  # the kernel's own rounding, and what two layers make of it
