@@ -110,6 +110,8 @@ int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, k
 /* Moves stored codes, bit for bit; within one block the ranges may overlap. */
 void kvc_copy_slots(const kvc_layout *, unsigned char *arena, int32_t src_block, int src_slot,
                     int32_t dst_block, int dst_slot, int count);
+/* Slots [slot, slot + count) of a block become rows of zeros. */
+void kvc_clear_slots(const kvc_layout *, unsigned char *arena, int32_t block, int slot, int count);
 
 /* kvc_parallel.c: attention over threads; scratch of kvc_attend_scratch_bytes, any alignment. */
 int kvc_default_threads(void);

@@ -1,4 +1,4 @@
-/* kvc_layout.c - how many bytes a block takes, and moving stored tokens from slot to slot. */
+/* kvc_layout.c - how many bytes a block takes, and stored tokens moved from slot to slot or cleared. */
 #include "kvc_quant.h"
 
 int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
@@ -65,5 +65,28 @@ void kvc_copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_
         for (int head = 0; head < layout->num_heads; head++, src += stride, dst += stride) {
             copy_head(rows, dst, dst_slot, src, src_slot, count);
         }
+    }
+}
+
+/* A row of scale 0 and minimum 0 is zero, whatever its codes; the codes stay as they are. */
+static void clear_head(kvc_rows rows, unsigned char *head, int slot, int count) {
+    const size_t row = kvc_row_bytes(rows);
+    if (!rows.tiled) {
+        memset(head + (size_t)slot * row, 0, (size_t)count * row);
+        return;
+    }
+    for (int i = slot; i < slot + count; i++) {
+        unsigned char *tile = head + (size_t)(i / KVC_TILE) * kvc_tile_bytes(rows);
+        memset(tile + 2 * (i % KVC_TILE), 0, 2);
+        memset(tile + 2 * (KVC_TILE + i % KVC_TILE), 0, 2);
+    }
+}
+
+void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) {
+    unsigned char *head = arena + (size_t)block * layout->block_bytes;
+    for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
+        const kvc_rows rows = kvc_rows_of(layout, (kvc_side)side);
+        const size_t stride = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
+        for (int i = 0; i < layout->num_heads; i++, head += stride) clear_head(rows, head, slot, count);
     }
 }

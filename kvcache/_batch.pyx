@@ -65,7 +65,7 @@ cdef class BatchTable(SequenceTable):
             self.rank_(row)
 
     def append_batch(self, seq_ids):
-        """One more token for each of `seq_ids`.
+        """One more token for each of `seq_ids`; returns how many.
 
         Raises:
             SequenceNotFoundError, ValueError: no such sequence; an id named twice.
@@ -89,6 +89,7 @@ cdef class BatchTable(SequenceTable):
                 self.extend_(row, 1)
             self.touch_(row)
             self.lengthened_(row)
+        return n
 
     def fork_batch(self, sources, targets):
         """A new sequence `targets[i]` that shares every block of `sources[i]`; returns how many.

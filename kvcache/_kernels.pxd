@@ -57,6 +57,10 @@ cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) n
 cdef void copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
                      int32_t dst_block, int dst_slot, int count) noexcept nogil
 
+# Slots become rows of zeros.
+cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,
+                      int count) noexcept nogil
+
 # softmax(q K^T * scale) V, causal, over the arena of one layer. queries, sink_queries, out: (total_queries,
 # num_query_heads, head_dim). scores: (total tokens), each token's weight summed over queries and query heads.
 # sink_queries and scores may be NULL.

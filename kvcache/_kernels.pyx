@@ -36,6 +36,7 @@ cdef extern from "kvc.h" nogil:
                         int rotate_values) noexcept
     void kvc_copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
                         int32_t dst_block, int dst_slot, int count) noexcept
+    void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
     int kvc_default_threads() noexcept
     size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                     int num_query_heads, int num_threads) noexcept
@@ -74,6 +75,11 @@ cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) n
 cdef void copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
                      int32_t dst_block, int dst_slot, int count) noexcept nogil:
     kvc_copy_slots(layout, arena, src_block, src_slot, dst_block, dst_slot, count)
+
+
+cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,
+                      int count) noexcept nogil:
+    kvc_clear_slots(layout, arena, block, slot, count)
 
 
 cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
@@ -285,6 +291,13 @@ def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int 
         if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
             raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
     copy_slots(&layout.c, _bytes(arena), src_block, src_slot, dst_block, dst_slot, count)
+
+
+def _clear(Layout layout, arena, int block, int slot, int count):
+    cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
+    if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
+        raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+    clear_slots(&layout.c, _bytes(arena), block, slot, count)
 
 
 def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None,

@@ -1,9 +1,11 @@
 """The bytes: one arena per layer, blocks of one layout, and the kernels that write, read and attend over runs."""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 from kvcache._kernels cimport kvc_layout, kvc_run, kvc_seq
+from kvcache._batch cimport BatchTable
+from kvcache._sequences cimport Sequence
 from kvcache._table cimport SequenceTable
 
 
@@ -13,6 +15,7 @@ cdef class BlockStore:
     cdef readonly int32_t num_blocks
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
     cdef size_t arena_bytes
+    cdef uint16_t *reached             # (num_blocks,) slots from here on were never handed out, and are zero
     cdef void *scratch                 # of the attention call, grown to the largest so far
     cdef size_t scratch_bytes
     cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the attention call
@@ -21,6 +24,7 @@ cdef class BlockStore:
     cdef readonly str value_dtype
 
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
+    cdef void hand_out_(self, const Sequence *seq, int64_t count) noexcept nogil    # its last `count` tokens
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
     cdef int reserve_seqs(self, int64_t count) except -1
     cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError

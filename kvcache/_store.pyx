@@ -6,12 +6,14 @@ Values are checked here, once, before the first byte changes: what a format cann
 
 cimport numpy as cnp
 from libc.math cimport sqrt
-from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy
 
 from kvcache cimport _kernels
+from kvcache._batch cimport BatchTable
 from kvcache._kernels cimport kvc_format, kvc_run, kvc_seq
+from kvcache._sequences cimport Sequence
 from kvcache._table cimport SequenceTable
 
 import numpy as np
@@ -102,10 +104,14 @@ cdef class BlockStore:
             raise OutOfMemoryError(size, 0, "bytes")
         madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
         self.arena = <unsigned char *>arena
+        self.reached = <uint16_t *>calloc(max(num_blocks, 1), sizeof(uint16_t))
+        if self.reached == NULL:
+            raise OutOfMemoryError(2 * num_blocks, 0, "bytes")
 
     def __dealloc__(self):
         if self.arena != NULL:
             munmap(self.arena, max(self.arena_bytes, <size_t>1))
+        free(self.reached)
         free(self.scratch)
         free(self.seqs)
 
@@ -135,6 +141,11 @@ cdef class BlockStore:
     def nbytes(self):
         """Bytes of K and V of all blocks in all layers."""
         return self.block_bytes * self.num_blocks
+
+    @property
+    def bookkeeping(self):
+        """Bytes beside the K and V that grow with the number of blocks."""
+        return sizeof(uint16_t) * self.num_blocks
 
     @property
     def rotated(self):
@@ -238,6 +249,8 @@ cdef class BlockStore:
             with nogil:
                 for i in range(src.shape[0]):
                     memcpy(base + dst[i] * size, base + src[i] * size, size)
+        for i in range(src.shape[0]):
+            self.reached[dst[i]] = self.reached[src[i]]
 
     def move_slots(self, moves):
         """Move tokens bit for bit in every layer, in order.
@@ -253,6 +266,8 @@ cdef class BlockStore:
             with nogil:
                 for i in range(view.shape[0]):
                     _kernels.copy_slots(&self.layout, base, view[i, 0], view[i, 1], view[i, 2], view[i, 3], view[i, 4])
+        for i in range(view.shape[0]):
+            self.reached[view[i, 2]] = max(self.reached[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
 
     # -- sequences of a table -------------------------------------------------------------------------------
 
@@ -372,6 +387,18 @@ cdef class BlockStore:
         if table.num_copies:
             self.copy_blocks(*table.take_copies())
 
+    def hand_out(self, SequenceTable table not None, uint64_t seq_id, int64_t count):
+        """The last `count` tokens of a sequence are new: they read as zeros until they are written."""
+        self.carry_out(table)
+        self.hand_out_(&table.seqs[table.row_of(seq_id)], count)
+
+    def hand_out_batch(self, BatchTable table not None, int64_t n, const int64_t[::1] counts=None):
+        """`hand_out` for the `n` sequences of the table's last batch call, of `counts[i]` or one token each."""
+        cdef int64_t i
+        self.carry_out(table)
+        for i in range(n):
+            self.hand_out_(&table.seqs[table.picked[i]], 1 if counts is None else counts[i])
+
     # -- below the shell ------------------------------------------------------------------------------------
 
     def _rows(self, n):
@@ -394,6 +421,21 @@ cdef class BlockStore:
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"expected a layer in [0, {self.num_layers}), got {layer}")
         return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
+
+    cdef void hand_out_(self, const Sequence *seq, int64_t count) noexcept nogil:
+        cdef int64_t run = seq.num_runs, layer
+        cdef size_t arena = <size_t>self.num_blocks * self.layout.block_bytes
+        cdef int block, first, stop
+        while count > 0:
+            run -= 1
+            block, stop = seq.runs[run].block, seq.runs[run].stop
+            first = <int>max(<int64_t>seq.runs[run].first, stop - count)
+            count -= stop - first
+            if first < self.reached[block]:
+                for layer in range(self.num_layers):
+                    _kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
+                                         min(stop, <int>self.reached[block]) - first)
+            self.reached[block] = <uint16_t>max(stop, <int>self.reached[block])
 
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
         cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row

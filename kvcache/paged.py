@@ -22,7 +22,7 @@ from kvcache._store import BlockStore
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
 from kvcache.paged_handle import PagedKvCacheHandle
-from kvcache.paged_info import CacheStats, CsrBlockTable, SeqId, SequenceInfo
+from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
 
 __all__ = ["PagedKvCache"]
 
@@ -206,22 +206,24 @@ class PagedKvCache:
                 self._evictions,
                 self._forks,
                 pool.peak_used,
-                pool.nbytes + self._table.nbytes,
+                pool.nbytes + self._table.nbytes + self._store.bookkeeping,
             )
 
     # -- sequences ------------------------------------------------------------------------------------------
 
-    def allocate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Start a sequence with room for `num_tokens` tokens, 0 allowed.
+    def allocate(self, seq_id: int, num_tokens: int) -> None:
+        """Start a sequence with room for `num_tokens` tokens, 0 allowed; unwritten tokens read as zeros.
 
         Raises:
             InvalidOperationError: the id is taken.
             OutOfMemoryError: too few blocks are free.
         """
         with self._lock:
-            self._table.allocate(self._id(seq_id), as_integer(num_tokens, "num_tokens"))
+            seq_id, count = self._id(seq_id), as_integer(num_tokens, "num_tokens")
+            self._table.allocate(seq_id, count)
+            self._store.hand_out(self._table, seq_id, count)
 
-    def adopt(self, seq_id: SeqId, block_ids: npt.ArrayLike, num_tokens: int) -> None:
+    def adopt(self, seq_id: int, block_ids: npt.ArrayLike, num_tokens: int) -> None:
         """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
 
         Args:
@@ -236,16 +238,17 @@ class PagedKvCache:
         with self._lock:
             self._table.adopt(self._id(seq_id), self._block_ids(block_ids), num_tokens)
 
-    def append(self, seq_id: SeqId, num_new_tokens: int) -> None:
-        """Room for `num_new_tokens` more tokens; a shared tail block is copied for this sequence first.
+    def append(self, seq_id: int, num_new_tokens: int) -> None:
+        """Room for `num_new_tokens` more tokens, zeros until written; a shared tail block is copied first.
 
         Raises:
             SequenceNotFoundError: no such sequence.
             OutOfMemoryError: too few blocks are free, the copy counted.
         """
         with self._lock:
-            self._table.append(self._id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
-            self._store.carry_out(self._table)
+            seq_id, count = self._id(seq_id), as_integer(num_new_tokens, "num_new_tokens")
+            self._table.append(seq_id, count)
+            self._store.hand_out(self._table, seq_id, count)
 
     def append_batch(self, seq_ids: npt.ArrayLike) -> None:
         """Room for one more token in each of many sequences, all or nothing.
@@ -255,9 +258,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for all of them together.
         """
         with self._lock:
-            self._table.append_batch(seq_ids)
-            if self._table.num_copies:
-                self._store.carry_out(self._table)
+            self._store.hand_out_batch(self._table, self._table.append_batch(seq_ids))
 
     def allocate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
         """Start many sequences with room for as many tokens each, all or nothing.
@@ -270,7 +271,9 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for all of them together.
         """
         with self._lock:
-            self._table.allocate_batch(seq_ids, as_indices(num_tokens, "token counts"))
+            counts = as_indices(num_tokens, "token counts")
+            self._table.allocate_batch(seq_ids, counts)
+            self._store.hand_out_batch(self._table, len(counts), counts)
 
     def fork_batch(self, src_seqs: npt.ArrayLike, dst_seqs: npt.ArrayLike) -> None:
         """`fork` for many pairs, all or nothing; one source may have many forks.
@@ -291,7 +294,7 @@ class PagedKvCache:
         with self._lock:
             self._table.free_batch(seq_ids)
 
-    def free(self, seq_id: SeqId) -> None:
+    def free(self, seq_id: int) -> None:
         """End a sequence and let go of its blocks.
 
         Raises:
@@ -300,7 +303,7 @@ class PagedKvCache:
         with self._lock:
             self._table.free(self._id(seq_id))
 
-    def fork(self, src_seq: SeqId, dst_seq: SeqId) -> None:
+    def fork(self, src_seq: int, dst_seq: int) -> None:
         """Start `dst_seq` with the tokens of `src_seq`: every block shared until one of them writes to it.
 
         Raises:
@@ -311,7 +314,7 @@ class PagedKvCache:
             self._table.fork(self._id(src_seq), self._id(dst_seq))
             self._forks += 1
 
-    def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding.
 
         Raises:
@@ -320,7 +323,7 @@ class PagedKvCache:
         with self._lock:
             self._table.truncate(self._id(seq_id), as_integer(num_tokens, "num_tokens"))
 
-    def keep_tokens(self, seq_id: SeqId, indices: npt.ArrayLike) -> None:
+    def keep_tokens(self, seq_id: int, indices: npt.ArrayLike) -> None:
         """Evict all tokens of a sequence but those at `indices` (ascending, among those alive).
 
         Blocks that hold none of them are freed; nothing is moved (see `compact`).
@@ -331,7 +334,7 @@ class PagedKvCache:
         with self._lock:
             self._table.keep(self._id(seq_id), as_indices(indices, "token indices"))
 
-    def compact(self, seq_id: SeqId) -> None:
+    def compact(self, seq_id: int) -> None:
         """Move scattered tokens into as few blocks as they need, bit for bit.
 
         Without shared blocks they move within the sequence's own blocks; with shared ones to fresh blocks.
@@ -343,22 +346,22 @@ class PagedKvCache:
         with self._lock:
             self._store.move_slots(self._table.compact(self._id(seq_id)))
 
-    def get_sequence(self, seq_id: SeqId) -> SequenceInfo | None:
+    def get_sequence(self, seq_id: int) -> SequenceInfo | None:
         """A snapshot of one sequence, or None; not an access."""
         with self._lock:
             seq_id = self._id(seq_id)
             if seq_id not in self._table:
                 return None
             tokens, position, last_access, count, priority, _, _ = self._table.info(seq_id)
-            blocks = tuple(self._table.blocks(seq_id).tolist())
-            return SequenceInfo(seq_id, tokens, position, blocks, last_access, count, priority)
+            blocks = tuple(map(BlockId, self._table.blocks(seq_id).tolist()))
+            return SequenceInfo(SeqId(seq_id), tokens, position, blocks, last_access, count, priority)
 
     def sequence_ids(self) -> list[SeqId]:
         """Every id, ascending."""
         with self._lock:
-            return self._table.seq_ids()
+            return list(map(SeqId, self._table.seq_ids()))
 
-    def set_priority(self, seq_id: SeqId, priority: int) -> None:
+    def set_priority(self, seq_id: int, priority: int) -> None:
         """Under `EvictionStrategy.Priority(levels)` the lowest leaves first.
 
         Raises:
@@ -371,7 +374,7 @@ class PagedKvCache:
         with self._lock:
             self._table.set_priority(self._id(seq_id), priority)
 
-    def pin(self, seq_id: SeqId) -> None:
+    def pin(self, seq_id: int) -> None:
         """Never evict this sequence until it was unpinned as often as pinned.
 
         Raises:
@@ -380,7 +383,7 @@ class PagedKvCache:
         with self._lock:
             self._table.pin(self._id(seq_id))
 
-    def unpin(self, seq_id: SeqId) -> None:
+    def unpin(self, seq_id: int) -> None:
         """
         Raises:
             SequenceNotFoundError: no such sequence.
@@ -392,7 +395,7 @@ class PagedKvCache:
     # -- data -----------------------------------------------------------------------------------------------
 
     def write(
-        self, layer: int, seq_id: SeqId, keys: npt.ArrayLike, values: npt.ArrayLike, start: int | None = None
+        self, layer: int, seq_id: int, keys: npt.ArrayLike, values: npt.ArrayLike, start: int | None = None
     ) -> None:
         """Store K and V of consecutive tokens in one layer; shared blocks are copied for this sequence first.
 
@@ -434,7 +437,7 @@ class PagedKvCache:
             self._store.write_batch(self._table, as_integer(layer, "layer"), ids, k, v)
             self._table.touch_batch(ids)
 
-    def read(self, layer: int, seq_id: SeqId, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
 
         Raises:
@@ -497,7 +500,8 @@ class PagedKvCache:
     def select_eviction_target(self) -> SeqId | None:
         """The sequence that `evict` would take; None when there is none that is not pinned."""
         with self._lock:
-            return self._table.victim()
+            seq_id = self._table.victim()
+            return None if seq_id is None else SeqId(seq_id)
 
     def evict(self) -> SeqId:
         """Free the eviction target and return its id.
@@ -511,7 +515,7 @@ class PagedKvCache:
                 raise InvalidOperationError("no sequence to evict")
             self._table.free(seq_id)
             self._evictions += 1
-            return seq_id
+            return SeqId(seq_id)
 
     def evict_to_threshold(self, target_util: float) -> list[SeqId]:
         """Evict until `utilization` is at most `target_util`; the ids that left, in order.
@@ -527,9 +531,9 @@ class PagedKvCache:
         with self._lock:
             evicted = self._table.evict_to(target_util)
             self._evictions += len(evicted)
-            return evicted
+            return list(map(SeqId, evicted))
 
-    def apply_streaming_llm(self, seq_id: SeqId, sink_tokens: int, window_tokens: int) -> int:
+    def apply_streaming_llm(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:
         """Keep exactly the first `sink_tokens` and the last `window_tokens` tokens; the number that left.
 
         Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), section 3.
@@ -543,7 +547,7 @@ class PagedKvCache:
 
     # -- views ----------------------------------------------------------------------------------------------
 
-    def handle(self, seq_id: SeqId) -> PagedKvCacheHandle:
+    def handle(self, seq_id: int) -> PagedKvCacheHandle:
         """A handle on one sequence.
 
         Raises:
@@ -618,7 +622,7 @@ class PagedKvCache:
     # -- input ----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _id(seq_id: SeqId) -> int:
+    def _id(seq_id: int) -> int:
         if isinstance(seq_id, bool) or not isinstance(seq_id, (int, np.integer)):
             raise TypeError(f"expected a sequence id, an int, got {type(seq_id).__name__}")
         if not 0 <= seq_id < 1 << 64:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvcache.errors import InvalidOperationError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
-from kvcache.paged_info import SeqId, SequenceInfo
+from kvcache.paged_info import SequenceInfo
 
 if TYPE_CHECKING:
     from kvcache.paged import PagedKvCache
@@ -25,7 +25,7 @@ class PagedKvCacheHandle(KvCacheHandle):
     Every access of a sequence that was freed or evicted raises `InvalidOperationError`.
     """
 
-    def __init__(self, cache: PagedKvCache, seq_id: SeqId, uid: int) -> None:
+    def __init__(self, cache: PagedKvCache, seq_id: int, uid: int) -> None:
         self._cache = cache
         self._seq_id = seq_id
         self._uid = uid

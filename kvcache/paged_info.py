@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo"]
 
-SeqId: TypeAlias = int
-BlockId: TypeAlias = int
 Int32 = npt.NDArray[np.int32]
+
+
+class SeqId(int):
+    """The id of a sequence, in [0, 2**64): an int whose text form is `S<n>`. Any int serves as an argument."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"S{int(self)}"
+
+    def __repr__(self) -> str:
+        return f"SeqId({int(self)})"
+
+
+class BlockId(int):
+    """The id of a block, in [0, num_blocks): an int whose text form is `B<n>`. Any int serves as an argument."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"B{int(self)}"
+
+    def __repr__(self) -> str:
+        return f"BlockId({int(self)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,10 +186,10 @@ class NaivePagedKvCache:
             seq.content[start + i][layer] = (k, v)
         self.touch(seq)
 
-    def written(self, layer, seq_id):
-        """Indices and rows of the tokens that were written in this layer."""
-        rows = [(i, *token[layer]) for i, token in enumerate(self.sequences[seq_id].content) if layer in token]
-        return [r[0] for r in rows], np.array([r[1] for r in rows]), np.array([r[2] for r in rows])
+    def rows(self, layer, seq_id, zero):
+        """Keys and values of every token; `zero` for what was never written in this layer."""
+        tokens = [token.get(layer, (zero, zero)) for token in self.sequences[seq_id].content]
+        return np.array([k for k, _ in tokens]), np.array([v for _, v in tokens])
 
     def victim(self, rank, *, sole=False):
         """The next to leave: least of `rank(seq)`, then the lowest id."""

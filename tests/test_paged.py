@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvcache import EvictionStrategy, PagedKvCache
+from kvcache import BlockId, EvictionStrategy, PagedKvCache, SeqId
 from kvcache.errors import (
     BlockNotFoundError,
     InvalidOperationError,
@@ -594,6 +594,61 @@ def test_keep_tokens_and_compact():
     with pytest.raises(ValueError, match="ascending"):
         c.keep_tokens(1, [2, 2])
     c.check()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q4", "q3", "q2"])
+def test_what_was_never_written_is_zero_whoever_held_the_block_before(rng, dtype):
+    c = PagedKvCache(6, 16, 2, 32, num_layers=2, dtype=dtype)
+
+    def secret(seq_id, n):
+        c.allocate(seq_id, n)
+        for layer in range(2):
+            c.write(layer, seq_id, rows(rng, n, dim=32), rows(rng, n, dim=32))
+
+    def is_zero(seq_id, start):
+        read = [c.read(layer, seq_id, start) for layer in range(2)]
+        return not np.any(read)
+
+    secret(0, 96)
+    c.free(0)
+    c.allocate(1, 20)  # blocks of a sequence that is gone
+    assert is_zero(1, 0)
+    c.append(1, 20)
+    c.allocate_batch([2, 3], [5, 7])
+    assert is_zero(1, 0)
+    assert is_zero(2, 0)
+    assert is_zero(3, 0)
+    c.append_batch([2, 3])
+    assert is_zero(2, 0)
+    assert is_zero(3, 0)
+    c.free_batch([1, 2, 3])
+
+    secret(4, 32)  # a shared tail, of which only the first tokens are another's
+    c.adopt(5, c.get_sequence(4).block_ids, 20)
+    c.append(5, 10)
+    assert is_zero(5, 20)
+    np.testing.assert_array_equal(c.read(1, 5, 0, 20), c.read(1, 4, 0, 20))
+    c.truncate(4, 20)  # and its own, once they were cut off
+    c.append(4, 2)
+    assert is_zero(4, 20)
+    c.check()
+
+
+def test_ids_are_ints_with_a_text_form():
+    c = PagedKvCache(4, 16, 1, 8)
+    c.allocate(7, 20)
+    info = c.get_sequence(SeqId(7))
+    assert (str(info.seq_id), repr(info.seq_id), [str(b) for b in info.block_ids]) == ("S7", "SeqId(7)", ["B0", "B1"])
+    assert info.seq_id == 7
+    assert hash(info.seq_id) == hash(7)
+    assert type(info.seq_id) is SeqId
+    assert info.block_ids == (0, 1)
+    assert type(info.block_ids[0]) is BlockId
+    assert [str(s) for s in c.sequence_ids()] == ["S7"]
+    assert str(c.select_eviction_target()) == "S7"
+    assert [str(s) for s in c.evict_to_threshold(0.0)] == ["S7"]
+    c.allocate(8, 1)
+    assert str(c.evict()) == "S8"
 
 
 def test_adopted_blocks_are_shared_until_written():

@@ -151,6 +151,28 @@ def test_copied_slots_are_the_same_codes_and_touch_no_others(rng, name, block_si
         np.testing.assert_array_equal(read(), expected)
 
 
+@pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (32, 32), (48, 96), (5, 40)])
+@pytest.mark.parametrize("formats", [("f32", "f16"), ("q8", "q4"), ("q3", "q2"), ("q4", "f32")])
+def test_cleared_slots_are_zeros_and_the_others_as_they_were(block_size, dim, formats):
+    rng = np.random.default_rng(block_size)
+    layout = _kernels.Layout(block_size, 2, dim, *formats, False, False)
+    arena = np.zeros(2 * layout.block_bytes, np.uint8)
+    runs = [(0, 0, block_size), (1, 0, block_size)]
+    rows = rng.normal(size=(2 * block_size, 2, dim)).astype(np.float32)
+    _kernels._write(layout, arena, runs, rows, -rows)
+    keys, values = np.empty_like(rows), np.empty_like(rows)
+    for _ in range(30):
+        count = int(rng.integers(0, block_size + 1))
+        block, slot = int(rng.integers(2)), int(rng.integers(block_size - count + 1))
+        _kernels._read(layout, arena, runs, keys, values)
+        expected = np.stack([keys, values])
+        expected[:, block * block_size + slot :][:, :count] = 0
+        _kernels._clear(layout, arena, block, slot, count)
+        _kernels._read(layout, arena, runs, keys, values)
+        np.testing.assert_array_equal(np.stack([keys, values]), expected)
+        _kernels._write(layout, arena, runs, rows, -rows)
+
+
 @pytest.mark.parametrize(
     "args",
     [
