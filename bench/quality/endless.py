@@ -49,7 +49,7 @@ def measure(model: Transformer, text: Heldout, name: str, total: int) -> dict[st
     """One run over the stream, in pieces of `CHUNK` tokens, timed piece by piece."""
     options, most, far = RUNS[name]
     tokens = text.tokens[: min(total, most) + 1]
-    recorder = Recorder(model, lambda rows: rows[:0], FAR if far else 0)
+    recorder = Recorder(model, lambda rows: rows[:0].copy(), FAR if far else 0)  # a view would hold all rows
     engine = InferenceEngine(recorder, prefill_chunk=CHUNK, **options)
     scores, seconds = _score(engine, tokens)
     return {

@@ -65,6 +65,8 @@ def _prompt(
         asked.append((encode(before.removesuffix(" ") if glue else before), encode(glue + name), encode(after)))
     tail = sum(len(part) for question in asked for part in question)
     tokens = window[: LENGTH - tail - sum(map(len, lines))]
+    while tokens[-1] not in line_ends:  # a question begins a line
+        tokens.pop()
     asking = len(tokens) + sum(map(len, lines))
     # From the back to the front, so that what is in front keeps its place.
     for line, distance in sorted(zip(lines, DISTANCES, strict=True), key=lambda pair: pair[1]):
