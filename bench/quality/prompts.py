@@ -43,36 +43,34 @@ def make_prompts(text: Heldout, tokenizer: Any, count: int) -> list[Prompt]:
     rng = random.Random(5)
     pieces = name_pieces(tokenizer)
     seen = tokenizer.decode(text.tokens.tolist())
-    line_ends = {token for piece, token in tokenizer.get_vocab().items() if piece.endswith("Ċ")}
+    breaks = {token for piece, token in tokenizer.get_vocab().items() if piece.startswith("Ċ")}
     return [
-        _prompt(window.tolist(), tokenizer, pieces, seen, line_ends, rng)
+        _prompt(window.tolist(), tokenizer, pieces, seen, breaks, rng)
         for window in text.windows(LENGTH, count * LENGTH)
     ]
 
 
 def _prompt(
-    window: list[int], tokenizer: Any, pieces: list[str], seen: str, line_ends: set[int], rng: random.Random
+    window: list[int], tokenizer: Any, pieces: list[str], seen: str, breaks: set[int], rng: random.Random
 ) -> Prompt:
     def encode(string: str) -> list[int]:
         return list(tokenizer.encode(string).ids)
 
+    # A line begins with its line break, since the next one may begin with break and indentation in one token.
     lines, asked = [], []
     for template in rng.sample(TEMPLATES, len(DISTANCES)):
         name = unseen_name(tokenizer, pieces, seen, rng)
-        before, after = template.split("{}")
+        before, after = ("\n" + template.removesuffix("\n")).split("{}")
         glue = " " if before.endswith(" ") else ""
-        lines.append(encode(template.format(name)))
-        asked.append((encode(before.removesuffix(" ") if glue else before), encode(glue + name), encode(after)))
+        lines.append(encode(before + name + after))
+        asked.append((encode(before.removesuffix(" ")), encode(glue + name), encode(after)))
     tail = sum(len(part) for question in asked for part in question)
-    tokens = window[: LENGTH - tail - sum(map(len, lines))]
-    while tokens[-1] not in line_ends:  # a question begins a line
-        tokens.pop()
+    room = LENGTH - tail - sum(map(len, lines))
+    tokens = window[: _last_break(window, room, breaks)]
     asking = len(tokens) + sum(map(len, lines))
     # From the back to the front, so that what is in front keeps its place.
     for line, distance in sorted(zip(lines, DISTANCES, strict=True), key=lambda pair: pair[1]):
-        at = min(len(tokens) - distance, len(tokens) - CONTINUATION - 1)
-        while at > 1 and tokens[at - 1] not in line_ends:
-            at -= 1
+        at = _last_break(tokens, len(tokens) - max(distance, CONTINUATION + 1), breaks)
         tokens[at:at] = line
     names = []
     for cue, name, rest in asked:
@@ -80,3 +78,10 @@ def _prompt(
         names.append(slice(len(tokens), len(tokens) + len(name)))
         tokens += name + rest
     return Prompt(np.array(tokens, np.uint32), slice(asking - CONTINUATION, asking), tuple(names))
+
+
+def _last_break(tokens: list[int], at: int, breaks: set[int]) -> int:
+    """The last place up to `at` where a line ends."""
+    while at > 1 and tokens[at] not in breaks:
+        at -= 1
+    return at
