@@ -12,6 +12,8 @@ from oracle_manager import NaiveCacheManager, NaiveEntry, pyramid
 class Token(NaiveEntry):
     """One token of one layer: its position, K and V `(kv_heads, head_dim)`, and the attention it has drawn."""
 
+    drawn: float = 0.0
+
 
 class DenseEvictingEngine:
     """`policy` as of `NaiveCacheManager`; `stored` says what the cache gives back of keys and values."""
@@ -40,6 +42,8 @@ class DenseEvictingEngine:
             self.num_tokens += len(piece)
             manager = NaiveCacheManager(0, self.policy)
             for held, budget in zip(self.layers, self.budgets, strict=True):
+                for token in held:  # the mean over the queries that could see it
+                    token.score = token.drawn / (self.num_tokens - token.position)
                 manager.shrink(held, budget)
         return np.concatenate(rows)
 
@@ -49,7 +53,7 @@ class DenseEvictingEngine:
         held += [Token(int(at), k, v) for at, k, v in zip(places, keys, values, strict=True)]
         out, weights = dense(queries, np.array([t.key for t in held]), np.array([t.value for t in held]))
         for token, mass in zip(held, weights.sum(axis=(0, 1)), strict=True):
-            token.score += mass
+            token.drawn += mass
         return out.astype(np.float32)
 
 

@@ -18,14 +18,17 @@ SINKS, WINDOW, CHUNK, BIN = 4, 1500, 64, 2048
 FAR = 1 << 20  # positions that a network is said to have where it is to run past those that it knows
 
 # name -> (options, tokens at most, whether positions run past what the network knows)
+STREAM, FAR_SINKS = EvictionPolicy.StreamingLLM(SINKS, WINDOW), EvictionPolicy.SlidingWindow(WINDOW, SINKS)
 RUNS: dict[str, tuple[dict[str, Any], int, bool]] = {
-    "StreamingLLM, f32": ({"eviction_policy": EvictionPolicy.StreamingLLM(SINKS, WINDOW)}, FAR, False),
-    "StreamingLLM, q4": ({"eviction_policy": EvictionPolicy.StreamingLLM(SINKS, WINDOW), "dtype": "q4"}, FAR, False),
+    "StreamingLLM, f32": ({"eviction_policy": STREAM}, FAR, False),
+    "StreamingLLM, q4": ({"eviction_policy": STREAM, "dtype": "q4"}, FAR, False),
     "no sinks": ({"eviction_policy": EvictionPolicy.StreamingLLM(0, SINKS + WINDOW)}, FAR, False),
-    "sinks at their distance in the text": ({"eviction_policy": EvictionPolicy.SlidingWindow(WINDOW, SINKS)}, FAR, True),
+    "sinks at their distance in the text": ({"eviction_policy": FAR_SINKS}, FAR, True),
     "plain positions, everything kept": ({"num_blocks": 1024}, 12288, True),
 }
-HEADER = ["cache", "tokens", "MiB, most", "perplexity", "first 2,048", "rest, against fresh", "worst bin", "ms/token, 2k .. end"]
+HEADER = [
+    "cache", "tokens", "MiB, most", "perplexity", "first 2,048", "rest, against fresh", "worst bin", "ms/token, 2k .. end",
+]  # fmt: skip
 
 
 def reference(model: Transformer, text: np.ndarray) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,8 +96,3 @@ def attention_mass(model: Transformer, tokens: np.ndarray, queries: int) -> np.n
 
         model.forward(tokens[start:stop], np.arange(start, stop), attend, "none")
     return mass / (queries * config.num_heads)
-
-
-def shape(config: Any) -> SimpleNamespace:
-    """Values of K and V that one token has."""
-    return SimpleNamespace(values=2 * config.num_layers * config.num_kv_heads * config.head_dim)

@@ -54,8 +54,8 @@ def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
     """The table."""
-    return [
-        [name, f"{f['bits']:.2f}"]
-        + [cell for kind in ("plain", "outliers") for cell in (f"{100 * f[kind]['error']:.3g} %", f"{f[kind]['kl']:.2g}")]
-        for name, f in figures.items()
-    ]
+    table = []
+    for name, f in figures.items():
+        cells = [(f"{100 * f[kind]['error']:.3g} %", f"{f[kind]['kl']:.2g}") for kind in ("plain", "outliers")]
+        table.append([name, f"{f['bits']:.2f}", *cells[0], *cells[1]])
+    return table

@@ -109,7 +109,7 @@ def draw_mass(found: dict[str, Any], folder: str) -> Path:
     figure, panels = plt.subplots(len(kept) + 1, 1, figsize=(11, 1.1 * (len(kept) + 2)), sharex=True)
     columns = 512
     edges = np.linspace(0, tokens, columns + 1).astype(int)
-    coarse = np.array([[row[a:b].sum() for a, b in zip(edges[:-1], edges[1:], strict=True)] for row in mass])
+    coarse = np.add.reduceat(mass, edges[:-1], axis=1)
     extent = (0, tokens, layers - 0.5, -0.5)
     panels[0].imshow(np.log10(coarse + 1e-6), aspect="auto", cmap="magma", extent=extent, interpolation="nearest")
     panels[0].set_title(f"attention of the last {queries} tokens (logarithmic), by layer and token", fontsize=9)
@@ -117,11 +117,10 @@ def draw_mass(found: dict[str, Any], folder: str) -> Path:
         alive = np.zeros((layers, tokens))
         for layer, at in enumerate(positions):
             alive[layer, at] = 1
-        alive = np.array([[row[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)] for row in alive])
+        alive = np.add.reduceat(alive, edges[:-1], axis=1) / np.diff(edges)
         axes.imshow(alive, aspect="auto", cmap="Greys", extent=extent, interpolation="nearest", vmin=0, vmax=1)
-        axes.set_title(
-            f"{name}: {found['percent']} % of the tokens, {100 * found['share'][name]:.0f} % of that attention", fontsize=9
-        )
+        share = f"{100 * found['share'][name]:.0f} % of that attention"
+        axes.set_title(f"{name}: {found['percent']} % of the tokens, {share}", fontsize=9)
     for axes in panels:
         axes.set_yticks([0, layers - 1])
         axes.axvline(tokens - queries, color="tab:blue", linewidth=0.8)

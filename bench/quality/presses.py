@@ -1,9 +1,9 @@
 """The same policies in kvpress, on transformers: which tokens survive, and the perplexity of what follows.
 
 kvpress cuts once, when the prompt is through, and for each KV head apart; here the engine takes the prompt in one piece
-too, and what it keeps is kept for the continuation, in a cache that grows from there as the other does. A window is the same window in both, so it must give the
-same perplexity; by observed attention both keep what was attended most, kvpress by the mean over the queries that saw
-a token, H2O by their sum, one list for all heads of a layer.
+too, and what it keeps is kept for the continuation, in a cache that grows from there as the other does. A window is the
+same window in both, so it must give the same perplexity. By observed attention both keep what was attended most, by the
+mean over the queries that saw a token; H2O has one list for all heads of a layer.
 """
 
 from __future__ import annotations

@@ -48,6 +48,9 @@ def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[
 def rows(figures: dict[str, Any]) -> list[list[str]]:
     """The table."""
     return [
-        [name, f"{f['splits']}", f"{f['reused']:,}", f"{f['largest']:.2g}", f"{f['median']:.2g}", f"{100 * f['same']:.1f} %"]
+        [
+            name, f"{f['splits']}", f"{f['reused']:,}", f"{f['largest']:.2g}", f"{f['median']:.2g}",
+            f"{100 * f['same']:.1f} %",
+        ]
         for name, f in figures.items()
-    ]
+    ]  # fmt: skip

@@ -52,8 +52,9 @@ class _Run:
 
     def verdicts(self, found: list[dict[str, Any]]) -> None:
         for v in found:
-            reached, asked = (f"{100 * v[k]:.3g} %" if v["figure"] != "kl" else f"{v[k]:.2g}" for k in ("value", "bound"))
-            what = {"kl": "KL", "rise": "perplexity +", "slower": "time per token +"}[v["figure"]]
+            shown = "{:.2g}" if v["figure"] == "kl" else "{:.2%}"
+            reached, asked = shown.format(v["value"]), shown.format(v["bound"])
+            what = {"kl": "KL divergence", "rise": "rise of perplexity", "slower": "rise of time per token"}[v["figure"]]
             print(f"{v['format']}: {what} {reached}, asked at most {asked}: {'met' if v['met'] else 'MISSED'}")
             self.missed += not v["met"]
 
@@ -78,7 +79,7 @@ class _Run:
         figures = outliers.measure(512 if self.quick else 4096, list(formats.FORMATS))
         self.data["outliers"] = figures
         self.table(
-            f"Synthetic attention, head_dim {outliers.DIM}: one key channel in {outliers.EVERY} times {outliers.FACTOR}",
+            f"Synthetic attention, head_dim {outliers.DIM}: 1 key channel in {outliers.EVERY} times {outliers.FACTOR}",
             outliers.HEADER, outliers.rows(figures),
             "Random keys and values have no structure that attention could use: errors on text are far smaller.",
         )  # fmt: skip
