@@ -95,7 +95,7 @@ def draw_stream(runs: list[dict[str, Any]], fresh: np.ndarray, folder: str) -> P
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     clock.set_ylim(bottom=0)
-    clock.set_ylabel("ms per token")
+    clock.set_ylabel("CPU ms per token")
     clock.set_xlabel("token of the stream (the model was trained to 2,048)")
     clock.grid(alpha=0.3)
     return save(plt, figure, folder, "quality stream")

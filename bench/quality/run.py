@@ -54,8 +54,8 @@ class _Run:
         for v in found:
             shown = "{:.2g}" if v["figure"] == "kl" else "{:.2%}"
             reached, asked = shown.format(v["value"]), shown.format(v["bound"])
-            what = {"kl": "KL divergence", "rise": "rise of perplexity", "slower": "rise of time per token"}[v["figure"]]
-            print(f"{v['format']}: {what} {reached}, asked at most {asked}: {'met' if v['met'] else 'MISSED'}")
+            what = {"kl": "KL divergence", "rise": "more perplexity", "slower": "more time per token"}[v["figure"]]
+            print(f"{v['format']}: {what}, {reached}, asked at most {asked}: {'met' if v['met'] else 'MISSED'}")
             self.missed += not v["met"]
 
     def formats(self) -> None:

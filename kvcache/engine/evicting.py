@@ -114,8 +114,8 @@ class EvictingSequence(ModelSequence):
 
     Under H2O and PyramidKV a token's score is the attention mass that it has drawn in its layer since it came, over
     all queries and heads (float64), per query that could see it: sums favour whoever came first, and on held-out
-    text keep worse tokens (`python -m bench quality`). Of two calls, one in pieces of 1 and one in pieces of 512 tokens,
-    the second lets tokens draw attention from 512 more queries before the first of them leaves.
+    text keep worse tokens (`python -m bench quality`). Of two calls, one in pieces of 1 and one in pieces of 512
+    tokens, the second lets tokens draw attention from 512 more queries before the first of them leaves.
 
     Args:
         model, chunk: as of `ModelSequence`.
