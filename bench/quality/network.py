@@ -47,19 +47,31 @@ class Recorder:
 
 
 class _RandomScores(PagedKvCache):
-    """In place of attention each token draws a number when it comes, and keeps it."""
+    """In place of attention each token draws a number when it comes, and from every query that number again."""
 
     rng = np.random.default_rng(0)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._drawn: dict[int, np.ndarray] = {}
 
     def attention(self, layer: int, queries: Any, seq_ids: Any, *, return_scores: bool = False, **more: Any) -> Any:
         out = super().attention(layer, queries, seq_ids, **more)
         if not return_scores:
             return out
-        held = self.get_sequence(int(seq_ids[0]))
-        assert held is not None
-        scores = np.zeros(held.num_tokens, np.float32)
-        scores[-len(queries) :] = self.rng.random(len(queries))
-        return out, scores
+        seq_id, count = int(seq_ids[0]), len(queries)
+        drawn = np.concatenate([self._drawn.get(seq_id, np.empty(0)), self.rng.random(count)])
+        self._drawn[seq_id] = drawn
+        seen_by = np.minimum(np.arange(len(drawn), 0, -1), count)
+        return out, (drawn * seen_by).astype(np.float32)
+
+    def keep_tokens(self, seq_id: int, indices: Any) -> None:
+        super().keep_tokens(seq_id, indices)
+        self._drawn[seq_id] = self._drawn[seq_id][indices]
+
+    def free(self, seq_id: int) -> None:
+        super().free(seq_id)
+        self._drawn.pop(seq_id, None)
 
 
 class RandomEngine(InferenceEngine):
