@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 from kvcache cimport _kernels
 from kvcache._batch cimport BatchTable
 from kvcache._kernels cimport kvc_format, kvc_run, kvc_seq
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence
 from kvcache._table cimport SequenceTable
 
 import numpy as np
@@ -431,11 +431,11 @@ cdef class BlockStore:
             block, stop = seq.runs[run].block, seq.runs[run].stop
             first = <int>max(<int64_t>seq.runs[run].first, stop - count)
             count -= stop - first
-            if first < self.reached[block]:
+            if first < self.reached[block]:  # all that lies behind at once: the next tokens of this block are free
                 for layer in range(self.num_layers):
                     _kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
-                                         min(stop, <int>self.reached[block]) - first)
-            self.reached[block] = <uint16_t>max(stop, <int>self.reached[block])
+                                         self.reached[block] - first)
+            self.reached[block] = <uint16_t>stop
 
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
         cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
@@ -479,7 +479,9 @@ cdef class BlockStore:
         if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                 or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, q):
             raise ValueError(f"expected out to be C-contiguous, writeable float32 of shape {np.shape(q)}")
-        if np.may_share_memory(out, q):
+        cdef char *first = <char *>cnp.PyArray_DATA(<cnp.ndarray>out)
+        cdef char *other = <char *>cnp.PyArray_DATA(q)
+        if first < other + cnp.PyArray_NBYTES(q) and other < first + cnp.PyArray_NBYTES(<cnp.ndarray>out):
             raise ValueError("expected out apart from queries, got the same memory")
         return out
 

@@ -20,8 +20,8 @@ cdef inline Py_ssize_t common_prefix(const uint32_t* a, const uint32_t* b, Py_ss
     cdef Py_ssize_t i = 0
     while i + 1024 <= n and memcmp(a + i, b + i, 1024 * sizeof(uint32_t)) == 0:
         i += 1024
-    while i + 32 <= n and memcmp(a + i, b + i, 32 * sizeof(uint32_t)) == 0:
-        i += 32
+    while i + 16 <= n and memcmp(a + i, b + i, 16 * sizeof(uint32_t)) == 0:
+        i += 16
     while i < n and a[i] == b[i]:
         i += 1
     return i
@@ -38,7 +38,14 @@ cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
 
 cdef cnp.ndarray int32_values(object values):
     """Values as a C-contiguous int32 array; without a copy where they are one."""
-    cdef cnp.ndarray array = np.asarray(values)
+    cdef cnp.ndarray array
+    if (
+        isinstance(values, cnp.ndarray)
+        and cnp.PyArray_TYPE(<cnp.ndarray>values) == cnp.NPY_INT32
+        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>values)
+    ):
+        return values
+    array = np.asarray(values)
     if array.size == 0:
         return new_values(0)
     if array.dtype.kind not in "iu":

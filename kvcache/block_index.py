@@ -178,6 +178,12 @@ class BlockIndex:
         self.cached[:] = False
         self._forget()  # The old trie lives on as long as requests pin it.
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index: records of all blocks of the pool, the trie, and what was evicted not long ago."""
+        records = (self.cached, self.used, self.born, self.tokens, self.holds.counts)
+        return sum(record.nbytes for record in records) + self.trie.nbytes + self._ghosts.nbytes
+
     # -- verification ---------------------------------------------------------------------------------------
 
     def named(self) -> Int32:

@@ -344,6 +344,7 @@ class PrefixCache:
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
                 index.hit_tokens, index.lookup_tokens, MappingProxyType(dict(index.reasons)),
+                index.nbytes + (0 if self._shared else self._pool.nbytes),
             )  # fmt: skip
 
     def references(self) -> Int32:
