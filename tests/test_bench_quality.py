@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -35,7 +37,7 @@ def test_windows_cover_without_overlap():
     for length, total, count in ((100, 250, 3), (64, 10**6, 15), (1000, 1, 1)):
         windows = whole.windows(length, total)
         assert [len(window) for window in windows] == [length] * count
-        assert all(b[0] > a[-1] for a, b in zip(windows[:-1], windows[1:], strict=True))
+        assert all(b[0] > a[-1] for a, b in pairwise(windows))
 
 
 def test_a_folder_without_the_modules_says_so(demo, tmp_path):
