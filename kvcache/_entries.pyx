@@ -85,4 +85,4 @@ cdef class EntryTrie(TokenTrie):
         root = leaf
         while self.nodes[root].parent >= 0:
             root = self.nodes[root].parent
-        return root, np.empty(0, np.int32) if spare else self._cut(leaf)
+        return root, np.empty(0, np.int32) if spare else self.cut_leaf(leaf)

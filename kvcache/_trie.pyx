@@ -299,10 +299,10 @@ cdef class TokenTrie(NodeTable):
             return new_values(0)
         self.num_entries -= self.nodes[at.node].marked
         self.nodes[at.node].marked = 0
-        return self._cut(at.node)
+        return self.cut_leaf(at.node)
 
-    def _cut(self, node):
-        """`cut` from `node` if it is a leaf, into an array of the right size."""
+    def cut_leaf(self, node):
+        """Free what the sequence that ends in leaf `node` alone needs, unless it is marked; the values, last first."""
         cdef int32_t id = self._node(node)
         if self.nodes[id].child >= 0:
             return new_values(0)
@@ -331,6 +331,35 @@ cdef class TokenTrie(NodeTable):
         freed = self._empty(root)
         self.give(self._root(root))
         return freed
+
+    def prune(self, root, tokens):
+        """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.
+
+        The values of the last page of `tokens` and of all that follows it, int32; none where they are not cached.
+        The pages before stay. Neither pins nor marks count.
+        """
+        cdef int32_t top = self._root(root), id
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef Py_ssize_t n = ids.shape[0], freed = 0, pages
+        if n == 0 or n % self.page_size:
+            raise ValueError(f"expected a multiple of {self.page_size} tokens, at least one, got {n}")
+        cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), n)
+        if at.length < n:
+            return new_values(0)
+        cdef int32_t kept = self.at_depth(at.node, n)
+        cdef cnp.ndarray values = new_values(self.num_pages)
+        self.nodes[kept].pins += 1    # Nothing joins it while what is below goes.
+        while self.nodes[kept].child >= 0:
+            id = kept
+            while self.nodes[id].child >= 0:
+                id = self.nodes[id].child
+            pages = self.pages(id)
+            self.shrink(id, pages, int32s(values) + freed)
+            freed += pages
+        self.nodes[kept].pins -= 1
+        self.list_leaf(kept)
+        self.shrink(kept, 1, int32s(values) + freed)
+        return values[: freed + 1].copy()
 
     def clear(self):
         """Empty every namespace, also what is pinned; the roots stay. Returns the values."""

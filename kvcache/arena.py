@@ -11,11 +11,14 @@ when an eviction asks who still shows them.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.rows import Rows
+from kvcache.rows import BLOCK_SIZE, Rows
+from kvcache.saved import SavedRows
 
 __all__ = ["Lease", "RowArena"]
 
@@ -71,6 +74,7 @@ class RowArena:
     Attributes:
         rows: what lies in the slots.
         stored, leased: see above, `(num_slots,)`.
+        saved: which slots wait for rows of a file; None: none does.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -83,6 +87,7 @@ class RowArena:
         self.next_lease = 0
         self.uncounted: list[int] = []
         self.ended: deque[int] = deque()
+        self.saved: SavedRows | None = None
 
     # -- slots ----------------------------------------------------------------------------------------------
 
@@ -124,11 +129,38 @@ class RowArena:
         """The trie lets go of `slots`, in the order in which they left it."""
         self.settle(count=True)
         self.stored[slots] = False
+        if self.saved is not None:
+            self.saved.forget(slots)
+            self._put_away_saved()
         self._give(slots[self.leased[slots] == 0])
 
     def _give(self, slots: Int32) -> None:
         self.free[self.num_free : self.num_free + len(slots)] = slots
         self.num_free += len(slots)
+
+    # -- files ----------------------------------------------------------------------------------------------
+
+    def fetch(self, slots: Int32) -> int:
+        """Bring in the rows that wait in a file; how many of `slots` come before the first whose rows are damaged."""
+        if self.saved is None:
+            return len(slots)
+        good = self.saved.fetch(slots)
+        self._put_away_saved()
+        return good
+
+    def _put_away_saved(self) -> None:
+        if self.saved is not None and not self.saved.waiting:
+            self.saved = None  # and with it the file is closed
+
+    def pages(self, slots: Int32) -> Iterator[list[npt.NDArray[Any]]]:
+        """The rows at `slots` as the pages of a saved cache; each is good until the next one."""
+        page = self.rows.page()
+        for first in range(0, len(slots), BLOCK_SIZE):
+            some = slots[first : first + BLOCK_SIZE]
+            if len(some) < BLOCK_SIZE:
+                page = self.rows.page()  # the rest is zero, not the rows of before
+            page.copy_from(some)
+            yield page.buffers
 
     # -- leases ---------------------------------------------------------------------------------------------
 
@@ -170,6 +202,7 @@ class RowArena:
         stored = np.zeros(self.num_slots, np.int32)
         np.add.at(stored, held, 1)
         assert np.array_equal(stored, self.stored), "arena: the trie's slots are not those stored, or some twice"
+        assert self.saved is None or self.stored[self.saved.slots()].all(), "arena: a slot waits that is not stored"
         leased = np.zeros(self.num_slots, np.int32)
         for slots, counted in self.leases.values():
             assert counted, "arena: a lease was passed over"

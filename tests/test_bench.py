@@ -69,6 +69,14 @@ def test_tables_and_times():
     assert markdown(["x"], [["1"]]) == "| x |\n| :-- |\n| 1 |"
 
 
+def test_a_saved_cache(capsys):
+    """Whatever the times are: every block comes back byte for byte, or the bench says no."""
+    assert main(["saved", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("yes") == 4
+    assert "NO" not in out
+
+
 def test_the_published_algorithms_find_and_forget_what_they_should():
     first, second = prompts(2, 64)
     other = np.concatenate([first[:40], second[:24]])
