@@ -27,7 +27,7 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
             if name in pure:
                 offset = (0, 8)
             elif "/" in name:
-                offset = (8, 3)
+                offset = (8, 3) if name < name[::-1] else (8, -8)
                 axes.plot(f["bits"], 100 * f["rise"], marker="x", color=line.get_color())
             else:
                 offset = (-8, 8)
@@ -38,6 +38,7 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
     axes.set_xscale("log", base=2)
     axes.set_xticks([2.5, 3.5, 4.5, 8.5, 16, 32], ["2.5", "3.5", "4.5", "8.5", "16", "32"])
     axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_ylim(bottom=-0.005)
     axes.set_xlabel("bits per value, scale and minimum included (x: K and V apart, Y: not rotated)")
     axes.set_ylabel("perplexity over the f32 cache, %")
     axes.grid(alpha=0.3)
