@@ -27,7 +27,7 @@ named as absent where they are not.
   python -m bench kernels --plot bench/pictures    ceilings, bounds and rivals of every kernel; a quarter of an hour
   python -m bench kernels --only decode --context 16k --threads 2
   python -m bench engine                           whole requests on random checkpoints
-  python -m bench quality --plot bench/pictures    half an hour; --quick: two minutes; --only eviction
+  python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
   python -m bench saved                            load of a saved cache beside the prefill it spares; a minute
   python -m bench structures                       all tables, some minutes
   python -m bench structures --quick               small sizes, few rounds
