@@ -6,6 +6,11 @@
  * The items depend on the call and the number of threads, never on timing, and no two write the same place:
  * the result is the same each time. Scratch: [items][norms][partials][one piece per thread].
  */
+#if defined(__linux__)
+#define _GNU_SOURCE /* sched_getcpu */
+#include <sched.h>
+#endif
+
 #include "kvc_attend.h"
 
 #include <string.h>
@@ -205,10 +210,35 @@ static void run_alone(const call *c) {
 }
 
 #if defined(_OPENMP)
+static int this_cpu(void) {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+/* A thread that was asleep is often woken on the core of its waker, and both then share it for milliseconds while
+ * another is idle. Being forbidden that core for a moment moves it. */
+static void leave_cpu(int cpu) {
+#if defined(__linux__)
+    cpu_set_t allowed, others;
+    if (cpu < 0 || sched_getcpu() != cpu || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    others = allowed;
+    CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof allowed, &allowed);
+#else
+    (void)cpu;
+#endif
+}
+
 static void run_threads(const call *c, int threads) {
+    const int callers = this_cpu();
 #pragma omp parallel num_threads(threads)
     {
         const int mine = omp_get_thread_num();
+        if (mine) leave_cpu(callers);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, mine);
 #pragma omp for schedule(dynamic, 1)

@@ -1,4 +1,4 @@
-"""Levels and threads of the kernels, loaded so that their threads wait asleep.
+"""Levels and threads of the kernels, loaded so that their threads soon sleep where they wait.
 
 Between two calls of attention an engine multiplies matrices, on the threads of a BLAS that knows nothing of ours. A
 waiting OpenMP thread spins for milliseconds by default, on the very core that the other library needs: on two busy
@@ -12,20 +12,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_SPINS = "500"  # some microseconds: enough to meet at a barrier, too short for another library to notice
+
 __all__ = ["get_num_threads", "set_num_threads", "simd_level", "simd_levels", "use_simd"]
 
 
 @contextmanager
-def _waiting_asleep() -> Iterator[None]:
+def _waiting_shortly() -> Iterator[None]:
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         yield
         return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["GOMP_SPINCOUNT"] = _SPINS
     try:
         yield
     finally:
-        del os.environ["OMP_WAIT_POLICY"]
+        del os.environ["GOMP_SPINCOUNT"]
 
 
-with _waiting_asleep():
+with _waiting_shortly():
     from kvcache._kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
