@@ -54,7 +54,7 @@ cdef class BatchTable(SequenceTable):
                 self.refuse_twice_(numbers(ids)[i])
                 self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]))
                 taken += 1
-        except (MemoryError, ValueError):
+        except BaseException:
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise
@@ -111,7 +111,7 @@ cdef class BatchTable(SequenceTable):
                 self.refuse_twice_(numbers(news)[i])
                 self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.rows.get(numbers(olds)[i])].num_runs)
                 taken += 1
-        except (MemoryError, ValueError):
+        except BaseException:
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise

@@ -80,9 +80,12 @@ cdef class EntryTrie(TokenTrie):
                 leaf = self.nodes[leaf].parent
         if leaf < 0:
             return None
-        self.num_entries -= self.nodes[leaf].marked
-        self.nodes[leaf].marked = 0
         root = leaf
         while self.nodes[root].parent >= 0:
             root = self.nodes[root].parent
-        return root, np.empty(0, np.int32) if spare else self._cut(leaf)
+        if not spare:
+            return root, self._cut(leaf)
+        freed = np.empty(0, np.int32)
+        self.num_entries -= self.nodes[leaf].marked
+        self.nodes[leaf].marked = 0
+        return root, freed

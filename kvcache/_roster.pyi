@@ -7,7 +7,7 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-def runs_of(slots: Int32, block_size: int) -> Runs: ...
+def runs_of(slots: Int32, block_size: int, out: Runs | None = None) -> Runs: ...
 
 class Roster:
     size: int

@@ -152,7 +152,6 @@ class PrefixKvCache:
         """
         ids = as_tokens(tokens)
         with self._lock:
-            self._lookup_tokens += len(ids)
             root = self._roots.get(namespace)
             node, length, slots = -1, 0, np.empty(0, np.int32)
             if root is not None:
@@ -161,13 +160,16 @@ class PrefixKvCache:
                     node, length = self._trie.entry_at(node, length)
             if root is None or length < max(1, self.config.min_prefix_len):
                 self._misses += 1
+                self._lookup_tokens += len(ids)
                 return None
-            self._hits += 1
-            self._hit_tokens += length
-            self._trie.touch_entry(node)
             arena = self._arena_of[root]
             arena.settle()
-            return length, _LeasedState(arena.lease(slots[:length]))
+            state = _LeasedState(arena.lease(slots[:length]))
+            self._trie.touch_entry(node)
+            self._hits += 1
+            self._hit_tokens += length
+            self._lookup_tokens += len(ids)
+            return length, state
 
     @staticmethod
     def restore(cached: CachedKvState, target: KvCache) -> None:
@@ -268,10 +270,17 @@ class PrefixKvCache:
         slots = np.empty(len(ids), np.int32)
         limit = self.config.max_memory_bytes // arena.rows.slot_bytes
         slots[length:] = arena.take(len(ids) - length, limit)
-        arena.rows.write(slots[length:], [k[length:] for k in keys], [v[length:] for v in values])
-        if name not in self._roots:
-            self._open(name, arena, shape)
-        node, _ = self._trie.insert(self._roots[name], ids, slots)
+        new = name not in self._roots
+        try:
+            arena.rows.write(slots[length:], [k[length:] for k in keys], [v[length:] for v in values])
+            if new:
+                self._open(name, arena, shape)
+            node, _ = self._trie.insert(self._roots[name], ids, slots)
+        except BaseException:
+            arena.drop(slots[length:][::-1])
+            if new and name in self._roots:
+                self._close(self._roots[name])
+            raise
         self._trie.mark(node)
 
     def _new_arena(self, num_layers: int, kv_dim: int) -> RowArena:
@@ -309,13 +318,16 @@ class PrefixKvCache:
 
     def _let_go(self, root: int, slots: npt.NDArray[np.int32], keep: int | None = None) -> None:
         """Give the slots back; a namespace without entries goes, except `keep`."""
-        arena = self._arena_of[root]
-        arena.drop(slots)
+        self._arena_of[root].drop(slots)
         if root != keep and self._trie.is_leaf(root):
-            self._trie.drop_root(root)
-            del self._roots[self._names.pop(root)], self._arena_of[root]
-            if arena.num_used == 0 and arena not in self._arena_of.values():
-                del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]
+            self._close(root)
+
+    def _close(self, root: int) -> None:
+        arena = self._arena_of[root]
+        self._trie.drop_root(root)
+        del self._roots[self._names.pop(root)], self._arena_of[root]
+        if arena.num_used == 0 and arena not in self._arena_of.values():
+            del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]
 
     # -- the rest -------------------------------------------------------------------------------------------
 
