@@ -185,7 +185,7 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     list_items(&p, items, args->scores ? norms : NULL, partials);
     (void)threads;
 #if defined(_OPENMP)
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
     {
         void *mine = own + (size_t)omp_get_thread_num() * own_bytes;

@@ -68,14 +68,15 @@ cdef class Roster:
         """Add `count` rows, each followed by the evictions that it makes necessary.
 
         Returns:
-            `(rows, slots)`: int64 and int32, which of the rows in [0, count) stayed, and their slots, which ascend.
-            Some of these slots may have been another entry's before.
+            `(rows, slots)`: int64 and int32, which of the rows in [0, count) stayed, and their slots, which ascend;
+            None as rows if all stayed in this order. Some of these slots may have been another entry's before.
 
         Raises:
             MemoryError: nothing has changed then.
         """
         cdef int64_t _i, i, first = self.next_position, kept = 0
         cdef int32_t slot
+        cdef bint in_order = True
         self.reserve(min(self.size + count, <int64_t>limit))
         most = min(count, <int64_t>limit)
         rows, slots, pairs = np.empty(most, np.int64), np.empty(most, np.int32), np.empty(most, PLACED)
@@ -94,8 +95,9 @@ cdef class Roster:
                 qsort(&pair[0], kept, sizeof(placed), by_slot)
             for i in range(kept):
                 row_view[i], slot_view[i] = pair[i].row, pair[i].slot
+                in_order = in_order and pair[i].row == i
         self.text = None
-        return rows[:kept], slots[:kept]
+        return None if in_order and kept == count else rows[:kept], slots[:kept]
 
     def evict(self, int32_t limit, int32_t front, int32_t back):
         """Evict entries until at most `limit` are left; how many left."""

@@ -11,6 +11,7 @@ when an eviction asks who still shows them.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +125,8 @@ class RowArena:
     def drop(self, slots: Int32) -> None:
         """The trie lets go of `slots`, in the order in which they left it."""
         self.leaving.append(slots)
-        self.settle(count=True)
+        with suppress(MemoryError):  # then the next call does it
+            self.settle(count=True)
 
     def _give(self, slots: Int32) -> None:
         self.free[self.num_free : self.num_free + len(slots)] = slots
@@ -151,6 +153,7 @@ class RowArena:
                 self.leased[at] = left
                 self._give(given)
             del self.leases[self.ended.popleft()]
+        count = count or bool(self.leaving)
         while count and self.uncounted:
             key = self.uncounted[-1]
             if key in self.leases:

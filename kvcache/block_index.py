@@ -147,12 +147,14 @@ class BlockIndex:
             # In blocks that no prompt is found in yet, nothing of this counts before the trie names them.
             self.tokens[blocks] = tokens
             self.used[blocks] = self.born[blocks] = self._clock + 1
+            self.cached[blocks] = True
             self.trie.insert(self._roots[name], ids[: count * size], values)
         except BaseException:
+            for block in blocks.tolist():
+                self.cached[block] = False
             if new:
                 self._drop(self._roots[name])
             raise
-        self.cached[blocks] = True
         self._clock += 1
 
     def _drop(self, root: int) -> None:
@@ -177,7 +179,8 @@ class BlockIndex:
         root, tokens, _ = self.trie.path(leaf)
         blocks = self.trie.evict(min(count, self.trie.num_pages_of(leaf)))
         self.pool.release(blocks)
-        self.cached[blocks] = False
+        for block in blocks.tolist():  # one by one, which takes no memory
+            self.cached[block] = False
         self.evictions += len(blocks)
         self._ghosts.remember(tokens, self._names[root])
         if self.trie.is_leaf(root):

@@ -132,7 +132,8 @@ class PrefixCache:
             holds = self._looked_up.get(index)
             if not holds:
                 raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
-            self._index.holds.end(holds.pop())
+            self._index.holds.end(holds[-1])
+            holds.pop()
             if not holds:
                 del self._looked_up[index]
 

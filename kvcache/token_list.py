@@ -61,10 +61,10 @@ class TokenList:
         """
         self.store.represent(keys, values)
         # What the roster admits must be written, whatever happens: all memory comes before it changes.
-        runs, every = np.empty(min(len(keys), rule.limit), RUN), np.arange(len(keys))
-        sorted_rows = np.empty((2, *keys.shape), np.float32) if len(keys) > 1 else keys[None].repeat(2, 0)
+        runs = np.empty(min(len(keys), rule.limit), RUN)
+        sorted_rows = np.empty((2, *keys.shape), np.float32)
         rows, slots = self.roster.append(len(keys), *rule)
-        if not np.array_equal(rows, every):
+        if rows is not None:
             # By slot: neighbours share a tile, so each tile is packed once.
             into = sorted_rows[:, : len(rows)]
             keys, values = (np.take(x, rows, 0, out, "clip") for x, out in zip((keys, values), into, strict=True))
