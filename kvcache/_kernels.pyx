@@ -48,7 +48,7 @@ FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 # The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
 cdef const kvc_kernels *_active = NULL
 cdef int _threads = 0
-# A child of os.fork() has the runtime of its parent's threads and none of the threads: waiting for them would never end.
+# A child of os.fork() has the runtime of its parent's threads and none of the threads: it would wait for ever.
 cdef bint _forked = False
 
 

@@ -193,7 +193,7 @@ class BlockIndex:
         named = self.named()
         trie, ghosts = TokenTrie(self.block_size), GhostTrie(self.block_size, self.max_blocks)
         self.pool.release(named)
-        self.cached[:] = False
+        self.cached.fill(False)
         self._name_nothing(trie, ghosts)  # The old trie lives on as long as requests pin it.
 
     # -- verification ---------------------------------------------------------------------------------------

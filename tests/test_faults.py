@@ -1,4 +1,4 @@
-"""Every allocation fails once, in a process of its own with `failing_malloc.c` before libc; the scenes are in faults.py."""
+"""Every allocation fails once, in a process with `failing_malloc.c` loaded before libc; faults.py has the scenes."""
 
 import os
 import re
