@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["Candidate", "Case", "Claim", "Result", "Table", "at_most", "faster", "run_case", "share_of", "size_name"]
+__all__ = [
+    "Candidate", "Case", "Claim", "Result", "Table",
+    "alternating", "at_most", "faster", "run_case", "share_of", "size_name",
+]  # fmt: skip
 
 MIN_SAMPLE = 200e-6  # seconds: what is shorter is repeated until the clock's own cost is below a thousandth
+ALTERNATIONS = 15
 SHORT = 5e-3  # seconds: what is shorter gets an untimed call after a pause, so that its threads are awake
 
 
@@ -85,6 +89,25 @@ def faster(bound: float, one: str, other: str) -> Claim:
 def share_of(bound: float, one: str, other: str) -> Claim:
     """`one` reaches at least this part of the speed of `other`."""
     return Claim(one, other, bound, turned=True, share=True)
+
+
+def alternating(name: str, before: Callable[[], object], run: Callable[[], object], count: float) -> Candidate:
+    """Work that has to be undone each time, warm: `before` and `run` in turn, `run` alone on the clock of its thread.
+
+    A candidate with `before` alone is timed once in a round, right after all others; what takes microseconds is
+    then mostly the caches that they left.
+    """
+
+    def seconds() -> float:
+        times = []
+        for _ in range(ALTERNATIONS):
+            before()
+            start = time.thread_time()
+            run()
+            times.append(time.thread_time() - start)
+        return max(median(times), 1e-9) / count
+
+    return Candidate(name, count=count, seconds=seconds)
 
 
 def size_name(size: int) -> str:

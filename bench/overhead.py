@@ -20,7 +20,7 @@ __all__ = ["OVERHEAD", "allocation_report", "cases", "print_allocations"]
 DOT = "numpy.dot"
 OVERHEAD = Columns(("attention", "attention, out="), rivals=(DOT,))
 TOKENS = 16
-OBJECTS = 256  # bytes: ints, tuples and array headers that a call hands around; a copy of K, V or scores is more
+OBJECTS = 512  # bytes: ints, tuples, the dict of keywords; a copy of K, V, queries or scores is more
 
 
 def tiny(dtype: str, head_dim: int) -> tuple[PagedKvCache, Any, Any]:

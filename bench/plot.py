@@ -24,7 +24,7 @@ def pyplot() -> Any:
     return plt
 
 
-def save(plt: Any, figure: Any, folder: str, title: str, kind: str = "svg") -> Path:
+def save(plt: Any, figure: Any, folder: str, title: str, kind: str = "png") -> Path:
     """Write the figure into the folder under its title; `kind` is "svg" or "png"."""
     path = Path(folder) / (re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] + "." + kind)
     path.parent.mkdir(parents=True, exist_ok=True)

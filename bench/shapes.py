@@ -1,7 +1,7 @@
 """Adversarial shapes: a million equal tokens, a comb of divergences, 100,000 children of one node.
 
-A bound that holds for random prompts must hold for these. Each case does one operation on the shape and on a
-harmless trie of as many pages; the second is the reference.
+The bounds of ordinary prompts must hold for these: a match beside memcmp and an access per page, an insert beside
+the match of the same tokens, an eviction beside the same shape at a tenth of the size.
 """
 
 from __future__ import annotations
@@ -11,47 +11,39 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from bench.common import Candidate, Case, Table, at_most
+from bench.common import Candidate, Case, Table, alternating, at_most
+from bench.trie import FLOOR, OURS, PAGE, VOCABULARY, Tokens, floor
+from bench.trie import SHORT as SUFFIX
 from kvcache._trie import TokenTrie
 
 __all__ = ["SHAPES", "tables"]
 
-Tokens = npt.NDArray[np.uint32]
-PAGE = 16
+COUNT = 64  # operations in a sample that has to be undone
 
 
 def all_equal(num_tokens: int) -> Iterator[Tokens]:
-    """One prompt, every token the same, and prefixes of it."""
+    """Prompts of one token over and over, each a thousandth longer than the one before, the longest first."""
     tokens = np.full(num_tokens, 7, np.uint32)
-    yield tokens[: num_tokens // 2]
-    yield tokens
+    for part in range(1000, 0, -1):
+        yield tokens[: num_tokens * part // 1000 // PAGE * PAGE]
 
 
 def comb(num_tokens: int) -> Iterator[Tokens]:
-    """A spine that another prompt leaves after every page."""
-    spine = np.random.default_rng(0).integers(0, 150_000, num_tokens, dtype=np.uint32)
+    """A spine, and a prompt that leaves it after every page."""
+    spine = np.random.default_rng(0).integers(0, VOCABULARY, num_tokens, dtype=np.uint32)
     yield spine
-    for page in range(1, num_tokens // PAGE):
-        tooth = np.concatenate([spine[page * PAGE - PAGE : page * PAGE], np.full(PAGE, 150_001, np.uint32)])
-        yield np.concatenate([spine[: page * PAGE], tooth[PAGE:]])
+    for depth in range(PAGE, num_tokens, PAGE):
+        yield np.concatenate([spine[:depth], np.full(PAGE, VOCABULARY + 1, np.uint32)])
 
 
 def fan(num_tokens: int) -> Iterator[Tokens]:
     """One page, and below it as many children as there are pages."""
-    head = np.full(PAGE, 9, np.uint32)
     for child in range(num_tokens // PAGE):
-        yield np.concatenate([head, np.full(PAGE, child, np.uint32)])
+        yield np.repeat(np.array([9, child], np.uint32), PAGE)
 
 
-def harmless(num_tokens: int) -> Iterator[Tokens]:
-    """Random prompts of 2,048 tokens."""
-    rng = np.random.default_rng(0)
-    for _ in range(max(1, num_tokens // 2048)):
-        yield rng.integers(0, 150_000, min(num_tokens, 2048), dtype=np.uint32)
-
-
+# name -> (prompts of a shape, its size in tokens)
 SHAPES: dict[str, tuple[Callable[[int], Iterator[Tokens]], int]] = {
     "a million equal tokens": (all_equal, 1_000_000 // PAGE * PAGE),
     "a comb of 2,000 divergences": (comb, 32_000),
@@ -59,58 +51,72 @@ SHAPES: dict[str, tuple[Callable[[int], Iterator[Tokens]], int]] = {
 }
 
 
-def fill(shape: Callable[[int], Iterator[Tokens]], num_tokens: int) -> tuple[TokenTrie, int, list[Tokens]]:
-    """A trie with this shape, and some of its prompts."""
+def filled(name: str, share: float = 1) -> tuple[TokenTrie, int, list[Tokens]]:
+    """A trie of this shape and its first prompts, at a share of its size."""
+    shape, num_tokens = SHAPES[name]
     trie = TokenTrie(PAGE)
     root = trie.add_root()
-    kept = []
-    for i, prompt in enumerate(shape(num_tokens)):
+    first = []
+    for prompt in shape(int(num_tokens * share) // PAGE * PAGE):
         trie.insert(root, prompt, np.zeros(len(prompt) // PAGE, np.int32))
-        if i < 64:
-            kept.append(prompt)
-    return trie, root, kept
+        if len(first) < COUNT:
+            first.append(prompt.copy())
+    return trie, root, first
 
 
-def shape_case(name: str, operation: str) -> Iterator[Candidate]:
-    """The operation on the shape, per token of the prompts it is given, beside harmless ones."""
-    shape, num_tokens = SHAPES[name]
-    for column, make in (("the shape", shape), ("random prompts", harmless)):
-        trie, root, kept = fill(make, num_tokens)
-        yield Candidate(column, *_operation(operation, trie, root, kept))
+def match_case(name: str) -> Iterator[Candidate]:
+    """Match the longest prompt of the shape."""
+    trie, root, first = filled(name)
+    yield Candidate(OURS, partial(trie.match, root, first[0].copy()))
+    yield Candidate(FLOOR, partial(floor(first[0], PAGE), first[0].copy(), first[0].copy()))
 
 
-def _operation(
-    operation: str, trie: TokenTrie, root: int, kept: list[Tokens]
-) -> tuple[Callable[[], object], int, Callable[[], object] | None]:
-    longest = max(kept, key=len).copy()
-    if operation == "match, per page":
-        return partial(trie.lookup, root, longest), len(longest) // PAGE, None
-    turn = itertools.cycle(kept)
-    full = trie.num_pages
+def insert_case(name: str) -> Iterator[Candidate]:
+    """Insert the longest prompt with suffixes of 2k tokens, which leave again; and match as many tokens."""
+    trie, root, first = filled(name)
+    suffixes = np.full((16, SUFFIX), VOCABULARY + 2, np.uint32) + np.arange(16, dtype=np.uint32)[:, None]
+    longer = [np.concatenate([first[0], suffix]) for suffix in suffixes]
+    values = np.zeros(len(longer[0]) // PAGE, np.int32)
 
-    def refill() -> None:
-        for prompt in kept:
-            if trie.num_pages < full:
-                trie.insert(root, prompt, np.zeros(len(prompt) // PAGE, np.int32))
-        trie.touch(*trie.match(root, next(turn)))
+    def remove() -> None:
+        for prompt in longer:
+            trie.remove(root, prompt)
 
-    return partial(_evict, trie, 64), 64, refill
+    def insert() -> None:
+        for prompt in longer:
+            trie.insert(root, prompt, values)
+
+    yield alternating(OURS, remove, insert, len(longer))
+    yield Candidate("its match", lambda: [trie.lookup(root, prompt) for prompt in longer], len(longer))
 
 
-def _evict(trie: TokenTrie, count: int) -> None:
-    for _ in range(count):
+def evict_case(name: str) -> Iterator[Candidate]:
+    """Evict a page; what left comes back, untimed, and every prompt is used in turn."""
+    for column, share in (("a tenth of the size", 0.1), ("full size", 1)):
+        trie, root, first = filled(name, share)
+        yield alternating(column, partial(_refill, trie, root, first, trie.num_pages), partial(_evict, trie), COUNT)
+
+
+def _refill(trie: TokenTrie, root: int, first: list[Tokens], full: int) -> None:
+    for prompt in itertools.chain(first, first):
+        if trie.num_pages < full:
+            trie.insert(root, prompt, np.zeros(len(prompt) // PAGE, np.int32))
+        trie.touch(*trie.match(root, prompt))
+
+
+def _evict(trie: TokenTrie) -> None:
+    for _ in range(COUNT):
         trie.evict(1)
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:
-    """Every shape under match and evict."""
-    cases = [
-        Case(
-            f"{operation}: {name}",
-            partial(shape_case, name, operation),
-            (at_most(bound, "the shape", "random prompts"),),
-        )
-        for operation, bound in (("match, per page", 4), ("evict a page", 2))
-        for name in SHAPES
+    """Every shape under match, insert and evict."""
+    bounds = {
+        "match": (match_case, at_most(4, OURS, FLOOR)),
+        "insert": (insert_case, at_most(3, OURS, "its match")),
+        "evict a page": (evict_case, at_most(2, "full size", "a tenth of the size")),
+    }
+    return [
+        Table(f"Shapes: {verb}", tuple(Case(name, partial(case, name), (claim,)) for name in SHAPES))
+        for verb, (case, claim) in bounds.items()
     ]
-    return [Table("Shapes: adversarial prompts", tuple(cases))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import entries, memory, shapes, tables, trie
+from bench import entries, growth, memory, shapes, tables, trie
 from bench.common import run_case
 from bench.plot import plot_table
 from bench.report import print_table, save_json
@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> int:
     for line in availability():
         print(line)
     done, missed = [], 0
-    for noun in (trie, entries, tables, shapes):
+    for noun in (trie, growth, entries, tables, shapes):
         for table in noun.tables(sizes):
             if options.only.lower() not in table.title.lower():
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Candidate, Case, Table, at_most, faster, size_name
+from bench.common import Candidate, Case, Table, alternating, at_most, faster, size_name
 from bench.rivals import step_rivals
 from kvcache.eviction import EvictionStrategy
 from kvcache.paged import PagedKvCache
@@ -19,6 +19,7 @@ __all__ = ["PlainTables", "tables"]
 
 BATCH, BLOCK, PROMPT = 256, 16, 512
 OURS, LOOP, VLLM = "kvcache", "plain Python loop", "vLLM"
+CLEARED = "and slots cleared"  # the whole call: what was another's reads as zeros, in a cache of one head of 8 channels
 POLICIES = {
     "LRU": EvictionStrategy.LRU(),
     "LFU": EvictionStrategy.LFU(),
@@ -124,8 +125,9 @@ def append_case() -> Iterator[Candidate]:
             for i in ids:
                 cache.append(i, 1)
 
-    yield Candidate(OURS, partial(_repeat, steps, cache.append_batch, seq_ids), steps, again)
-    yield Candidate("from a list", partial(_repeat, steps, cache.append_batch, ids), steps, again)
+    yield Candidate(OURS, partial(_repeat, steps, cache._table.append_batch, seq_ids), steps, again)
+    yield Candidate("from a list", partial(_repeat, steps, cache._table.append_batch, ids), steps, again)
+    yield Candidate(CLEARED, partial(_repeat, steps, cache.append_batch, seq_ids), steps, again)
     yield Candidate("one by one", one_by_one, steps, again)
     yield Candidate(LOOP, loop, steps, plain_again)
     for rival in step_rivals():
@@ -150,11 +152,12 @@ def life_case(verb: str) -> Iterator[Candidate]:
         for row in zip(*columns, strict=True):
             call(*row)
 
+    table = cache._table
     batch = {
-        "allocate": partial(cache.allocate_batch, first, lengths),
-        "fork": partial(cache.fork_batch, first, second),
-        "free": partial(cache.free_batch, first),
-        "free forks": partial(cache.free_batch, second),
+        "allocate": partial(table.allocate_batch, first, lengths),
+        "fork": partial(table.fork_batch, first, second),
+        "free": partial(table.free_batch, first),
+        "free forks": partial(table.free_batch, second),
     }
     loop = {
         "allocate": partial(each, plain.allocate, ids, lengths.tolist()),
@@ -163,11 +166,14 @@ def life_case(verb: str) -> Iterator[Candidate]:
         "free forks": partial(each, plain.free, second.tolist()),
     }
     undo = {"allocate": "free", "fork": "free forks", "free": "allocate"}[verb]
-    for name, calls, alive in ((OURS, batch, cache._table), (LOOP, loop, plain.blocks)):
+    if verb == "allocate":
+        empty = partial(_until, table, 0, batch["free"])
+        yield alternating(CLEARED, empty, partial(cache.allocate_batch, first, lengths), 1)
+    for name, calls, alive in ((OURS, batch, table), (LOOP, loop, plain.blocks)):
         before = BATCH if verb == "fork" else 0 if verb == "allocate" else BATCH
         if verb != "allocate":
             calls["allocate"]()
-        yield Candidate(name, calls[verb], 1, partial(_until, alive, before, calls[undo]))
+        yield alternating(name, partial(_until, alive, before, calls[undo]), calls[verb], 1)
 
 
 def _until(alive: Any, count: int, undo: Any) -> None:
@@ -177,7 +183,7 @@ def _until(alive: Any, count: int, undo: Any) -> None:
 
 def fork_case() -> Iterator[Candidate]:
     """Fork 32k tokens: the block table copied, a reference counted on every block."""
-    cache = _cache(2_100)
+    cache = _cache(200_000)
     cache.allocate(0, 32_768)
     forks = range(1, 65)
 
@@ -199,9 +205,16 @@ def fork_case() -> Iterator[Candidate]:
         if 1 in plain.blocks:
             plain.free(1)
 
-    yield Candidate(OURS, fork, len(forks), free)
-    yield Candidate("copy of its table (list)", lambda: list(ids))
+    references = np.zeros(200_000, np.int32)
+
+    def copy_and_count() -> None:
+        table.copy()
+        references[table] += 1
+
+    yield alternating(OURS, free, fork, len(forks))
     yield Candidate("copy of its table (array)", table.copy)
+    yield Candidate("copy and count (arrays)", copy_and_count)
+    yield Candidate("copy of its table (list)", lambda: list(ids))
     yield Candidate(LOOP, partial(plain.fork, 0, 1), 1, plain_free)
 
 
@@ -220,7 +233,7 @@ def evict_case(sizes: tuple[int, ...], policy: str) -> Iterator[Candidate]:
                     cache.set_priority(seq_id, int(rng.integers(0, 4)))
 
         refill()
-        yield Candidate(size_name(size), partial(_evict, cache, 64), 64, refill)
+        yield alternating(size_name(size), refill, partial(_evict, cache, 64), 64)
 
 
 def _evict(cache: PagedKvCache, count: int) -> None:
@@ -237,7 +250,7 @@ def tables(sizes: tuple[int, ...]) -> list[Table]:
         Case("free_batch", partial(life_case, "free"), (tenth,)),
         Case("fork_batch", partial(life_case, "fork"), (tenth,)),
     )
-    fork = Case("fork", fork_case, (at_most(3, OURS, "copy of its table (list)"),))
+    fork = Case("fork", fork_case, (at_most(3, OURS, "copy of its table (array)"),))
     flat = at_most(2, size_name(sizes[-1]), size_name(sizes[0]))
     evicts = tuple(Case(p, partial(evict_case, sizes, p), (flat,)) for p in POLICIES)
     return [

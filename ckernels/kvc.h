@@ -107,9 +107,9 @@ const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
 /* kvc_layout.c */
 int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, kvc_format key_format,
                     kvc_format value_format, int rotate_keys, int rotate_values);
-/* Moves stored codes, bit for bit; within one block the ranges may overlap. */
-void kvc_copy_slots(const kvc_layout *, unsigned char *arena, int32_t src_block, int src_slot,
-                    int32_t dst_block, int dst_slot, int count);
+/* Moves stored codes, bit for bit, also between arenas of one layout; within one block ranges may overlap. */
+void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                    unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count);
 /* Slots [slot, slot + count) of a block become rows of zeros. */
 void kvc_clear_slots(const kvc_layout *, unsigned char *arena, int32_t block, int slot, int count);
 

@@ -86,14 +86,11 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     const size_t index = (size_t)(h * j->rows);
     const chunk *then = last ? next : now;
     const size_t k_offset = (size_t)ahead_head * j->layout->key_head_bytes;
-    const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (int)j->v_row_bytes};
-    const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (int)j->k_row_bytes};
-    const int lanes = score_chunk(j, now, head, index, j->rows, v);
-#if defined(KVC_HAVE_DOTS)
-    for (int i = 0; j->units && i < then->pieces; i++) fetch_tile(j, &then->piece[i], j->k_rows, ahead_head);
-#endif
+    const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (size_t)j->v_rows.bits / 8};
+    const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (size_t)j->k_rows.bits / 8};
+    const int lanes = score_chunk(j, now, head, index, j->rows, v, next);
     softmax_rows(j, now, item->row, j->rows, lanes, j->largest + index, j->sum + index);
-    mix_values(j, now, head, j->rows, lanes, j->acc + index * (size_t)j->padded, k);
+    mix_values(j, now, head, j->rows, lanes, j->acc + index * (size_t)j->padded, k, next);
 }
 
 void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
@@ -172,7 +169,7 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
             while (at.token < item->token_stop && at.token < visible(&j, row + rows - 1)) {
                 chunk c;
                 next_chunk(&j, &at, &c);
-                const int lanes = score_chunk(&j, &c, head, 0, rows, (ahead_rows){NULL, 0, 0});
+                const int lanes = score_chunk(&j, &c, head, 0, rows, (ahead_rows){NULL, 0, 0}, NULL);
                 add_weights(&j, &c, head, row, rows, lanes, scores);
             }
         }

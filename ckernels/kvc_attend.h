@@ -6,9 +6,11 @@
 
 enum {
     KVC_CHUNK =
-        64, /* tokens whose scores are held at once: K and V of f32, head_dim 128: 64 KB, in the L2 cache */
+        128, /* tokens whose scores are held at once; twice that is no faster and fetches too far ahead */
     KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
-    KVC_DOT_ROWS = 8,    /* up to so many rows, dot products beat turning K into panels */
+    KVC_NEAR_VALUES = 4, /* tokens that the mixing product brings into the L1 cache before it reads them */
+    KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and as many behind it as products fetch */
+    KVC_DOT_ROWS = 8, /* up to so many rows, dot products beat turning K into panels */
     KVC_FEW_ROWS =
         16, /* up to so many rows, one item takes all heads, block by block as they lie in memory */
     KVC_ITEM_ROWS =
@@ -20,13 +22,13 @@ static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout-
 
 /* A query row in digits. */
 typedef struct unit_query {
-    float scale, sum; /* sum: q_scale * sum(q) */
+    float scale, sum, centre; /* the sum of q; what rounding has taken from it, times the centre of codes */
     int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
 } unit_query;
 
 /* The weights of one row and chunk in digits. */
 typedef struct unit_weights {
-    unsigned char high[KVC_CHUNK], low[KVC_CHUNK];
+    int8_t high[KVC_CHUNK], low[KVC_CHUNK];
     float scale, base; /* base: what every channel gets, the minima and the bias of signed codes */
 } unit_weights;
 

@@ -16,7 +16,7 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
         float *to = j->stage + p->lane * j->padded;
         KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)j->padded);
     }
-    for (int t = 0; t < KVC_CHUNK; t++) {
+    for (int t = 0; t < KVC_POINTERS; t++) {
         float *to = j->stage + (t < c->lanes ? t : c->lanes - 1) * j->padded;
         staged[t] = (const unsigned char *)to;
         if (rows.bits != 16 || t >= c->lanes) continue;
@@ -42,58 +42,66 @@ static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows,
     return p->block + values + (size_t)head * j->layout->value_head_bytes + tile;
 }
 
-static void fetch_tile(const job *j, const piece *p, kvc_rows rows, int head) {
-    const unsigned char *tile = tile_of(j, p, rows, head);
-    for (size_t b = 0; b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(tile + b, 0, 2);
-}
-
-static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows) {
+static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows,
+                       const chunk *next) {
     for (int i = 0; i < c->pieces; i++) {
-        fetch_tile(j, &c->piece[i], j->v_rows, head);
         const unsigned char *tile = tile_of(j, &c->piece[i], j->k_rows, head);
-        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i);
+        const unsigned char *ahead = NULL;
+        if (next && i < next->pieces) {
+            ahead = tile_of(j, &next->piece[i], j->k_rows, head);
+            fetch_lines(ahead, KVC_TILE_HEADER);
+        }
+        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i, ahead);
     }
     return c->lanes;
 }
 
-/* Lanes of a tile without a token of the piece have weight 0, but any bytes as scale and minimum: 0 too. */
-static void load_scales(const piece *p, const unsigned char *tile, float *scales, float *minima) {
+/* Scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
+ * weight 0, but any bytes as scale and minimum: 0 too. */
+static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales,
+                        float *middles) {
     const uint16_t *halves = (const uint16_t *)tile;
     for (int t = 0; t < KVC_TILE; t += KVC_LANES) {
-        f32v_store(scales + t, f32v_load_half(halves + t));
-        f32v_store(minima + t, f32v_load_half(halves + KVC_TILE + t));
+        const f32v scale_v = f32v_load_half(halves + t), minimum_v = f32v_load_half(halves + KVC_TILE + t);
+        f32v_store(scales + t, scale_v);
+        f32v_store(middles + t, f32v_fma(scale_v, f32v_set1(centre), minimum_v));
     }
     const int first = p->slot % KVC_TILE;
     for (int t = 0; p->count < KVC_TILE && t < KVC_TILE; t++) {
-        if (t < first || t >= first + p->count) scales[t] = minima[t] = 0.0f;
+        if (t < first || t >= first + p->count) scales[t] = middles[t] = 0.0f;
     }
 }
 
-static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc) {
-    const unsigned char *tile[KVC_CHUNK / KVC_TILE];
-    float scales[KVC_CHUNK], minima[KVC_CHUNK];
+static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc, const chunk *next) {
+    const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
+    float scales[KVC_CHUNK], middles[KVC_CHUNK];
+    const float centre = centre_of(j->v_rows.bits);
     for (int i = 0; i < c->pieces; i++) {
         tile[i] = tile_of(j, &c->piece[i], j->v_rows, head);
-        load_scales(&c->piece[i], tile[i], scales + KVC_TILE * i, minima + KVC_TILE * i);
+        load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
+        ahead[i] = tile[i];
+        if (next && i < next->pieces) ahead[i] = tile_of(j, &next->piece[i], j->v_rows, head);
+        fetch_lines(ahead[i], KVC_TILE_HEADER);
     }
-    for (int r = 0; r < rows; r++) {
-        quantise_weights(j->v_rows.bits, c->lanes, j->weights + r * KVC_CHUNK, scales, minima, &j->unit_w[r]);
-    }
-    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded);
+    quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
+    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded,
+             next && next->pieces ? ahead : NULL);
 }
 #endif
 
 /* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
  * no meaning. Returns the lanes written. */
-static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead) {
+static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
+                       const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
-    if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows);
+    if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
 #endif
+    (void)next;
     const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;
     const int few = rows <= KVC_DOT_ROWS,
               step = few || KVC_PANEL < KVC_DOT_TOKENS ? KVC_DOT_TOKENS : KVC_PANEL;
     const int tokens = (c->lanes + step - 1) / step * step;
-    const unsigned char *staged[KVC_CHUNK], *const *k = c->k;
+    const unsigned char *staged[KVC_POINTERS], *const *k = c->k;
     size_t offset = (size_t)head * j->layout->key_head_bytes;
     const int stage = j->k_rows.bits < 16 || (j->k_rows.bits == 16 && !few);
     if (stage) {
@@ -119,15 +127,16 @@ static int score_chunk(const job *j, const chunk *c, int head, size_t index, int
 
 /* acc = acc * alpha + weights V. */
 static void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
-                       ahead_rows ahead) {
+                       ahead_rows ahead, const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
     if (j->units) {
-        mix_tiles(j, c, head, rows, acc);
+        mix_tiles(j, c, head, rows, acc, next);
         return;
     }
 #endif
+    (void)next;
     const int few = rows <= KVC_DOT_ROWS;
-    const unsigned char *staged[KVC_CHUNK], *const *v = c->v;
+    const unsigned char *staged[KVC_POINTERS], *const *v = c->v;
     size_t offset = (size_t)head * j->layout->value_head_bytes;
     const int stage = j->v_rows.bits < 16 || (j->v_rows.bits == 16 && !few);
     if (stage) {

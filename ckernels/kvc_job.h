@@ -21,8 +21,8 @@ typedef struct piece {
 typedef struct chunk {
     int lanes, pieces, sink;
     piece piece[KVC_CHUNK];
-    const unsigned char *k[KVC_CHUNK],
-        *v[KVC_CHUNK]; /* f32, f16: rows of head 0 lane by lane, the last one repeated */
+    const unsigned char *k[KVC_POINTERS],
+        *v[KVC_POINTERS]; /* f32, f16: rows of head 0 lane by lane, the last one repeated */
 } chunk;
 
 typedef struct cursor { /* the next token of a sequence */
@@ -93,7 +93,7 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
         add_piece(j, at, count, c);
         at->slot += count, at->token += count;
     }
-    for (int t = c->lanes; !j->units && c->lanes && t < KVC_CHUNK; t++) {
+    for (int t = c->lanes; !j->units && c->lanes && t < KVC_POINTERS; t++) {
         c->k[t] = c->k[c->lanes - 1];
         c->v[t] = c->v[c->lanes - 1];
     }
@@ -153,7 +153,9 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
             for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
             if (j->k_rows.rotated) KVC_FN(hadamard)(q, j->dim);
 #if defined(KVC_HAVE_DOTS)
-            if (j->units) quantise_query(q, j->dim, (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
+            if (j->units)
+                quantise_query(j->k_rows.bits, q, j->dim,
+                               (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
 #endif
         }
     }

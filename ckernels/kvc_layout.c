@@ -55,10 +55,10 @@ static void copy_head(kvc_rows rows, unsigned char *dst, int dst_slot, const uns
     }
 }
 
-void kvc_copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
-                    int32_t dst_block, int dst_slot, int count) {
-    unsigned char *src = arena + (size_t)src_block * layout->block_bytes;
-    unsigned char *dst = arena + (size_t)dst_block * layout->block_bytes;
+void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                    unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) {
+    const unsigned char *src = src_arena + (size_t)src_block * layout->block_bytes;
+    unsigned char *dst = dst_arena + (size_t)dst_block * layout->block_bytes;
     for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
         const kvc_rows rows = kvc_rows_of(layout, (kvc_side)side);
         const size_t stride = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;

@@ -12,8 +12,6 @@
 
 #if defined(_OPENMP)
 #include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
 #endif
 
 enum {
@@ -173,41 +171,73 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
     }
 }
 
-void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
-    const plan p = make_plan(args->layout, args->seqs, args->num_seqs, args->num_query_heads, num_threads);
-    const int threads = p.work < MIN_THREAD_WORK ? 1 : num_threads;
-    unsigned char *base = (unsigned char *)align64((size_t)scratch);
-    kvc_item *items = (kvc_item *)base;
-    float *norms = (float *)(base + items_bytes(&p));
-    float *partials = (float *)((unsigned char *)norms + norms_bytes(&p));
-    unsigned char *own = (unsigned char *)partials + partials_bytes(&p);
-    const size_t own_bytes = thread_bytes(&p);
-    list_items(&p, items, args->scores ? norms : NULL, partials);
-    (void)threads;
+/* An attention call cut up: what its three steps, attend, combine and score, do item by item. */
+typedef struct call {
+    const kvc_kernels *kernels;
+    const kvc_attend_args *args;
+    plan plan;
+    kvc_item *items;
+    float *norms;
+    unsigned char *own; /* one piece per thread */
+    size_t own_bytes;
+    int num_threads; /* that the plan was made for */
+} call;
+
+static void attend_at(const call *c, int64_t i, int thread) {
+    c->kernels->attend_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
+}
+
+static void combine_at(const call *c, int64_t i) {
+    if (c->items[i].parts > 1 && c->items[i].part == 0) c->kernels->combine_parts(c->args, &c->items[i]);
+}
+
+static void score_at(const call *c, int64_t i, int thread) {
+    c->kernels->score_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
+}
+
+/* Without OpenMP, whose region costs a microsecond also where it has one thread, and hangs after a fork. */
+static void run_alone(const call *c) {
+    for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, 0);
+    for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
+    if (!c->args->scores) return;
+    list_score_items(&c->plan, c->items, c->norms, c->num_threads);
+    for (int64_t i = 0; i < c->plan.num_score_items; i++) score_at(c, i, 0);
+}
+
 #if defined(_OPENMP)
-#pragma omp parallel num_threads(threads) if (threads > 1)
-#endif
+static void run_threads(const call *c, int threads) {
+#pragma omp parallel num_threads(threads)
     {
-        void *mine = own + (size_t)omp_get_thread_num() * own_bytes;
-#if defined(_OPENMP)
+        const int mine = omp_get_thread_num();
 #pragma omp for schedule(dynamic, 1)
-#endif
-        for (int64_t i = 0; i < p.num_items; i++) kernels->attend_item(args, &items[i], mine);
-#if defined(_OPENMP)
+        for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, mine);
 #pragma omp for schedule(dynamic, 1)
-#endif
-        for (int64_t i = 0; i < p.num_items; i++) {
-            if (items[i].parts > 1 && items[i].part == 0) kernels->combine_parts(args, &items[i]);
-        }
-        if (args->scores) {
-#if defined(_OPENMP)
+        for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
+        if (c->args->scores) {
 #pragma omp single
-#endif
-            list_score_items(&p, items, norms, num_threads);
-#if defined(_OPENMP)
+            list_score_items(&c->plan, c->items, c->norms, c->num_threads);
 #pragma omp for schedule(dynamic, 1)
-#endif
-            for (int64_t i = 0; i < p.num_score_items; i++) kernels->score_item(args, &items[i], mine);
+            for (int64_t i = 0; i < c->plan.num_score_items; i++) score_at(c, i, mine);
         }
     }
+}
+#endif
+
+void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
+    call c = {.kernels = kernels, .args = args, .num_threads = num_threads};
+    c.plan = make_plan(args->layout, args->seqs, args->num_seqs, args->num_query_heads, num_threads);
+    unsigned char *base = (unsigned char *)align64((size_t)scratch);
+    c.items = (kvc_item *)base;
+    c.norms = (float *)(base + items_bytes(&c.plan));
+    float *partials = (float *)((unsigned char *)c.norms + norms_bytes(&c.plan));
+    c.own = (unsigned char *)partials + partials_bytes(&c.plan);
+    c.own_bytes = thread_bytes(&c.plan);
+    list_items(&c.plan, c.items, args->scores ? c.norms : NULL, partials);
+#if defined(_OPENMP)
+    if (num_threads > 1 && c.plan.work >= MIN_THREAD_WORK) {
+        run_threads(&c, num_threads);
+        return;
+    }
+#endif
+    run_alone(&c);
 }

@@ -4,7 +4,7 @@
  *   mixing    acc[row][dim]  = acc * alpha[row] + sum of s[row][token] * v[token]
  *
  * Tokens are given as pointers to their rows, so that blocks of any size, holes and staged copies are all the
- * same. A chunk has KVC_CHUNK pointers; those behind its last token repeat it and meet a weight of 0.
+ * same. A chunk has KVC_POINTERS of them; those behind its last token repeat it and meet a weight of 0.
  *
  * Few rows (decode): K and V come straight from the block, each row once; scores are dot products along dim.
  * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
@@ -22,17 +22,25 @@ _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
 
-/* Rows to be read soon: while one product reads token t, row t of the next one is fetched. */
+/* Rows to be read by the next product: while one reads a line of token t, the same line of that one is fetched. */
 typedef struct ahead_rows {
-    const unsigned char *const *rows; /* KVC_CHUNK pointers, or NULL */
+    const unsigned char *const *rows; /* KVC_POINTERS of them, or NULL */
     size_t offset;                    /* from each of them */
-    int bytes;
+    size_t bytes;                     /* of a value */
 } ahead_rows;
 
-/* Into the L2 cache: a chunk of K and V is larger than the L1 cache, and fetching there measured slower. */
-INLINE void fetch_ahead(ahead_rows ahead, int token) {
-    const unsigned char *row = ahead.rows[token] + ahead.offset;
-    for (int b = 0; b < ahead.bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+/* Into the L2 cache: a chunk of K or V is larger than the L1 cache, and fetching there measured twice as slow.
+ * One line at a time, between the multiplications: a burst of them fills the miss buffers and stops the core. */
+INLINE void fetch_ahead(ahead_rows ahead, int token, int d) {
+    const size_t at = (size_t)d * ahead.bytes;
+    if (at % 64 == 0) __builtin_prefetch(ahead.rows[token] + ahead.offset + at, 0, 2);
+}
+
+/* From there into the L1 cache, some tokens before it is read: what the hardware's own prefetcher, which follows
+ * one row at a time, does too late. */
+INLINE void fetch_near(kvc_format format, const unsigned char *row, int d) {
+    const int at = d * (format == KVC_F32 ? 4 : 2);
+    if (at % 64 == 0) __builtin_prefetch(row + at, 0, 3);
 }
 
 INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
@@ -42,7 +50,7 @@ INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim
 
 /* rows (1, 2 or 4) x KVC_DOT_SUMS / rows tokens. */
 INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q_stride,
-                     const unsigned char *const *k, size_t offset, float *s) {
+                     const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
     const int tokens = KVC_DOT_SUMS / rows;
     f32v sums[KVC_DOT_SUMS];
     UNROLL
@@ -54,6 +62,8 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
         UNROLL
         for (int t = 0; t < tokens; t++) {
             const f32v k_v = load_row(format, k[t] + offset, d, dim);
+            fetch_near(format, k[t + tokens] + offset, d);
+            if (ahead.rows) fetch_ahead(ahead, first + t, d);
             UNROLL
             for (int r = 0; r < rows; r++) sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
         }
@@ -72,14 +82,12 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
 INLINE void dot_step(int rows, kvc_format format, int dim, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
     int r = 0;
-#define DOT_ROWS(n)                                                                                     \
-    for (; r + (n) <= rows; r += (n)) {                                                                 \
-        for (int t = 0; t < KVC_DOT_TOKENS; t += KVC_DOT_SUMS / (n)) {                                  \
-            if (r == 0 && ahead.rows) {                                                                 \
-                for (int i = 0; i < KVC_DOT_SUMS / (n); i++) fetch_ahead(ahead, first + t + i);         \
-            }                                                                                           \
-            dot_tile(n, format, dim, q + r * q_stride, q_stride, k + t, offset, s + r * KVC_CHUNK + t); \
-        }                                                                                               \
+#define DOT_ROWS(n)                                                                                    \
+    for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                                             \
+        for (int t = 0; t < KVC_DOT_TOKENS; t += KVC_DOT_SUMS / (n)) {                                 \
+            dot_tile(n, format, dim, q + r * q_stride, q_stride, k + t, offset, s + r * KVC_CHUNK + t, \
+                     ahead, first + t);                                                                \
+        }                                                                                              \
     }
     DOT_ROWS(4)
     DOT_ROWS(2)
@@ -164,9 +172,12 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
     }
     for (int t = 0; t < tokens; t++) {
         f32v v_v[8];
-        if (ahead.rows) fetch_ahead(ahead, t);
         UNROLL
-        for (int i = 0; i < vecs; i++) v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
+        for (int i = 0; i < vecs; i++) {
+            v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
+            fetch_near(format, v[t + KVC_NEAR_VALUES] + offset, d + i * KVC_LANES);
+            if (ahead.rows) fetch_ahead(ahead, t, d + i * KVC_LANES);
+        }
         UNROLL
         for (int r = 0; r < rows; r++) {
             const f32v s_v = f32v_set1(s[r * KVC_CHUNK + t]);
@@ -188,10 +199,10 @@ INLINE void mix_rows(int rows, int vecs, kvc_format format, int dim, int tokens,
                      const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
                      int acc_stride, ahead_rows ahead) {
     int d = 0;
-    for (; d + vecs * KVC_LANES <= dim; d += vecs * KVC_LANES, ahead.rows = NULL) {
+    for (; d + vecs * KVC_LANES <= dim; d += vecs * KVC_LANES) {
         mix_tile(rows, vecs, format, dim, d, tokens, s, v, offset, alpha, acc, acc_stride, ahead);
     }
-    for (; d < dim; d += KVC_LANES, ahead.rows = NULL) {
+    for (; d < dim; d += KVC_LANES) {
         mix_tile(rows, 1, format, dim, d, tokens, s, v, offset, alpha, acc, acc_stride, ahead);
     }
 }

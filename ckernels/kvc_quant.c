@@ -20,32 +20,61 @@
  */
 #include "kvc_kernels.h"
 
-/* Fast Walsh-Hadamard transform in place, unscaled. Steps over 1, 2, 4 stay within 8 neighbours. */
-void KVC_FN(hadamard)(float *x, int dim) {
-    for (int i = 0; i < dim; i += 8) {
-        float *e = x + i, a[8], b[8];
-        for (int j = 0; j < 4; j++) a[j] = e[j] + e[j + 4], a[j + 4] = e[j] - e[j + 4];
-        for (int j = 0; j < 2; j++) {
-            b[j] = a[j] + a[j + 2], b[j + 2] = a[j] - a[j + 2];
-            b[j + 4] = a[j + 4] + a[j + 6], b[j + 6] = a[j + 4] - a[j + 6];
-        }
-        for (int j = 0; j < 8; j += 2) e[j] = b[j] + b[j + 1], e[j + 1] = b[j] - b[j + 1];
+/* Steps over 4, 2, 1 (and 8, where a vector has 16 lanes), within a vector or 8 neighbours. */
+#if KVC_LANES >= 8
+enum { SHORT_STEPS = KVC_LANES };
+INLINE f32v short_steps(f32v x) {
+    x = f32v_butterfly1(f32v_butterfly2(f32v_butterfly4(x)));
+    return KVC_LANES > 8 ? f32v_butterfly8(x) : x;
+}
+#else
+enum { SHORT_STEPS = 8 };
+#endif
+
+static void eight_steps(float *e) {
+    float a[8], b[8];
+    for (int j = 0; j < 4; j++) a[j] = e[j] + e[j + 4], a[j + 4] = e[j] - e[j + 4];
+    for (int j = 0; j < 2; j++) {
+        b[j] = a[j] + a[j + 2], b[j + 2] = a[j] - a[j + 2];
+        b[j + 4] = a[j + 4] + a[j + 6], b[j + 6] = a[j + 4] - a[j + 6];
     }
-    for (int step = 8; step < dim; step *= 2) {
-        const int lanes = step < KVC_LANES ? 8 : KVC_LANES;
-        for (int i = 0; i < dim; i += 2 * step) {
-            for (float *e = x + i; e < x + i + step; e += lanes) {
-                if (KVC_LANES > 8 && lanes == 8) {
-                    const f32v a = f32v_load8(e), b = f32v_load8(e + step);
-                    f32v_store8(e, f32v_add(a, b)), f32v_store8(e + step, f32v_sub(a, b));
-                } else {
-                    for (int j = 0; j < lanes; j += KVC_LANES) {
-                        const f32v a = f32v_load(e + j), b = f32v_load(e + j + step);
-                        f32v_store(e + j, f32v_add(a, b)), f32v_store(e + j + step, f32v_sub(a, b));
-                    }
-                }
-            }
+    for (int j = 0; j < 8; j += 2) e[j] = b[j] + b[j + 1], e[j + 1] = b[j] - b[j + 1];
+}
+
+INLINE void transform(float *x, int dim) {
+    f32v v[KVC_MAX_HEAD_DIM / KVC_LANES];
+    const int n = dim / KVC_LANES;
+#if KVC_LANES < 8
+    for (int i = 0; i < dim; i += 8) eight_steps(x + i);
+#endif
+    UNROLL
+    for (int i = 0; i < n; i++) {
+        v[i] = f32v_load(x + i * KVC_LANES);
+#if KVC_LANES >= 8
+        v[i] = short_steps(v[i]);
+#endif
+    }
+    for (int step = SHORT_STEPS / KVC_LANES; step < n; step *= 2) {
+        UNROLL
+        for (int i = 0; i < n; i++) {
+            if (i & step) continue;
+            const f32v a = v[i], b = v[i + step];
+            v[i] = f32v_add(a, b), v[i + step] = f32v_sub(a, b);
         }
+    }
+    UNROLL
+    for (int i = 0; i < n; i++) f32v_store(x + i * KVC_LANES, v[i]);
+}
+
+/* Fast Walsh-Hadamard transform in place, unscaled; dim a power of two, 8 to 256. */
+void KVC_FN(hadamard)(float *x, int dim) {
+    switch (dim) {
+    case 8: eight_steps(x); break;
+    case 16: transform(x, 16); break;
+    case 32: transform(x, 32); break;
+    case 64: transform(x, 64); break;
+    case 128: transform(x, 128); break;
+    default: transform(x, 256); break;
     }
 }
 
@@ -132,18 +161,24 @@ enum { FEW_TOKENS = 3 }; /* written one by one: a tile is 16 times the work of a
 /* Tokens [first, first + count) of one tile. */
 static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
                        size_t row_stride) {
-    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
+    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_TILE][KVC_MAX_HEAD_DIM];
+    unsigned char *packed = tile + KVC_TILE_HEADER;
     uint16_t *scales = (uint16_t *)tile, *minima = scales + KVC_TILE;
-    const int few = count <= FEW_TOKENS;
-    if (!few && count < KVC_TILE) kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
     for (int t = first; t < first + count; t++, x += row_stride) {
-        quantise_row(rows, x, codes, &scales[t], &minima[t]);
-        if (few)
-            put_codes(rows, codes, t, tile + KVC_TILE_HEADER);
-        else
-            kvc_units_of_codes(rows.side, rows.dim, codes, t, units);
+        quantise_row(rows, x, codes[t], &scales[t], &minima[t]);
     }
-    if (!few) kvc_pack_units(rows.bits, rows.dim, units, tile + KVC_TILE_HEADER);
+    if (count <= FEW_TOKENS) {
+        for (int t = first; t < first + count; t++) put_codes(rows, codes[t], t, packed);
+        return;
+    }
+    if (count < KVC_TILE) { /* the codes of the other tokens stay */
+        kvc_unpack_units(rows.bits, rows.dim, packed, units);
+        for (int t = 0; t < KVC_TILE; t++) {
+            if (t < first || t >= first + count) kvc_codes_of_units(rows.side, rows.dim, units, t, codes[t]);
+        }
+    }
+    kvc_units_of_rows(rows.side, rows.dim, codes, units);
+    kvc_pack_units(rows.bits, rows.dim, units, packed);
 }
 
 static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x,

@@ -119,14 +119,14 @@ static inline void kvc_pack_units(int bits, int dim, const unsigned char *restri
         }
     } else {
         for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            memset(packed, 0, 3 * KVC_UNIT);
-            for (int n = 0; n < 8; n++) {
-                unsigned char *low = packed + n / 4 * KVC_UNIT, *high = packed + 2 * KVC_UNIT;
-                for (int i = 0; i < KVC_UNIT; i++) {
-                    const int code = units[u + n * KVC_UNIT + i];
-                    low[i] = (unsigned char)(low[i] | (code & 3) << n % 4 * 2);
-                    high[i] = (unsigned char)(high[i] | code >> 2 << n);
+            for (int i = 0; i < KVC_UNIT; i++) {
+                unsigned char low[2] = {0, 0}, high = 0;
+                for (int n = 0; n < 8; n++) {
+                    const unsigned char code = units[u + n * KVC_UNIT + i];
+                    low[n / 4] = (unsigned char)(low[n / 4] | (code & 3) << n % 4 * 2);
+                    high = (unsigned char)(high | code >> 2 << n);
                 }
+                packed[i] = low[0], packed[KVC_UNIT + i] = low[1], packed[2 * KVC_UNIT + i] = high;
             }
         }
     }
@@ -138,22 +138,33 @@ static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned cha
     if (side == KVC_KEYS) {
         for (int g = 0; g < dim / 4; g++) memcpy(codes + 4 * g, units + g * KVC_UNIT + 4 * t, 4);
     } else {
-        for (int cb = 0; cb < dim / 16; cb++) {
+        const int blocks = dim / 16 < KVC_MAX_HEAD_DIM / 16 ? dim / 16 : KVC_MAX_HEAD_DIM / 16;
+        for (int cb = 0; cb < blocks; cb++) { /* the bound is for gcc, which else warns of the 17th */
             const unsigned char *unit = units + (4 * cb + t / 4) * KVC_UNIT + t % 4;
             for (int c = 0; c < 16; c++) codes[16 * cb + c] = unit[4 * c];
         }
     }
 }
 
-static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes, int t,
-                                      unsigned char *units) {
+/* The codes of 16 tokens, a row each, as units. */
+static inline void kvc_units_of_rows(kvc_side side, int dim, unsigned char (*codes)[KVC_MAX_HEAD_DIM],
+                                     unsigned char *restrict units) {
     if (side == KVC_KEYS) {
-        for (int g = 0; g < dim / 4; g++) memcpy(units + g * KVC_UNIT + 4 * t, codes + 4 * g, 4);
-    } else {
-        for (int cb = 0; cb < dim / 16; cb++) {
-            unsigned char *unit = units + (4 * cb + t / 4) * KVC_UNIT + t % 4;
-            for (int c = 0; c < 16; c++) unit[4 * c] = codes[16 * cb + c];
+        for (int g = 0; g < dim / 4; g++, units += KVC_UNIT) {
+            for (int t = 0; t < KVC_TILE; t++) memcpy(units + 4 * t, codes[t] + 4 * g, 4);
         }
+        return;
+    }
+    for (int unit = 0; unit < dim / 4; unit++, units += KVC_UNIT) {
+        const unsigned char *of = codes[unit % 4 * 4] + unit / 4 * 16;
+        uint32_t fours[16]; /* little-endian, as all of this is */
+        for (int c = 0; c < 16; c++) {
+            const unsigned char *code = of + c;
+            fours[c] = code[0] | (uint32_t)code[KVC_MAX_HEAD_DIM] << 8 |
+                       (uint32_t)code[2 * KVC_MAX_HEAD_DIM] << 16 |
+                       (uint32_t)code[3 * KVC_MAX_HEAD_DIM] << 24;
+        }
+        memcpy(units, fours, sizeof fours);
     }
 }
 

@@ -1,19 +1,36 @@
 /* kvc_tiles.h - the two products of attention straight on packed codes, in integers.
  *
- * Floats become numbers of two 7-bit digits, so that every product fits the 16-bit steps of vpmaddubsw:
+ * A float becomes a whole number of two digits, a sum of products two sums of products of bytes:
  *
- *   query     q = q_scale * (128 * high + low)     digits in [-64, 63], |q| <= 8127 q_scale
- *   weights   u = u_scale * (128 * high + low)     digits in [0, 127], u = weight * scale of V; one u_scale
- *                                                  per row and chunk
+ * Rounding does the less, the nearer to zero the other factor is: codes are counted from the middle of their
+ * range, and what the middle stands for is added in floats, with the exact sums of queries and weights.
  *
- *   score  = k_scale * q_scale * sum(q code) + k_minimum * q_scale * sum(q)     the same rounded q in both
- *   mixed  = u_scale * sum(u code) + sum(weight * v_minimum)                    exact weights in the last sum
- *                                                                               and in the normaliser
+ *   score  =  k_scale * sum(q (code - centre))  +  (k_minimum + centre * k_scale) * sum(q)
+ *   mixed  =  sum(u (code - centre))  +  sum(weight * v_minimum + u * centre)
  *
- * Error: a query value is off by at most 2^-14 of the row's largest, so a score by about 2^-14 max|q| |k| /
- * sqrt(3), with |k| the L2 norm; a u is off by 2^-15 of the chunk's largest. The promise, relative L2 of an
- * output row: 1 % at worst, 0.5 % typically. Measured on Gaussian K and V, head_dim 128, score spreads 1 to 8,
- * 256 and 4,096 tokens, all formats: mean 0.04 %, worst 0.2 %.
+ * where u = weight * scale of V, the first q and u of each line are rounded, with one step per query and one per
+ * row and chunk, and the normaliser is the exact sum of the weights.
+ *
+ * SEVEN-BIT DIGITS, which fit the 16-bit steps of vpmaddubsw
+ *
+ *   x = 128 high + low       queries: digits in [-64, 63], |x| <= 8127; weights: in [0, 127], x <= 16383
+ *
+ * SHARED DIGITS (KVC_SHARED_DIGITS), where a dot product takes whole bytes and codes have 4 bits or fewer: two
+ * neighbouring units, of codes a and b, lie in one byte a + 16 b, and its product with low_a serves both:
+ *
+ *   a x_a + b x_b  =  16 (a high_a)  +  (a + 16 b) low_a  +  b low_b
+ *   x_a = 16 high_a + low_a,  x_b = 16 low_a + low_b        |x| <= 1791 always has such digits in [-128, 127]
+ *
+ * so that 128 codes take three dot products, not four, for numbers of 12 bits.
+ *
+ * Error: a query value is off by at most half a step, a step being 2^-13 (shared: 2^-10.8) of the row's
+ * largest, so a score by about step * max|q| |k| / sqrt(12), with |k| the L2 norm; a u by half a step of 2^-14
+ * (2^-10.8) of the chunk's largest. The promise, relative L2 of an output row: 1 % at worst, 0.5 % typically.
+ * Measured on Gaussian K and V, head_dim 128, 256 to 4,096 tokens, all formats, worst of some thousand rows:
+ *
+ *   score spread            1                3                8
+ *   seven-bit digits   0.02, 0.03 %     0.03, 0.07 %     0.03, 0.15 %       median, worst
+ *   shared digits      0.12, 0.22 %     0.16, 0.42 %     0.11, 0.90 %
  */
 #ifndef KVC_TILES_H
 #define KVC_TILES_H
@@ -31,6 +48,11 @@ INLINE int32_t four_bytes(const void *p) {
     return x;
 }
 
+/* Into the L2 cache. */
+INLINE void fetch_lines(const unsigned char *p, int bytes) {
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
+}
+
 /* Codes of unit n of the units that share bytes: 1 of 8 bits, 2 of 4, 4 of 2, 8 of 3 (kvc_quant.h). */
 INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     const u8x64 x = u8x64_load(packed + (bits == 3 ? n / 4 * KVC_UNIT : 0));
@@ -44,39 +66,89 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 #define UNITS_TOGETHER(bits) ((bits) == 3 ? 8 : 8 / (bits))
 #define BYTES_TOGETHER(bits) ((bits) == 3 ? 3 * KVC_UNIT : KVC_UNIT)
 
-static void quantise_query(const float *q, int dim, unit_query *to) { /* dim a multiple of 32: no odd lanes */
-    f32v largest_v = f32v_zero();
-    for (int d = 0; d < dim; d += KVC_LANES) largest_v = f32v_max(largest_v, f32v_abs(f32v_load(q + d)));
-    const float largest = f32v_max_of(largest_v), inverse = largest > 0x1p-100f ? 8127.0f / largest : 0.0f;
+/* Codes of 8 bits, and levels whose dot products take less than whole bytes, have digits of seven bits. */
+INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits < 8; }
+INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
+
+/* x * inverse, rounded, in digits; n a multiple of 32. Returns the sum of the rounded numbers. */
+INLINE float split(int shared, int is_signed, int n, const float *x, float inverse, int8_t *high,
+                   int8_t *low) {
+#if KVC_SHARED_DIGITS
+    if (shared) {
+        f32v sum = f32v_zero();
+        for (int i = 0; i < n; i += 32) {
+            const f32v x0 = f32v_round(f32v_mul(f32v_load(x + i), f32v_set1(inverse)));
+            const f32v x1 = f32v_round(f32v_mul(f32v_load(x + i + 16), f32v_set1(inverse)));
+            f32v_shared_digits(x0, x1, high + i, low + i);
+            sum = f32v_add(sum, f32v_add(x0, x1));
+        }
+        return f32v_sum_of(sum);
+    }
+#endif
+    (void)shared;
+    const int32_t centre = is_signed ? 64 : 0;
     int32_t sum = 0;
-    for (int d = 0; d < dim; d++) {
-        const float rounded = (q[d] * inverse + 0x1.8p23f) - 0x1.8p23f;
-        const int32_t whole = (int32_t)rounded, high = (whole + 64) >> 7;
-        to->high[d] = (int8_t)high;
-        to->low[d] = (int8_t)(whole - 128 * high);
+    for (int i = 0; i < n; i++) {
+        const int32_t whole = (int32_t)((x[i] * inverse + 0x1.8p23f) - 0x1.8p23f);
+        const int32_t digit = (whole + centre) >> 7;
+        high[i] = (int8_t)digit;
+        low[i] = (int8_t)(whole - 128 * digit);
         sum += whole;
     }
-    to->scale = largest / 8127.0f;
-    to->sum = to->scale * (float)sum;
+    return (float)sum;
+}
+
+/* The middle of the codes' range; of 8 bits, what makes them signed. */
+INLINE float centre_of(int bits) { return bits == 8 ? 128.0f : 0.5f * (float)((1 << bits) - 1); }
+
+static void quantise_query(int bits, const float *q, int dim, unit_query *to) { /* dim a multiple of 32 */
+    f32v largest_v = f32v_zero(), sum_v = f32v_zero();
+    for (int d = 0; d < dim; d += KVC_LANES) {
+        const f32v q_v = f32v_load(q + d);
+        largest_v = f32v_max(largest_v, f32v_abs(q_v));
+        sum_v = f32v_add(sum_v, q_v);
+    }
+    const int shared = are_shared(bits);
+    const float limit = shared ? 1791.0f : 8127.0f, largest = f32v_max_of(largest_v);
+    const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
+    const float rounded = split(shared, 1, dim, q, inverse, to->high, to->low);
+    to->scale = largest / limit;
+    to->sum = f32v_sum_of(sum_v);
+    to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_KEYS ? 0.0f : to->scale * rounded));
+}
+
+/* Unit n and, where digits are shared, the bytes that serve it and its neighbour. */
+typedef struct unit_pair {
+    u8x64 own, both;
+} unit_pair;
+
+INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
+    unit_pair x;
+    x.own = x.both = unit_codes(bits, packed, n);
+    if (!are_shared(bits) || n % 2) return x;
+    x.both = bits == 4 ? u8x64_load(packed) : u8x64_or(x.own, u8x64_shl(unit_codes(bits, packed, n + 1), 4));
+    return x;
 }
 
 /* rows (constant) x one tile: 16 scores each, KVC_CHUNK apart. */
 INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile,
-                          float *s) {
+                          float *s, const unsigned char *ahead) {
     const int together = UNITS_TOGETHER(bits);
     const unsigned char *packed = tile + KVC_TILE_HEADER;
     i32x16 high[4], low[4];
     UNROLL
     for (int r = 0; r < rows; r++) high[r] = low[r] = i32x16_zero();
     for (int d = 0; d < dim; packed += BYTES_TOGETHER(bits)) {
+        if (ahead) fetch_lines(ahead + (packed - tile), BYTES_TOGETHER(bits));
         UNROLL
         for (int n = 0; n < together; n++, d += 4) {
-            u8x64 codes = unit_codes(bits, packed, n);
-            if (bits == 8 && KVC_SIGNED_KEYS) codes = u8x64_xor(codes, 0x80);
+            unit_pair codes = pair_codes(bits, packed, n);
+            if (bits == 8 && KVC_SIGNED_KEYS) codes.own = codes.both = u8x64_xor(codes.own, 0x80);
             UNROLL
             for (int r = 0; r < rows; r++) {
-                high[r] = i32x16_dot_q(high[r], codes, four_bytes(q[r].high + d));
-                low[r] = i32x16_dot_q(low[r], codes, four_bytes(q[r].low + d));
+                if (!(are_shared(bits) && n % 2))
+                    high[r] = i32x16_dot_q(high[r], codes.own, four_bytes(q[r].high + d));
+                low[r] = i32x16_dot_q(low[r], codes.both, four_bytes(q[r].low + d));
             }
         }
     }
@@ -84,67 +156,77 @@ INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, cons
     UNROLL
     for (int r = 0; r < rows; r++) {
         f32v sums[UNIT_VECS];
-        i32x16_floats(high[r], low[r], sums);
+        i32x16_floats(high[r], low[r], radix_bits(bits), sums);
         UNROLL
         for (int v = 0; v < UNIT_VECS; v++) {
             const f32v scale = f32v_load_half(scales + v * KVC_LANES),
                        minimum = f32v_load_half(minima + v * KVC_LANES);
-            const f32v sum_q = f32v_set1(q[r].sum), product = f32v_mul(sums[v], f32v_set1(q[r].scale));
-            f32v score = f32v_fma(minimum, sum_q, f32v_mul(scale, product));
-            if (bits == 8 && KVC_SIGNED_KEYS)
-                score = f32v_fma(f32v_mul(scale, sum_q), f32v_set1(128.0f), score);
+            const f32v product = f32v_fma(sums[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
+            const f32v score = f32v_fma(minimum, f32v_set1(q[r].sum), f32v_mul(scale, product));
             f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, score);
         }
     }
 }
 
 INLINE void unit_dot_rows(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile,
-                          float *s) {
+                          float *s, const unsigned char *ahead) {
     int r = 0;
-#define DOT_ROWS(n)                                             \
-    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n)) \
-        unit_dot_tile(n, bits, dim, q + r, tile, s + r * KVC_CHUNK);
+#define DOT_ROWS(n)                                                           \
+    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
+        unit_dot_tile(n, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
     DOT_ROWS(2)
     DOT_ROWS(1)
 #undef DOT_ROWS
 }
 
-static void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s) {
+static void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
+                     const unsigned char *ahead) {
     switch (bits) {
-    case 8: unit_dot_rows(8, dim, rows, q, tile, s); break;
-    case 4: unit_dot_rows(4, dim, rows, q, tile, s); break;
-    case 3: unit_dot_rows(3, dim, rows, q, tile, s); break;
-    default: unit_dot_rows(2, dim, rows, q, tile, s); break;
+    case 8: unit_dot_rows(8, dim, rows, q, tile, s, ahead); break;
+    case 4: unit_dot_rows(4, dim, rows, q, tile, s, ahead); break;
+    case 3: unit_dot_rows(3, dim, rows, q, tile, s, ahead); break;
+    default: unit_dot_rows(2, dim, rows, q, tile, s, ahead); break;
     }
 }
 
 /* One row's weights times the scales of V, in digits. */
-static void quantise_weights(int bits, int lanes, const float *w, const float *scales, const float *minima,
-                             unit_weights *to) {
+INLINE void quantise_row(int bits, int lanes, const float *w, const float *scales, const float *middles,
+                         unit_weights *to) {
     float u[KVC_CHUNK];
     f32v largest_v = f32v_zero(), base_v = f32v_zero();
     for (int t = 0; t < lanes; t += KVC_LANES) {
         const f32v w_v = f32v_load(w + t), u_v = f32v_mul(w_v, f32v_load(scales + t));
         largest_v = f32v_max(largest_v, u_v);
-        base_v = f32v_fma(w_v, f32v_load(minima + t), base_v);
+        base_v = f32v_fma(w_v, f32v_load(middles + t), base_v);
         f32v_store(u + t, u_v);
     }
-    const float largest = f32v_max_of(largest_v), inverse = largest > 0x1p-100f ? 16383.0f / largest : 0.0f;
-    int32_t sum = 0;
-    for (int t = 0; t < lanes; t++) {
-        const int32_t whole = (int32_t)(u[t] * inverse + 0.5f);
-        to->high[t] = (unsigned char)(whole >> 7);
-        to->low[t] = (unsigned char)(whole & 127);
-        sum += whole;
+    for (int t = lanes; t % 32; t++) u[t] = 0.0f;
+    const int shared = are_shared(bits);
+    const float limit = shared ? 1791.0f : 16383.0f, largest = f32v_max_of(largest_v);
+    const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
+    const float sum = split(shared, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low);
+    to->scale = largest / limit;
+    to->base = f32v_sum_of(base_v) - (bits == 8 ? 0.0f : centre_of(bits) * to->scale * sum);
+}
+
+static void quantise_weights(int bits, int rows, int lanes, const float *w, const float *scales,
+                             const float *middles, unit_weights *to) {
+#define ROWS(bits) \
+    for (int r = 0; r < rows; r++) quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r);
+    switch (bits) {
+    case 8: ROWS(8) break;
+    case 4: ROWS(4) break;
+    case 3: ROWS(3) break;
+    default: ROWS(2) break;
     }
-    to->scale = largest / 16383.0f;
-    to->base = f32v_sum_of(base_v) + (bits == 8 ? 128.0f * to->scale * (float)sum : 0.0f);
+#undef ROWS
 }
 
 /* rows (constant) x 32 channels over all tiles of a chunk; cb: the first block of 16 channels, even. */
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
-                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride) {
+                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                          const unsigned char *const *ahead) {
     i32x16 high[4][2], low[4][2];
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -154,14 +236,15 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
     for (int i = 0; i < tiles; i++) {
         const unsigned char *packed =
             tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
+        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
-            u8x64 codes[2];
+            unit_pair codes[2];
             UNROLL
             for (int c = 0; c < 2; c++) {
                 const int unit = 4 * c + tg, together = UNITS_TOGETHER(bits);
-                codes[c] = unit_codes(bits, packed + unit / together * BYTES_TOGETHER(bits), unit % together);
-                if (bits == 8) codes[c] = u8x64_xor(codes[c], 0x80);
+                codes[c] = pair_codes(bits, packed + unit / together * BYTES_TOGETHER(bits), unit % together);
+                if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
             }
             UNROLL
             for (int r = 0; r < rows; r++) {
@@ -169,8 +252,13 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
                 const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
                 UNROLL
                 for (int c = 0; c < 2; c++) {
-                    high[r][c] = i32x16_dot_w(high[r][c], codes[c], w_high);
-                    low[r][c] = i32x16_dot_w(low[r][c], codes[c], w_low);
+                    if (!are_shared(bits)) {
+                        high[r][c] = i32x16_dot_w(high[r][c], codes[c].own, w_high);
+                        low[r][c] = i32x16_dot_w(low[r][c], codes[c].own, w_low);
+                        continue;
+                    }
+                    if (tg % 2 == 0) high[r][c] = i32x16_dot_q(high[r][c], codes[c].own, w_high);
+                    low[r][c] = i32x16_dot_q(low[r][c], codes[c].both, w_low);
                 }
             }
         }
@@ -180,7 +268,7 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
         UNROLL
         for (int c = 0; c < 2; c++) {
             f32v sums[UNIT_VECS];
-            i32x16_floats(high[r][c], low[r][c], sums);
+            i32x16_floats(high[r][c], low[r][c], radix_bits(bits), sums);
             UNROLL
             for (int v = 0; v < UNIT_VECS; v++) {
                 float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
@@ -192,13 +280,15 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
 }
 
 INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_weights *w,
-                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride) {
+                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                          const unsigned char *const *ahead) {
     int r = 0;
-#define MIX_ROWS(n)                                                                                      \
-    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n)) {                                        \
-        for (int cb = 0; cb < dim / 16; cb += 2) {                                                       \
-            unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride); \
-        }                                                                                                \
+#define MIX_ROWS(n)                                                                                     \
+    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n), ahead = NULL) {                         \
+        for (int cb = 0; cb < dim / 16; cb += 2) {                                                      \
+            unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, \
+                          ahead);                                                                       \
+        }                                                                                               \
     }
     MIX_ROWS(4)
     MIX_ROWS(2)
@@ -207,12 +297,13 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
 }
 
 static void unit_mix(int bits, int dim, int rows, int tiles, const unit_weights *w,
-                     const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride) {
+                     const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                     const unsigned char *const *ahead) {
     switch (bits) {
-    case 8: unit_mix_rows(8, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
-    case 4: unit_mix_rows(4, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
-    case 3: unit_mix_rows(3, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
-    default: unit_mix_rows(2, dim, rows, tiles, w, tile, alpha, acc, acc_stride); break;
+    case 8: unit_mix_rows(8, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    case 4: unit_mix_rows(4, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    case 3: unit_mix_rows(3, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    default: unit_mix_rows(2, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
     }
 }
 

@@ -37,6 +37,21 @@ INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), r);
 }
 
+/* Within each 2n lanes: the first n plus the others, and the first n minus them. */
+INLINE f32v f32v_butterfly1(f32v x) {
+    const __m256 other = _mm256_permute_ps(x, 0xb1);
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xaa);
+}
+INLINE f32v f32v_butterfly2(f32v x) {
+    const __m256 other = _mm256_permute_ps(x, 0x4e);
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xcc);
+}
+INLINE f32v f32v_butterfly4(f32v x) {
+    const __m256 other = _mm256_permute2f128_ps(x, x, 0x01);
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xf0);
+}
+INLINE f32v f32v_butterfly8(f32v x) { return x; } /* never reached: of 16 lanes only */
+
 INLINE float f32v_max_of(f32v x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -89,6 +104,7 @@ INLINE f32v f32v_sums(const f32v r[8]) {
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
+#define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_ROWS 8 /* for more, floats are as fast */
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
@@ -136,8 +152,8 @@ INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
     const __m256i w_v = _mm256_set1_epi32(w);
     return (i32x16){i32x8_dot(sums.a, w_v, codes.a), i32x8_dot(sums.b, w_v, codes.b)};
 }
-/* 128 * high + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
-    out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, 7), low.a));
-    out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, 7), low.b));
+/* high * 2^bits + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, bits), low.a));
+    out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, bits), low.b));
 }

@@ -42,6 +42,24 @@ INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), r);
 }
 
+/* Within each 2n lanes: the first n plus the others, and the first n minus them. */
+INLINE f32v f32v_butterfly1(f32v x) {
+    const __m512 other = _mm512_permute_ps(x, 0xb1);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xaaaa, other, x);
+}
+INLINE f32v f32v_butterfly2(f32v x) {
+    const __m512 other = _mm512_permute_ps(x, 0x4e);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xcccc, other, x);
+}
+INLINE f32v f32v_butterfly4(f32v x) {
+    const __m512 other = _mm512_shuffle_f32x4(x, x, 0xb1);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xf0f0, other, x);
+}
+INLINE f32v f32v_butterfly8(f32v x) {
+    const __m512 other = _mm512_shuffle_f32x4(x, x, 0x4e);
+    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xff00, other, x);
+}
+
 INLINE float f32v_max_of(f32v x) { return _mm512_reduce_max_ps(x); }
 INLINE float f32v_sum_of(f32v x) { return _mm512_reduce_add_ps(x); }
 INLINE int f32v_first_not_below(f32v x, float limit) {
@@ -102,6 +120,7 @@ INLINE f32v f32v_sums(const f32v r[16]) {
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
+#define KVC_SHARED_DIGITS 1
 #define KVC_UNIT_ROWS 96 /* two dot products per 64 codes beat four multiply-adds, however many rows */
 #define KVC_UNIT_DOT_ROWS 4
 #define KVC_UNIT_MIX_ROWS 4
@@ -126,7 +145,24 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
 INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
     return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(w), codes);
 }
-/* 128 * high + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
-    out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+/* high * 2^bits + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low));
+}
+/* 32 numbers, |x| <= 1791, rounded, in shared digits (kvc_tiles.h): of 8 the first four are x_a, the others x_b.
+ * With r the low digit of x_a alone: low_a = r + 16 m for the m that leaves x_b - 16 low_a a byte. In 16-bit
+ * lanes; packing puts the fours of the two vectors side by side, and `in_order` puts them back. */
+INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
+    const __m256i in_order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(x0), _mm512_cvtps_epi32(x1));
+    const __m512i other = _mm512_shuffle_i32x4(x, x, 0xb1);
+    const __m512i r16 = _mm512_srai_epi16(_mm512_slli_epi16(x, 12), 8);
+    const __m512i rest = _mm512_add_epi16(_mm512_sub_epi16(other, r16), _mm512_set1_epi16(128));
+    const __m512i low16 = _mm512_add_epi16(r16, _mm512_and_si512(rest, _mm512_set1_epi16(-256)));
+    const __m512i low_a = _mm512_srai_epi16(low16, 4),
+                  high_a = _mm512_srai_epi16(_mm512_sub_epi16(x, low_a), 4);
+    const __m512i low_b = _mm512_sub_epi16(x, _mm512_shuffle_i32x4(low16, low16, 0xb1));
+    const __m512i lows = _mm512_mask_mov_epi64(low_a, 0xcc, low_b);
+    _mm256_storeu_si256((__m256i *)low, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(lows), in_order));
+    _mm256_storeu_si256((__m256i *)high, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(high_a), in_order));
 }

@@ -63,6 +63,7 @@ INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 1
+#define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_ROWS 96 /* 8 dot products per 64 codes beat 16 multiply-adds, however many rows */
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
@@ -112,10 +113,10 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     return sums;
 }
 INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
-/* 128 * high + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, f32v out[16 / KVC_LANES]) {
+/* high * 2^bits + low. */
+INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
     UNROLL
     for (int i = 0; i < 4; i++) {
-        out[i] = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.val[i], 7), low.val[i]));
+        out[i] = vcvtq_f32_s32(vaddq_s32(vshlq_s32(high.val[i], vdupq_n_s32(bits)), low.val[i]));
     }
 }

@@ -4,8 +4,9 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 """
 
 from kvcache._kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
-from kvcache.blocks import PrefixAwarePrefill, PrefixCache
+from kvcache.blocks import PrefixCache
 from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
+from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.errors import (
     BlockNotFoundError,
@@ -24,7 +25,8 @@ from kvcache.manager_config import KVCacheConfig
 from kvcache.paged import PagedKvCache
 from kvcache.paged_handle import PagedKvCacheHandle
 from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
-from kvcache.prefix import PrefixCacheConfig, PrefixKvCache, PrefixKvStats
+from kvcache.prefix import PrefixKvCache
+from kvcache.prefix_info import PrefixCacheConfig, PrefixKvStats
 
 __version__ = "0.1.0"
 

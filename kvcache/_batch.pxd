@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence
 from kvcache._table cimport SequenceTable
 
 

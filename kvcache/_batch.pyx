@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 
 from kvcache._kernels cimport kvc_run
 from kvcache._seq_ids cimport uint64_ids
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence, position_of
 from kvcache._table cimport SequenceTable
 
 import numpy as np
@@ -52,7 +52,7 @@ cdef class BatchTable(SequenceTable):
         try:
             for i in range(n):
                 self.refuse_twice_(numbers(ids)[i])
-                self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]))
+                self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]), holes=False)
                 taken += 1
         except BaseException:
             for i in range(taken):
@@ -109,7 +109,7 @@ cdef class BatchTable(SequenceTable):
         try:
             for i in range(n):
                 self.refuse_twice_(numbers(news)[i])
-                self.picked[i] = self.enter_(numbers(news)[i], self.seqs[self.rows.get(numbers(olds)[i])].num_runs)
+                self.picked[i] = self.enter_fork_(self.rows.get(numbers(olds)[i]), numbers(news)[i])
                 taken += 1
         except BaseException:
             for i in range(taken):
@@ -210,7 +210,7 @@ cdef class BatchTable(SequenceTable):
         cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
         if seq.num_runs == 0 or last.stop == self.block_size or self.pool.refs[last.block] > 1:
             return False
-        if seq.positions[seq.num_runs - 1] + last.stop - last.first != seq.next_position:
+        if position_of(seq, seq.num_runs - 1, self.block_size) + last.stop - last.first != seq.next_position:
             return False
         last.stop += 1
         seq.num_tokens += 1

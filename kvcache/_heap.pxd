@@ -1,4 +1,4 @@
-"""An indexed binary heap: who leaves next, and any item's place in O(log n).
+"""An indexed heap: who leaves next, and any item's place in O(log n).
 
 Items are small non-negative ids, each in the heap at most once. The order is total, so that every result
 is repeatable: the smallest key comes out first, among equal keys the lowest tie, which is the id unless given.
@@ -14,7 +14,7 @@ cdef struct heap_item:
 
 
 cdef class IndexedHeap:
-    cdef heap_item* items      # (size,) an implicit tree: items[i] comes before items[2i+1] and items[2i+2]
+    cdef heap_item* items      # (size,) an implicit tree: items[i] comes before items[4i+1] to items[4i+4]
     cdef int32_t* place        # (num_ids,) where an id stands in items, -1 if it does not
     cdef Py_ssize_t size       # items in the heap
     cdef Py_ssize_t num_ids    # ids that there is room for, in both arrays

@@ -1,4 +1,4 @@
-"""The indexed binary heap behind every eviction order; drawn and explained in _heap.pxd."""
+"""The indexed heap behind every eviction order; drawn and explained in _heap.pxd."""
 
 from libc.math cimport isnan
 from libc.stdint cimport int32_t, uint64_t
@@ -6,6 +6,7 @@ from libc.stdlib cimport free, realloc
 
 cdef enum:
     MAX_ID = 0x7FFFFFFE
+    ARITY = 4    # children of an item: half the levels of a binary heap, and each level may be a miss in the caches
 
 
 cdef inline bint before(heap_item a, heap_item b) noexcept nogil:
@@ -31,7 +32,7 @@ cdef class IndexedHeap:
         cdef void* grown
         if num_ids <= self.num_ids:
             return 0
-        room = max(num_ids, 2 * self.num_ids, 8)
+        room = max(num_ids, self.num_ids + self.num_ids // 4, 8)
         grown = realloc(self.items, room * sizeof(heap_item))
         if grown is NULL:
             raise MemoryError(f"no memory for a heap of {room} ids")
@@ -74,7 +75,7 @@ cdef class IndexedHeap:
             return
         # The last item fills the hole; it may belong above it or below it.
         last = self.items[self.size]
-        if i > 0 and before(last, self.items[(i - 1) // 2]):
+        if i > 0 and before(last, self.items[(i - 1) // ARITY]):
             self._rise(i, last)
         else:
             self._sink(i, last)
@@ -94,7 +95,7 @@ cdef class IndexedHeap:
     cdef void _rise(self, Py_ssize_t i, heap_item item) noexcept nogil:
         cdef Py_ssize_t parent
         while i > 0:
-            parent = (i - 1) // 2
+            parent = (i - 1) // ARITY
             if not before(item, self.items[parent]):
                 break
             self.items[i] = self.items[parent]
@@ -104,13 +105,14 @@ cdef class IndexedHeap:
         self.place[item.id] = <int32_t>i
 
     cdef void _sink(self, Py_ssize_t i, heap_item item) noexcept nogil:
-        cdef Py_ssize_t child
+        cdef Py_ssize_t child, other
         while True:
-            child = 2 * i + 1
+            child = ARITY * i + 1
             if child >= self.size:
                 break
-            if child + 1 < self.size and before(self.items[child + 1], self.items[child]):
-                child += 1
+            for other in range(child + 1, min(child + ARITY, self.size)):
+                if before(self.items[other], self.items[child]):
+                    child = other
             if not before(self.items[child], item):
                 break
             self.items[i] = self.items[child]
@@ -195,5 +197,5 @@ cdef class IndexedHeap:
         for i in range(self.size):
             if self.place[self.items[i].id] != i:
                 raise AssertionError(f"heap: id {self.items[i].id} stands at {i}, its place says otherwise")
-            if i > 0 and before(self.items[i], self.items[(i - 1) // 2]):
+            if i > 0 and before(self.items[i], self.items[(i - 1) // ARITY]):
                 raise AssertionError(f"heap: item {i} comes before its parent")

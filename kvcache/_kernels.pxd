@@ -53,9 +53,9 @@ cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const 
 # The first value that is not finite or that the format cannot hold, or -1.
 cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil
 
-# Moves stored tokens bit for bit. Inside one block the slots may overlap.
-cdef void copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
-                     int32_t dst_block, int dst_slot, int count) noexcept nogil
+# Moves stored tokens bit for bit, also between arenas of one layout. Inside one block the slots may overlap.
+cdef void copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept nogil
 
 # Slots become rows of zeros.
 cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,

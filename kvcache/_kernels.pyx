@@ -34,8 +34,8 @@ cdef extern from "kvc.h" nogil:
     int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim,
                         kvc_format key_format, kvc_format value_format, int rotate_keys,
                         int rotate_values) noexcept
-    void kvc_copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
-                        int32_t dst_block, int dst_slot, int count) noexcept
+    void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                        unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
     void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
     int kvc_default_threads() noexcept
     size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
@@ -74,9 +74,9 @@ cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) n
     return _active.check_representable(x, n, format)
 
 
-cdef void copy_slots(const kvc_layout *layout, unsigned char *arena, int32_t src_block, int src_slot,
-                     int32_t dst_block, int dst_slot, int count) noexcept nogil:
-    kvc_copy_slots(layout, arena, src_block, src_slot, dst_block, dst_slot, count)
+cdef void copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept nogil:
+    kvc_copy_slots(layout, src_arena, src_block, src_slot, dst_arena, dst_block, dst_slot, count)
 
 
 cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,
@@ -306,7 +306,8 @@ def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int 
     for block, slot in ((src_block, src_slot), (dst_block, dst_slot)):
         if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
             raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
-    copy_slots(&layout.c, _bytes(arena), src_block, src_slot, dst_block, dst_slot, count)
+    cdef unsigned char *base = _bytes(arena)
+    copy_slots(&layout.c, base, src_block, src_slot, base, dst_block, dst_slot, count)
 
 
 def _clear(Layout layout, arena, int block, int slot, int count):

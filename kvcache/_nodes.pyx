@@ -36,7 +36,7 @@ cdef class NodeTable:
         cdef Py_ssize_t room = self.capacity
         cdef node_t* grown
         if self.used - self.num_free + extra > self.capacity:
-            room = max(2 * self.capacity, extra, 16)
+            room = max(self.capacity + self.capacity // 4, self.used - self.num_free + extra, 16)
             if room > MAX_NODES:
                 raise MemoryError(f"expected at most {MAX_NODES} nodes, got {room}")
             grown = <node_t*>realloc(self.nodes, room * sizeof(node_t))
@@ -79,7 +79,9 @@ cdef class NodeTable:
 
     cdef int32_t* values(self, int32_t id) noexcept nogil:
         cdef node_t* node = &self.nodes[id]
-        cdef Py_ssize_t given = node.begin // self.page_size - (node.begin - node.head) // self.page_size
+        cdef Py_ssize_t given = 0    # values at the front that went to upper halves
+        if node.head > 0:
+            given = node.begin // self.page_size - (node.begin - node.head) // self.page_size
         return <int32_t*>(node.text + node.capacity) + given
 
     cdef Py_ssize_t pages(self, int32_t id) noexcept nogil:
@@ -251,10 +253,11 @@ cdef class NodeTable:
         """
         cdef node_t* node = &self.nodes[leaf]
         cdef Py_ssize_t i, pages = self.pages(leaf)
+        cdef const int32_t* values = self.values(leaf)
         cdef int32_t parent = node.parent
         cdef int32_t end = node.end - <int32_t>(count * self.page_size)
         for i in range(count):
-            out[i] = self.values(leaf)[pages - 1 - i]
+            out[i] = values[pages - 1 - i]
         self.num_pages -= count
         self.num_entries -= node.marked
         node.marked = 0

@@ -17,7 +17,7 @@ cnp.import_array()
 
 cdef cnp.ndarray uint64_ids(object ids):
     if (
-        isinstance(ids, np.ndarray)
+        isinstance(ids, cnp.ndarray)
         and cnp.PyArray_TYPE(<cnp.ndarray>ids) == cnp.NPY_UINT64
         and cnp.PyArray_NDIM(<cnp.ndarray>ids) == 1
         and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>ids)

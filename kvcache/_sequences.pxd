@@ -1,4 +1,4 @@
-"""Where each sequence's tokens lie: one record and a list of runs per sequence.
+"""Where each sequence's tokens lie: a list of runs.
 
     sequence 7     runs   (B4, 0, 16) (B9, 0, 16) (B2, 0, 5)          37 tokens, positions 0..36
     after a hole          (B4, 0, 4)              (B2, 1, 5)           4 sinks, then 33..36
@@ -8,45 +8,13 @@ partial tails, StreamingLLM's holes, scattered survivors of token eviction, and 
 runs name the same block share it. Runs of one block stand next to each other and count one reference.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 
-from kvcache._idmap cimport IdMap
 from kvcache._kernels cimport kvc_run, kvc_seq
-from kvcache._pool cimport BlockPool
+from kvcache._records cimport Sequence, SequenceRecords
 
 
-cdef enum:
-    RUN_STRIDE = 2    # int32s from one run's block to the next one's
-
-
-cdef struct Sequence:
-    uint64_t seq_id
-    int64_t uid               # never used again, unlike seq_id: what a handle remembers
-    kvc_run *runs             # (num_runs,) the tokens in the order of the text
-    int64_t *positions        # (num_runs,) text position of each run's first token
-    int64_t num_runs
-    int64_t capacity          # runs there is room for
-    int64_t num_tokens        # alive
-    int64_t next_position     # of the next token in the text
-    int64_t sink_tokens       # tokens before the StreamingLLM hole; 0 while there is none
-    int64_t last_access       # value of the recency counter
-    int64_t access_count
-    int64_t priority
-    int64_t pins              # while > 0, never an eviction target
-    int64_t mark              # scratch of one batch call: finds an id that was named twice
-    bint dense                # every run but the last is a whole block: token i lies in run i / block_size
-
-
-cdef class SequenceRows:
-    cdef readonly BlockPool pool
-    cdef readonly int32_t block_size
-    cdef IdMap rows           # seq_id -> row of `seqs`
-    cdef Sequence *seqs       # (capacity,) rows; a row without a sequence has runs == NULL and uid -1
-    cdef int32_t capacity
-    cdef int32_t[::1] spare   # (capacity,) rows free to use, a stack
-    cdef int32_t num_spare
-    cdef int64_t next_uid
-    cdef int64_t run_room     # runs that all sequences have room for
+cdef class SequenceRows(SequenceRecords):
     # What the last call wants copied before anything is written (copy-on-write), for the owner of the bytes.
     cdef int32_t[::1] copy_src        # (>= num_copies,) block to copy from
     cdef int32_t[::1] copy_dst        # (>= num_copies,) block to copy to
@@ -56,25 +24,18 @@ cdef class SequenceRows:
     cdef int64_t cut_capacity
 
     # Reading
-    cdef int32_t row_of(self, uint64_t seq_id) except -1      # or SequenceNotFoundError
     cdef int64_t slice_(self, int32_t row, int64_t start, int64_t stop) except -1   # fills `cut`, returns its length
     cdef void describe(self, int32_t row, int64_t num_queries, kvc_seq *out) noexcept nogil
-    cdef int64_t blocks_for(self, int64_t num_tokens) except -1               # or ValueError
-    cdef int refuse_taken(self, uint64_t seq_id) except -1                    # or InvalidOperationError
     cdef int64_t need_(self, int32_t row, int64_t count) noexcept nogil       # blocks that `count` more tokens take
 
     # Room: what can fail, before the first change
-    cdef int grow_rows(self) except -1
     cdef int grow_cut(self) except -1
-    cdef int reserve_(self, int32_t row, int64_t num_runs) except -1
     cdef int reserve_copies_(self, int64_t count) except -1
 
     # Change
-    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs) except -1     # a new, empty sequence
-    cdef bint close_(self, int32_t row) noexcept nogil   # drops its references and row; True if a block has one left
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil        # `count` more tokens
     cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil  # into the last block; how many went in
-    cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil
+    cdef void add_blocks_(self, Sequence *seq, int64_t count) noexcept nogil      # into fresh blocks, count > 0
     cdef int own_(self, int32_t row, int64_t start, int64_t stop) except -1   # copy-on-write for tokens start..stop
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil
     cdef int keep_(self, int32_t row, const int64_t *bounds, int64_t num_ranges) except -1

@@ -1,4 +1,4 @@
-"""The rows of the block tables: what happens to one sequence's runs, and what can be read off them.
+"""What happens to one sequence's runs, and what can be read off them.
 
 Steps that can fail come before steps that change, so the verbs in _table.pyx are atomic; see _sequences.pxd.
 """
@@ -8,13 +8,13 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
 
-from kvcache._idmap cimport IdMap
 from kvcache._kernels cimport kvc_run, kvc_seq
 from kvcache._pool cimport BlockPool
+from kvcache._records cimport RUN_STRIDE, Sequence, SequenceRecords, position_of
 
 import numpy as np
 
-from kvcache.errors import InvalidOperationError, OutOfMemoryError, SequenceNotFoundError
+from kvcache.errors import OutOfMemoryError
 
 __all__ = ["RUN", "SequenceRows"]
 
@@ -26,7 +26,7 @@ cdef inline int64_t run_length(kvc_run run) noexcept nogil:
     return <int64_t>run.stop - run.first
 
 
-cdef class SequenceRows:
+cdef class SequenceRows(SequenceRecords):
     """Records of sequences and their runs over one pool.
 
     Args:
@@ -34,52 +34,15 @@ cdef class SequenceRows:
         block_size: tokens per block, 1 to 256.
     """
 
-    def __cinit__(self):
-        self.rows = IdMap()
-
     def __init__(self, BlockPool pool not None, int32_t block_size):
-        if not 1 <= block_size <= 256:
-            raise ValueError(f"expected 1 <= block_size <= 256, got {block_size}")
-        self.pool = pool
-        self.block_size = block_size
-        self.spare = np.empty(0, np.int32)
+        SequenceRecords.__init__(self, pool, block_size)
         self.copy_src = np.empty(16, np.int32)
         self.copy_dst = np.empty(16, np.int32)
 
     def __dealloc__(self):
-        cdef int32_t row
-        for row in range(self.capacity):
-            free(self.seqs[row].runs)
-            free(self.seqs[row].positions)
-        free(self.seqs)
         free(self.cut)
 
-    def __len__(self):
-        return self.rows.used
-
-    def __contains__(self, uint64_t seq_id):
-        return self.rows.get(seq_id) >= 0
-
     # -- views ----------------------------------------------------------------------------------------------
-
-    def seq_ids(self):
-        """Every id, ascending."""
-        return self.rows.keys_list()
-
-    def uid(self, uint64_t seq_id):
-        """A number that no other sequence ever has, also under the same id; -1 when there is no such id."""
-        cdef int32_t row = self.rows.get(seq_id)
-        return -1 if row < 0 else self.seqs[row].uid
-
-    def num_tokens(self, uint64_t seq_id):
-        """Tokens alive."""
-        return self.seqs[self.row_of(seq_id)].num_tokens
-
-    def info(self, uint64_t seq_id):
-        """`(num_tokens, next_position, last_access, access_count, priority, pins, sink_tokens)`."""
-        cdef Sequence *seq = &self.seqs[self.row_of(seq_id)]
-        return (seq.num_tokens, seq.next_position, seq.last_access, seq.access_count, seq.priority, seq.pins,
-                seq.sink_tokens)
 
     def runs(self, uint64_t seq_id):
         """The sequence's runs, a copy, dtype `RUN`."""
@@ -97,7 +60,7 @@ cdef class SequenceRows:
         cdef int64_t[::1] view = out
         cdef int64_t i
         for i in range(seq.num_runs):
-            view[i] = seq.positions[i]
+            view[i] = position_of(seq, i, self.block_size)
         return out
 
     @wraparound(True)
@@ -122,9 +85,8 @@ cdef class SequenceRows:
     @property
     def nbytes(self):
         """Bytes of this bookkeeping."""
-        rows = self.capacity * (sizeof(Sequence) + sizeof(int32_t)) + self.rows.nbytes
         scratch = 2 * sizeof(int32_t) * self.copy_src.shape[0] + self.cut_capacity * sizeof(kvc_run)
-        return rows + scratch + self.run_room * (sizeof(kvc_run) + sizeof(int64_t))
+        return SequenceRecords.nbytes.__get__(self) + scratch
 
     @wraparound(True)
     def check(self):
@@ -133,11 +95,8 @@ cdef class SequenceRows:
         Raises:
             AssertionError: naming the broken one.
         """
-        self.rows.check()
+        SequenceRecords.check(self)
         assert self.num_copies == 0, "copies were ordered and not carried out"
-        assert self.rows.used + self.num_spare == self.capacity, "a row is lost"
-        room = sum(self.seqs[i].capacity for i in range(self.capacity))
-        assert self.run_room == room, f"room for {room} runs is counted as {self.run_room}"
         for seq_id in self.seq_ids():
             row = self.row_of(seq_id)
             n, next_position, _, _, _, _, sinks = self.info(seq_id)
@@ -153,88 +112,13 @@ cdef class SequenceRows:
             same = runs["block"][1:] == runs["block"][:-1]
             assert (runs["first"][1:][same] >= runs["stop"][:-1][same]).all(), f"{seq_id}: slots overlap"
             assert 0 <= sinks <= n, f"{seq_id}: more sinks than tokens"
+            if self.seqs[row].positions == NULL:
+                assert self.seqs[row].dense and next_position == n, f"{seq_id}: holes and no positions"
             if self.seqs[row].dense:
                 assert (lengths[:-1] == self.block_size).all() and (runs["first"] == 0).all(), f"{seq_id}: not dense"
         assert (self.references() <= self.pool.ref_counts()).all(), "a block has fewer references than holders"
 
     # -- below the shell ------------------------------------------------------------------------------------
-
-    cdef int64_t blocks_for(self, int64_t num_tokens) except -1:
-        if num_tokens < 0:
-            raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
-        return (num_tokens + self.block_size - 1) // self.block_size
-
-    cdef int refuse_taken(self, uint64_t seq_id) except -1:
-        if self.rows.get(seq_id) >= 0:
-            raise InvalidOperationError(f"sequence {seq_id} already exists")
-        return 0
-
-    cdef int32_t row_of(self, uint64_t seq_id) except -1:
-        cdef int32_t row = self.rows.get(seq_id)
-        if row < 0:
-            raise SequenceNotFoundError(seq_id)
-        return row
-
-    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs) except -1:
-        if self.num_spare == 0:
-            self.grow_rows()
-        self.rows.reserve(self.rows.used + 1)
-        cdef int32_t row = self.spare[self.num_spare - 1]
-        cdef Sequence *seq = &self.seqs[row]
-        self.reserve_(row, num_runs + 1)
-        self.num_spare -= 1
-        seq.seq_id, seq.uid = seq_id, self.next_uid
-        seq.num_runs = seq.num_tokens = seq.next_position = seq.sink_tokens = 0
-        seq.access_count = seq.priority = seq.pins = seq.mark = 0
-        seq.dense = True
-        self.next_uid += 1
-        self.rows.put(seq_id, row)
-        return row
-
-    cdef int grow_rows(self) except -1:
-        cdef int32_t row, old = self.capacity, new = max(2 * self.capacity, 8)
-        spare = np.empty(new, np.int32)
-        cdef Sequence *seqs = <Sequence *>realloc(self.seqs, new * sizeof(Sequence))
-        if seqs == NULL:
-            raise MemoryError(f"no memory for {new} sequences")
-        self.seqs, self.capacity, self.spare = seqs, new, spare
-        for row in range(old, new):
-            self.seqs[row].runs, self.seqs[row].positions = NULL, NULL
-            self.seqs[row].capacity, self.seqs[row].uid = 0, -1
-            self.spare[new - 1 - row] = row       # row `old` comes off the stack first
-        self.num_spare = new - old
-        return 0
-
-    cdef bint close_(self, int32_t row) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef bint one_left = False
-        if seq.num_runs:
-            one_left = self.pool.release_each(&seq.runs[0].block, seq.num_runs, RUN_STRIDE)
-        self.rows.drop(seq.seq_id)
-        self.run_room -= seq.capacity
-        free(seq.runs)
-        free(seq.positions)
-        seq.runs, seq.positions, seq.capacity, seq.uid = NULL, NULL, 0, -1
-        self.spare[self.num_spare] = row
-        self.num_spare += 1
-        return one_left
-
-    cdef int reserve_(self, int32_t row, int64_t num_runs) except -1:
-        cdef Sequence *seq = &self.seqs[row]
-        if num_runs <= seq.capacity:
-            return 0
-        cdef int64_t capacity = max(num_runs, seq.capacity + seq.capacity // 2)
-        cdef kvc_run *runs = <kvc_run *>realloc(seq.runs, capacity * sizeof(kvc_run))
-        if runs == NULL:
-            raise MemoryError(f"no memory for {num_runs} runs")
-        seq.runs = runs
-        cdef int64_t *positions = <int64_t *>realloc(seq.positions, capacity * sizeof(int64_t))
-        if positions == NULL:
-            raise MemoryError(f"no memory for {num_runs} runs")
-        seq.positions = positions
-        self.run_room += capacity - seq.capacity
-        seq.capacity = capacity
-        return 0
 
     cdef int reserve_copies_(self, int64_t count) except -1:
         if self.num_copies + count > self.copy_src.shape[0]:
@@ -262,18 +146,27 @@ cdef class SequenceRows:
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
         cdef kvc_run *last = &seq.runs[seq.num_runs - 1] if seq.num_runs else NULL
-        cdef int64_t length, fresh
         if count > 0 and last != NULL and last.stop < self.block_size:
             count -= self.fill_tail_(row, count)
         if count > 0 and last != NULL and last.first > 0:
             seq.dense = False
         if count > 0:
-            fresh = (count + self.block_size - 1) // self.block_size
-            self.pool.take_each(&seq.runs[seq.num_runs].block, fresh, RUN_STRIDE)
-        while count > 0:
-            length = min(count, <int64_t>self.block_size)
-            self.add_run_(seq, seq.runs[seq.num_runs].block, 0, length)
-            count -= length
+            self.add_blocks_(seq, count)
+
+    cdef void add_blocks_(self, Sequence *seq, int64_t count) noexcept nogil:
+        cdef int64_t i, fresh = (count + self.block_size - 1) // self.block_size
+        cdef kvc_run *runs = seq.runs + seq.num_runs
+        self.pool.take_each(&runs[0].block, fresh, RUN_STRIDE)
+        for i in range(fresh):
+            runs[i].first = 0
+            runs[i].stop = <uint16_t>self.block_size
+        runs[fresh - 1].stop = <uint16_t>(count - (fresh - 1) * self.block_size)
+        if seq.positions != NULL:
+            for i in range(fresh):
+                seq.positions[seq.num_runs + i] = seq.next_position + i * self.block_size
+        seq.num_runs += fresh
+        seq.num_tokens += count
+        seq.next_position += count
 
     cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
@@ -281,23 +174,18 @@ cdef class SequenceRows:
         cdef int64_t length = min(count, <int64_t>self.block_size - last.stop)
         if self.pool.refs[last.block] > 1:
             self.copy_on_write_(row, seq.num_runs - 1)
-        if seq.positions[seq.num_runs - 1] + run_length(last[0]) == seq.next_position:
+        if position_of(seq, seq.num_runs - 1, self.block_size) + run_length(last[0]) == seq.next_position:
             last.stop += <uint16_t>length
-            seq.num_tokens += length
-            seq.next_position += length
-        else:
+        else:    # a hole lies before these tokens: a run of their own in the same block
             seq.dense = False
-            self.add_run_(seq, last.block, last.stop, length)
-        return length
-
-    cdef void add_run_(self, Sequence *seq, int32_t block, int64_t first, int64_t length) noexcept nogil:
-        seq.runs[seq.num_runs].block = block
-        seq.runs[seq.num_runs].first = <uint16_t>first
-        seq.runs[seq.num_runs].stop = <uint16_t>(first + length)
-        seq.positions[seq.num_runs] = seq.next_position
-        seq.num_runs += 1
+            seq.runs[seq.num_runs].block = last.block
+            seq.runs[seq.num_runs].first = last.stop
+            seq.runs[seq.num_runs].stop = <uint16_t>(last.stop + length)
+            seq.positions[seq.num_runs] = seq.next_position
+            seq.num_runs += 1
         seq.num_tokens += length
         seq.next_position += length
+        return length
 
     cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
@@ -384,7 +272,7 @@ cdef class SequenceRows:
                 runs[n].block = seq.runs[run].block
                 runs[n].first = <uint16_t>(seq.runs[run].first + start - before)
                 runs[n].stop = <uint16_t>(runs[n].first + length)
-                positions[n] = seq.positions[run] + start - before
+                positions[n] = position_of(seq, run, self.block_size) + start - before
                 n += 1
                 kept += length
                 start += length
@@ -399,9 +287,9 @@ cdef class SequenceRows:
                 j += 1
             else:
                 self.pool.release_(seq.runs[i].block)
+        self.run_room += 2 * max(capacity, 1) - seq.capacity * (1 + (seq.positions != NULL))
         free(seq.runs)
         free(seq.positions)
-        self.run_room += max(capacity, 1) - seq.capacity
         seq.runs, seq.positions, seq.capacity = runs, positions, max(capacity, 1)
         seq.num_runs, seq.num_tokens = n, kept
         seq.dense = True

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 from kvcache._kernels cimport kvc_layout, kvc_run, kvc_seq
 from kvcache._batch cimport BatchTable
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence
 from kvcache._table cimport SequenceTable
 
 
@@ -15,7 +15,7 @@ cdef class BlockStore:
     cdef readonly int32_t num_blocks
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
     cdef size_t arena_bytes
-    cdef uint16_t *reached             # (num_blocks,) slots from here on were never handed out, and are zero
+    cdef uint16_t *reached             # (num_blocks,) slots from here on are zero, and nobody's
     cdef void *scratch                 # of the attention call, grown to the largest so far
     cdef size_t scratch_bytes
     cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the attention call

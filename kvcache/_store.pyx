@@ -8,12 +8,12 @@ cimport numpy as cnp
 from libc.math cimport sqrt
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from kvcache cimport _kernels
 from kvcache._batch cimport BatchTable
 from kvcache._kernels cimport kvc_format, kvc_run, kvc_seq
-from kvcache._sequences cimport Sequence
+from kvcache._records cimport Sequence
 from kvcache._table cimport SequenceTable
 
 import numpy as np
@@ -252,22 +252,61 @@ cdef class BlockStore:
         for i in range(src.shape[0]):
             self.reached[dst[i]] = self.reached[src[i]]
 
-    def move_slots(self, moves):
+    def move_slots(self, moves, BlockStore source=None):
         """Move tokens bit for bit in every layer, in order.
 
         Args:
-            moves: int32 `(n, 5)`: source block, source slot, target block, target slot, tokens.
+            moves: int32 `(n, 5)`: source block, source slot, target block, target slot, tokens; in range, the owner
+                has checked them.
+            source: where they come from, a store of the same layers and layout; by default this one.
         """
         cdef const int32_t[:, ::1] view = moves
-        cdef unsigned char *base
+        cdef BlockStore other = self if source is None else source
+        cdef const unsigned char *src
+        cdef unsigned char *dst
         cdef int64_t i, layer
+        if not self.same_layout(other):
+            raise ValueError("expected a store of the same layers and layout, got another")
         for layer in range(self.num_layers):
-            base = self.layer_base(layer)
+            src, dst = other.layer_base(layer), self.layer_base(layer)
             with nogil:
                 for i in range(view.shape[0]):
-                    _kernels.copy_slots(&self.layout, base, view[i, 0], view[i, 1], view[i, 2], view[i, 3], view[i, 4])
+                    _kernels.copy_slots(&self.layout, src, view[i, 0], view[i, 1], dst, view[i, 2], view[i, 3],
+                                        view[i, 4])
         for i in range(view.shape[0]):
             self.reached[view[i, 2]] = max(self.reached[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
+
+    def same_layout(self, BlockStore other not None):
+        """Whether a block of the one is a block of the other, byte for byte."""
+        return (self.num_layers == other.num_layers
+                and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0)
+
+    def raw(self, int64_t layer):
+        """The packed bytes of one layer, uint8 `(num_blocks, layout.block_bytes)`: the memory itself, read-only."""
+        cdef cnp.npy_intp shape[2]
+        shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layout.block_bytes
+        cdef cnp.ndarray view = cnp.PyArray_SimpleNewFromData(2, shape, cnp.NPY_UINT8, self.layer_base(layer))
+        cnp.set_array_base(view, self)
+        view.flags.writeable = False
+        return view
+
+    def overwrite(self, int64_t block):
+        """The packed bytes of a block, one uint8 array `(layout.block_bytes,)` per layer, to be written at once.
+
+        Any bytes are safe to read and to attend over; what they mean is up to whoever writes them.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"expected a block in [0, {self.num_blocks}), got {block}")
+        cdef cnp.npy_intp size = <cnp.npy_intp>self.layout.block_bytes
+        cdef cnp.ndarray view
+        cdef int64_t layer
+        views = []
+        for layer in range(self.num_layers):
+            view = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_UINT8, self.layer_base(layer) + block * size)
+            cnp.set_array_base(view, self)
+            views.append(view)
+        self.reached[block] = <uint16_t>self.layout.block_size
+        return views
 
     # -- sequences of a table -------------------------------------------------------------------------------
 
@@ -439,11 +478,11 @@ cdef class BlockStore:
             block, stop = seq.runs[run].block, seq.runs[run].stop
             first = <int>max(<int64_t>seq.runs[run].first, stop - count)
             count -= stop - first
-            if first < self.reached[block]:
+            if first < self.reached[block]:  # all that lies behind at once: the next tokens of this block are free
                 for layer in range(self.num_layers):
                     _kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
-                                         min(stop, <int>self.reached[block]) - first)
-            self.reached[block] = <uint16_t>max(stop, <int>self.reached[block])
+                                         self.reached[block] - first)
+            self.reached[block] = <uint16_t>stop
 
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
         cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
@@ -487,7 +526,9 @@ cdef class BlockStore:
         if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                 or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, q):
             raise ValueError(f"expected out to be C-contiguous, writeable float32 of shape {np.shape(q)}")
-        if np.may_share_memory(out, q):
+        cdef char *first = <char *>cnp.PyArray_DATA(<cnp.ndarray>out)
+        cdef char *other = <char *>cnp.PyArray_DATA(q)
+        if first < other + cnp.PyArray_NBYTES(q) and other < first + cnp.PyArray_NBYTES(<cnp.ndarray>out):
             raise ValueError("expected out apart from queries, got the same memory")
         return out
 

@@ -15,7 +15,8 @@ cdef class SequenceTable(SequenceRows):
     cdef int strategy         # which number ranks them, one of RANK_*
     cdef int64_t clock        # recency counter
 
-    cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs) except -1    # open_, with room in the order
+    cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1    # open_, and room to rank it
+    cdef int32_t enter_fork_(self, int32_t from_row, uint64_t seq_id) except -1   # the same for a fork, still empty
     cdef bint leave_(self, int32_t row) noexcept nogil        # close_, out of the order
     cdef void fork_(self, int32_t from_row, int32_t row) noexcept nogil       # fill a new row with another's tokens
     cdef void touch_(self, int32_t row) noexcept nogil        # count an access

@@ -11,7 +11,8 @@ from libc.string cimport memcpy
 from kvcache._heap cimport IndexedHeap
 from kvcache._kernels cimport kvc_run
 from kvcache._pool cimport BlockPool
-from kvcache._sequences cimport RUN_STRIDE, Sequence, SequenceRows
+from kvcache._records cimport RUN_STRIDE, Sequence, position_of
+from kvcache._sequences cimport SequenceRows
 
 import numpy as np
 
@@ -57,7 +58,7 @@ cdef class SequenceTable(SequenceRows):
         self.refuse_taken(seq_id)
         if blocks > self.pool.num_free:
             raise OutOfMemoryError(blocks, self.pool.num_free)
-        cdef int32_t row = self.enter_(seq_id, blocks)
+        cdef int32_t row = self.enter_(seq_id, blocks, holes=False)
         self.extend_(row, num_tokens)
         self.touch_(row)
         self.rank_(row)
@@ -83,7 +84,7 @@ cdef class SequenceTable(SequenceRows):
         self.pool.retain(ids)
         cdef int32_t row
         try:
-            row = self.enter_(seq_id, count)
+            row = self.enter_(seq_id, count, holes=False)
         except BaseException:
             for i in range(count):
                 self.pool.release_(ids[i])
@@ -93,7 +94,6 @@ cdef class SequenceTable(SequenceRows):
             seq.runs[i].block = ids[i]
             seq.runs[i].first = 0
             seq.runs[i].stop = <uint16_t>min(<int64_t>self.block_size, num_tokens - i * self.block_size)
-            seq.positions[i] = i * self.block_size
         seq.num_runs = count
         seq.num_tokens = seq.next_position = num_tokens
         self.touch_(row)
@@ -127,7 +127,7 @@ cdef class SequenceTable(SequenceRows):
         """
         self.refuse_taken(target)
         cdef int32_t from_row = self.row_of(source)
-        self.fork_(from_row, self.enter_(target, self.seqs[from_row].num_runs))
+        self.fork_(from_row, self.enter_fork_(from_row, target))
 
     def free(self, uint64_t seq_id):
         """Let go of every block of the sequence.
@@ -156,7 +156,7 @@ cdef class SequenceTable(SequenceRows):
             length = min(drop, run_length(last[0]))
             last.stop -= <uint16_t>length
             drop -= length
-            seq.next_position = seq.positions[seq.num_runs - 1] + run_length(last[0])
+            seq.next_position = position_of(seq, seq.num_runs - 1, self.block_size) + run_length(last[0])
             if last.stop == last.first:
                 seq.num_runs -= 1
                 if seq.num_runs == 0 or seq.runs[seq.num_runs - 1].block != last.block:
@@ -384,10 +384,13 @@ cdef class SequenceTable(SequenceRows):
 
     # -- below the shell ------------------------------------------------------------------------------------
 
-    cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs) except -1:
+    cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1:
         # One row more may double the rows: reserve for that, so that ranking cannot fail.
         self.order.reserve(2 * self.capacity + 8)
-        return self.open_(seq_id, num_runs)
+        return self.open_(seq_id, num_runs, holes)
+
+    cdef int32_t enter_fork_(self, int32_t from_row, uint64_t seq_id) except -1:
+        return self.enter_(seq_id, self.seqs[from_row].num_runs, self.seqs[from_row].positions != NULL)
 
     cdef bint leave_(self, int32_t row) noexcept nogil:
         self.order.drop(row)
@@ -397,7 +400,8 @@ cdef class SequenceTable(SequenceRows):
         cdef Sequence *old = &self.seqs[from_row]
         cdef Sequence *new = &self.seqs[row]
         memcpy(new.runs, old.runs, old.num_runs * sizeof(kvc_run))
-        memcpy(new.positions, old.positions, old.num_runs * sizeof(int64_t))
+        if old.positions != NULL:
+            memcpy(new.positions, old.positions, old.num_runs * sizeof(int64_t))
         new.num_runs, new.num_tokens, new.next_position = old.num_runs, old.num_tokens, old.next_position
         new.sink_tokens, new.dense, new.priority = old.sink_tokens, old.dense, old.priority
         if new.num_runs:

@@ -24,7 +24,7 @@ cdef object BOOLS = (bool, np.bool_)
 
 cdef cnp.ndarray uint32_tokens(object tokens):
     if (
-        isinstance(tokens, np.ndarray)
+        isinstance(tokens, cnp.ndarray)
         and cnp.PyArray_TYPE(<cnp.ndarray>tokens) == cnp.NPY_UINT32
         and cnp.PyArray_NDIM(<cnp.ndarray>tokens) == 1
         and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>tokens)

@@ -20,8 +20,8 @@ cdef inline Py_ssize_t common_prefix(const uint32_t* a, const uint32_t* b, Py_ss
     cdef Py_ssize_t i = 0
     while i + 1024 <= n and memcmp(a + i, b + i, 1024 * sizeof(uint32_t)) == 0:
         i += 1024
-    while i + 32 <= n and memcmp(a + i, b + i, 32 * sizeof(uint32_t)) == 0:
-        i += 32
+    while i + 16 <= n and memcmp(a + i, b + i, 16 * sizeof(uint32_t)) == 0:
+        i += 16
     while i < n and a[i] == b[i]:
         i += 1
     return i
@@ -38,7 +38,14 @@ cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
 
 cdef cnp.ndarray int32_values(object values):
     """Values as a C-contiguous int32 array; without a copy where they are one."""
-    cdef cnp.ndarray array = np.asarray(values)
+    cdef cnp.ndarray array
+    if (
+        isinstance(values, cnp.ndarray)
+        and cnp.PyArray_TYPE(<cnp.ndarray>values) == cnp.NPY_INT32
+        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>values)
+    ):
+        return values
+    array = np.asarray(values)
     if array.size == 0:
         return new_values(0)
     if array.dtype.kind not in "iu":
@@ -290,10 +297,10 @@ cdef class TokenTrie(NodeTable):
         cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
         if at.length < ids.shape[0] or at.length < self.nodes[at.node].end or at.node == top:
             return new_values(0)
-        return self._cut(at.node)
+        return self.cut_leaf(at.node)
 
-    def _cut(self, node):
-        """Unmark `node`, and `cut` from there if it is a leaf; the values that left."""
+    def cut_leaf(self, node):
+        """Unmark `node` and, if it is a leaf, free what its sequence alone needs; the values, last first."""
         cdef int32_t id = self._node(node)
         cdef bint leaf = self.nodes[id].child < 0
         cdef cnp.ndarray freed = new_values(self.nodes[id].end // self.page_size if leaf else 0)
@@ -323,6 +330,35 @@ cdef class TokenTrie(NodeTable):
         self._empty(top)
         self.give(top)
         return freed
+
+    def prune(self, root, tokens):
+        """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.
+
+        The values of the last page of `tokens` and of all that follows it, int32; none where they are not cached.
+        The pages before stay. Neither pins nor marks count.
+        """
+        cdef int32_t top = self._root(root), id
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef Py_ssize_t n = ids.shape[0], freed = 0, pages
+        if n == 0 or n % self.page_size:
+            raise ValueError(f"expected a multiple of {self.page_size} tokens, at least one, got {n}")
+        cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), n)
+        if at.length < n:
+            return new_values(0)
+        cdef int32_t kept = self.at_depth(at.node, n)
+        cdef cnp.ndarray values = new_values(self.num_pages)
+        self.nodes[kept].pins += 1    # Nothing joins it while what is below goes.
+        while self.nodes[kept].child >= 0:
+            id = kept
+            while self.nodes[id].child >= 0:
+                id = self.nodes[id].child
+            pages = self.pages(id)
+            self.shrink(id, pages, int32s(values) + freed)
+            freed += pages
+        self.nodes[kept].pins -= 1
+        self.list_leaf(kept)
+        self.shrink(kept, 1, int32s(values) + freed)
+        return values[: freed + 1]
 
     def clear(self):
         """Empty every namespace, also what is pinned; the roots stay. Returns the values."""

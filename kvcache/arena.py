@@ -11,12 +11,15 @@ when an eviction asks who still shows them.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.rows import Rows
+from kvcache.rows import BLOCK_SIZE, Rows
+from kvcache.saved import SavedRows
 
 __all__ = ["Lease", "RowArena"]
 
@@ -72,6 +75,7 @@ class RowArena:
     Attributes:
         rows: what lies in the slots.
         stored, leased: see above, `(num_slots,)`.
+        saved: which slots wait for rows of a file; None: none does.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -85,6 +89,7 @@ class RowArena:
         self.uncounted: list[int] = []
         self.ended: deque[int] = deque()
         self.leaving: deque[Int32] = deque()  # what the trie let go of, not yet free
+        self.saved: SavedRows | None = None
 
     # -- slots ----------------------------------------------------------------------------------------------
 
@@ -132,6 +137,30 @@ class RowArena:
         self.free[self.num_free : self.num_free + len(slots)] = slots
         self.num_free += len(slots)
 
+    # -- files ----------------------------------------------------------------------------------------------
+
+    def fetch(self, slots: Int32) -> int:
+        """Bring in the rows that wait in a file; how many of `slots` come before the first whose rows are damaged."""
+        if self.saved is None:
+            return len(slots)
+        good = self.saved.fetch(slots)
+        self._put_away_saved()
+        return good
+
+    def _put_away_saved(self) -> None:
+        if self.saved is not None and not self.saved.waiting:
+            self.saved = None  # and with it the file is closed
+
+    def pages(self, slots: Int32) -> Iterator[list[npt.NDArray[Any]]]:
+        """The rows at `slots` as the pages of a saved cache; each is good until the next one."""
+        page = self.rows.page()
+        for first in range(0, len(slots), BLOCK_SIZE):
+            some = slots[first : first + BLOCK_SIZE]
+            if len(some) < BLOCK_SIZE:
+                page = self.rows.page()  # the rest is zero, not the rows of before
+            page.copy_from(some)
+            yield page.buffers
+
     # -- leases ---------------------------------------------------------------------------------------------
 
     def lease(self, slots: Int32) -> Lease:
@@ -165,6 +194,9 @@ class RowArena:
         while count and self.leaving:
             slots = self.leaving[0]
             at, given = slots.astype(np.intp), slots[self.leased[slots] == 0]
+            if self.saved is not None:
+                self.saved.forget(slots)
+                self._put_away_saved()
             self.stored[at] = False
             self._give(given)
             self.leaving.popleft()
@@ -186,6 +218,7 @@ class RowArena:
         stored = np.zeros(self.num_slots, np.int32)
         np.add.at(stored, held, 1)
         assert np.array_equal(stored, self.stored), "arena: the trie's slots are not those stored, or some twice"
+        assert self.saved is None or self.stored[self.saved.slots()].all(), "arena: a slot waits that is not stored"
         leased = np.zeros(self.num_slots, np.int32)
         for slots, counted in self.leases.values():
             assert counted, "arena: a lease was passed over"

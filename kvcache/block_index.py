@@ -9,10 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._pool import BlockPool
+from kvcache._store import BlockStore
 from kvcache._trie import TokenTrie
 from kvcache.errors import InvalidOperationError
 from kvcache.ghosts import GhostTrie
 from kvcache.holds import Holds
+from kvcache.saved import SavedBlocks
+from kvcache.segments import ranges, segments_of, walk_back
+from kvcache.snapshot import Segments, Snapshot
 
 __all__ = ["BlockIndex", "Match"]
 
@@ -47,6 +51,8 @@ class BlockIndex:
         tokens: what each block covers, uint32 `(num_blocks, block_size)`.
         hits, misses, short: blocks found, lookups that stopped early, prompts shorter than a block.
         hit_tokens, lookup_tokens, evictions, reasons: counters.
+        saved: which blocks wait for pages of a file; None: none does. Nobody holds a block that waits, and whatever
+            comes after it in a text waits as well.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, max_blocks: int) -> None:
@@ -58,6 +64,7 @@ class BlockIndex:
         self.tokens = np.zeros((pool.num_blocks, block_size), np.uint32)
         self.hits = self.misses = self.short = self.hit_tokens = self.lookup_tokens = self.evictions = 0
         self.reasons = dict.fromkeys(REASONS, 0)
+        self.saved: SavedBlocks | None = None
         self._clock = 0
         self._name_nothing(TokenTrie(block_size), GhostTrie(block_size, max_blocks))
 
@@ -82,7 +89,7 @@ class BlockIndex:
     def match(self, ids: Tokens, name: Hashable) -> Match:
         """Find, count, and use what was found; `node` ends exactly with the full blocks."""
         self.holds.settle()
-        found = self.find(ids, name)
+        found = self._ready(ids, name)
         length = len(found.blocks) * self.block_size
         reason = None
         if length + self.block_size <= len(ids):
@@ -119,7 +126,7 @@ class BlockIndex:
             InvalidOperationError: fewer than `first` are cached; nothing was evicted.
         """
         self.holds.settle()
-        found = self.find(ids, name)
+        found = self._ready(ids, name)
         existing = len(found.blocks)
         if existing < first:
             raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
@@ -178,14 +185,21 @@ class BlockIndex:
             return 0
         root, tokens, _ = self.trie.path(leaf)
         blocks = self.trie.evict(min(count, self.trie.num_pages_of(leaf)))
+        self.evictions += len(blocks)
+        self._ghosts.remember(tokens, self._names[root])
+        self._let_go(root, blocks)
+        return len(blocks)
+
+    def _let_go(self, root: int, blocks: Int32) -> None:
+        """The trie names `blocks` no more; a namespace without blocks goes."""
         self.pool.release(blocks)
         for block in blocks.tolist():  # one by one, which takes no memory
             self.cached[block] = False
-        self.evictions += len(blocks)
-        self._ghosts.remember(tokens, self._names[root])
+        if self.saved is not None:
+            self.saved.forget(blocks)
+            self._put_away_saved()
         if self.trie.is_leaf(root):
             self._drop(root)
-        return len(blocks)
 
     def clear(self) -> None:
         """Forget every block; counters stay, and so does what requests hold."""
@@ -194,7 +208,78 @@ class BlockIndex:
         trie, ghosts = TokenTrie(self.block_size), GhostTrie(self.block_size, self.max_blocks)
         self.pool.release(named)
         self.cached.fill(False)
+        self.saved = None
         self._name_nothing(trie, ghosts)  # The old trie lives on as long as requests pin it.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index: records of all blocks of the pool, the trie, and what was evicted not long ago."""
+        records = (self.cached, self.used, self.born, self.tokens, self.holds.counts)
+        return sum(record.nbytes for record in records) + self.trie.nbytes + self._ghosts.nbytes
+
+    # -- files ----------------------------------------------------------------------------------------------
+
+    def _ready(self, ids: Tokens, name: Hashable) -> Match:
+        """`find`, with what it names brought in from a file; what is damaged there is forgotten, and its tail."""
+        while True:
+            found = self.find(ids, name)
+            if self.saved is None:
+                return found
+            blocks = found.blocks if found.tail_block < 0 else np.append(found.blocks, np.int32(found.tail_block))
+            good = self.saved.fetch(blocks)
+            self._put_away_saved()
+            if good == len(blocks):
+                return found
+            root = self._roots[name]
+            bad = np.concatenate([ids[: good * self.block_size], self.tokens[blocks[good]]])
+            self._let_go(root, self.trie.prune(root, bad))
+
+    def _put_away_saved(self) -> None:
+        if self.saved is not None and not self.saved.waiting:
+            self.saved = None  # and with it the file is closed
+
+    def fetch_all(self) -> None:
+        """Bring in all that waits in a file, and forget what is damaged there."""
+        if self.saved is not None:
+            for root, tokens, _ in [self.trie.path(leaf) for leaf in self.trie.leaf_ids()]:
+                self._ready(tokens, self._names.get(root))
+
+    def segments(self) -> tuple[list[Hashable], Segments, Int32]:
+        """`(names, segments, blocks)`: what a saved cache says of this one."""
+        return list(self._roots), *segments_of(self.trie, list(self._roots.values()), self.tokens)
+
+    def take_in(self, snapshot: Snapshot, store: BlockStore) -> None:
+        """Name the pages of a file, the most recently used first, as many as there is room for; the index is empty."""
+        segments, size = snapshot.segments, self.block_size
+        room = self._room(new=True)
+        pages, parents = (segments.lengths // size).tolist(), segments.parents.tolist()
+        kept = [0] * len(pages)
+        for i, parent in enumerate(parents):
+            if parent < 0 or kept[parent] == pages[parent]:
+                kept[i] = min(pages[i], room)
+                room -= kept[i]
+        chosen = np.flatnonzero(kept)
+        places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
+        empty = TokenTrie(size)
+        blocks = self.pool.acquire(len(places))
+        try:
+            block_of = np.zeros(int(snapshot.num_slots[0]) // size, np.int32)
+            block_of[places] = blocks
+            if len(blocks):
+                self.saved = SavedBlocks(snapshot, store)
+                self.saved.expect(blocks, places)
+            for i, ids, slots in walk_back(segments, snapshot.firsts, chosen):
+                count = len(ids) // size - pages[i] + kept[i]
+                path, name = block_of[slots[::size][:count] // size], snapshot.names[segments.namespaces[i]]
+                existing = len(self.find(ids[: count * size], name).blocks)
+                self.insert(ids[: count * size], existing, path[existing:], name)
+                self.used[path] = self._clock
+        except BaseException:
+            self.pool.release(blocks)
+            self.cached.fill(False)
+            self.saved = None
+            self._name_nothing(empty, self._ghosts)
+            raise
 
     # -- verification ---------------------------------------------------------------------------------------
 
@@ -217,5 +302,8 @@ class BlockIndex:
         assert len(self) <= self.max_blocks, "prefix cache: more blocks than allowed"
         named = np.sort(self.named())
         assert np.array_equal(named, np.flatnonzero(self.cached)), "prefix cache: the trie names other blocks"
+        waiting = np.empty(0, np.int32) if self.saved is None else self.saved.slots()
+        assert self.cached[waiting].all(), "prefix cache: a block waits that is not cached"
+        assert not self.holds.counts[waiting].any(), "prefix cache: a block waits that is held"
         assert sum(self.reasons.values()) == self.misses + self.short, "prefix cache: reasons do not add up"
         assert (self.references() <= self.pool.ref_counts()).all(), "prefix cache: the pool counts fewer references"

@@ -17,6 +17,7 @@ nothing is copied, a block that matches in part apart, and that by the sequence'
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Hashable, Sequence
 from types import MappingProxyType
@@ -32,10 +33,12 @@ from kvcache._tokens import as_tokens
 from kvcache.block_index import BlockIndex
 from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.blocks_rows import block_rows, read_block, write_blocks
-from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
+from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError, SnapshotError
 from kvcache.paged import PagedKvCache
+from kvcache.segments import well_formed
+from kvcache.snapshot import Arena, Snapshot, write_snapshot
 
-__all__ = ["CacheBlock", "CacheSession", "PrefixAwarePrefill", "PrefixCache", "PrefixCacheStats"]
+__all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -262,6 +265,67 @@ class PrefixCache:
         with self._lock:
             self._index.clear()
 
+    # -- save and load --------------------------------------------------------------------------------------
+
+    def _arena(self) -> Arena:
+        """How a file of this cache stores its blocks."""
+        store = self._store
+        return Arena(
+            store.num_layers, store.num_heads, self._head_dim, store.key_dtype, store.value_dtype, *store.rotated,
+            "blocks", store.block_size, store.block_bytes,
+        )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str], model: str = "") -> None:
+        """Write every cached block to a file, with its namespace and rank; `load` reads it.
+
+        The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
+
+        Args:
+            model: whose K and V these are; `load` refuses another's.
+
+        Raises:
+            TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
+            OSError: of the file system.
+        """
+        with self._lock:
+            self._index.fetch_all()
+            names, segments, blocks = self._index.segments()
+            layers = [self._store.raw(layer) for layer in range(self._store.num_layers)]
+            write_snapshot(
+                path, "blocks", str(model), [self._arena()], [(0, name) for name in names], segments,
+                lambda _: ([layer[block] for layer in layers] for block in blocks.tolist()),
+            )  # fmt: skip
+
+    def load(self, path: str | os.PathLike[str], model: str = "") -> int:
+        """Take in what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
+
+        This reads which tokens there are, not their K and V: a block is read, and checked, when a lookup first finds
+        it. One that is damaged is forgotten, with all that comes after it, and logged as a warning.
+
+        Args:
+            model: as in `save`.
+
+        Raises:
+            InvalidOperationError: blocks are cached here already.
+            SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats
+                or dimensions; nothing has changed.
+            OSError: there is none, or it cannot be read.
+        """
+        with self._lock:
+            if len(self):
+                raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} blocks")
+            snapshot = Snapshot(path, "blocks", str(model))
+            try:
+                if len(snapshot.arenas) != 1:
+                    raise SnapshotError(f"expected one arena, got {len(snapshot.arenas)}")
+                self._arena().expect(snapshot.arenas[0])
+                well_formed(snapshot.segments, self.block_size)
+            except SnapshotError as error:
+                raise SnapshotError(f"{snapshot.path}: {error}") from error
+            self._index.holds.settle()
+            self._index.take_in(snapshot, self._store)
+            return len(self)
+
     # -- blocks ---------------------------------------------------------------------------------------------
 
     def _block(self, index: int) -> CacheBlock:
@@ -286,11 +350,13 @@ class PrefixCache:
             self._index.holds.settle()
             if not 0 <= index < self._pool.num_blocks:
                 return None
+            self._index.fetch_all()
             return self._block(index) if self._index.cached[index] or self._index.holds.counts[index] else None
 
     def block_ids(self) -> list[int]:
         """The cached blocks, ascending."""
         with self._lock:
+            self._index.fetch_all()
             return [int(block) for block in np.flatnonzero(self._index.cached)]
 
     @property
@@ -352,6 +418,7 @@ class PrefixCache:
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
                 index.hit_tokens, index.lookup_tokens, MappingProxyType(dict(index.reasons)),
+                index.nbytes + (0 if self._shared else self._pool.nbytes),
             )  # fmt: skip
 
     def references(self) -> Int32:
@@ -367,31 +434,3 @@ class PrefixCache:
                 self._pool.check()
                 held = self._index.references()
                 assert np.array_equal(held, self._pool.ref_counts()), "prefix cache: references differ"
-
-
-class PrefixAwarePrefill:
-    """The three steps of a prefill with a prefix cache: prepare, store what was computed, release.
-
-    Attributes:
-        cache: the `PrefixCache`.
-    """
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
-
-    def prepare(self, tokens: Any, namespace: Hashable = None) -> tuple[CacheSession, int]:
-        """`(session, uncached_start)`: what is cached of the prompt, held, and the first token to compute."""
-        session = self.cache.open_session(tokens, namespace)
-        return session, session.matched_prefix_len
-
-    def store_blocks(self, tokens: Any, uncached_start: int, pairs: Sequence[Any], namespace: Hashable = None) -> int:
-        """Cache `(keys, values)` of the blocks from `uncached_start` on; how many of them are cached now."""
-        return self.cache.store(tokens, uncached_start, pairs, namespace)
-
-    def release_session(self, session: CacheSession) -> None:
-        """Let go of a session; dropping it does the same."""
-        self.cache.close_session(session)
-
-    def stats(self) -> PrefixCacheStats:
-        """The cache's counters now."""
-        return self.cache.stats()

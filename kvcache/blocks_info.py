@@ -135,6 +135,8 @@ class PrefixCacheStats:
         miss_reasons: why lookups stopped. "evicted": the block was here once. "namespace": another namespace has
             it. "shorter_than_block": the prompt goes on as something cached does, but not for a whole block; or
             all of it is shorter than one, which is no miss. "no_shared_prefix": it goes on in its own way.
+        bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and the tokens
+            of what was evicted not long ago.
     """
 
     hit_rate: float
@@ -147,3 +149,4 @@ class PrefixCacheStats:
     hit_tokens: int
     lookup_tokens: int
     miss_reasons: Mapping[str, int]
+    bookkeeping_bytes: int = 0

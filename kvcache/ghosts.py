@@ -44,6 +44,11 @@ class GhostTrie:
         root = self._roots.get(namespace)
         return root is not None and self._trie.match(root, tokens)[1] == len(tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the ghosts hold."""
+        return self._trie.nbytes
+
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         self._trie.check()

@@ -490,7 +490,8 @@ class PagedKvCache:
         """
         if scale is not None and not isfinite(scale):
             raise ValueError(f"expected a finite scale, got {scale}")
-        layer = as_integer(layer, "layer")
+        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # a step comes here once per layer
+            layer = as_integer(layer, "layer")
         with self._lock:
             return self._store.attend_sequences(
                 self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores

@@ -6,9 +6,9 @@ many entries share is there once, and a lookup finds the longest common prefix t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,82 +16,19 @@ import numpy.typing as npt
 
 from kvcache._arrays import as_integer
 from kvcache._entries import EntryTrie
-from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
 from kvcache.arena import Lease, RowArena
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError, SnapshotError
 from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
+from kvcache.prefix_info import PrefixCacheConfig, PrefixKvStats
 from kvcache.rows import rows_of
+from kvcache.saved import SavedRows
+from kvcache.segments import newest_entries, ranges, segments_of, walk_back, well_formed
+from kvcache.snapshot import Snapshot, write_snapshot
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
 
 Float32 = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixCacheConfig:
-    """What a `PrefixKvCache` may hold, and what counts as a match.
-
-    Attributes:
-        max_entries: stored prefixes.
-        max_memory_bytes: bytes of K and V, those of states that callers still hold included.
-        min_prefix_len: shorter prefixes are neither stored nor matched.
-        partial_matches: whether a prompt may match a part of a stored prefix; if not, only whole ones match.
-        dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
-        rotate: "auto", True or False: whether quantised rows are stored under a Hadamard rotation.
-        head_dim: how quantised rows are cut into heads, each with a scale of its own: a multiple of 8, at most 256,
-            that divides kv_dim. None: the whole row is one head. f32 and f16 rows need no heads.
-
-    Raises:
-        ValueError: a negative limit, or a format that is not supported.
-    """
-
-    max_entries: int = 256
-    max_memory_bytes: int = 512 * 2**20
-    min_prefix_len: int = 4
-    partial_matches: bool = True
-    dtype: str = "f32"
-    key_dtype: str | None = None
-    value_dtype: str | None = None
-    rotate: bool | str = "auto"
-    head_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_entries", "max_memory_bytes", "min_prefix_len"):
-            if as_integer(getattr(self, name), name) < 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-        if self.head_dim is not None:
-            as_integer(self.head_dim, "head_dim")
-        # A store without blocks says what is supported; without head_dim, what a row will be is not known yet.
-        BlockStore(1, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
-
-    @property
-    def formats(self) -> tuple[str, str]:
-        """Storage formats of K and of V."""
-        return self.key_dtype or self.dtype, self.value_dtype or self.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixKvStats:
-    """A snapshot of the counters.
-
-    Attributes:
-        entries: stored prefixes.
-        tokens: tokens whose KV is stored; a shared prefix counts once.
-        memory_bytes: bytes of K and V held, those of states out there included.
-        hits, misses: lookups.
-        hit_tokens, lookup_tokens: tokens matched, of tokens asked for.
-        evictions: entries evicted.
-    """
-
-    entries: int
-    tokens: int
-    memory_bytes: int
-    hits: int
-    misses: int
-    hit_tokens: int
-    lookup_tokens: int
-    evictions: int
 
 
 class _LeasedState(CachedKvState):
@@ -136,12 +73,15 @@ class PrefixKvCache:
         self._reset()
 
     def _reset(self) -> None:
+        self._name_nothing({})
+        self._hits = self._misses = self._hit_tokens = self._lookup_tokens = self._evictions = 0
+
+    def _name_nothing(self, arenas: dict[tuple[int, int], RowArena]) -> None:
         self._trie = EntryTrie()
         self._roots: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
-        self._arenas: dict[tuple[int, int], RowArena] = {}  # by num_layers and kv_dim
+        self._arenas = arenas  # by num_layers and kv_dim
         self._arena_of: dict[int, RowArena] = {}  # by root
-        self._hits = self._misses = self._hit_tokens = self._lookup_tokens = self._evictions = 0
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -152,17 +92,14 @@ class PrefixKvCache:
         """
         ids = as_tokens(tokens)
         with self._lock:
-            root = self._roots.get(namespace)
-            node, length, slots = -1, 0, np.empty(0, np.int32)
-            if root is not None:
-                node, length, slots, _ = self._trie.lookup(root, ids)
-                if not self.config.partial_matches:
-                    node, length = self._trie.entry_at(node, length)
-            if root is None or length < max(1, self.config.min_prefix_len):
+            node, length, slots = self._find(ids, namespace)
+            if length and not self.config.partial_matches:
+                node, length = self._trie.entry_at(node, length)
+            if length < max(1, self.config.min_prefix_len):
                 self._misses += 1
                 self._lookup_tokens += len(ids)
                 return None
-            arena = self._arena_of[root]
+            arena = self._arena_of[self._roots[namespace]]
             arena.settle()
             state = _LeasedState(arena.lease(slots[:length]))
             self._trie.touch_entry(node)
@@ -170,6 +107,31 @@ class PrefixKvCache:
             self._hit_tokens += length
             self._lookup_tokens += len(ids)
             return length, state
+
+    def _find(self, ids: npt.NDArray[np.uint32], name: Hashable) -> tuple[int, int, npt.NDArray[np.int32]]:
+        """`(node, length, slots)` of the longest prefix whose rows are here; what is damaged in a file is forgotten."""
+        while (root := self._roots.get(name)) is not None:
+            node, length, slots, _ = self._trie.lookup(root, ids)
+            good = self._arena_of[root].fetch(slots)
+            if good == length:
+                return node, length, slots
+            self._forget_from(root, ids[: good + 1])
+        return -1, 0, np.empty(0, np.int32)
+
+    def _forget_from(self, root: int, ids: npt.NDArray[np.uint32]) -> None:
+        """Forget the last of these tokens and all that follows it; what leads to it stays, as an entry if need be."""
+        arena, length = self._arena_of[root], len(ids) - 1
+        node = self._trie.boundary(self._trie.match(root, ids[:length])[0], length)
+        self._trie.pin(node)  # It keeps its id while what follows it goes.
+        try:
+            arena.drop(self._trie.prune(root, ids))
+            new = length > 0 and self._trie.is_leaf(node) and self._trie.mark(node)
+        finally:
+            self._trie.unpin(node)
+        if new and not (self.config.partial_matches and length >= self.config.min_prefix_len):
+            arena.drop(self._trie.cut_leaf(node))
+        if self._trie.is_leaf(root):
+            self._close(root)
 
     @staticmethod
     def restore(cached: CachedKvState, target: KvCache) -> None:
@@ -260,9 +222,8 @@ class PrefixKvCache:
             )
         for k, v in zip(keys, values, strict=True):
             arena.rows.represent(k, v)
-        node, length, old = -1, 0, np.empty(0, np.int32)
-        if root is not None:
-            node, length, old, _ = self._trie.lookup(root, ids)
+        node, length, old = self._find(ids, name)
+        root = self._roots.get(name)
         self._refuse_what_never_fits(arena, len(ids), old)
         if root is not None:
             node = self._trie.touch(node, length)  # What the entry builds on is used, and leaves last.
@@ -328,6 +289,118 @@ class PrefixKvCache:
         del self._roots[self._names.pop(root)], self._arena_of[root]
         if arena.num_used == 0 and arena not in self._arena_of.values():
             del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]
+
+    # -- save and load --------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], model: str = "") -> None:
+        """Write every entry to a file, with its namespace and rank; `load` reads it.
+
+        The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
+
+        Args:
+            model: whose K and V these are; `load` refuses another's.
+
+        Raises:
+            TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
+            OSError: of the file system.
+        """
+        with self._lock:
+            self._fetch_all()
+            names, roots = list(self._roots), list(self._roots.values())
+            arenas = [arena for arena in self._arenas.values() if arena in self._arena_of.values()]
+            arena_of = np.array([arenas.index(self._arena_of[root]) for root in roots], np.int64)
+            segments, slots = segments_of(self._trie, roots)
+            of_slot = np.repeat(arena_of[segments.namespaces], segments.lengths)
+            write_snapshot(
+                path, "entries", str(model), [arena.rows.arena() for arena in arenas],
+                list(zip(arena_of.tolist(), names, strict=True)), segments,
+                lambda i: arenas[i].pages(slots[of_slot == i]),
+            )  # fmt: skip
+
+    def _fetch_all(self) -> None:
+        """Bring in all that waits in a file, and forget what is damaged there."""
+        if any(arena.saved for arena in self._arenas.values()):
+            for root, tokens, _ in [self._trie.path(leaf) for leaf in self._trie.leaf_ids()]:
+                self._find(tokens, self._names.get(root))
+
+    def load(self, path: str | os.PathLike[str], model: str = "") -> int:
+        """Take in what `save` wrote, the most recently used entries first, as far as the limits go; how many.
+
+        This reads what is stored, not the rows: those come when a lookup first asks for them, and are checked
+        then. What is damaged is forgotten, with all that is built on it, and logged as a warning.
+
+        Args:
+            model: as in `save`.
+
+        Raises:
+            InvalidOperationError: something is stored here already.
+            SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats;
+                nothing has changed.
+            OSError: there is none, or it cannot be read.
+        """
+        with self._lock:
+            if self._trie.num_entries:
+                raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} entries")
+            snapshot = Snapshot(path, "entries", str(model))
+            try:
+                arenas = self._arenas_for(snapshot)
+                well_formed(snapshot.segments, 1)
+            except SnapshotError as error:
+                raise SnapshotError(f"{snapshot.path}: {error}") from error
+            before = self._trie, self._roots, self._names, self._arenas, self._arena_of
+            taken: list[tuple[RowArena, npt.NDArray[np.int32]]] = []
+            try:
+                self._name_nothing(dict(self._arenas))
+                self._take_in(snapshot, arenas, taken)
+            except BaseException:
+                for arena, slots in taken:
+                    arena.saved = None
+                    arena.drop(slots)
+                self._trie, self._roots, self._names, self._arenas, self._arena_of = before
+                raise
+            return len(self)
+
+    def _arenas_for(self, snapshot: Snapshot) -> list[RowArena]:
+        """The arenas for those of a file; SnapshotError if its rows are not stored as they are here."""
+        arenas = []
+        for found in snapshot.arenas:
+            shape = (found.num_layers, found.num_heads * found.head_dim)
+            try:
+                arenas.append(self._arenas.get(shape) or self._new_arena(*shape))
+            except (ValueError, OverflowError) as error:
+                raise SnapshotError(f"expected rows that this cache can store, got {found}: {error}") from error
+            arenas[-1].rows.arena().expect(found)
+        if len({(arena.rows.num_layers, arena.rows.kv_dim) for arena in arenas}) != len(arenas):
+            raise SnapshotError("expected arenas of different shapes, got one twice")
+        return arenas
+
+    def _take_in(
+        self, snapshot: Snapshot, arenas: list[RowArena], taken: list[tuple[RowArena, npt.NDArray[np.int32]]]
+    ) -> None:
+        """Name what a file names, in an index that names nothing; `taken`: the slots, also when this fails."""
+        segments, config = snapshot.segments, self.config
+        costs = [arenas[i].rows.slot_bytes for i in snapshot.arena_of.tolist()]
+        budget = config.max_memory_bytes - self._used_bytes()
+        entries, needed = newest_entries(segments, costs, budget, config.max_entries, config.min_prefix_len)
+        slot_of = []
+        for i, arena in enumerate(arenas):
+            mine = np.flatnonzero(needed & (snapshot.arena_of[segments.namespaces] == i))
+            places = ranges(snapshot.firsts, segments.lengths, mine)
+            slot_of.append(np.empty(snapshot.num_slots[i], np.int32))
+            slots = arena.take(len(places), config.max_memory_bytes // arena.rows.slot_bytes)
+            taken.append((arena, slots))
+            slot_of[i][places] = slots
+            if len(places):
+                arena.saved = SavedRows(snapshot, i, arena.rows)
+                arena.saved.expect(slots, places)
+        for segment, tokens, places in walk_back(segments, snapshot.firsts, entries):
+            space = int(segments.namespaces[segment])
+            arena = arenas[snapshot.arena_of[space]]
+            name = snapshot.names[space]
+            if name not in self._roots:
+                self._open(name, arena, (arena.rows.num_layers, arena.rows.kv_dim))
+            node, _ = self._trie.insert(self._roots[name], tokens, slot_of[snapshot.arena_of[space]][places])
+            self._trie.mark(node)
 
     # -- the rest -------------------------------------------------------------------------------------------
 

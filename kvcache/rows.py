@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvcache._roster import runs_of
 from kvcache._store import BlockStore
+from kvcache.snapshot import Arena
 
 __all__ = ["PackedRows", "PlainRows", "Rows", "rows_of"]
 
@@ -61,6 +62,17 @@ class PlainRows:
         for rows, layers in zip(self._sides, (keys, values), strict=True):
             for layer, new in enumerate(layers):
                 rows[layer, slots] = new
+
+    def arena(self) -> Arena:
+        """What a page of rows is in a saved cache."""
+        return Arena(
+            self.num_layers, 1, self.kv_dim, *self._names, False, False, "rows", BLOCK_SIZE,
+            self.slot_bytes * BLOCK_SIZE,
+        )  # fmt: skip
+
+    def page(self) -> PlainPage:
+        """A page of zeros, to fill."""
+        return PlainPage(self)
 
     def view(self, side: int, layer: int, slots: Int32) -> Float32 | None:
         """The rows at `slots` in place, float32 `(len(slots) * kv_dim,)`; None where they do not lie together."""
@@ -123,6 +135,18 @@ class PackedRows:
                 for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                     store.write(layer, runs, k[where].reshape(self._shape), v[where].reshape(self._shape))
 
+    def arena(self) -> Arena:
+        """What a page of rows is in a saved cache: a block."""
+        store = self._empty
+        return Arena(
+            self.num_layers, store.num_heads, store.head_dim, store.key_dtype, store.value_dtype, *store.rotated,
+            "blocks", BLOCK_SIZE, store.block_bytes,
+        )  # fmt: skip
+
+    def page(self) -> PackedPage:
+        """A page of zeros, to fill."""
+        return PackedPage(self)
+
     def view(self, side: int, layer: int, slots: Int32) -> None:
         """None: no row lies there as floats."""
 
@@ -136,11 +160,74 @@ class PackedRows:
 
     def _parts(self, slots: Int32) -> Iterator[tuple[npt.NDArray[np.intp], BlockStore, npt.NDArray[Any]]]:
         """Store by store: which of `slots` it has, itself, and their runs."""
+        for where, first, store in self._shares(slots):
+            yield where, store, runs_of(slots[where] - first, BLOCK_SIZE)
+
+    def _shares(self, slots: Int32) -> Iterator[tuple[npt.NDArray[np.intp], int, BlockStore]]:
+        """Store by store: which of `slots` it has, in ascending order, its first slot, and itself."""
         for first, store in self._stores:
             where = np.flatnonzero((slots >= first) & (slots < first + store.num_blocks * BLOCK_SIZE))
             if len(where):
-                where = where[np.argsort(slots[where])]  # Neighbours share a tile: by slot, each is packed once.
-                yield where, store, runs_of(slots[where] - first, BLOCK_SIZE)
+                # Neighbours share a tile: by slot, each is packed once.
+                yield where[np.argsort(slots[where])], first, store
+
+
+class PlainPage:
+    """64 slots of `PlainRows` as they lie in a file.
+
+    Attributes:
+        buffers: K, then V, each `(num_layers, 64, kv_dim)`.
+    """
+
+    def __init__(self, rows: PlainRows) -> None:
+        shape = (rows.num_layers, BLOCK_SIZE, rows.kv_dim)
+        self._rows = rows
+        self.buffers: list[npt.NDArray[Any]] = [np.zeros(shape, side.dtype) for side in rows._sides]
+
+    def copy_from(self, slots: Int32) -> None:
+        """Fill the first slots with the rows at `slots`, bit for bit."""
+        for side, page in zip(self._rows._sides, self.buffers, strict=True):
+            page[:, : len(slots)] = side[:, slots]
+
+    def copy_to(self, slots: Int32, places: npt.NDArray[Any]) -> None:
+        """Copy the slots `places` of the page to `slots`, bit for bit."""
+        for side, page in zip(self._rows._sides, self.buffers, strict=True):
+            side[:, slots] = page[:, places]
+
+
+class PackedPage:
+    """64 slots of `PackedRows` as they lie in a file: a block.
+
+    Attributes:
+        buffers: its bytes, layer by layer.
+    """
+
+    def __init__(self, rows: PackedRows) -> None:
+        self._rows, self._store = rows, BlockStore(rows.num_layers, 1, *rows._settings)
+        self.buffers: list[npt.NDArray[Any]] = list(self._store.overwrite(0))
+
+    def copy_from(self, slots: Int32) -> None:
+        """Fill the first slots with the rows at `slots`, bit for bit."""
+        with self._rows._lock:
+            for where, first, store in self._rows._shares(slots):
+                self._store.move_slots(_moves(slots[where] - first, where), store)
+
+    def copy_to(self, slots: Int32, places: npt.NDArray[Any]) -> None:
+        """Copy the slots `places` of the page to `slots`, bit for bit."""
+        with self._rows._lock:
+            for where, first, store in self._rows._shares(slots):
+                store.move_slots(_moves(places[where], slots[where] - first), self._store)
+
+
+def _moves(sources: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Int32:
+    """Slots that go to slots, as few moves of `BlockStore`; what is consecutive in one block on both sides is one."""
+    pairs = np.stack([sources, targets]).astype(np.int64)
+    new = (np.diff(pairs, axis=1) != 1).any(axis=0) | (pairs[:, 1:] % BLOCK_SIZE == 0).any(axis=0)
+    starts = np.flatnonzero(np.concatenate([[True], new]))
+    counts = np.diff(np.append(starts, pairs.shape[1]))
+    (source, target) = pairs[:, starts]
+    moves = [source // BLOCK_SIZE, source % BLOCK_SIZE, target // BLOCK_SIZE, target % BLOCK_SIZE, counts]
+    return np.stack(moves, axis=1).astype(np.int32)
 
 
 Rows = PlainRows | PackedRows

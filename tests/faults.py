@@ -8,6 +8,7 @@ has done everything; either way all invariants hold, and the same call then work
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import sys
 import traceback
@@ -439,7 +440,8 @@ class Live(Scene):
 def block_cache(cache):
     """All that a `PrefixCache` says of itself."""
     index = cache._index
-    counters = (cache.stats(), index.hit_tokens, index.lookup_tokens, dict(index.reasons), index.holds.counts)
+    stats = dataclasses.replace(cache.stats(), bookkeeping_bytes=0)  # memory may be there, and not in use
+    counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), index.holds.counts)
     blocks = {}
     for root, name in index._names.items():
         for leaf in index.trie.leaf_ids():

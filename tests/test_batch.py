@@ -139,3 +139,33 @@ def test_ids_and_memory_after_a_million_operations():
     assert cache.free_block_count == 512
     assert cache._pool.peak_used <= 200
     cache.check()
+
+
+def test_the_room_of_ended_sequences_is_used_again_and_bounded():
+    cache = PagedKvCache(600, 4, 1, 8)
+    small = cache.stats().bookkeeping_bytes
+    for length in (2_000, 4, 900, 2_300, 1):  # long ones and short ones take over each other's rows
+        cache.allocate_batch([1], [length])
+        cache.fork_batch([1, 1, 1], [2, 3, 4])
+        cache.check()
+        cache.free_batch([1, 2, 3, 4])
+        cache.check()
+    # Eight bytes a run: at most a run per block idle, and the first rows.
+    assert cache.stats().bookkeeping_bytes <= small + 8 * 600 + 4_096
+
+
+@pytest.mark.parametrize("grow", [1, 40])
+def test_forks_of_sequences_with_and_without_a_hole_go_on_where_they_should(grow):
+    cache = PagedKvCache(100, 4, 1, 8)
+    cache.allocate_batch([1, 2], [22, 22])
+    cache.apply_streaming_llm(2, sink_tokens=2, window_tokens=5)
+    cache.fork_batch([1, 2], [11, 12])
+    for seq_id in (1, 2, 11, 12):
+        cache.append(seq_id, grow)
+    table = cache._table
+    assert table.run_positions(11).tolist() == [4 * i for i in range(-(-(22 + grow) // 4))]
+    assert table.run_positions(12).tolist()[:3] == [0, 17, 20]
+    for seq_id in (1, 2):
+        assert table.run_positions(seq_id).tolist() == table.run_positions(seq_id + 10).tolist()
+        assert cache.get_sequence(seq_id).next_position == cache.get_sequence(seq_id + 10).next_position == 22 + grow
+    cache.check()

@@ -3,15 +3,19 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("bench.common")
 
 from bench.__main__ import main
 from bench.common import Candidate, Case, Claim, at_most, faster, run_case
+from bench.package_rivals import VllmPrefix
 from bench.policies import POLICIES, lru, optimal, replay
 from bench.report import markdown, text_table, time_text
+from bench.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, prefix_rivals
 from bench.trace import through_trie
+from bench.trie import prompts
 from bench.workloads import Mix, from_mooncake, synthetic
 
 SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
@@ -63,6 +67,50 @@ def test_tables_and_times():
     assert [time_text(t) for t in (3e-9, 4.56e-6, 0.0123, 2)] == ["3 ns", "4.56 us", "12.3 ms", "2 s"]
     assert text_table(["x", "yy"], [["abc", "1"]]).splitlines() == ["x    yy", "-------", "abc   1"]
     assert markdown(["x"], [["1"]]) == "| x |\n| :-- |\n| 1 |"
+
+
+def test_a_saved_cache(capsys):
+    """Whatever the times are: every block comes back byte for byte, or the bench says no."""
+    assert main(["saved", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("yes") == 4
+    assert "NO" not in out
+
+
+def test_the_published_algorithms_find_and_forget_what_they_should():
+    first, second = prompts(2, 64)
+    other = np.concatenate([first[:40], second[:24]])
+    hashes, scan, whole = ChainedHashes(16), PromptScan(16), PromptDict(16)
+    for rival in (hashes, scan, whole):
+        for prompt in (first, second):
+            rival.insert(rival.key(prompt))
+    assert hashes.match(hashes.key(first)) == [0, 1, 2, 3]
+    assert hashes.match(hashes.key(other)) == [0, 1]  # full pages alone, and only those before the first difference
+    assert scan.match(scan.key(other)) == scan.key(first)
+    assert whole.match(whole.key(other)) is None
+    assert whole.match(whole.key(second)) is not None
+    for rival in (hashes, scan, whole):
+        rival.evict(64)  # the oldest prompt
+        assert not rival.match(rival.key(first))
+        assert rival.match(rival.key(second))
+
+
+@pytest.mark.parametrize("rival", PREFIX, ids=lambda rival: rival.name)
+def test_rivals_keep_what_they_are_given(rival):
+    if rival not in prefix_rivals():
+        pytest.skip("its package is not installed")
+    tree, (first, second) = rival(16), prompts(2, 64)
+    for prompt in (first, second):
+        tree.insert(tree.key(prompt))
+    assert tree.match(tree.key(first)) is not None
+    if rival is not VllmPrefix:
+        tree.evict(64)
+    tree.insert(tree.key(first))
+
+
+def test_the_tables_of_structures(capsys):
+    assert main(["structures", "--quick", "--only", "pin and unpin"]) in (0, 1)  # no test fails on time
+    assert "2048 nodes" in capsys.readouterr().out
 
 
 def test_the_command_line(capsys):

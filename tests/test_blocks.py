@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle_trie import NaiveTrie, Tokens
 
-from kvcache.blocks import PrefixAwarePrefill, PrefixCache
+from kvcache.blocks import PrefixCache
 from kvcache.blocks_info import CacheBlock, CacheSession
+from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
 from kvcache.paged import PagedKvCache
 

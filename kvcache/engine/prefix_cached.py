@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.blocks import PrefixAwarePrefill, PrefixCache
+from kvcache.blocks import PrefixCache
 from kvcache.blocks_info import CacheSession, PrefixCacheStats
+from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokens import as_tokens
@@ -106,6 +109,32 @@ class PrefixCachedEngine:
     def clear_cache(self) -> None:
         """Forget every cached block; counters and the engine's own sequence stay."""
         self.prefix_cache.cache.clear()
+
+    def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
+        """Write the prefix cache to a file, for `load` of an engine over the same model; see `PrefixCache.save`.
+
+        Args:
+            model: the model's name; by default its `fingerprint`.
+
+        Raises:
+            TypeError: a namespace that cannot be saved, or a model without a fingerprint, which needs a name.
+            OSError: of the file system; the old file stays.
+        """
+        self.prefix_cache.cache.save(path, self._name(model))
+
+    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+        """Take in what `save` wrote; how many blocks. Their K and V are read when a prompt first matches them.
+
+        Args:
+            model: as in `save`.
+
+        Raises:
+            as `PrefixCache.load`: SnapshotError for the file of another model, and for one that is damaged.
+        """
+        return self.prefix_cache.cache.load(path, self._name(model))
+
+    def _name(self, model: str | None) -> str:
+        return fingerprint(self.inner.model) if model is None else model
 
     def check(self) -> None:
         """Verify the invariants of the engine and of the prefix cache; AssertionError names the broken one."""

@@ -1,0 +1,56 @@
+"""The name that a model's K and V go by in a saved cache."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from kvcache.engine.model import Transformer
+from kvcache.engine.weights import LayerWeights
+
+__all__ = ["fingerprint"]
+
+_PIECES, _PIECE_BYTES = 64, 1024  # of one array; one of up to as many bytes is taken whole
+
+
+def fingerprint(model: Any) -> str:
+    """A name for a `Transformer`, such as "LlamaForCausalLM-6x256-3f0c...": 128 bits of BLAKE2 over what it computes.
+
+    That is every option of its configuration that changes K and V, the shape of every weight, and of its values 64
+    pieces of 1 KiB spread over each array, or all of a smaller one. So it costs milliseconds, whatever the size. Two
+    models that differ in any option or shape, or that were trained apart, have different names. A change of single
+    weights between the pieces is not seen, and nobody is kept from making a model with the name of another.
+
+    Raises:
+        TypeError: another kind of model.
+    """
+    if not isinstance(model, Transformer):
+        raise TypeError(f"expected a Transformer, or a name for the model, got {type(model).__name__}")
+    config, weights = model.config, model.weights
+    digest = hashlib.blake2b(digest_size=16)
+    options = asdict(config)
+    del options["eos_token_ids"]  # where a text ends is no part of its K and V
+    digest.update(repr(sorted(options.items())).encode())
+    _add(digest, weights.embedding)
+    for layer in weights.layers:
+        for field in fields(LayerWeights):
+            _add(digest, getattr(layer, field.name))
+    _add(digest, weights.norm)
+    _add(digest, weights.head)
+    return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest.hexdigest()}"
+
+
+def _add(digest: Any, array: Any) -> None:
+    if array is None:
+        digest.update(b"none")
+        return
+    digest.update(f"{array.dtype.str}{array.shape}".encode())
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if len(data) <= _PIECES * _PIECE_BYTES:
+        digest.update(data)
+        return
+    for start in np.linspace(0, len(data) - _PIECE_BYTES, _PIECES).astype(np.int64).tolist():
+        digest.update(data[start : start + _PIECE_BYTES])

@@ -1,0 +1,113 @@
+"""What was loaded and not yet read: slots of a cache that wait for pages of a file until they are first asked for."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._store import BlockStore
+from kvcache.rows import Rows
+from kvcache.snapshot import Snapshot
+
+__all__ = ["Saved", "SavedBlocks", "SavedRows"]
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+logger = logging.getLogger("kvcache")
+
+
+class Saved(ABC):
+    """Which slots wait for which places of one arena of a file; `page_slots` places make a page.
+
+    Attributes:
+        waiting: how many slots do.
+    """
+
+    def __init__(self, snapshot: Snapshot, arena: int, page_slots: int, num_places: int) -> None:
+        self.snapshot, self.arena, self._page_slots = snapshot, arena, page_slots
+        self._slot_of = np.full(-(-num_places // page_slots) * page_slots, -1, np.int32)  # by place
+        self._place_of = np.empty(0, np.int64)  # by slot, as far as any waits
+        self.waiting = 0
+        self._warned = False
+
+    @abstractmethod
+    def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
+        """Read a page and fill `slots` from its `places`; False if it is damaged."""
+
+    def expect(self, slots: Int32, places: Int64) -> None:
+        """`slots` wait for `places` of the file."""
+        grown = np.full(max(len(self._place_of), int(slots.max(initial=-1)) + 1), -1, np.int64)
+        grown[: len(self._place_of)] = self._place_of
+        self._place_of = grown
+        self._place_of[slots], self._slot_of[places] = places, slots
+        self.waiting += len(slots)
+
+    def places(self, slots: Int32) -> Int64:
+        """What each slot waits for, -1 where it does not wait."""
+        places = np.full(len(slots), -1, np.int64)
+        known = slots < len(self._place_of)
+        places[known] = self._place_of[slots[known]]
+        return places
+
+    def slots(self) -> Int32:
+        """Those that wait, in no particular order."""
+        return self._slot_of[self._slot_of >= 0]
+
+    def forget(self, slots: Int32) -> None:
+        """The cache has let go of `slots`: they wait no more."""
+        # One by one, which takes no memory: what is in other hands must not wait.
+        place_of, slot_of = self._place_of.data, self._slot_of.data
+        for slot in slots.data:
+            if slot < len(place_of) and (place := place_of[slot]) >= 0:
+                place_of[slot] = slot_of[place] = -1
+                self.waiting -= 1
+
+    def fetch(self, slots: Int32) -> int:
+        """Bring in what `slots` wait for, page by page; how many of them come before the first whose page is damaged.
+
+        That one and what comes after it wait on.
+        """
+        size, places = self._page_slots, self.places(slots)
+        for page in dict.fromkeys((places[places >= 0] // size).tolist()):
+            of_page = self._slot_of[page * size : (page + 1) * size]
+            inside = np.flatnonzero(of_page >= 0)
+            arrived = of_page[inside]
+            if not self._bring(page, arrived, inside):
+                # A file that was cut short may have thousands.
+                level = logging.DEBUG if self._warned else logging.WARNING
+                logger.log(level, "%s: page %d is damaged; what needs it is forgotten", self.snapshot.path, page)
+                self._warned = True
+                break
+            self.forget(arrived)
+        missing = np.flatnonzero(self.places(slots) >= 0)
+        return int(missing[0]) if len(missing) else len(slots)
+
+
+class SavedRows(Saved):
+    """Slots of `Rows`."""
+
+    def __init__(self, snapshot: Snapshot, arena: int, rows: Rows) -> None:
+        super().__init__(snapshot, arena, snapshot.arenas[arena].page_tokens, int(snapshot.num_slots[arena]))
+        self._page = rows.page()
+
+    def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
+        good = self.snapshot.read_page(self.arena, page, self._page.buffers)
+        if good:
+            self._page.copy_to(slots, places)
+        return good
+
+
+class SavedBlocks(Saved):
+    """Blocks of a `BlockStore`; here a slot is a block, and its place a page."""
+
+    def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
+        super().__init__(snapshot, 0, 1, int(snapshot.num_slots[0]) // store.block_size)
+        self._store = store
+
+    def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
+        # Straight into the block: nobody reads it before its checksum is found right.
+        return self.snapshot.read_page(0, page, self._store.overwrite(int(slots[0])))

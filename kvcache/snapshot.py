@@ -1,0 +1,341 @@
+"""The file of a saved cache: which tokens it has, in which namespaces, and the packed K and V of each, unread.
+
+    offset 0    header      128 bytes, see HEADER; the last four are the CRC-32 of the others
+    128         arenas      64 bytes each, see ARENA: how the bytes of K and V lie
+                segments    16 bytes each: namespace, parent (2**32 - 1: none), tokens, marked
+                tokens      4 bytes each, those of all segments, one after the other
+                checksums   4 bytes each, the CRC-32 of every page
+                namespaces  arena and length, 4 bytes each, then as in namespaces.py
+                model       UTF-8
+    then        pages       of one arena after the other; an arena begins at a multiple of 4096, a page at one of 64
+
+Numbers are unsigned and little-endian. Segments are the edges of a token tree: each goes on where its parent ends, or
+begins a text of its namespace. They stand in the order of their last use, newest first, a parent before its children.
+Every token has a slot in the arena of its namespace, counted in the order of the segments; a page is `page_tokens`
+slots. Whatever can be computed from something else is not in the file, so it cannot contradict it.
+
+A CRC-32 finds accidents: any error within 32 bits in a row, any other but one in 2**32. It does not stop whoever
+writes a file with the right checksums: such a file can say anything about K and V, and nothing else: whatever is in
+it, reading ends in a result or in SnapshotError, and memory is bounded by the size of the file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import SnapshotError
+from kvcache.files import read_at, replacing, write_at
+from kvcache.namespaces import decode_namespace, encode_namespace
+
+__all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Segments", "Snapshot", "write_snapshot"]
+
+UInt32 = npt.NDArray[np.uint32]
+Int64 = npt.NDArray[np.int64]
+
+MAGIC, VERSION = b"kvcache\x1a", 1
+# kind: whose tree it is. entries: a mark is the end of an entry of a PrefixKvCache. blocks: a PrefixCache, whose
+# segments are whole pages.
+KINDS = {"entries": 1, "blocks": 2}
+# magic, version, kind, bytes of the file, segments, tokens, pages, bytes of namespaces; arenas, namespaces, bytes of
+# the model's name, CRC-32 of all tables; CRC-32 of this header
+HEADER = struct.Struct("<8sIIQQQQQIIII52xI")
+# layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes
+ARENA = struct.Struct("<III4s4sBBHIQ28x")
+# How the bytes of a page lie, the same at every SIMD level. rows: [K, V][layer][token][channel]. blocks: [layer], each
+# as one block in ckernels/kvc.h.
+LAYOUTS = {"rows": 1, "blocks": 2}
+_SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
+_NAME = struct.Struct("<II")
+_NO_PARENT = 2**32 - 1
+_ARENA_ALIGNMENT, _PAGE_ALIGNMENT = 4096, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """How the K and V of some namespaces are stored.
+
+    Attributes:
+        num_layers, num_heads, head_dim: the shape of one token's K, and of its V.
+        key_dtype, value_dtype: storage formats.
+        rotate_keys, rotate_values: whether rows lie under a Hadamard rotation.
+        layout: "rows" or "blocks", see `LAYOUTS`.
+        page_tokens, page_bytes: slots of a page, and its bytes without what aligns the next one.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    key_dtype: str
+    value_dtype: str
+    rotate_keys: bool
+    rotate_values: bool
+    layout: str
+    page_tokens: int
+    page_bytes: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from page to page."""
+        return _aligned(self.page_bytes, _PAGE_ALIGNMENT)
+
+    def _pack(self) -> bytes:
+        return ARENA.pack(
+            self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),
+            self.rotate_keys, self.rotate_values, LAYOUTS[self.layout], self.page_tokens, self.page_bytes,
+        )  # fmt: skip
+
+    @classmethod
+    def _unpack(cls, data: bytes) -> Arena:
+        layers, heads, dim, key, value, keys, values, layout, tokens, size = ARENA.unpack(data)
+        names = {number: name for name, number in LAYOUTS.items()}
+        if layout not in names or not size or not tokens or keys > 1 or values > 1:
+            raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {size}, {layout}")
+        key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))
+        return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
+
+    def expect(self, other: Arena) -> None:
+        """SnapshotError that names the first difference, if `other`, which was found, is not this one."""
+        for field in fields(self):
+            want, got = getattr(self, field.name), getattr(other, field.name)
+            if want != got:
+                raise SnapshotError(f"expected {field.name} {want}, got {got}")
+
+
+class Segments(NamedTuple):
+    """A token tree, see above.
+
+    Attributes:
+        namespaces, parents: indices of each segment's namespace and of its parent, -1 if none, int64 `(n,)`.
+        lengths: tokens of each segment, int64 `(n,)`.
+        marked: whether an entry ends there, bool `(n,)`.
+        tokens: of all segments, uint32.
+    """
+
+    namespaces: Int64
+    parents: Int64
+    lengths: Int64
+    marked: npt.NDArray[np.bool_]
+    tokens: UInt32
+
+    def slots(self, arena_of: Int64, num_arenas: int) -> tuple[Int64, Int64]:
+        """First slot of each segment in its arena, and slots of each arena; `arena_of` by namespace."""
+        firsts, totals = np.zeros(len(self.lengths), np.int64), np.zeros(num_arenas, np.int64)
+        arenas = arena_of[self.namespaces]
+        np.add.at(totals, arenas, self.lengths)
+        order = np.argsort(arenas, kind="stable")
+        before = np.cumsum(totals) - totals  # in the arenas before
+        firsts[order] = np.cumsum(self.lengths[order]) - self.lengths[order] - before[arenas[order]]
+        return firsts, totals
+
+
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _places(arenas: Sequence[Arena], slots: Sequence[int], tables_end: int) -> tuple[list[int], list[int], int]:
+    """Offset of each arena's first page, pages of each, and bytes of the file."""
+    offsets, counts, end = [], [], tables_end
+    for arena, number in zip(arenas, slots, strict=True):
+        offsets.append(_aligned(end, _ARENA_ALIGNMENT))
+        counts.append(-(-int(number) // arena.page_tokens))
+        end = offsets[-1] + counts[-1] * arena.stride
+    return offsets, counts, end
+
+
+def write_snapshot(
+    path: str | os.PathLike[str],
+    kind: str,
+    model: str,
+    arenas: Sequence[Arena],
+    namespaces: Sequence[tuple[int, Hashable]],
+    segments: Segments,
+    pages: Callable[[int], Iterable[Sequence[Any]]],
+) -> None:
+    """Write a file, or leave the one that is there.
+
+    Args:
+        kind: of `KINDS`.
+        model: whose K and V it is.
+        namespaces: the arena of each, and its name.
+        pages: of each arena, each as buffers of `page_bytes` in all.
+
+    Raises:
+        TypeError: a namespace that has no encoding; before anything is written.
+        OSError: of the file system.
+    """
+    names = b"".join(_NAME.pack(arena, len(data)) + data for arena, data in _encoded(namespaces))
+    table = np.empty(len(segments.lengths), _SEGMENT)
+    table["namespace"], table["tokens"] = segments.namespaces, segments.lengths
+    table["parent"], table["marked"] = segments.parents & _NO_PARENT, segments.marked
+    arena_of = np.array([arena for arena, _ in namespaces], np.int64)
+    _, slots = segments.slots(arena_of, len(arenas))
+    head = b"".join(arena._pack() for arena in arenas) + table.tobytes()
+    tail = names + (name := model.encode())
+    num_pages = sum(-(-int(n) // arena.page_tokens) for arena, n in zip(arenas, slots, strict=True))
+    tables_end = HEADER.size + len(head) + 4 * len(segments.tokens) + 4 * num_pages + len(tail)
+    offsets, counts, size = _places(arenas, slots.tolist(), tables_end)
+    with replacing(path) as fd:
+        os.truncate(fd, size)
+        checksums = np.zeros(num_pages, "<u4")
+        done = 0
+        for i, arena in enumerate(arenas):
+            offset = offsets[i]
+            for buffers in pages(i):
+                checksums[done] = _checksum(buffers)
+                write_at(fd, buffers, offset)
+                offset, done = offset + arena.stride, done + 1
+        assert done == sum(counts), "as many pages as slots need"
+        tables = [head, segments.tokens.astype("<u4", copy=False), checksums, tail]
+        write_at(fd, tables, HEADER.size)
+        header = HEADER.pack(
+            MAGIC, VERSION, KINDS[kind], size, len(table), len(segments.tokens), num_pages, len(names),
+            len(arenas), len(namespaces), len(name), _checksum(tables), 0,
+        )  # fmt: skip
+        write_at(fd, [header[:-4] + struct.pack("<I", zlib.crc32(header[:-4]))], 0)
+
+
+def _encoded(namespaces: Sequence[tuple[int, Hashable]]) -> list[tuple[int, bytes]]:
+    return [(arena, encode_namespace(name)) for arena, name in namespaces]
+
+
+def _checksum(buffers: Iterable[Any]) -> int:
+    value = 0
+    for buffer in buffers:
+        value = zlib.crc32(buffer, value)
+    return value
+
+
+class Snapshot:
+    """A file whose header and tables have been read and checked, and whose pages are read one by one.
+
+    Pages are copied out and checked where they lie then, so that nothing that happens to the file meanwhile comes
+    through. The file stays open as long as this lives, also when another has taken its name.
+
+    Args:
+        path: of the file.
+        kind: what it must be.
+        model: whose K and V it must be.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        SnapshotError: not a saved cache, damaged, of another kind, version or model.
+
+    Attributes:
+        path: see there.
+        arenas: how K and V lie.
+        names: the namespaces.
+        arena_of: index of the arena of each namespace, int64.
+        segments: the token tree.
+        firsts: first slot of each segment in its arena, int64.
+        num_slots: of each arena, int64.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], kind: str, model: str) -> None:
+        self.path = os.fspath(path)
+        # Without O_NONBLOCK, a pipe of this name would wait for a writer.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        close = weakref.finalize(self, os.close, self._fd)
+        try:
+            self._open(kind, model)
+        except BaseException as error:
+            close()
+            if isinstance(error, SnapshotError):
+                raise SnapshotError(f"{self.path}: {error}") from error
+            raise
+
+    def _open(self, kind: str, model: str) -> None:
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise SnapshotError("expected a regular file, got another kind of file")
+        header = bytearray(HEADER.size)
+        if status.st_size < HEADER.size or not read_at(self._fd, [header], 0):
+            raise SnapshotError(f"expected at least {HEADER.size} bytes, got {status.st_size}")
+        (
+            magic, version, number, size, num_segments, num_tokens, num_pages, names_bytes,
+            num_arenas, num_names, model_bytes, checksum, own,
+        ) = HEADER.unpack(header)  # fmt: skip
+        if magic != MAGIC:
+            raise SnapshotError("expected a saved cache, got another file")
+        if version != VERSION:
+            raise SnapshotError(f"expected version {VERSION}, got {version}")
+        if zlib.crc32(header[:-4]) != own:
+            raise SnapshotError("expected a header with its checksum, got a damaged one")
+        if size != status.st_size:
+            raise SnapshotError(f"expected {size} bytes, got {status.st_size}")
+        if number != KINDS[kind]:
+            kinds = {number: name for name, number in KINDS.items()}
+            raise SnapshotError(f"expected saved {kind}, got {kinds.get(number, number)}")
+        sizes = [num_arenas * ARENA.size, num_segments * 16, num_tokens * 4, num_pages * 4, names_bytes, model_bytes]
+        if HEADER.size + sum(sizes) > size:
+            raise SnapshotError(f"expected tables of at most {size - HEADER.size} bytes, got {sum(sizes)}")
+        tables = bytearray(sum(sizes))
+        if not read_at(self._fd, [tables], HEADER.size) or zlib.crc32(tables) != checksum:
+            raise SnapshotError("expected tables with their checksum, got damaged ones")
+        parts, at = [], 0
+        for length in sizes:
+            parts.append(memoryview(tables)[at : at + length])
+            at += length
+        name = bytes(parts[5]).decode("utf-8", "backslashreplace")
+        if name != model:
+            raise SnapshotError(f"expected model {model!r}, got {name!r}")
+        self.arenas = [Arena._unpack(bytes(parts[0][i : i + ARENA.size])) for i in range(0, sizes[0], ARENA.size)]
+        self._read_names(bytes(parts[4]), num_names)
+        self._read_segments(np.frombuffer(parts[1], _SEGMENT), np.frombuffer(parts[2], "<u4"))
+        self._checksums = np.frombuffer(parts[3], "<u4")
+        self.firsts, self.num_slots = self.segments.slots(self.arena_of, num_arenas)
+        self._offsets, counts, end = _places(self.arenas, self.num_slots.tolist(), HEADER.size + sum(sizes))
+        if sum(counts) != num_pages or end != size:
+            raise SnapshotError(f"expected {sum(counts)} pages in {end} bytes, got {num_pages} in {size}")
+        self._first_page = np.cumsum([0, *counts])
+
+    def _read_names(self, data: bytes, count: int) -> None:
+        self.names: list[Hashable] = []
+        arenas, at = [], 0
+        while at < len(data):
+            if at + _NAME.size > len(data):
+                raise SnapshotError("expected whole namespaces, got a part of one")
+            arena, length = _NAME.unpack_from(data, at)
+            at += _NAME.size
+            if arena >= len(self.arenas) or length > len(data) - at:
+                raise SnapshotError(f"expected a namespace of one of {len(self.arenas)} arenas, got {arena}")
+            try:
+                self.names.append(decode_namespace(data[at : at + length]))
+            except (ValueError, TypeError) as error:
+                raise SnapshotError(str(error)) from error
+            arenas.append(arena)
+            at += length
+        if len(self.names) != count or len(set(self.names)) != count:
+            raise SnapshotError(f"expected {count} different namespaces, got {len(set(self.names))}")
+        self.arena_of = np.array(arenas, np.int64)
+
+    def _read_segments(self, table: npt.NDArray[Any], tokens: UInt32) -> None:
+        spaces, lengths = table["namespace"].astype(np.int64), table["tokens"].astype(np.int64)
+        parents = table["parent"].astype(np.int64)
+        parents[parents == _NO_PARENT] = -1
+        inner = parents >= 0
+        if (
+            (spaces >= len(self.names)).any() or (parents >= np.arange(len(table))).any() or (lengths < 1).any()
+            or (table["marked"] > 1).any() or (spaces[parents[inner]] != spaces[inner]).any()
+        ):  # fmt: skip
+            raise SnapshotError("expected segments that follow their parents, got others")
+        if int(lengths.sum()) != len(tokens):
+            raise SnapshotError(f"expected {lengths.sum()} tokens, got {len(tokens)}")
+        self.segments = Segments(spaces, parents, lengths, table["marked"].astype(bool), tokens)
+
+    def read_page(self, arena: int, page: int, buffers: Sequence[Any]) -> bool:
+        """Copy a page into `buffers`, `page_bytes` in all; False if it is damaged, and what they hold is void."""
+        try:
+            whole = read_at(self._fd, buffers, self._offsets[arena] + page * self.arenas[arena].stride)
+        except OSError:  # a bad sector is damage like any other
+            return False
+        return whole and _checksum(buffers) == self._checksums[self._first_page[arena] + page]

@@ -1,0 +1,197 @@
+"""Files that are replaced as a whole: the writer is killed, and the file system fails, at every step of it."""
+
+import errno
+import os
+import resource
+import signal
+import tempfile
+import time
+
+import pytest
+from contents import state
+
+from kvcache import PrefixCacheConfig, PrefixKvCache
+from kvcache.files import read_at, replacing, write_at
+
+STEPS = ("mkstemp", "truncate", "pwritev", "fsync", "replace", "open")
+
+
+def cache_of(token, count=200):
+    cache = PrefixKvCache(PrefixCacheConfig())
+    cache.store_snapshot([token] * count, state(None, [token] * count, 16))
+    return cache
+
+
+def content(cache, path):
+    cache.save(path)
+    return path.read_bytes()
+
+
+class Steps:
+    """Counts the system calls that change something, and stops in one of them: before, after, or half way through."""
+
+    def __init__(self, stop, action, when="before"):
+        self.count, self.stop, self.action, self.when = 0, stop, action, when
+
+    def around(self, call):
+        def step(*arguments, **more):
+            if call.__name__ == "open" and not arguments[1] & os.O_DIRECTORY:
+                return call(*arguments, **more)  # a part of mkstemp
+            self.count += 1
+            if self.count != self.stop:
+                return call(*arguments, **more)
+            if self.when == "half" and call.__name__ == "pwritev":
+                fd, buffers, offset = arguments
+                call(fd, [memoryview(buffers[0]).cast("B")[: max(1, len(buffers[0]) // 2)]], offset)
+            elif self.when == "after":
+                call(*arguments, **more)
+            return self.action()
+
+        return step
+
+    def patch(self, set_attribute):
+        for name in STEPS:
+            module = tempfile if name == "mkstemp" else os
+            set_attribute(module, name, self.around(getattr(module, name)))
+
+
+def num_steps(cache, path, monkeypatch):
+    with monkeypatch.context() as patch:
+        steps = Steps(-1, None)
+        steps.patch(patch.setattr)
+        cache.save(path)
+    return steps.count
+
+
+def in_child(run):
+    """Fork, run, and wait; the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("when", ["before", "half", "after"])
+def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, when):
+    path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
+    contents = content(old, path), content(new, path)
+    count = num_steps(new, path, monkeypatch)
+    assert count == 12  # mkstemp, truncate, 4 pages, tables, header, fsync, replace, open and fsync of the folder
+    seen = set()
+    for stop in range(1, count + 1):
+        old.save(path)
+
+        def killed(stop=stop):
+            Steps(stop, lambda: os.kill(os.getpid(), signal.SIGKILL), when).patch(setattr)
+            new.save(path)
+
+        assert in_child(killed) == signal.SIGKILL
+        found = path.read_bytes()
+        assert found in contents
+        seen.add(contents.index(found))
+        loaded = PrefixKvCache()
+        assert loaded.load(path) == 1
+        assert loaded.lookup([1 + contents.index(found)] * 200)[0] == 200
+    assert seen == {0, 1}
+
+
+def test_a_writer_that_is_killed_at_any_time(tmp_path):
+    path, caches = tmp_path / "cache", (cache_of(1), cache_of(2, 700))
+    contents = [content(cache, path) for cache in caches]
+
+    def save_for_ever():
+        while True:
+            for cache in caches:
+                cache.save(path)
+
+    for turn in range(25):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_for_ever()
+            finally:
+                os._exit(0)
+        time.sleep(0.001 * (turn + 1))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert path.read_bytes() in contents
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "disk full"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("when", ["before", "half", "after"])
+def test_a_step_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error, when):
+    path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
+    contents = content(old, path), content(new, path)
+    count = num_steps(new, path, monkeypatch)
+
+    def fail():
+        raise error
+
+    for stop in range(2 if when == "after" else 1, count + 1):  # after mkstemp its name is nobody's
+        old.save(path)
+        with monkeypatch.context() as patch:
+            Steps(stop, fail, when).patch(patch.setattr)
+            with pytest.raises(type(error)):
+                new.save(path)
+        # Once the new file has its name, only the sync of the folder can fail.
+        assert path.read_bytes() == contents[stop > count - 2 - (when == "after")]
+        assert os.listdir(tmp_path) == ["cache"]
+        new.check()
+
+
+def test_a_full_disk(tmp_path):
+    """The system itself refuses to write beyond some byte."""
+    path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
+    want, size = content(old, path), len(content(new, path))
+    old.save(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for limit in (0, 1, 127, 128, 4096, size // 2, size - 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+            try:
+                with pytest.raises(OSError, match="too large"):
+                    new.save(path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert path.read_bytes() == want
+            assert os.listdir(tmp_path) == ["cache"]
+    finally:
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "cache", tmp_path / "link"
+    cache_of(1).save(target)
+    link.symlink_to(target)
+    cache_of(2).save(link)
+    assert link.is_symlink()
+    loaded = PrefixKvCache()
+    loaded.load(target)
+    assert loaded.lookup([2] * 200)[0] == 200
+    assert os.listdir(tmp_path / "folder") == ["cache"]
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        cache_of(1).save(tmp_path / "nothing" / "cache")
+
+
+@pytest.mark.parametrize("some", [1, 3, 1 << 30])
+def test_what_one_call_does_not_take_the_next_one_does(tmp_path, monkeypatch, some):
+    """Buffers of any number and size, also where the system reads and writes a few bytes at a time."""
+    buffers = [bytes([i % 251]) * (i % 5) for i in range(2500)]
+    whole = b"".join(buffers)
+    monkeypatch.setattr("kvcache.files._BYTES", some)
+    with replacing(tmp_path / "file") as fd:
+        assert write_at(fd, buffers, 10) == 10 + len(whole)
+    assert (tmp_path / "file").read_bytes() == bytes(10) + whole
+    with open(tmp_path / "file", "rb") as file:
+        into = [bytearray(len(buffer)) for buffer in buffers]
+        assert read_at(file.fileno(), into, 10)
+        assert into == buffers
+        assert not read_at(file.fileno(), into, 11)
