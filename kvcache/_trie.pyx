@@ -331,6 +331,17 @@ cdef class TokenTrie(NodeTable):
         self.give(top)
         return freed
 
+    def drop_empty(self, root):
+        """`drop_root` of a namespace that caches nothing; takes no memory.
+
+        Raises:
+            InvalidOperationError: it does cache something.
+        """
+        cdef int32_t top = self._root(root)
+        if self.nodes[top].child >= 0:
+            raise InvalidOperationError(f"expected a root without children, got {root}")
+        self.give(top)
+
     def prune(self, root, tokens):
         """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.
 

@@ -165,7 +165,7 @@ class BlockIndex:
         self._clock += 1
 
     def _drop(self, root: int) -> None:
-        self.trie.drop_root(root)
+        self.trie.drop_empty(root)
         del self._roots[self._names.pop(root)]
 
     def _make_room(self, count: int, new: bool) -> int:

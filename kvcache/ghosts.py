@@ -37,7 +37,7 @@ class GhostTrie:
         if len(self._roots) > self._max_pages + 64:
             for name, root in list(self._roots.items()):
                 if self._trie.is_leaf(root):
-                    self._trie.drop_root(self._roots.pop(name))
+                    self._trie.drop_empty(self._roots.pop(name))
 
     def remembers(self, tokens: Tokens, namespace: Hashable) -> bool:
         """Whether all of `tokens` were cached when something of them left."""

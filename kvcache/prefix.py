@@ -285,7 +285,7 @@ class PrefixKvCache:
 
     def _close(self, root: int) -> None:
         arena = self._arena_of[root]
-        self._trie.drop_root(root)
+        self._trie.drop_empty(root)
         del self._roots[self._names.pop(root)], self._arena_of[root]
         if arena.num_used == 0 and arena not in self._arena_of.values():
             del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]

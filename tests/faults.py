@@ -16,15 +16,15 @@ import traceback
 import numpy as np
 
 
-def run(scene, name, shim, width):
-    """Fail allocation 1, 2, 3, ...; returns `(faults, failed calls, problems)`."""
+def run(scene, name, shim, width, step=1):
+    """Fail allocation 1, 1 + step, ... until none is left; returns `(faults, failed calls, problems)`."""
     clean = scene()
     getattr(clean, name)()
     clean._check()
     after = clean._state()
     faults = failed = 0
     problems = []
-    for n in range(1, 100_000):
+    for n in range(1, 100_000, step):
         here = scene()
         before = here._state()
         operation = getattr(here, name)
@@ -86,13 +86,13 @@ def load_shim():
     return shim
 
 
-def main(module, scene_name, width):
+def main(module, scene_name, width, step):
     shim = load_shim()
     scene = getattr(importlib.import_module(module), scene_name)
     gc.freeze()  # so that each gc.collect() looks at what the scene made, and not at all of NumPy
     operations, faults, failed, problems = scene.operations(), 0, 0, []
     for name in operations:
-        more, bad, wrong = run(scene, name, shim, width)
+        more, bad, wrong = run(scene, name, shim, width, step)
         faults, failed, problems = faults + more, failed + bad, problems + wrong
     for problem in problems[:40]:
         print(problem)
@@ -102,4 +102,4 @@ def main(module, scene_name, width):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

@@ -115,15 +115,30 @@ class Paged(Scene):
 
 
 class CompactShared(Paged):
-    """Scattered survivors of which another sequence shares the blocks: they move to fresh ones."""
+    """Scattered survivors of which another sequence shares the blocks: they move to fresh ones.
+
+    And what was room for longer sequences waits for the next ones.
+    """
 
     def _build(self):
         cache = super()._build()
         cache.fork(2, 20)
+        for n in (6, 7, 8):
+            cache.allocate(60 + n, n)
+        cache.free_batch([68, 67, 66])
         return cache
 
     def compact(self):
         self.it.compact(2)
+
+    def fork_holes(self):
+        self.it.fork(2, 21)
+
+    def fork_batch_holes(self):
+        self.it.fork_batch([2, 1, 2], [21, 22, 23])
+
+    def allocate_batch_in_room(self):
+        self.it.allocate_batch([21, 22, 23, 24], [1, 5, 40, 2])
 
 
 class Live(Scene):
