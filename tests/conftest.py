@@ -1,7 +1,8 @@
 """Fixtures that every test may use, and how much work random tests do.
 
 --long              an hour's worth of random examples and of load
-KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing allocations, for builds that run slowly (sanitizers, bounds checks)
+KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing allocations, for builds that run slowly
+                    (sanitizers, bounds checks)
 """
 
 import os
