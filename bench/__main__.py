@@ -13,6 +13,7 @@ BENCHES = {
     "kernels": ("bench.kernels", "attention and writes beside the machine's ceilings, NumPy, PyTorch, llama.cpp"),
     "engine": ("bench.engine", "decode, prefill and first token beside transformers, llama.cpp and OpenVINO GenAI"),
     "formats": ("bench.formats", "storage formats: bytes and precision, from real caches"),
+    "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
     "saved": ("bench.saved", "a saved prefix cache: load and first token beside the prefill"),
     "structures": ("bench.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
     "trace": ("bench.trace", "a serving trace through the prefix cache: hit rate over capacity, by eviction policy"),
@@ -26,6 +27,7 @@ named as absent where they are not.
   python -m bench kernels --plot bench/pictures    ceilings, bounds and rivals of every kernel; a quarter of an hour
   python -m bench kernels --only decode --context 16k --threads 2
   python -m bench engine                           whole requests on random checkpoints
+  python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
   python -m bench saved                            load of a saved cache beside the prefill it spares; a minute
   python -m bench structures                       all tables, some minutes
   python -m bench structures --quick               small sizes, few rounds

@@ -25,20 +25,11 @@ import torch.nn.functional as F
 from demo_card import write_card
 from demo_data import END_OF_TEXT, HELD_OUT, Document, default_stdlib, read_library, split
 from demo_model import Demo, load
+from demo_names import TEMPLATES, name_pieces, unseen_name
 from tokenizers import Tokenizer
 
 CONTEXTS = (256, 2048)
 DISTANCES = (64, 256, 1000, 1800)
-
-#: Definition lines.  What precedes the name occurs in no other line of a prompt, and is the cue.
-TEMPLATES = (
-    "        self.fallback_backend = {}(options)\n",
-    "from internal.helpers import {}\n",
-    "# The entry point of this module is {}.\n",
-    "    DEFAULT_CALLBACK = {}\n",
-    '        raise RuntimeError("missing attribute {}")\n',
-    "    registry.add_plugin(name={}, enabled=True)\n",
-)
 
 
 @torch.no_grad()
@@ -91,14 +82,6 @@ def compressors(train: list[Document], held: list[Document]) -> dict[str, float]
     }
 
 
-def unseen_name(tok: Tokenizer, pieces: list[str], seen: str, rng: random.Random) -> str:
-    """A name of random vocabulary pieces that does not occur anywhere in ``seen``."""
-    while True:
-        name = "".join(rng.sample(pieces, rng.randint(3, 5)))
-        if 3 <= len(tok.encode(name).ids) <= 6 and name not in seen:
-            return name
-
-
 def filler(docs: list[list[str]], lengths: list[list[int]], want: int, rng: random.Random) -> str:
     """Whole lines out of one held-out file, of about ``want`` tokens."""
     if want <= 0:
@@ -123,8 +106,7 @@ def copy_accuracy(
     """For each distance: how often the name is repeated whole, and by token, with and without its line."""
     docs = [d.text.splitlines(keepends=True) for d in held]
     lengths = [[len(e.ids) for e in tok.encode_batch(lines)] for lines in docs]
-    vocab = sorted(tok.get_vocab())
-    pieces = [p for p in vocab if re.fullmatch(r"[a-z]{2,5}", p)]
+    pieces = name_pieces(tok)
     seen = "\n".join(d.text for d in train + held)
     eot = tok.token_to_id(END_OF_TEXT)
     rows = []

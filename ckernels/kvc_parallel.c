@@ -17,7 +17,7 @@
 enum {
     PIECES_PER_THREAD = 4,     /* so that threads which start late or run slowly still end together */
     MIN_PART_TOKENS = 256,     /* below this, combining costs more than a thread gives */
-    MIN_THREAD_WORK = 1 << 12, /* key-row products of 5 to 15 ns: several times what waking a thread takes */
+    MIN_THREAD_WORK = 1 << 14, /* key-row products of 3 to 11 ns: several times what waking a thread takes */
 };
 
 typedef struct plan {

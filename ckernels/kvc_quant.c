@@ -3,14 +3,17 @@
  *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), the next half where that is too small
  *   code    = round((x - minimum) / scale), half to even, within 0 .. top = 2^bits - 1
  *
- * All levels store the same bytes: the arithmetic is plain float32, never fused, in one order.
+ * At 4 bits and less, the minimum and scale of kvc_fit.h instead, where the row's squared error is smaller with them.
+ *
+ * All levels store the same bytes: the arithmetic is plain float32, never fused, in one order, or exact.
  *
  * Error of a row, in what is stored (under rotation: of the rotated row), with ulp16 the spacing of halves:
  *
- *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest
+ *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest     from lowest to highest
  *   scale      <= range / top * (1 + 2^-10) + 2^-24                       range = highest - minimum
  *
- * A constant row comes back as f16(x). Rows within +-65504 never overflow: the range, at most 131008, is
+ * and with the fit no larger in the root of the mean square (up to a 64th of a step, see error_of), so that no single
+ * value errs more than sqrt(head_dim) times that. A constant row comes back as f16(x). Rows within +-65504 never overflow: the range, at most 131008, is
  * divided by at least 3.
  *
  * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H =
@@ -18,6 +21,7 @@
  * sqrt(head_dim) in the mean and head_dim at worst, but rotating divides the range of a typical row by
  * sqrt(head_dim), and that of a row with outliers by more.
  */
+#include "kvc_fit.h"
 #include "kvc_kernels.h"
 
 /* Steps over 4, 2, 1 (and 8, where a vector has 16 lanes), within a vector or 8 neighbours. */
@@ -104,6 +108,52 @@ static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint1
     codes[0] = (unsigned char)(kept < 0.0f ? 0 : code);
 }
 
+/* Codes of x as whole floats, at a minimum and a scale. */
+static void encode(const float *x, int dim, uint16_t minimum, uint16_t scale, int top, float *whole) {
+    const float m = kvc_float_of_half(minimum);
+    const float s = scale ? kvc_float_of_half(scale) : 1.0f, limit = scale ? (float)top : 0.0f;
+    for (int d = 0; d < dim; d++) {
+        const float code = (x[d] - m) / s, low = code > 0.0f ? code : 0.0f, in = low < limit ? low : limit;
+        whole[d] = (in + 0x1p23f) - 0x1p23f; /* no bits below the point: half to even */
+    }
+}
+
+/* The squared errors of x, summed, each error in 64ths of a step: whole, and at most 255, so that 256 squares stay
+ * below 2^24 and the sum is exact in any order. */
+static float error_of(const float *x, int dim, uint16_t minimum, uint16_t scale, const float *whole,
+                      float step) {
+    const f32v m = f32v_set1(kvc_float_of_half(minimum)), s = f32v_set1(kvc_float_of_half(scale));
+    const f32v in_parts = f32v_set1(64.0f / step), most = f32v_set1(255.0f);
+    f32v sum = f32v_zero();
+    for (int d = 0; d < dim; d += KVC_LANES) {
+        const f32v read = f32v_add(m, f32v_mul(s, load_dims(whole, d, dim)));
+        f32v error = f32v_abs(f32v_mul(f32v_sub(read, load_dims(x, d, dim)), in_parts));
+        error = f32v_round(f32v_min(error, most));
+        if (KVC_LANES > 8 && d + 8 == dim) {
+            float kept[KVC_LANES] = {0};
+            f32v_store8(kept, error);
+            error = f32v_load(kept);
+        }
+        sum = f32v_fma(error, error, sum);
+    }
+    return f32v_sum_of(sum);
+}
+
+/* The fitted minimum and scale in place of those of the range, where the row then errs less. */
+static void fit(const float *x, int dim, int bits, float lowest, float highest, float *whole, uint16_t *scale,
+                uint16_t *minimum) {
+    const int top = (1 << bits) - 1;
+    const float step = kvc_float_of_half(*scale);
+    const kvc_line line = kvc_fit_row(x, dim, bits, lowest, highest);
+    const uint16_t low = kvc_half_of_float((float)line.low), wide = kvc_half_of_float((float)line.step);
+    if (line.gain == 0.0 || wide == 0) return;
+    float fitted[KVC_MAX_HEAD_DIM];
+    encode(x, dim, low, wide, top, fitted);
+    if (error_of(x, dim, low, wide, fitted, step) >= error_of(x, dim, *minimum, *scale, whole, step)) return;
+    memcpy(whole, fitted, (size_t)dim * sizeof *whole);
+    *minimum = low, *scale = wide;
+}
+
 /* One row, rotated where the rows are. head_dim codes, scale and minimum as halves. */
 static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, uint16_t *scale,
                          uint16_t *minimum) {
@@ -126,11 +176,8 @@ static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, ui
     *scale = kvc_half_of_float(range / (float)top);
     if (kvc_float_of_half(*scale) * ((float)top + 0.5f) < range)
         ++*scale; /* the next half, where rounding fell short */
-    const float s = *scale ? kvc_float_of_half(*scale) : 1.0f, limit = *scale ? (float)top : 0.0f;
-    for (int d = 0; d < dim; d++) {
-        const float code = (x[d] - m) / s, low = code > 0.0f ? code : 0.0f, in = low < limit ? low : limit;
-        whole[d] = (in + 0x1p23f) - 0x1p23f; /* no bits below the point: half to even */
-    }
+    encode(x, dim, *minimum, *scale, top, whole);
+    if (rows.bits <= 4 && *scale) fit(x, dim, rows.bits, lowest, highest, whole, scale, minimum);
     for (int d = 0; d < dim; d++) codes[d] = (unsigned char)(int)whole[d];
 }
 

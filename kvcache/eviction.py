@@ -83,7 +83,7 @@ class EvictionPolicy:
     """Which entries of a list stay when there are more than its budget.
 
     Made by its class methods: `H2O(recent_fraction)`, `SlidingWindow(window, sink)`,
-    `PyramidKV(total_layers, recent_fraction)`.
+    `StreamingLLM(sink_tokens, window_tokens)`, `PyramidKV(total_layers, recent_fraction)`.
     """
 
     name: str
@@ -112,6 +112,9 @@ class EvictionPolicy:
     def SlidingWindow(cls, window: int, sink: int) -> EvictionPolicy:
         """The first `sink` and the last `window` entries stay, scores do not count.
 
+        Every entry keeps its place in the text: the sinks are as far away as the text is long (`StreamingLLM`
+        brings them near).
+
         Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), section 3.
         Within a budget of less than `sink + window` the window shrinks first, down to the newest entry.
 
@@ -119,6 +122,24 @@ class EvictionPolicy:
             TypeError, ValueError: not integers; `window` below 1 or `sink` below 0.
         """
         return cls("SlidingWindow", window=_count(window, "window", 1), sink=_count(sink, "sink", 0))
+
+    @classmethod
+    def StreamingLLM(cls, sink_tokens: int, window_tokens: int) -> EvictionPolicy:
+        """As `SlidingWindow`, and the sinks stay near: distances count within the cache, so that a text has no end.
+
+        What was evicted leaves no gap: a query stands as far behind the sinks as there are tokens between them in
+        the cache. Keys are not rewritten for that: the sinks meet queries that are rotated to the shorter distance,
+        which only an engine has. No distance is ever longer than the cache, so positions may pass those that the
+        network was trained on.
+
+        Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453,
+        section 3.2. Its four sinks are enough for the networks that were tried there.
+
+        Raises:
+            TypeError, ValueError: not integers; `sink_tokens` below 0 or `window_tokens` below 1.
+        """
+        sink, window = _count(sink_tokens, "sink_tokens", 0), _count(window_tokens, "window_tokens", 1)
+        return cls("StreamingLLM", window=window, sink=sink)
 
     @classmethod
     def PyramidKV(cls, total_layers: int, recent_fraction: float = 0.5) -> EvictionPolicy:
@@ -137,6 +158,16 @@ class EvictionPolicy:
     def by_score(self) -> bool:
         """Whether scores decide who leaves."""
         return self.recent_fraction is not None
+
+    @property
+    def endless(self) -> bool:
+        """Whether distances count within the cache, so that a text may be longer than the network's positions."""
+        return self.name == "StreamingLLM"
+
+    @property
+    def most(self) -> int | None:
+        """How many entries stay whatever the budget; None: as many as it allows."""
+        return None if self.window is None else self.window + (self.sink or 0)
 
     def rule(self, budget: int) -> Rule:
         """How a list is held to `budget` entries."""
@@ -172,6 +203,8 @@ class EvictionPolicy:
         return targets
 
     def __str__(self) -> str:
+        if self.endless:
+            return f"StreamingLLM(sink={self.sink}, window={self.window})"
         if self.window is not None:
             return f"SlidingWindow(window={self.window}, sink={self.sink})"
         layers = "" if self.total_layers is None else f"total_layers={self.total_layers}, "

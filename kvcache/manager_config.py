@@ -47,6 +47,11 @@ class KVCacheConfig:
                 raise ValueError(f"expected {name} to be 2, 3, 4 or 8, got {bits}")
         if not isinstance(self.eviction_policy, EvictionPolicy):
             raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
+        if self.eviction_policy.endless:
+            raise ValueError(
+                f"expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs an engine: its "
+                f"sinks meet other queries than the rest"
+            )
 
     @property
     def formats(self) -> tuple[str, str]:

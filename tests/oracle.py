@@ -47,8 +47,66 @@ def hadamard(dim):
     return h
 
 
+LEFT_OUT = {4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
+FINE = {4: 8, 3: 10, 2: 12}
+
+
 def quantise(row, bits):
-    """float32 row -> codes, scale, minimum as the kernels store them: float32 steps in their order."""
+    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or with fewer bits those
+    fitted, where their squared error, in whole 64ths of the range's step, is smaller."""
+    f32 = np.float32
+    row = np.asarray(row, f32)
+    ranged = quantise_range(row, bits)
+    if bits == 8 or ranged[1] == 0:
+        return ranged
+    line = fit(row, bits)
+    if line is None:
+        return ranged
+    with np.errstate(over="ignore", invalid="ignore"):
+        minimum, scale = (f32(np.float16(f32(part))) for part in line)
+        if scale == 0:
+            return ranged
+        fitted = np.rint(np.clip((row - minimum) / scale, f32(0), f32(2**bits - 1))).astype(int), scale, minimum
+
+        def error(codes, scale, minimum):
+            parts = f32(64) / ranged[1]
+            errors = np.abs((minimum + scale * codes.astype(f32) - row) * parts)
+            return (np.rint(np.minimum(errors, f32(255))).astype(int) ** 2).sum()
+
+        return fitted if error(*fitted) < error(*ranged) else ranged
+
+
+def fit(row, bits):
+    """The minimum and scale of kvc_fit.h in float64, or None: four starts, least squares, and once more the best."""
+    f32 = np.float32
+    top, fine = 2**bits - 1, 2 ** FINE[bits]
+    low, high, whole = row.min(), row.max(), f32(top * fine)
+    u = np.rint((row - low) * (whole / (high - low)))
+
+    def refit(at, step):
+        codes = np.rint(np.clip((u - f32(at)) * f32(1 / step), 0, top)).astype(np.int64)
+        n, s, values = len(u), codes.sum(), u.astype(np.int64)
+        spread, common = int(n * (codes**2).sum() - s * s), int(n * (codes * values).sum() - s * values.sum())
+        if spread <= 0 or common <= 0:
+            return 0.0, at, step
+        step = common / spread
+        return common * step, (float(values.sum()) - step * float(s)) / n, step
+
+    best = (0.0, 0.0, 0.0)
+    for above in LEFT_OUT[bits]:
+        for below in LEFT_OUT[bits]:
+            width = (f32(1) - f32(below) - f32(above)) * f32(fine)
+            line = refit(float(f32(below) * whole), float(width))
+            best = line if line[0] > best[0] else best
+    if best[0] == 0:
+        return None
+    gain, at, step = refit(*best[1:])
+    unit = float(high - low) / float(whole)
+    return None if gain == 0 else (float(low) + at * unit, step * unit)
+
+
+def quantise_range(row, bits):
+    """`quantise` over the whole range: float32 steps in the kernels' order."""
     f32 = np.float32
     row, top = np.asarray(row, f32), 2**bits - 1
     low, high = row.min(), row.max()
@@ -65,10 +123,10 @@ def quantise(row, bits):
 
 
 def stored(row, bits, rotated):
-    """What a row of a quantised format is read as, in float64, and the bound on its error per value.
+    """What a row of a quantised format is read as, in float64, and the bound on the root of its mean squared error.
 
-    The bound: half a step, or half the spacing of halves at the minimum where that is more (kvc_quant.c).
-    Un-rotating adds up the errors of all values.
+    The bound: half a step of the range, or half the spacing of halves at the minimum where that is more (kvc_quant.c),
+    which a fitted row keeps to within a 64th of a step. Un-rotating adds up the errors of all values.
     """
     row = np.asarray(row, np.float32)
     dim, h = len(row), hadamard(len(row)) if rotated else None
@@ -78,5 +136,6 @@ def stored(row, bits, rotated):
     codes, scale, minimum = quantise(x, bits)
     back = np.float64(minimum) + np.float64(scale) * codes
     half_ulp = np.spacing(np.minimum(np.abs(np.float16(x.min())), np.float16(65472))).astype(np.float64) / 2
-    bound = max(scale / 2, half_ulp) + 2.0**-22 * np.abs(x).max()
-    return (h @ back, bound * dim) if rotated else (back, bound)
+    step = quantise_range(x, bits)[1]
+    bound = max(step / 2, half_ulp) + step / 64 + 2.0**-22 * np.abs(x).max()
+    return (h @ back, bound * np.sqrt(dim)) if rotated else (back, bound)

@@ -12,6 +12,8 @@ from oracle_manager import NaiveCacheManager, NaiveEntry, pyramid
 class Token(NaiveEntry):
     """One token of one layer: its position, K and V `(kv_heads, head_dim)`, and the attention it has drawn."""
 
+    drawn: float = 0.0
+
 
 class DenseEvictingEngine:
     """`policy` as of `NaiveCacheManager`; `stored` says what the cache gives back of keys and values."""
@@ -33,21 +35,26 @@ class DenseEvictingEngine:
             piece = np.asarray(tokens[start : start + self.chunk], np.uint32)
             places = np.arange(self.num_tokens, self.num_tokens + len(piece))
 
-            def attend(layer, queries, keys, values, places=places):
-                keys, values = self.stored(layer, keys, values)
-                held = self.layers[layer]
-                held += [Token(int(at), k, v) for at, k, v in zip(places, keys, values, strict=True)]
-                out, weights = dense(queries, np.array([t.key for t in held]), np.array([t.value for t in held]))
-                for token, mass in zip(held, weights.sum(axis=(0, 1)), strict=True):
-                    token.score += mass
-                return out.astype(np.float32)
+            def attend(*args, places=places):
+                return self.attend(*args, places)
 
             rows.append(self.network.forward(piece, places, attend, "all"))
             self.num_tokens += len(piece)
             manager = NaiveCacheManager(0, self.policy)
             for held, budget in zip(self.layers, self.budgets, strict=True):
+                for token in held:  # the mean over the queries that could see it
+                    token.score = token.drawn / (self.num_tokens - token.position)
                 manager.shrink(held, budget)
         return np.concatenate(rows)
+
+    def attend(self, layer, queries, keys, values, places):
+        keys, values = self.stored(layer, keys, values)
+        held = self.layers[layer]
+        held += [Token(int(at), k, v) for at, k, v in zip(places, keys, values, strict=True)]
+        out, weights = dense(queries, np.array([t.key for t in held]), np.array([t.value for t in held]))
+        for token, mass in zip(held, weights.sum(axis=(0, 1)), strict=True):
+            token.drawn += mass
+        return out.astype(np.float32)
 
 
 def dense(queries, keys, values):
@@ -62,3 +69,33 @@ def dense(queries, keys, values):
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
     return np.einsum("hqk,khd->qhd", weights, values), weights
+
+
+class DenseStreamingEngine(DenseEvictingEngine):
+    """StreamingLLM as its paper says it (arXiv 2309.17453, section 3.2): positions are those inside the cache.
+
+    Cached keys and the queries that meet them are taken back to position 0, from where they stood in the text, and
+    rotated again, to where they stand in the cache, all in float64 and anew for every chunk.
+    """
+
+    def __init__(self, network, sinks, window, chunk, stored=lambda layer, keys, values: (keys, values)):
+        super().__init__(network, ("SlidingWindow", window, sinks), sinks + window, chunk, stored)
+        config = network.config
+        self.frequencies = config.rope.frequencies(config.head_dim)
+
+    def turn(self, rows, positions):
+        """Rotate `(n, heads, dim)` by `positions` `(n,)`: a pair of channels is a complex number."""
+        half = rows.shape[-1] // 2
+        pairs = (rows[..., :half] + 1j * rows[..., half:].astype(float)) * np.exp(
+            1j * np.asarray(positions, float)[:, None, None] * self.frequencies
+        )
+        return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+    def attend(self, layer, queries, keys, values, places):
+        keys, values = self.stored(layer, keys, values)
+        held = self.layers[layer]
+        held += [Token(int(at), k, v) for at, k, v in zip(places, keys, values, strict=True)]
+        moved = np.arange(len(held)) - self.positions(layer)
+        keys = self.turn(np.array([t.key for t in held]), moved)
+        queries = self.turn(queries, moved[len(held) - len(queries) :])
+        return dense(queries, keys, np.array([t.value for t in held]))[0].astype(np.float32)

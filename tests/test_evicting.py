@@ -459,6 +459,6 @@ def test_from_pretrained():
 
 
 def test_a_huge_budget_is_no_limit(network):
-    budgets = Budgets.of(H2O, 10**15, 2)
+    budgets = Budgets.of(H2O, 10**15, network)
     assert budgets.peak_blocks(16, 512, 512) == 2 * 2 * 41 + 41 + 2 * 33
     assert len(make(network, H2O, 10**15).generate(PROMPT, GREEDY)) == 10

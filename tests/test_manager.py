@@ -57,11 +57,11 @@ def test_round_trip(simd, bits, row, heads, bound):
 
 
 def test_ties_round_to_even(simd):
-    # 0 and 15 make the scale 1; seven channels are stored padded, and so not rotated.
-    row = np.array([0, 15, 2.5, 3.5, 4.5, 1.3, 1.7], np.float32)
-    cache = manager(heads=1, dim=7, bits=4)
+    # 0 and 255 make the scale 1 (fewer bits would be fitted); seven channels are stored padded, and so not rotated.
+    row = np.array([0, 255, 2.5, 3.5, 4.5, 1.3, 1.7], np.float32)
+    cache = manager(heads=1, dim=7, bits=8)
     cache.append(row, row)
-    np.testing.assert_array_equal(cache.get([0])[0][0], [0, 15, 2, 4, 4, 1, 2])
+    np.testing.assert_array_equal(cache.get([0])[0][0], [0, 255, 2, 4, 4, 1, 2])
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -421,6 +421,8 @@ def test_restore_is_the_round_trip_of_the_format(key: str, value: str, rotate: b
         error = np.abs(np.reshape(after, (-1, 32)) - rows)
         if name[0] == "q" and rotate:
             assert np.sqrt((error**2).mean()) <= bound.mean()
+        elif name in ("q4", "q3", "q2"):  # fitted: a row errs less in the mean, a value at its ends may err more
+            assert (np.sqrt((error**2).mean(axis=1)) <= bound[:, 0]).all()
         else:
             assert (error <= bound).all()
 

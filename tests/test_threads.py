@@ -1,5 +1,8 @@
 """Many threads on one cache and on many: results as in a serial run, nothing lost, no deadlock."""
 
+import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 
@@ -206,3 +209,16 @@ def test_evictions_and_forks_under_attention():
     cache.check()
     assert cache.num_sequences == 0
     assert cache.free_block_count == cache.total_blocks
+
+
+@pytest.mark.parametrize(("said", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_environment_says_otherwise(said, expected):
+    left = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    run = subprocess.run(
+        [sys.executable, "-c", "import os, kvcache; print(os.environ.get('OMP_WAIT_POLICY'))"],
+        env={**left, **said, "OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.strip() == str(said.get("OMP_WAIT_POLICY"))
+    if "OMP_WAIT_POLICY" not in run.stderr:
+        pytest.skip("built without OpenMP, or with one that does not show its settings")
+    assert f"OMP_WAIT_POLICY = '{expected}'" in run.stderr

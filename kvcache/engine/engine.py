@@ -46,11 +46,15 @@ class InferenceEngine:
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
         num_blocks: size of the cache; by default enough for the whole context, but for 8192 tokens at most.
         prefill_chunk: prompts run through the network in pieces of so many tokens.
-        eviction_policy, kv_budget: `H2O`, `SlidingWindow` or `PyramidKV` of `EvictionPolicy`, and how many tokens
-            each layer keeps (under PyramidKV: on average over the layers). After each piece of a prompt and each
-            step, every layer is held to its budget, and what leaves gives its memory back; see `EvictingSequence`.
-            The default `num_blocks` is then what the budget and one piece need, however long the text. A block
-            holds tokens of one layer.
+        eviction_policy, kv_budget: one of `EvictionPolicy`, and how many tokens each layer keeps (under PyramidKV: on
+            average over the layers; by default all that a window and its sinks count). After each piece of a prompt
+            and each step, every layer is held to its budget, and what leaves gives its memory back; see
+            `EvictingSequence`. The default `num_blocks` is then what the budget and one piece need, however long
+            the text. A block holds tokens of one layer.
+
+    Under `EvictionPolicy.StreamingLLM` a text has no end: distances count within the cache, so that positions may
+    pass `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window and one piece
+    must fit the network's positions: pieces are shorter than `prefill_chunk` where they would not.
 
     Positions always count the whole text. Once tokens were evicted, `prefill_from_pos` and `decode_step` cannot go
     back behind the first of them: InvalidOperationError.
@@ -83,8 +87,11 @@ class InferenceEngine:
         prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
         budgets = None
         if eviction_policy is not None or kv_budget is not None:
-            budgets = Budgets.of(eviction_policy, kv_budget, model.config.num_layers)
+            budgets = Budgets.of(eviction_policy, kv_budget, model)
         self._budgets = budgets
+        self._positions: int | None = model.config.max_position_embeddings  # of a text; None: it has no end
+        if budgets is not None and budgets.policy.endless:
+            self._positions = None
         if num_blocks is None and budgets is not None:
             num_blocks = budgets.peak_blocks(block_size, prefill_chunk, model.config.max_position_embeddings)
         elif num_blocks is None:
@@ -250,10 +257,10 @@ class InferenceEngine:
         return self._tokenizer
 
     def __repr__(self) -> str:
-        config = self.config
+        of = "endless" if self._positions is None else self._positions
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, {config.num_layers} layers, "
-            f"{self._sequence.num_tokens} of {config.max_position_embeddings} positions in use)"
+            f"{type(self).__name__}({type(self.model).__name__}, {self.config.num_layers} layers, "
+            f"{self._sequence.num_tokens} of {of} positions in use)"
         )
 
     def check(self) -> None:
@@ -267,7 +274,8 @@ class InferenceEngine:
     def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
         """Continue a prompt; the new tokens only, without the stop token that ended them.
 
-        The text ends with a stop token, after `max_tokens`, or where the network's positions end.
+        The text ends with a stop token, after `max_tokens`, or where the network's positions end (under
+        StreamingLLM they do not).
 
         Args:
             prompt_tokens: at least one token id.
@@ -426,7 +434,7 @@ class InferenceEngine:
             with self._lock:
                 if self._sequence.version != version:
                     raise InvalidOperationError("another call has changed the sequence that this stream continues")
-                if self._sequence.num_tokens == self.config.max_position_embeddings:
+                if self._sequence.num_tokens == self._positions:
                     return
                 logits = self.decode_step(token, self._sequence.num_tokens)
                 version = self._sequence.version
@@ -446,10 +454,10 @@ class InferenceEngine:
         return pos
 
     def _check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
-        limit = self.config.max_position_embeddings
+        limit = self._positions
         if not len(tokens):
             raise ValueError("tokens: expected at least one, got none")
-        if pos + len(tokens) > limit:
+        if limit is not None and pos + len(tokens) > limit:
             raise ValueError(
                 f"tokens: expected positions below max_position_embeddings ({limit}), "
                 f"got {len(tokens)} tokens from position {pos}"

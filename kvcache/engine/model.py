@@ -52,14 +52,17 @@ class Transformer:
         positions: NDArray[np.int64],
         attend: Attend,
         logits: Logits = "last",
+        *,
+        sink_positions: NDArray[np.int64] | None = None,
     ) -> Float32:
-        """Run new tokens through all layers; see `protocols.Model.forward` for shapes."""
+        """Run new tokens through all layers; see `protocols.StreamingModel.forward` for shapes."""
         config, eps = self.config, self.config.rms_norm_eps
         x = self.weights.embedding[tokens]
         turns = self._rope.rows(positions)
+        sink_turns = () if sink_positions is None else (self._rope.rows(sink_positions),)
         for i, layer in enumerate(self.weights.layers):
-            queries, keys, values = self._project(_rms_norm(x, layer.input_norm, eps), layer, turns)
-            mixed = attend(i, queries, keys, values).reshape(len(x), -1)
+            projected = self._project(_rms_norm(x, layer.input_norm, eps), layer, turns, *sink_turns)
+            mixed = attend(i, *projected).reshape(len(x), -1)
             if i == config.num_layers - 1 and logits != "all":
                 # From here on rows do not see each other: only those that are asked for go on.
                 first = len(x) - 1 if logits == "last" else len(x)
@@ -71,16 +74,22 @@ class Transformer:
             return np.empty((0, config.vocab_size), np.float32)
         return _linear(_rms_norm(x, self.weights.norm, eps), self.weights.head, None)
 
-    def _project(self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32]) -> tuple[Float32, ...]:
-        """Queries and keys (rotated) and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`."""
+    def _project(
+        self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32], *sink_turns: tuple[Float32, Float32]
+    ) -> tuple[Float32, ...]:
+        """Queries and keys (rotated) and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`.
+
+        After them, for each of `sink_turns`, the queries rotated by that.
+        """
         config = self.config
         heads = _linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
         turning = config.num_heads + config.num_kv_heads
         turned = heads[:, :turning]
         if layer.qk_norm is not None:
             turned = _rms_norm(turned, layer.qk_norm, config.rms_norm_eps)
+        more = [self._rope.rotate(turned[:, : config.num_heads], each) for each in sink_turns]
         turned = self._rope.rotate(turned, turns)
-        return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, turning:]
+        return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, turning:], *more
 
 
 def _rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:

@@ -1,4 +1,8 @@
-"""What the engine asks of a network: anything with the `Model` protocol can be run with this cache."""
+"""What the engine asks of a network: anything with the `Model` protocol can be run with this cache.
+
+Endless text (`EvictionPolicy.StreamingLLM`) takes a `StreamingModel`: a network that also rotates its queries to
+the distance at which they are to meet the sinks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Attend", "Logits", "Model", "NetworkConfig"]
+__all__ = ["Attend", "Logits", "Model", "NetworkConfig", "StreamingModel"]
 
 Float32 = NDArray[np.float32]
 Logits = Literal["last", "all", "none"]
@@ -33,7 +37,9 @@ class NetworkConfig(Protocol):
 class Attend(Protocol):
     """What a network calls once per layer, in order: store these keys and values, attend with the queries."""
 
-    def __call__(self, layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
+    def __call__(
+        self, layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
+    ) -> Float32:
         """Causal attention over everything stored so far, these tokens included.
 
         Args:
@@ -42,6 +48,8 @@ class Attend(Protocol):
                 `head_dim**-0.5`.
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
             values: `(n, num_kv_heads, head_dim)`.
+            sink_queries: the same queries under the position embedding of `sink_positions`, where `forward` was
+                given some; shaped like `queries`.
 
         Returns:
             float32 `(n, num_heads, head_dim)`.
@@ -70,5 +78,30 @@ class Model(Protocol):
         Returns:
             float32 logits: `(n, vocab_size)` for "all", `(1, vocab_size)` of the last token for "last",
             `(0, vocab_size)` for "none".
+        """
+        ...
+
+
+class StreamingModel(Protocol):
+    """A network that can place its queries twice."""
+
+    @property
+    def config(self) -> NetworkConfig: ...
+
+    def forward(
+        self,
+        tokens: NDArray[np.uint32],
+        positions: NDArray[np.int64],
+        attend: Attend,
+        logits: Logits,
+        *,
+        sink_positions: NDArray[np.int64] | None = None,
+    ) -> Float32:
+        """As `Model.forward`.
+
+        Args:
+            sink_positions: `(n,)`, where each token stands for the first tokens of the text, those before the hole
+                that eviction has left. If given, every `attend` also gets the queries under the position embedding
+                of these. `positions` may then go beyond `max_position_embeddings`; distances do not.
         """
         ...

@@ -94,7 +94,8 @@ class Rope:
 class RopeTable:
     """Cosines and sines for positions 0, 1, ..., computed once and grown as positions are asked for.
 
-    Angles are computed in float64 and rounded last, so that far positions are as exact as near ones.
+    Angles are computed in float64 and rounded last, so that far positions are as exact as near ones. The table ends
+    at `max_positions`; what lies behind it, in endless text, is computed each time.
 
     Attributes:
         head_dim: channels of a head; pairs are `(i, i + head_dim // 2)`.
@@ -105,7 +106,7 @@ class RopeTable:
         self._max_positions = max_positions
         self._frequencies = rope.frequencies(head_dim)
         self._scale = rope.attention_factor
-        self._table = self._rows(0, 0)
+        self._table = self._rows(np.arange(0))
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
         """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, 1, 2, head_dim // 2)`.
@@ -113,10 +114,12 @@ class RopeTable:
         Axis 1 broadcasts over heads, axis 2 over the halves of a head; `sin` is negated in the first half.
         """
         needed = int(positions.max(initial=-1)) + 1
+        if needed > self._max_positions:
+            return self._rows(positions)
         cos, sin = self._table
         if needed > len(cos):
-            size = min(max(needed, 2 * len(cos), _FIRST_POSITIONS), max(needed, self._max_positions))
-            more = self._rows(len(cos), size)
+            size = min(max(needed, 2 * len(cos), _FIRST_POSITIONS), self._max_positions)
+            more = self._rows(np.arange(len(cos), size))
             cos, sin = np.concatenate([cos, more[0]]), np.concatenate([sin, more[1]])
             # One assignment of both: threads that share a network at worst compute the same rows twice.
             self._table = cos, sin
@@ -130,8 +133,8 @@ class RopeTable:
         turned += halves[:, :, ::-1] * sin
         return turned.reshape(heads.shape)
 
-    def _rows(self, start: int, stop: int) -> tuple[Float32, Float32]:
-        angles = np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies
+    def _rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
+        angles = positions.astype(np.float64)[:, None] * self._frequencies
         cos = (np.cos(angles) * self._scale).astype(np.float32)
         sin = (np.sin(angles) * self._scale).astype(np.float32)
         both = np.stack([cos, cos], axis=1), np.stack([-sin, sin], axis=1)

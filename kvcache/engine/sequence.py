@@ -91,9 +91,12 @@ class ModelSequence(ABC):
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         """Append tokens to a sequence that holds `pos` of them and run them through the network."""
 
-    def _forward(self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits) -> Float32:
+    def _forward(
+        self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits, **places: NDArray[np.int64]
+    ) -> Float32:
+        """`places` go to a network that knows more of them than where tokens stand (`StreamingModel`)."""
         count = len(tokens)
-        rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits)
+        rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits, **places)
         expected = ({"last": 1, "all": count, "none": 0}[logits], self.model.config.vocab_size)
         if rows.shape != expected:
             raise ValueError(f"model.forward: expected logits of shape {expected}, got {rows.shape}")
@@ -171,7 +174,9 @@ class LiveSequence(ModelSequence):
         self._append(seq_id, count)
         seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # once, not once per layer
 
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32, /) -> Float32:
+        def attend(
+            layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
+        ) -> Float32:
             cache.write(layer, seq_id, keys, values)
             mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens)
             return mixed

@@ -1,0 +1,130 @@
+"""Endless text: a hundred thousand tokens through a model that was trained to two thousand."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.quality.heldout import Heldout
+from bench.quality.network import Recorder
+from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.engine import Transformer
+
+__all__ = ["BIN", "HEADER", "RUNS", "measure", "reference", "rows", "verdicts"]
+
+SINKS, WINDOW, CHUNK, BIN = 4, 1500, 64, 2048
+FAR = 1 << 20  # positions that a network is said to have where it is to run past those that it knows
+
+# name -> (options, tokens at most, whether positions run past what the network knows)
+STREAM, FAR_SINKS = EvictionPolicy.StreamingLLM(SINKS, WINDOW), EvictionPolicy.SlidingWindow(WINDOW, SINKS)
+RUNS: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "StreamingLLM, f32": ({"eviction_policy": STREAM}, FAR, False),
+    "StreamingLLM, q4": ({"eviction_policy": STREAM, "dtype": "q4"}, FAR, False),
+    "no sinks": ({"eviction_policy": EvictionPolicy.StreamingLLM(0, SINKS + WINDOW)}, FAR, False),
+    "sinks at their distance in the text": ({"eviction_policy": FAR_SINKS}, FAR, True),
+    "plain positions, everything kept": ({"num_blocks": 1024}, 12288, True),
+}
+HEADER = [
+    "cache", "tokens", "MiB, most", "perplexity", "first 2,048", "rest, against fresh", "worst bin",
+    "CPU ms/token, 2k .. end",
+]  # fmt: skip
+
+
+def reference(model: Transformer, text: np.ndarray) -> np.ndarray:
+    """What the model says with fresh windows: log-probabilities `(len(text) - 1,)`.
+
+    Windows of all its positions overlap by half: each token but the first ones is predicted from at least 1,024.
+    Perplexity differs from file to file, so this, and not the beginning of the text, is what a stream is held to.
+    """
+    length = model.config.max_position_embeddings
+    engine = InferenceEngine(model)
+    found = np.empty(len(text) - 1, np.float32)
+    done = start = 0
+    while done < len(found):
+        scores = engine.score(text[start : start + length])
+        found[done : start + len(scores)] = scores[done - start :]
+        done, start = start + len(scores), start + length // 2
+    return found
+
+
+def measure(model: Transformer, text: Heldout, name: str, total: int) -> dict[str, Any]:
+    """One run over the stream, in pieces of `CHUNK` tokens, timed piece by piece."""
+    options, most, far = RUNS[name]
+    tokens = text.tokens[: min(total, most) + 1]
+    recorder = Recorder(model, lambda rows: rows[:0].copy(), FAR if far else 0)  # a view would hold all rows
+    engine = InferenceEngine(recorder, prefill_chunk=CHUNK, **options)
+    scores, seconds = _score(engine, tokens)
+    return {
+        "name": name, "scores": scores, "seconds": seconds,
+        "bytes": engine.cache.stats().peak_blocks_used * engine.cache.block_memory_bytes,
+        "alive": engine.alive_tokens(0),
+    }  # fmt: skip
+
+
+def _score(engine: InferenceEngine, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`engine.score`, and the processor seconds of every piece, told by the network being called."""
+    marks: list[float] = []
+    network = engine.model
+    forward = network.forward
+
+    def timed(*args: Any, **more: Any) -> Any:
+        marks.append(time.process_time())  # whatever else the machine does meanwhile
+        return forward(*args, **more)
+
+    network.forward = timed  # type: ignore[method-assign]
+    try:
+        scores = engine.score(tokens)
+    finally:
+        network.forward = forward  # type: ignore[method-assign]
+    return scores, np.diff(marks)
+
+
+def bins(scores: np.ndarray) -> np.ndarray:
+    """Mean nats per token of each `BIN` tokens, the last one whatever is left of it if at least half."""
+    edges = range(0, max(len(scores) - BIN // 2, 1), BIN)
+    return np.array([-scores[at : at + BIN].mean(dtype=np.float64) for at in edges])
+
+
+def figures(run: dict[str, Any], fresh: np.ndarray) -> dict[str, float]:
+    """What the table shows of a run; `fresh` is the reference over the same stream."""
+    scores, seconds = run["scores"], run["seconds"]
+    fresh = fresh[: len(scores)]
+    apart = bins(scores) - bins(fresh)
+    early = seconds[2048 // CHUNK : 6144 // CHUNK]
+    rest = slice(2048, None) if len(scores) > 4096 else slice(None)
+    return {
+        "perplexity": float(np.exp(-scores.mean(dtype=np.float64))),
+        "first": float(np.exp(-scores[:2048].mean(dtype=np.float64))),
+        "ratio": float(np.exp((fresh[rest] - scores[rest]).mean(dtype=np.float64))),
+        "worst": float(np.exp(apart.max())),
+        "early": float(np.median(early) / CHUNK) if len(early) else float("nan"),
+        "late": float(np.median(seconds[-len(early) :]) / CHUNK) if len(early) else float("nan"),
+    }
+
+
+def rows(runs: list[dict[str, Any]], fresh: np.ndarray) -> list[list[str]]:
+    """The table."""
+    table = []
+    for run in runs:
+        f = figures(run, fresh)
+        table.append([
+            run["name"], f"{len(run['scores']):,}", f"{run['bytes'] / 2**20:.2f}", f"{f['perplexity']:.2f}",
+            f"{f['first']:.2f}", f"{100 * (f['ratio'] - 1):+.1f} %", f"{100 * (f['worst'] - 1):+.1f} %",
+            f"{1e3 * f['early']:.2f} .. {1e3 * f['late']:.2f}",
+        ])  # fmt: skip
+    return table
+
+
+def verdicts(runs: list[dict[str, Any]], fresh: np.ndarray) -> list[dict[str, Any]]:
+    """A stream stays within 10 % of fresh windows, and its time per token flat."""
+    found = []
+    for run in runs:
+        if run["name"].startswith("StreamingLLM"):
+            f = figures(run, fresh)
+            for figure, value, bound in (("rise", f["ratio"] - 1, 0.1), ("slower", f["late"] / f["early"] - 1, 0.1)):
+                found.append(
+                    {"format": run["name"], "figure": figure, "bound": bound, "value": value, "met": value <= bound}
+                )
+    return found

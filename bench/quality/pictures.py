@@ -1,0 +1,130 @@
+"""The pictures of `bench quality`: what a reader should see before he reads a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.plot import pyplot, save
+from bench.quality.endless import BIN, bins
+
+__all__ = ["draw_budgets", "draw_formats", "draw_mass", "draw_stream"]
+
+
+def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -> Path:
+    """Perplexity over bits per value, a line per context; formats of mixed K and V as single points."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for context, figures in formats.items():
+        pure = {name: f for name, f in figures.items() if "/" not in name and "," not in name}
+        line = axes.plot(
+            [f["bits"] for f in pure.values()], [100 * f["rise"] for f in pure.values()], marker="o",
+            label=f"context {context}",
+        )[0]  # fmt: skip
+        for name, f in figures.items():
+            if name in pure:
+                offset = (0, 8)
+            elif "/" in name:
+                offset = (8, 3) if name < name[::-1] else (8, -8)
+                axes.plot(f["bits"], 100 * f["rise"], marker="x", color=line.get_color())
+            else:
+                offset = (-8, 8)
+                axes.plot(f["bits"], 100 * f["rise"], marker="2", color=line.get_color())
+                continue
+            if context == next(iter(formats)):
+                axes.annotate(name, (f["bits"], 100 * f["rise"]), offset, textcoords="offset points", fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2.5, 3.5, 4.5, 8.5, 16, 32], ["2.5", "3.5", "4.5", "8.5", "16", "32"])
+    axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_ylim(bottom=-0.005)
+    axes.set_xlabel("bits per value, scale and minimum included (x: K and V apart, Y: not rotated)")
+    axes.set_ylabel("perplexity over the f32 cache, %")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return save(plt, figure, folder, "quality formats")
+
+
+def draw_budgets(figures: list[dict[str, Any]], folder: str) -> Path:
+    """Perplexity of the continuation and names copied over the budget, a line per policy."""
+    plt = pyplot()
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.5))
+    everything = [f for f in figures if f["policy"] == "all"]
+    for axes, key, label in zip(
+        both, ("perplexity", "copied"), ("perplexity of the continuation", "tokens of names copied"), strict=True
+    ):
+        lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for f in figures:
+            if f["policy"] != "all":
+                lines.setdefault((f["policy"], f["dtype"]), []).append(f)
+        colors: dict[str, Any] = {}
+        for (policy, dtype), points in lines.items():
+            points = points + [f for f in everything if f["dtype"] == dtype]
+            line = axes.plot(
+                [f["percent"] for f in points], [f[key] for f in points], color=colors.get(policy), marker=".",
+                linestyle="-" if dtype == "f32" else ":", label=policy if dtype == "f32" else None,
+            )[0]  # fmt: skip
+            colors.setdefault(policy, line.get_color())
+        axes.set_xscale("log")
+        ticks = sorted({f["percent"] for f in figures})
+        axes.set_xticks(ticks, [f"{tick} %" for tick in ticks], minor=False)
+        axes.minorticks_off()
+        axes.set_xlabel("budget per layer (dotted: the same in q4)")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    both[0].set_yscale("log")
+    both[0].legend(fontsize="small")
+    return save(plt, figure, folder, "quality budgets")
+
+
+def draw_stream(runs: list[dict[str, Any]], fresh: np.ndarray, folder: str) -> Path:
+    """Perplexity along the stream, over that of fresh windows on the same text; and the time per token."""
+    plt = pyplot()
+    figure, (axes, clock) = plt.subplots(2, 1, figsize=(9, 6.5), height_ratios=[3, 1], sharex=True)
+    for run in runs:
+        own = bins(run["scores"])
+        ratio = np.exp(own - bins(fresh[: len(run["scores"])]))
+        axes.plot((np.arange(len(ratio)) + 0.5) * BIN, ratio, marker=".", label=run["name"])
+        pieces = len(run["seconds"]) // 32 * 32
+        middle = np.median(run["seconds"][:pieces].reshape(-1, 32), axis=1)
+        at = np.arange(len(middle)) * len(run["scores"]) / max(len(middle), 1)
+        clock.plot(at, 1e3 * middle / (len(run["scores"]) / (len(run["seconds"]) + 1)))
+    axes.axhspan(1, 1.1, color="tab:green", alpha=0.15)
+    axes.set_yscale("log")
+    axes.set_ylabel("perplexity over that of fresh windows")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    clock.set_ylim(bottom=0)
+    clock.set_ylabel("CPU ms per token")
+    clock.set_xlabel("token of the stream (the model was trained to 2,048)")
+    clock.grid(alpha=0.3)
+    return save(plt, figure, folder, "quality stream")
+
+
+def draw_mass(found: dict[str, Any], folder: str) -> Path:
+    """Where the attention of the last queries goes, layer by layer, and what each policy has kept for them."""
+    plt = pyplot()
+    mass, kept, queries = found["mass"], found["kept"], found["queries"]
+    layers, tokens = mass.shape
+    figure, panels = plt.subplots(len(kept) + 1, 1, figsize=(11, 1.1 * (len(kept) + 2)), sharex=True)
+    columns = 512
+    edges = np.linspace(0, tokens, columns + 1).astype(int)
+    coarse = np.add.reduceat(mass, edges[:-1], axis=1)
+    extent = (0, tokens, layers - 0.5, -0.5)
+    panels[0].imshow(np.log10(coarse + 1e-6), aspect="auto", cmap="magma", extent=extent, interpolation="nearest")
+    panels[0].set_title(f"attention of the last {queries} tokens (logarithmic), by layer and token", fontsize=9)
+    for axes, (name, positions) in zip(panels[1:], kept.items(), strict=True):
+        alive = np.zeros((layers, tokens))
+        for layer, at in enumerate(positions):
+            alive[layer, at] = 1
+        alive = np.add.reduceat(alive, edges[:-1], axis=1) / np.diff(edges)
+        axes.imshow(alive, aspect="auto", cmap="Greys", extent=extent, interpolation="nearest", vmin=0, vmax=1)
+        share = f"{100 * found['share'][name]:.0f} % of that attention"
+        axes.set_title(f"{name}: {found['percent']} % of the tokens, {share}", fontsize=9)
+    for axes in panels:
+        axes.set_yticks([0, layers - 1])
+        axes.axvline(tokens - queries, color="tab:blue", linewidth=0.8)
+    panels[-1].set_xlabel("token of the prompt")
+    figure.tight_layout()
+    return save(plt, figure, folder, "quality attention", "png")

@@ -1,0 +1,184 @@
+"""`python -m bench quality`: formats, outliers, eviction, endless text and prefix reuse, measured end to end.
+
+Everything goes through the engine and its packed, paged cache; a run over the f32 cache stands in every table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.quality import endless, eviction, formats, heldout, outliers, pictures, presses, reuse
+from bench.quality.network import demo_model
+from bench.quality.prompts import make_prompts
+from bench.report import environment, markdown, text_table
+
+__all__ = ["add_arguments", "main"]
+
+PARTS = ("formats", "outliers", "eviction", "endless", "reuse", "kvpress")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this bench understands."""
+    parser.add_argument("--only", action="append", choices=PARTS, help="this part (may be repeated)")
+    parser.add_argument("--library", type=Path, help="standard library to take the held-out modules from")
+    parser.add_argument("--tokens", type=int, help="tokens of the formats table, per context (default 51,200)")
+    parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
+    parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
+
+
+class _Run:
+    """One call of the bench: what it works on, what it prints, what it has found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.quick = options, options.quick
+        self.model, self.tokenizer = demo_model()
+        self.text = heldout.load(self.tokenizer, options.library)
+        self.data: dict[str, Any] = {}
+        self.missed = 0
+
+    def table(self, title: str, header: list[str], rows: list[list[str]], *notes: str) -> None:
+        layout = markdown if self.options.markdown else text_table
+        print(f"\n{'### ' if self.options.markdown else ''}{title}\n\n{layout(header, rows)}")
+        for note in notes:
+            print(f"\n{note}")
+        print(flush=True)
+
+    def verdicts(self, found: list[dict[str, Any]]) -> None:
+        for v in found:
+            shown = "{:.2g}" if v["figure"] == "kl" else "{:.2%}"
+            reached, asked = shown.format(v["value"]), shown.format(v["bound"])
+            what = {"kl": "KL divergence", "rise": "more perplexity", "slower": "more time per token"}[v["figure"]]
+            print(f"{v['format']}: {what}, {reached}, asked at most {asked}: {'met' if v['met'] else 'MISSED'}")
+            self.missed += not v["met"]
+
+    def formats(self) -> None:
+        names = list(formats.FORMATS)
+        total = self.options.tokens or (4_096 if self.quick else 51_200)
+        speed = formats.speeds(self.model, self.text, 1024, names, 2 if self.quick else 6)
+        found = {}
+        for context in (1024,) if self.quick else (1024, 2048):
+            figures = found[str(context)] = formats.measure(self.model, self.text, context, total, names)
+            tokens = figures["f32"]["tokens"]
+            self.table(
+                f"Formats at context {context}, {tokens:,} tokens", [*formats.HEADER, "decode tok/s"],
+                formats.rows(figures, speed),
+            )  # fmt: skip
+            self.verdicts(formats.verdicts(figures))
+        self.data["formats"] = {"figures": found, "decode": speed}
+        if self.options.plot:
+            print(pictures.draw_formats(found, self.options.plot))
+
+    def outliers(self) -> None:
+        figures = outliers.measure(512 if self.quick else 4096, list(formats.FORMATS))
+        self.data["outliers"] = figures
+        self.table(
+            f"Synthetic attention, head_dim {outliers.DIM}: 1 key channel in {outliers.EVERY} times {outliers.FACTOR}",
+            outliers.HEADER, outliers.rows(figures),
+            "Random keys and values have no structure that attention could use: errors on text are far smaller.",
+        )  # fmt: skip
+
+    def eviction(self) -> None:
+        count = self.options.prompts or (1 if self.quick else 8)
+        prompts = make_prompts(self.text, self.tokenizer, count)
+        found = [eviction.measure(self.model, prompts, "all", 100, dtype) for dtype in ("f32", "q4")]
+        budgets = (10, 40) if self.quick else eviction.BUDGETS
+        for dtype, some in (("f32", budgets), ("q4", (20,) if self.quick else (10, 20, 40))):
+            for policy in eviction.POLICIES:
+                if dtype == "f32" or not policy.startswith("random"):
+                    found += [eviction.measure(self.model, prompts, policy, percent, dtype) for percent in some]
+        one = found[0]
+        self.table(
+            f"Eviction: {count} prompts of {eviction.LENGTH:,} tokens, pieces of {eviction.CHUNK}", eviction.HEADER,
+            eviction.rows(found),
+            f"perplexity: {one['tokens']:,} tokens of continuation; names: {one['names']}, each seen once. A piece is "
+            f"attended before anyone leaves, so memory is that of the budget and one piece.",
+        )  # fmt: skip
+        pieces = [] if self.quick else self._pieces(prompts[:3])
+        survivors = eviction.survivors(self.model, prompts[0], 20)
+        shares = [[name, f"{100 * share:.1f} %"] for name, share in survivors["share"].items()]
+        self.table(
+            "What is kept of the attention: 20 % of a prompt, and where its last 128 tokens look",
+            ["policy", "of the attention"], shares,
+        )  # fmt: skip
+        kept = {"kept": survivors["kept"], "share": survivors["share"]}
+        self.data["eviction"] = {"figures": found, "pieces": pieces, "survivors": kept}
+        if self.options.plot:
+            print(pictures.draw_budgets(found, self.options.plot))
+            print(pictures.draw_mass(survivors, self.options.plot))
+
+    def _pieces(self, prompts: list[Any]) -> list[dict[str, Any]]:
+        """The same budget in pieces of other lengths: the longer, the more a token sees before anyone leaves."""
+        found = [
+            eviction.measure(self.model, prompts, policy, 20, chunk=chunk)
+            for policy in ("H2O", "window")
+            for chunk in (8, 32, 128, 512)
+        ]
+        rows = [[f["policy"], f"{f['chunk']}", f"{f['perplexity']:.3f}"] for f in found]
+        self.table("The length of a piece, budget 20 %", ["policy", "piece", "perplexity"], rows)
+        return found
+
+    def endless(self) -> None:
+        total = self.options.stream or (8_192 if self.quick else 100_000)
+        fresh = endless.reference(self.model, self.text.tokens[: total + 1])
+        runs = []
+        for name in endless.RUNS:
+            long = name.startswith("StreamingLLM")
+            runs.append(endless.measure(self.model, self.text, name, total if long else min(total, 32_768)))
+        self.table(
+            f"Endless text: {endless.SINKS} sinks and {endless.WINDOW} tokens of window, pieces of {endless.CHUNK}",
+            endless.HEADER, endless.rows(runs, fresh),
+            f"fresh: windows of 2,048 tokens of the same text that overlap by half, perplexity "
+            f"{np.exp(-fresh.mean(dtype=np.float64)):.2f} over all {len(fresh):,} tokens; a bin has "
+            f"{endless.BIN:,} tokens.",
+        )  # fmt: skip
+        self.verdicts(endless.verdicts(runs, fresh))
+        self.data["endless"] = {
+            "fresh": endless.bins(fresh).tolist(),
+            "runs": [
+                {"name": run["name"], "bins": endless.bins(run["scores"]).tolist(), **endless.figures(run, fresh)}
+                for run in runs
+            ],
+        }
+        if self.options.plot:
+            print(pictures.draw_stream(runs, fresh, self.options.plot))
+
+    def reuse(self) -> None:
+        splits = 25 if self.quick else 500
+        figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in reuse.FORMATS}
+        self.data["reuse"] = figures
+        self.table(
+            "Prefix reuse: logits after a hit against a cold run", reuse.HEADER, reuse.rows(figures),
+            "Pieces of other lengths add up in another order; a code of a quantised row can then round the other way.",
+        )  # fmt: skip
+
+    def kvpress(self) -> None:
+        found = presses.measure(self.model, make_prompts(self.text, self.tokenizer, 1 if self.quick else 4))
+        self.data["kvpress"] = found
+        if isinstance(found, str):
+            print(f"\nkvpress: {found}")
+        else:
+            self.table("The same policies in kvpress, on transformers", presses.HEADER, presses.rows(found))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the parts, print their tables, write JSON and pictures."""
+    run = _Run(options)
+    print(run.text)
+    for part in options.only or PARTS:
+        start = time.perf_counter()
+        measure: Callable[[], None] = getattr(run, part)
+        measure()
+        print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if options.json:  # after every part: a long run that is cut short keeps what it has
+            where = {"environment": environment(), "text": str(run.text)}
+            Path(options.json).write_text(json.dumps(where | run.data, indent=1) + "\n")
+    if run.missed:
+        print(f"\n{run.missed} bounds missed")
+    return 0
