@@ -54,7 +54,7 @@ cdef class BatchTable(SequenceTable):
                 self.refuse_twice_(numbers(ids)[i])
                 self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]), holes=False)
                 taken += 1
-        except (MemoryError, ValueError):
+        except BaseException:
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise
@@ -111,7 +111,7 @@ cdef class BatchTable(SequenceTable):
                 self.refuse_twice_(numbers(news)[i])
                 self.picked[i] = self.enter_fork_(self.rows.get(numbers(olds)[i]), numbers(news)[i])
                 taken += 1
-        except (MemoryError, ValueError):
+        except BaseException:
             for i in range(taken):
                 self.leave_(self.picked[i])
             raise

@@ -1,13 +1,8 @@
 """The trie with entries: marks at node boundaries, evicted one whole entry at a time."""
 
-cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 from kvcache._trie cimport TokenTrie
-
-import numpy as np
-
-cnp.import_array()
 
 
 cdef class EntryTrie(TokenTrie):
@@ -73,16 +68,13 @@ cdef class EntryTrie(TokenTrie):
 
     cdef object _evict_entry(self, int32_t kept):
         cdef int32_t leaf = self.leaves.top(), root
-        cdef bint spare = leaf < 0
-        if spare:    # Only the kept path is left: its longest entry goes, its tokens stay.
+        if leaf < 0:    # Only the kept path is left: its longest entry goes, its tokens stay.
             leaf = kept
             while leaf >= 0 and not self.nodes[leaf].marked:
                 leaf = self.nodes[leaf].parent
         if leaf < 0:
             return None
-        self.num_entries -= self.nodes[leaf].marked
-        self.nodes[leaf].marked = 0
         root = leaf
         while self.nodes[root].parent >= 0:
             root = self.nodes[root].parent
-        return root, np.empty(0, np.int32) if spare else self.cut_leaf(leaf)
+        return root, self.cut_leaf(leaf)

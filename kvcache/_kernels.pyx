@@ -48,6 +48,8 @@ FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 # The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
 cdef const kvc_kernels *_active = NULL
 cdef int _threads = 0
+# A child of os.fork() has the runtime of its parent's threads and none of the threads: it would wait for ever.
+cdef bint _forked = False
 
 
 # ---- For Cython: see _kernels.pxd.
@@ -105,6 +107,8 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
 
 
 cdef int num_threads() noexcept nogil:
+    if _forked:
+        return 1
     return _threads if _threads > 0 else kvc_default_threads()
 
 
@@ -193,7 +197,10 @@ def get_num_threads():
 
 
 def set_num_threads(n):
-    """Let one call use at most `n` threads, n >= 1."""
+    """Let one call use at most `n` threads, n >= 1.
+
+    A process that was forked runs on one thread whatever is set here, for the threads of its parent do not exist in it.
+    """
     global _threads
     if isinstance(n, bool) or not hasattr(n, "__index__"):
         raise TypeError(f"expected an integer number of threads, got {n!r}")
@@ -217,6 +224,15 @@ def _read_environment(environ):
 
 
 _read_environment(os.environ)
+
+
+def _after_fork():
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # ---- For tests: the kernels over NumPy arrays, without pool or store. Sizes are checked, so none can crash.

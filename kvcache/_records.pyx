@@ -168,6 +168,7 @@ cdef class SequenceRecords:
                 self.run_room += seq.capacity
         except MemoryError:
             self.idle_room += seq.capacity
+            self.drop_room_(seq, keep_runs=self.idle_room <= self.pool.num_blocks)
             raise
         return 0
 

@@ -21,6 +21,11 @@ cdef struct Entry:
     int32_t next       # the entry after it, -1 for the last; of a free slot the next free one
 
 
+cdef struct placed:       # a row of one append, and where it went
+    int64_t row
+    int32_t slot
+
+
 cdef class Roster:
     cdef Entry *entries           # (room,) by slot
     cdef int32_t room

@@ -2,7 +2,7 @@
 
 from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free, qsort, realloc
 
 from kvcache._heap cimport IndexedHeap
 from kvcache._kernels cimport kvc_run
@@ -14,13 +14,22 @@ from kvcache._sequences import RUN
 __all__ = ["Roster", "runs_of"]
 
 
-def runs_of(const int32_t[::1] slots, int32_t block_size):
+PLACED = np.dtype([("row", np.int64), ("slot", np.int32)], align=True)
+
+
+cdef int by_slot(const void *a, const void *b) noexcept nogil:
+    cdef int32_t left = (<const placed *>a).slot, right = (<const placed *>b).slot
+    return (left > right) - (left < right)
+
+
+def runs_of(const int32_t[::1] slots, int32_t block_size, out=None):
     """The slots in this order as runs (dtype `RUN`), slot s standing in block s // block_size.
 
-    Neighbours that follow each other inside one block share a run.
+    Neighbours that follow each other inside one block share a run. `out`, dtype `RUN`, at least as many as there are
+    slots, is where they are written.
     """
     cdef int64_t i, n = slots.shape[0], count = 0
-    runs = np.empty(n, RUN)
+    runs = np.empty(n, RUN) if out is None else out
     cdef kvc_run[::1] view = runs
     with nogil:
         for i in range(n):
@@ -59,31 +68,36 @@ cdef class Roster:
         """Add `count` rows, each followed by the evictions that it makes necessary.
 
         Returns:
-            `(rows, slots)`: int64 and int32, the rows that stayed, ascending in [0, count), and their slots. Some
-            of these slots may have been another entry's before.
+            `(rows, slots)`: int64 and int32, which of the rows in [0, count) stayed, and their slots, which ascend;
+            None as rows if all stayed in this order. Some of these slots may have been another entry's before.
 
         Raises:
             MemoryError: nothing has changed then.
         """
         cdef int64_t _i, i, first = self.next_position, kept = 0
         cdef int32_t slot
+        cdef bint in_order = True
         self.reserve(min(self.size + count, <int64_t>limit))
+        most = min(count, <int64_t>limit)
+        rows, slots, pairs = np.empty(most, np.int64), np.empty(most, np.int32), np.empty(most, PLACED)
+        cdef int64_t[::1] row_view = rows
+        cdef int32_t[::1] slot_view = slots
+        cdef placed[::1] pair = pairs
         with nogil:
             for _i in range(count):
                 self.admit(limit, front, back)
             slot = self.tail
             while slot >= 0 and self.entries[slot].position >= first:
+                pair[kept].row, pair[kept].slot = self.entries[slot].position - first, slot
                 kept += 1
                 slot = self.entries[slot].prev
+            if kept > 1:
+                qsort(&pair[0], kept, sizeof(placed), by_slot)
+            for i in range(kept):
+                row_view[i], slot_view[i] = pair[i].row, pair[i].slot
+                in_order = in_order and pair[i].row == i
         self.text = None
-        rows, slots = np.empty(kept, np.int64), np.empty(kept, np.int32)
-        cdef int64_t[::1] row_view = rows
-        cdef int32_t[::1] slot_view = slots
-        slot = self.tail
-        for i in range(kept - 1, -1, -1):
-            row_view[i], slot_view[i] = self.entries[slot].position - first, slot
-            slot = self.entries[slot].prev
-        return rows, slots
+        return None if in_order and kept == count else rows[:kept], slots[:kept]
 
     def evict(self, int32_t limit, int32_t front, int32_t back):
         """Evict entries until at most `limit` are left; how many left."""

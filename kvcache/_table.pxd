@@ -23,6 +23,5 @@ cdef class SequenceTable(SequenceRows):
     cdef void lengthened_(self, int32_t row) noexcept nogil   # after it got more tokens
     cdef double key_(self, int32_t row) noexcept nogil        # the least leaves first
     cdef void rank_(self, int32_t row) noexcept nogil         # put it where it belongs among the victims
-    cdef int rank_all_(self, list rows) except -1
     cdef int32_t victim_(self) noexcept nogil                 # the row that leaves next, -1 when there is none
     cdef bint all_shared_(self, int32_t row) noexcept nogil   # evicting it would free nothing

@@ -85,8 +85,9 @@ cdef class SequenceTable(SequenceRows):
         cdef int32_t row
         try:
             row = self.enter_(seq_id, count, holes=False)
-        except MemoryError:
-            self.pool.release(ids)
+        except BaseException:
+            for i in range(count):
+                self.pool.release_(ids[i])
             raise
         cdef Sequence *seq = &self.seqs[row]
         for i in range(count):
@@ -242,27 +243,29 @@ cdef class SequenceTable(SequenceRows):
             return np.empty((0, 5), np.int32)
         if shared and count > self.pool.num_free:
             raise OutOfMemoryError(count, self.pool.num_free)
-        old_runs = self.runs(seq_id)
-        old_positions = self.run_positions(seq_id)
-        # At most one more piece per target block than there are runs.
-        self.reserve_(row, seq.num_runs + count)
+        old_runs, old_positions = self.runs(seq_id), self.run_positions(seq_id)
         blocks = old_runs["block"]
-        old_blocks = blocks[np.r_[True, blocks[1:] != blocks[:-1]]]
-        if shared:
-            target = self.pool.acquire(count)
-        else:
-            target = old_blocks[:count].copy()
-        moves = []
-        cdef int64_t done = 0, run = 0, length, left
-        for (block, first, stop), position in zip(old_runs.tolist(), old_positions.tolist()):
-            left = stop - first
-            while left:
-                length = min(left, self.block_size - done % self.block_size)
+        old_blocks = np.ascontiguousarray(blocks[np.r_[True, blocks[1:] != blocks[:-1]]])
+        # At most one more piece per target block than there are runs. All memory is there before the first change.
+        moves = np.empty((seq.num_runs + count, 5), np.int32)
+        self.reserve_(row, seq.num_runs + count)
+        cdef const kvc_run[::1] olds = old_runs
+        cdef const int64_t[::1] places = old_positions
+        cdef const int32_t[::1] leaving = old_blocks if shared else old_blocks[count:]
+        cdef int32_t[::1] target = self.pool.acquire(count) if shared else old_blocks
+        cdef int32_t[:, ::1] move = moves
+        cdef int64_t done = 0, run = 0, n = 0, length, first, position
+        for i in range(olds.shape[0]):
+            first, position = olds[i].first, places[i]
+            while first < olds[i].stop:
+                length = min(olds[i].stop - first, self.block_size - done % self.block_size)
                 seq.runs[run].block = target[done // self.block_size]
                 seq.runs[run].first = <uint16_t>(done % self.block_size)
                 seq.runs[run].stop = <uint16_t>(done % self.block_size + length)
                 seq.positions[run] = position
-                moves.append((block, first, seq.runs[run].block, seq.runs[run].first, length))
+                move[n, 0], move[n, 1] = olds[i].block, <int32_t>first
+                move[n, 2], move[n, 3], move[n, 4] = seq.runs[run].block, seq.runs[run].first, <int32_t>length
+                n += 1
                 if run > 0 and seq.runs[run - 1].block == seq.runs[run].block \
                         and seq.positions[run - 1] + run_length(seq.runs[run - 1]) == position:
                     seq.runs[run - 1].stop = seq.runs[run].stop
@@ -271,11 +274,11 @@ cdef class SequenceTable(SequenceRows):
                 done += length
                 first += length
                 position += length
-                left -= length
         seq.num_runs = run
         seq.dense = run == count
-        self.pool.release(old_blocks if shared else old_blocks[count:])
-        return np.array(moves, np.int32).reshape(-1, 5)
+        if leaving.shape[0]:
+            self.pool.release_each(&leaving[0], leaving.shape[0], 1)
+        return moves[:n]
 
     # -- who leaves -----------------------------------------------------------------------------------------
 
@@ -293,12 +296,15 @@ cdef class SequenceTable(SequenceRows):
         return None if row < 0 else self.seqs[row].seq_id
 
     def evict_to(self, double utilization):
-        """Evict until at most this share of the pool is in use; the ids that left, in order.
+        """Evict until at most this share of the pool is in use; the ids that left, in order, uint64.
 
         A sequence whose blocks are all shared frees nothing: such are passed over while there is another.
         """
-        evicted = []
-        passed = []
+        # Row by row both lists together: there is room for whatever happens before the first leaves.
+        cdef int64_t i, num_evicted = 0, first = 0, last = 0
+        rows, names = np.empty(len(self), np.int32), np.empty(len(self), np.uint64)
+        cdef int32_t[::1] passed = rows
+        cdef uint64_t[::1] evicted = names
         cdef int32_t row
         cdef bint released
         cdef BlockPool pool = self.pool
@@ -306,20 +312,25 @@ cdef class SequenceTable(SequenceRows):
             row = self.victim_()
             if row >= 0 and self.all_shared_(row):
                 self.order.drop(row)
-                passed.append(row)
+                passed[last] = row
+                last += 1
                 continue
             if row < 0:
-                if not passed:
+                if first == last:
                     break
-                row = passed.pop(0)
-            evicted.append(self.seqs[row].seq_id)
+                row = passed[first]
+                first += 1
+            evicted[num_evicted] = self.seqs[row].seq_id
+            num_evicted += 1
             released = self.leave_(row)
             # What it shared may now belong to one alone that was passed over.
             if released:
-                self.rank_all_(passed)
-                passed = []
-        self.rank_all_(passed)
-        return evicted
+                for i in range(first, last):
+                    self.rank_(passed[i])
+                first = last = 0
+        for i in range(first, last):
+            self.rank_(passed[i])
+        return names[:num_evicted]
 
     def set_priority(self, uint64_t seq_id, int64_t priority):
         """Under the rank "priority", the lowest leaves first."""
@@ -422,12 +433,6 @@ cdef class SequenceTable(SequenceRows):
             self.order.drop(row)
         else:
             self.order.put_tied(row, self.key_(row), self.seqs[row].seq_id)
-
-    cdef int rank_all_(self, list rows) except -1:
-        cdef int32_t row
-        for row in rows:
-            self.rank_(row)
-        return 0
 
     cdef int32_t victim_(self) noexcept nogil:
         cdef int32_t row = self.order.top()

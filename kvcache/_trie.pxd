@@ -33,6 +33,7 @@ cdef class TokenTrie(NodeTable):
     cdef int32_t at_depth(self, int32_t id, Py_ssize_t depth) except -1 nogil
     # All values below `id` into out; returns how many.
     cdef Py_ssize_t collect(self, int32_t id, int32_t* out) noexcept nogil
+    cdef void _empty(self, int32_t top) noexcept nogil               # a root, also of what is pinned
 
     cdef int32_t _root(self, object root) except -1
     cdef int32_t _node(self, object node) except -1

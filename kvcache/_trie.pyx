@@ -285,7 +285,7 @@ cdef class TokenTrie(NodeTable):
             raise ValueError(f"expected a number of pages, got {num_pages}")
         cdef cnp.ndarray freed = new_values(min(count, self.num_pages))
         count = self.free_pages(freed.shape[0], int32s(freed))
-        return freed if count == freed.shape[0] else freed[:count].copy()
+        return freed if count == freed.shape[0] else freed[:count]
 
     def remove(self, root, tokens):
         """Forget `tokens` and free what no other cached sequence, mark or pin needs; returns the values.
@@ -297,22 +297,20 @@ cdef class TokenTrie(NodeTable):
         cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
         if at.length < ids.shape[0] or at.length < self.nodes[at.node].end or at.node == top:
             return new_values(0)
-        self.num_entries -= self.nodes[at.node].marked
-        self.nodes[at.node].marked = 0
         return self.cut_leaf(at.node)
 
     def cut_leaf(self, node):
-        """Free what the sequence that ends in leaf `node` alone needs, unless it is marked; the values, last first."""
+        """Unmark `node` and, if it is a leaf, free what its sequence alone needs; the values, last first."""
         cdef int32_t id = self._node(node)
-        if self.nodes[id].child >= 0:
-            return new_values(0)
-        cdef cnp.ndarray freed = new_values(self.nodes[id].end // self.page_size)
-        return freed[: self.cut(id, int32s(freed))].copy()
+        cdef bint leaf = self.nodes[id].child < 0
+        cdef cnp.ndarray freed = new_values(self.nodes[id].end // self.page_size if leaf else 0)
+        self.num_entries -= self.nodes[id].marked
+        self.nodes[id].marked = 0
+        return freed[: self.cut(id, int32s(freed))] if leaf else freed
 
-    def _empty(self, root):
-        """All values below `root`, which is left empty; pins and marks do not count."""
-        cdef int32_t top = self._root(root), id = top, parent
-        cdef cnp.ndarray freed = self.all_values(root)
+    cdef void _empty(self, int32_t top) noexcept nogil:
+        """Leave `top`, a root, empty; pins and marks do not count."""
+        cdef int32_t id = top, parent
         while True:
             while self.nodes[id].child >= 0:
                 id = self.nodes[id].child
@@ -320,17 +318,29 @@ cdef class TokenTrie(NodeTable):
                 break
             parent = self.nodes[id].parent
             self.num_entries -= self.nodes[id].marked
+            self.num_pages -= self.pages(id)
             self.trim(id, self.nodes[id].begin)
             id = parent
-        self.num_pages -= freed.shape[0]
         self.nodes[top].pins = 0
-        return freed
 
     def drop_root(self, root):
         """Drop a namespace with all it caches, also what is pinned; returns the values."""
-        freed = self._empty(root)
-        self.give(self._root(root))
+        cdef int32_t top = self._root(root)
+        freed = self.all_values(root)
+        self._empty(top)
+        self.give(top)
         return freed
+
+    def drop_empty(self, root):
+        """`drop_root` of a namespace that caches nothing; takes no memory.
+
+        Raises:
+            InvalidOperationError: it does cache something.
+        """
+        cdef int32_t top = self._root(root)
+        if self.nodes[top].child >= 0:
+            raise InvalidOperationError(f"expected a root without children, got {root}")
+        self.give(top)
 
     def prune(self, root, tokens):
         """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.
@@ -359,13 +369,23 @@ cdef class TokenTrie(NodeTable):
         self.nodes[kept].pins -= 1
         self.list_leaf(kept)
         self.shrink(kept, 1, int32s(values) + freed)
-        return values[: freed + 1].copy()
+        return values[: freed + 1]
 
     def clear(self):
         """Empty every namespace, also what is pinned; the roots stay. Returns the values."""
+        cdef Py_ssize_t root, at = 0
+        cdef cnp.ndarray freed = new_values(self.num_pages)
+        for root in self.roots():
+            at += self.collect(<int32_t>root, int32s(freed) + at)
+        self.empty()
+        return freed
+
+    def empty(self):
+        """`clear` that returns nothing and takes no memory."""
         cdef Py_ssize_t id
-        parts = [self._empty(id) for id in self.roots()]
-        return np.concatenate(parts) if parts else new_values(0)
+        for id in range(self.used):
+            if self.nodes[id].begin >= 0 and self.nodes[id].parent < 0:
+                self._empty(<int32_t>id)
 
     # ------------------------------------------------------------------ what is inside
 

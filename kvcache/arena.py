@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class RowArena:
         self.next_lease = 0
         self.uncounted: list[int] = []
         self.ended: deque[int] = deque()
+        self.leaving: deque[Int32] = deque()  # what the trie let go of, not yet free
         self.saved: SavedRows | None = None
 
     # -- slots ----------------------------------------------------------------------------------------------
@@ -109,9 +111,9 @@ class RowArena:
         """
         if count > self.num_free:
             self._grow(min(max(2 * self.num_slots, self.num_used + count, 64), max(limit, self.num_used + count)))
-        self.num_free -= count
-        slots = self.free[self.num_free : self.num_free + count][::-1].copy()
+        slots = self.free[self.num_free - count : self.num_free][::-1].copy()
         self.stored[slots] = True
+        self.num_free -= count
         return slots
 
     def _grow(self, num_slots: int) -> None:
@@ -127,12 +129,9 @@ class RowArena:
 
     def drop(self, slots: Int32) -> None:
         """The trie lets go of `slots`, in the order in which they left it."""
-        self.settle(count=True)
-        self.stored[slots] = False
-        if self.saved is not None:
-            self.saved.forget(slots)
-            self._put_away_saved()
-        self._give(slots[self.leased[slots] == 0])
+        self.leaving.append(slots)
+        with suppress(MemoryError):  # then the next call does it
+            self.settle(count=True)
 
     def _give(self, slots: Int32) -> None:
         self.free[self.num_free : self.num_free + len(slots)] = slots
@@ -174,19 +173,36 @@ class RowArena:
 
     def settle(self, count: bool = False) -> None:
         """Close the leases that were let go; with `count`, count the slots of those that were not."""
+        # Each step computes first and changes afterwards: without memory it is done by the next call.
         while self.ended:
-            slots, counted = self.leases.pop(self.ended.popleft())
+            slots, counted = self.leases[self.ended[0]]
             if counted:
-                self.leased[slots] -= 1
-                self._give(slots[(self.leased[slots] == 0) & ~self.stored[slots]][::-1])
+                at, left = slots.astype(np.intp), self.leased[slots] - 1
+                given = slots[(left == 0) & ~self.stored[slots]][::-1]
+                self.leased[at] = left
+                self._give(given)
+            del self.leases[self.ended.popleft()]
+        count = count or bool(self.leaving)
+        while count and self.uncounted:
+            key = self.uncounted[-1]
+            if key in self.leases:
+                slots, _ = self.leases[key]
+                at, more, lease = slots.astype(np.intp), self.leased[slots] + 1, (slots, True)
+                self.leases[key] = lease
+                self.leased[at] = more
+            self.uncounted.pop()
+        while count and self.leaving:
+            slots = self.leaving[0]
+            at, given = slots.astype(np.intp), slots[self.leased[slots] == 0]
+            if self.saved is not None:
+                self.saved.forget(slots)
+                self._put_away_saved()
+            self.stored[at] = False
+            self._give(given)
+            self.leaving.popleft()
         if count:
-            for key in self.uncounted:
-                if key in self.leases:
-                    slots, _ = self.leases[key]
-                    self.leases[key] = (slots, True)
-                    self.leased[slots] += 1
-            self.uncounted.clear()
-        elif len(self.uncounted) > 2 * len(self.leases) + 64:
+            return
+        if len(self.uncounted) > 2 * len(self.leases) + 64:
             self.uncounted = [key for key in self.uncounted if key in self.leases]
 
     def num_leased(self) -> int:

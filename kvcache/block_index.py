@@ -66,13 +66,12 @@ class BlockIndex:
         self.reasons = dict.fromkeys(REASONS, 0)
         self.saved: SavedBlocks | None = None
         self._clock = 0
-        self._forget()
+        self._name_nothing(TokenTrie(block_size), GhostTrie(block_size, max_blocks))
 
-    def _forget(self) -> None:
-        self.trie = TokenTrie(self.block_size)
+    def _name_nothing(self, trie: TokenTrie, ghosts: GhostTrie) -> None:
+        self.trie, self._ghosts = trie, ghosts
         self._roots: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
-        self._ghosts = GhostTrie(self.block_size, self.max_blocks)
 
     def __len__(self) -> int:
         return len(self.trie)
@@ -92,20 +91,23 @@ class BlockIndex:
         self.holds.settle()
         found = self._ready(ids, name)
         length = len(found.blocks) * self.block_size
+        reason = None
+        if length + self.block_size <= len(ids):
+            reason = self._why(ids[: length + self.block_size], found, name)
+        if length:
+            self.used[found.blocks] = self._clock + 1
+            found = found._replace(node=self.trie.touch(found.node, length))
+            self._clock += 1
         self.lookup_tokens += len(ids)
         self.hit_tokens += length
         self.hits += len(found.blocks)
-        if length + self.block_size <= len(ids):
+        if reason is not None:
             self.misses += 1
-            self.reasons[self._why(ids[: length + self.block_size], found, name)] += 1
+            self.reasons[reason] += 1
         elif 0 < len(ids) < self.block_size:
             self.short += 1  # Neither a hit nor a miss, and yet nothing can be reused.
             self.reasons["shorter_than_block"] += 1
-        if not length:
-            return found
-        self._clock += 1
-        self.used[found.blocks] = self._clock
-        return found._replace(node=self.trie.touch(found.node, length))
+        return found
 
     def _why(self, missing: Tokens, found: Match, name: Hashable) -> str:
         if self._ghosts.remembers(missing, name):
@@ -141,16 +143,30 @@ class BlockIndex:
 
     def insert(self, ids: Tokens, existing: int, blocks: Int32, name: Hashable) -> None:
         """Name `blocks`, whose references are now the index's, after the first `existing` blocks of `ids`."""
-        if name not in self._roots:
-            root = self.trie.add_root()
-            self._roots[name], self._names[root] = root, name
         size, count = self.block_size, existing + len(blocks)
         values = np.concatenate([np.zeros(existing, np.int32), blocks])
-        self.trie.insert(self._roots[name], ids[: count * size], values)
+        tokens = ids[existing * size : count * size].reshape(-1, size)
+        new = name not in self._roots
+        if new:
+            root = self.trie.add_root()
+            self._roots[name], self._names[root] = root, name
+        try:
+            # In blocks that no prompt is found in yet, nothing of this counts before the trie names them.
+            self.tokens[blocks] = tokens
+            self.used[blocks] = self.born[blocks] = self._clock + 1
+            self.cached[blocks] = True
+            self.trie.insert(self._roots[name], ids[: count * size], values)
+        except BaseException:
+            for block in blocks.tolist():
+                self.cached[block] = False
+            if new:
+                self._drop(self._roots[name])
+            raise
         self._clock += 1
-        self.used[blocks] = self.born[blocks] = self._clock
-        self.cached[blocks] = True
-        self.tokens[blocks] = ids[existing * size : count * size].reshape(-1, size)
+
+    def _drop(self, root: int) -> None:
+        self.trie.drop_empty(root)
+        del self._roots[self._names.pop(root)]
 
     def _make_room(self, count: int, new: bool) -> int:
         """Evict until `count` more blocks fit; how many do. New ones must also be free in the pool."""
@@ -169,29 +185,31 @@ class BlockIndex:
             return 0
         root, tokens, _ = self.trie.path(leaf)
         blocks = self.trie.evict(min(count, self.trie.num_pages_of(leaf)))
+        self.evictions += len(blocks)
         self._ghosts.remember(tokens, self._names[root])
         self._let_go(root, blocks)
-        self.evictions += len(blocks)
         return len(blocks)
 
     def _let_go(self, root: int, blocks: Int32) -> None:
         """The trie names `blocks` no more; a namespace without blocks goes."""
         self.pool.release(blocks)
-        self.cached[blocks] = False
+        for block in blocks.tolist():  # one by one, which takes no memory
+            self.cached[block] = False
         if self.saved is not None:
             self.saved.forget(blocks)
             self._put_away_saved()
         if self.trie.is_leaf(root):
-            self.trie.drop_root(root)
-            del self._roots[self._names.pop(root)]
+            self._drop(root)
 
     def clear(self) -> None:
         """Forget every block; counters stay, and so does what requests hold."""
         self.holds.settle()
-        self.pool.release(self.named())
-        self.cached[:] = False
+        named = self.named()
+        trie, ghosts = TokenTrie(self.block_size), GhostTrie(self.block_size, self.max_blocks)
+        self.pool.release(named)
+        self.cached.fill(False)
         self.saved = None
-        self._forget()  # The old trie lives on as long as requests pin it.
+        self._name_nothing(trie, ghosts)  # The old trie lives on as long as requests pin it.
 
     @property
     def nbytes(self) -> int:
@@ -242,6 +260,7 @@ class BlockIndex:
                 room -= kept[i]
         chosen = np.flatnonzero(kept)
         places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
+        empty = TokenTrie(size)
         blocks = self.pool.acquire(len(places))
         try:
             block_of = np.zeros(int(snapshot.num_slots[0]) // size, np.int32)
@@ -256,8 +275,10 @@ class BlockIndex:
                 self.insert(ids[: count * size], existing, path[existing:], name)
                 self.used[path] = self._clock
         except BaseException:
-            self.pool.release(np.setdiff1d(blocks, self.named()))
-            self.clear()
+            self.pool.release(blocks)
+            self.cached.fill(False)
+            self.saved = None
+            self._name_nothing(empty, self._ghosts)
             raise
 
     # -- verification ---------------------------------------------------------------------------------------

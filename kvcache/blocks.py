@@ -114,12 +114,20 @@ class PrefixCache:
         with self._lock:
             found = self._index.match(ids, namespace)
             indices, node, trie = found.blocks.tolist(), found.node, self._index.trie
-            # From the last block up, so that each step cuts one block's node off the rest.
-            for i in range(len(indices) - 1, -1, -1):
-                node = trie.boundary(node, (i + 1) * self.block_size)
-                hold = self._index.holds.take(trie, node, found.blocks[i : i + 1])
-                self._looked_up.setdefault(indices[i], []).append(hold)
-            return len(indices) * self.block_size, [self._block(i) for i in indices]
+            held = []
+            try:
+                # From the last block up, so that each step cuts one block's node off the rest.
+                for i in range(len(indices) - 1, -1, -1):
+                    node = trie.boundary(node, (i + 1) * self.block_size)
+                    held.append(self._index.holds.take(trie, node, found.blocks[i : i + 1]))
+                blocks = [self._block(i) for i in indices]
+                for i, hold in zip(reversed(indices), held, strict=True):
+                    self._looked_up.setdefault(i, []).append(hold)
+            except BaseException:
+                for hold in held:
+                    self._index.holds.end(hold)
+                raise
+            return len(indices) * self.block_size, blocks
 
     def release(self, index: int) -> None:
         """Let go of a block that `lookup` returned. InvalidOperationError if no lookup holds it."""
@@ -127,7 +135,8 @@ class PrefixCache:
             holds = self._looked_up.get(index)
             if not holds:
                 raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
-            self._index.holds.end(holds.pop())
+            self._index.holds.end(holds[-1])
+            holds.pop()
             if not holds:
                 del self._looked_up[index]
 
@@ -138,9 +147,8 @@ class PrefixCache:
             found = self._index.match(ids, namespace)
             blocks, tail = found.blocks, found.tail_block
             session = CacheSession(len(blocks) * self.block_size, blocks.tolist(), tail, found.tail_tokens)
+            session._holds, session._close = self._index.holds, self.close_session
             session._hold = self._index.holds.take(self._index.trie, found.node, blocks, tail)
-            session._holds = self._index.holds
-            session._close = self.close_session
             return session
 
     def close_session(self, session: CacheSession) -> None:

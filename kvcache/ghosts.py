@@ -23,7 +23,13 @@ class GhostTrie:
         self._roots: dict[Hashable, int] = {}
 
     def remember(self, tokens: Tokens, namespace: Hashable) -> None:
-        """Pages of `tokens`, a multiple of the page size, have left."""
+        """Pages of `tokens`, a multiple of the page size, have left. Without memory for that, all is forgotten."""
+        try:
+            self._remember(tokens, namespace)
+        except MemoryError:
+            self._trie.empty()
+
+    def _remember(self, tokens: Tokens, namespace: Hashable) -> None:
         if namespace not in self._roots:
             self._roots[namespace] = self._trie.add_root()
         self._trie.insert(self._roots[namespace], tokens, np.zeros(len(tokens) // self._trie.page_size, np.int32))
@@ -31,7 +37,7 @@ class GhostTrie:
         if len(self._roots) > self._max_pages + 64:
             for name, root in list(self._roots.items()):
                 if self._trie.is_leaf(root):
-                    self._trie.drop_root(self._roots.pop(name))
+                    self._trie.drop_empty(self._roots.pop(name))
 
     def remembers(self, tokens: Tokens, namespace: Hashable) -> bool:
         """Whether all of `tokens` were cached when something of them left."""

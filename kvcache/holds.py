@@ -19,8 +19,8 @@ Int32 = npt.NDArray[np.int32]
 class _Hold(NamedTuple):
     trie: TokenTrie  # the one that was pinned; a cache that is cleared starts another
     node: int  # pinned; -1: none
-    blocks: Int32  # referenced, and counted
-    tail_block: int  # referenced only; -1: none
+    blocks: Int32  # counted
+    every: Int32  # referenced: these, and the tail block where there is one
 
 
 class Holds:
@@ -39,35 +39,44 @@ class Holds:
         self.ended: deque[int] = deque()
 
     def take(self, trie: TokenTrie, node: int, blocks: Int32, tail_block: int = -1) -> int:
-        """Hold `blocks`, which end with `node`, and `tail_block`; returns the key."""
-        self._pool.retain(blocks)
-        if tail_block >= 0:
-            self._pool.retain([tail_block])
+        """Hold `blocks`, which end with `node`, and `tail_block`; returns the key.
+
+        Raises:
+            MemoryError: nothing has changed then.
+        """
+        every = blocks if tail_block < 0 else np.append(blocks, np.int32(tail_block))
+        counts = self.counts[blocks] + 1  # a block stands once among those of one prompt
+        key = self._last + 1
+        self._open[key] = _Hold(trie, node, blocks, every)
+        try:
+            self._pool.retain(every)
+        except BaseException:
+            del self._open[key]
+            raise
         if node >= 0:
             trie.pin(node)
-        self.counts[blocks] += 1
-        self._last += 1
-        self._open[self._last] = _Hold(trie, node, blocks, tail_block)
-        return self._last
+        self.counts[blocks] = counts
+        self._last = key
+        return key
 
     def end(self, key: int) -> None:
         """Let go; nothing happens the second time."""
-        hold = self._open.pop(key, None)
+        hold = self._open.get(key)
         if hold is None:
             return
+        counts = self.counts[hold.blocks] - 1
+        self._pool.release(hold.every)
+        del self._open[key]
         if hold.node >= 0:
             hold.trie.unpin(hold.node)
-        self.counts[hold.blocks] -= 1
-        self._pool.release(hold.blocks)
-        if hold.tail_block >= 0:
-            self._pool.release([hold.tail_block])
+        self.counts[hold.blocks] = counts
 
     def settle(self) -> None:
         """End what was dropped."""
         while self.ended:
-            self.end(self.ended.popleft())
+            self.end(self.ended[0])
+            self.ended.popleft()
 
     def blocks(self) -> Int32:
         """Every reference held, as block ids, int32."""
-        tails = [hold.tail_block for hold in self._open.values() if hold.tail_block >= 0]
-        return np.concatenate([np.array(tails, np.int32), *(hold.blocks for hold in self._open.values())])
+        return np.concatenate([np.empty(0, np.int32), *(hold.every for hold in self._open.values())])

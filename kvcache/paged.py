@@ -449,8 +449,9 @@ class PagedKvCache:
             start, stop = as_integer(start, "start"), n if stop is None else as_integer(stop, "stop")
             if not 0 <= start <= stop <= n:
                 raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
+            rows = self._store.read_sequence(self._table, as_integer(layer, "layer"), seq_id, start, stop)
             self._table.touch(seq_id)
-            return self._store.read_sequence(self._table, as_integer(layer, "layer"), seq_id, start, stop)
+            return rows
 
     def attention(
         self,
@@ -532,7 +533,7 @@ class PagedKvCache:
         with self._lock:
             evicted = self._table.evict_to(target_util)
             self._evictions += len(evicted)
-            return list(map(SeqId, evicted))
+            return list(map(SeqId, evicted.tolist()))
 
     def apply_streaming_llm(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:
         """Keep exactly the first `sink_tokens` and the last `window_tokens` tokens; the number that left.

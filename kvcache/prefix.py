@@ -73,14 +73,14 @@ class PrefixKvCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._forget()
+        self._name_nothing({})
         self._hits = self._misses = self._hit_tokens = self._lookup_tokens = self._evictions = 0
 
-    def _forget(self) -> None:
+    def _name_nothing(self, arenas: dict[tuple[int, int], RowArena]) -> None:
         self._trie = EntryTrie()
         self._roots: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
-        self._arenas: dict[tuple[int, int], RowArena] = {}  # by num_layers and kv_dim
+        self._arenas = arenas  # by num_layers and kv_dim
         self._arena_of: dict[int, RowArena] = {}  # by root
 
     # -- lookup ---------------------------------------------------------------------------------------------
@@ -92,19 +92,21 @@ class PrefixKvCache:
         """
         ids = as_tokens(tokens)
         with self._lock:
-            self._lookup_tokens += len(ids)
             node, length, slots = self._find(ids, namespace)
             if length and not self.config.partial_matches:
                 node, length = self._trie.entry_at(node, length)
             if length < max(1, self.config.min_prefix_len):
                 self._misses += 1
+                self._lookup_tokens += len(ids)
                 return None
-            self._hits += 1
-            self._hit_tokens += length
-            self._trie.touch_entry(node)
             arena = self._arena_of[self._roots[namespace]]
             arena.settle()
-            return length, _LeasedState(arena.lease(slots[:length]))
+            state = _LeasedState(arena.lease(slots[:length]))
+            self._trie.touch_entry(node)
+            self._hits += 1
+            self._hit_tokens += length
+            self._lookup_tokens += len(ids)
+            return length, state
 
     def _find(self, ids: npt.NDArray[np.uint32], name: Hashable) -> tuple[int, int, npt.NDArray[np.int32]]:
         """`(node, length, slots)` of the longest prefix whose rows are here; what is damaged in a file is forgotten."""
@@ -118,14 +120,18 @@ class PrefixKvCache:
 
     def _forget_from(self, root: int, ids: npt.NDArray[np.uint32]) -> None:
         """Forget the last of these tokens and all that follows it; what leads to it stays, as an entry if need be."""
-        slots = self._trie.prune(root, ids)
-        node, length = self._trie.match(root, ids[:-1])
-        if length and self._trie.is_leaf(node) and not self._trie.is_marked(node):
-            if self.config.partial_matches and length >= self.config.min_prefix_len:
-                self._trie.mark(node)
-            else:
-                slots = np.concatenate([slots, self._trie.cut_leaf(node)])
-        self._let_go(root, slots)
+        arena, length = self._arena_of[root], len(ids) - 1
+        node = self._trie.boundary(self._trie.match(root, ids[:length])[0], length)
+        self._trie.pin(node)  # It keeps its id while what follows it goes.
+        try:
+            arena.drop(self._trie.prune(root, ids))
+            new = length > 0 and self._trie.is_leaf(node) and self._trie.mark(node)
+        finally:
+            self._trie.unpin(node)
+        if new and not (self.config.partial_matches and length >= self.config.min_prefix_len):
+            arena.drop(self._trie.cut_leaf(node))
+        if self._trie.is_leaf(root):
+            self._close(root)
 
     @staticmethod
     def restore(cached: CachedKvState, target: KvCache) -> None:
@@ -225,10 +231,17 @@ class PrefixKvCache:
         slots = np.empty(len(ids), np.int32)
         limit = self.config.max_memory_bytes // arena.rows.slot_bytes
         slots[length:] = arena.take(len(ids) - length, limit)
-        arena.rows.write(slots[length:], [k[length:] for k in keys], [v[length:] for v in values])
-        if name not in self._roots:
-            self._open(name, arena, shape)
-        node, _ = self._trie.insert(self._roots[name], ids, slots)
+        new = name not in self._roots
+        try:
+            arena.rows.write(slots[length:], [k[length:] for k in keys], [v[length:] for v in values])
+            if new:
+                self._open(name, arena, shape)
+            node, _ = self._trie.insert(self._roots[name], ids, slots)
+        except BaseException:
+            arena.drop(slots[length:][::-1])
+            if new and name in self._roots:
+                self._close(self._roots[name])
+            raise
         self._trie.mark(node)
 
     def _new_arena(self, num_layers: int, kv_dim: int) -> RowArena:
@@ -266,13 +279,16 @@ class PrefixKvCache:
 
     def _let_go(self, root: int, slots: npt.NDArray[np.int32], keep: int | None = None) -> None:
         """Give the slots back; a namespace without entries goes, except `keep`."""
-        arena = self._arena_of[root]
-        arena.drop(slots)
+        self._arena_of[root].drop(slots)
         if root != keep and self._trie.is_leaf(root):
-            self._trie.drop_root(root)
-            del self._roots[self._names.pop(root)], self._arena_of[root]
-            if arena.num_used == 0 and arena not in self._arena_of.values():
-                del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]
+            self._close(root)
+
+    def _close(self, root: int) -> None:
+        arena = self._arena_of[root]
+        self._trie.drop_empty(root)
+        del self._roots[self._names.pop(root)], self._arena_of[root]
+        if arena.num_used == 0 and arena not in self._arena_of.values():
+            del self._arenas[arena.rows.num_layers, arena.rows.kv_dim]
 
     # -- save and load --------------------------------------------------------------------------------------
 
@@ -331,10 +347,16 @@ class PrefixKvCache:
                 well_formed(snapshot.segments, 1)
             except SnapshotError as error:
                 raise SnapshotError(f"{snapshot.path}: {error}") from error
+            before = self._trie, self._roots, self._names, self._arenas, self._arena_of
+            taken: list[tuple[RowArena, npt.NDArray[np.int32]]] = []
             try:
-                self._take_in(snapshot, arenas)
+                self._name_nothing(dict(self._arenas))
+                self._take_in(snapshot, arenas, taken)
             except BaseException:
-                self._forget()
+                for arena, slots in taken:
+                    arena.saved = None
+                    arena.drop(slots)
+                self._trie, self._roots, self._names, self._arenas, self._arena_of = before
                 raise
             return len(self)
 
@@ -345,24 +367,28 @@ class PrefixKvCache:
             shape = (found.num_layers, found.num_heads * found.head_dim)
             try:
                 arenas.append(self._arenas.get(shape) or self._new_arena(*shape))
-            except (ValueError, OverflowError, MemoryError) as error:
+            except (ValueError, OverflowError) as error:
                 raise SnapshotError(f"expected rows that this cache can store, got {found}: {error}") from error
             arenas[-1].rows.arena().expect(found)
         if len({(arena.rows.num_layers, arena.rows.kv_dim) for arena in arenas}) != len(arenas):
             raise SnapshotError("expected arenas of different shapes, got one twice")
         return arenas
 
-    def _take_in(self, snapshot: Snapshot, arenas: list[RowArena]) -> None:
+    def _take_in(
+        self, snapshot: Snapshot, arenas: list[RowArena], taken: list[tuple[RowArena, npt.NDArray[np.int32]]]
+    ) -> None:
+        """Name what a file names, in an index that names nothing; `taken`: the slots, also when this fails."""
         segments, config = snapshot.segments, self.config
         costs = [arenas[i].rows.slot_bytes for i in snapshot.arena_of.tolist()]
         budget = config.max_memory_bytes - self._used_bytes()
-        entries, taken = newest_entries(segments, costs, budget, config.max_entries, config.min_prefix_len)
+        entries, needed = newest_entries(segments, costs, budget, config.max_entries, config.min_prefix_len)
         slot_of = []
         for i, arena in enumerate(arenas):
-            mine = np.flatnonzero(taken & (snapshot.arena_of[segments.namespaces] == i))
+            mine = np.flatnonzero(needed & (snapshot.arena_of[segments.namespaces] == i))
             places = ranges(snapshot.firsts, segments.lengths, mine)
-            slots = arena.take(len(places), config.max_memory_bytes // arena.rows.slot_bytes)
             slot_of.append(np.empty(snapshot.num_slots[i], np.int32))
+            slots = arena.take(len(places), config.max_memory_bytes // arena.rows.slot_bytes)
+            taken.append((arena, slots))
             slot_of[i][places] = slots
             if len(places):
                 arena.saved = SavedRows(snapshot, i, arena.rows)

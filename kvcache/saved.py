@@ -59,10 +59,12 @@ class Saved(ABC):
 
     def forget(self, slots: Int32) -> None:
         """The cache has let go of `slots`: they wait no more."""
-        places = self.places(slots)
-        waited = places >= 0
-        self._place_of[slots[waited]], self._slot_of[places[waited]] = -1, -1
-        self.waiting -= int(np.count_nonzero(waited))
+        # One by one, which takes no memory: what is in other hands must not wait.
+        place_of, slot_of = self._place_of.data, self._slot_of.data
+        for slot in slots.data:
+            if slot < len(place_of) and (place := place_of[slot]) >= 0:
+                place_of[slot] = slot_of[place] = -1
+                self.waiting -= 1
 
     def fetch(self, slots: Int32) -> int:
         """Bring in what `slots` wait for, page by page; how many of them come before the first whose page is damaged.

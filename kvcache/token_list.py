@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._roster import Roster, runs_of
+from kvcache._sequences import RUN
 from kvcache._store import BlockStore
 from kvcache.eviction import Rule
 
@@ -56,16 +57,18 @@ class TokenList:
 
         Raises:
             ValueError: values that the format cannot hold.
+            MemoryError: nothing has changed then.
         """
         self.store.represent(keys, values)
+        # What the roster admits must be written, whatever happens: all memory comes before it changes.
+        runs = np.empty(min(len(keys), rule.limit), RUN)
+        sorted_rows = np.empty((2, *keys.shape), np.float32)
         rows, slots = self.roster.append(len(keys), *rule)
-        if len(slots) > 1:
-            # Neighbours share a tile: by slot, each tile is packed once.
-            order = np.argsort(slots)
-            rows, slots = rows[order], slots[order]
-        if not np.array_equal(rows, np.arange(len(keys))):
-            keys, values = keys[rows], values[rows]
-        self.store.write(0, runs_of(slots, BLOCK_SIZE), keys, values)
+        if rows is not None:
+            # By slot: neighbours share a tile, so each tile is packed once.
+            into = sorted_rows[:, : len(rows)]
+            keys, values = (np.take(x, rows, 0, out, "clip") for x, out in zip((keys, values), into, strict=True))
+        self.store.write(0, runs_of(slots, BLOCK_SIZE, runs), keys, values)
 
     def evict(self, rule: Rule) -> int:
         """Evict down to `rule.limit`; how many left."""

@@ -1,6 +1,8 @@
 """Fixtures that every test may use, and how much work random tests do.
 
-KVCACHE_TESTS=fast  a tenth of the random examples, for builds that run slowly (sanitizers, bounds checks)
+--long              an hour's worth of random examples and of load
+KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing allocations, for builds that run slowly
+                    (sanitizers, bounds checks)
 """
 
 import os
@@ -17,11 +19,20 @@ if FAST:
     settings.load_profile("fast")
 
 
-def pytest_collection_modifyitems(items):
+LONGER = 30  # times the random examples with --long
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="an hour's worth of random examples and of load")
+
+
+def pytest_collection_modifyitems(config, items):
     """Mark what the simd fixture runs at every level anyway; state machines say their own number of examples."""
     machines = {item.cls for item in items if isinstance(getattr(item.cls, "settings", None), settings)}
-    for machine in machines if FAST else ():
-        machine.settings = settings(machine.settings, max_examples=max(1, machine.settings.max_examples // 10))
+    times = LONGER if config.getoption("--long") else 0.1 if FAST else 1
+    for machine in machines:
+        examples = max(1, int(machine.settings.max_examples * times))
+        machine.settings = settings(machine.settings, max_examples=examples)
     for item in items:
         if "simd" in getattr(item, "fixturenames", ()):
             item.add_marker("every_level")
@@ -33,6 +44,12 @@ def simd(request):
     with _kernels.use_simd(request.param):
         assert _kernels.simd_level() == request.param
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def long(request):
+    """Whether there is an hour's time."""
+    return request.config.getoption("--long")
 
 
 @pytest.fixture

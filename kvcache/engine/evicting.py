@@ -236,10 +236,10 @@ class EvictingSequence(ModelSequence):
     def _compact(self) -> None:
         """Move survivors together in the layers where they hold more than `most_blocks`."""
         for layer in self._layers:
-            held = self.cache.get_sequence(layer)
-            if held is not None and held.num_blocks > most_blocks(held.num_tokens, self.cache.block_size):
-                # With shared blocks it needs fresh ones; if they are missing now, later is as good.
-                with suppress(MemoryError):
+            # With shared blocks it needs fresh ones; if they, or memory, are missing now, later is as good.
+            with suppress(MemoryError):
+                held = self.cache.get_sequence(layer)
+                if held is not None and held.num_blocks > most_blocks(held.num_tokens, self.cache.block_size):
                     self.cache.compact(layer)
 
     def _refuse_going_back(self, pos: int) -> None:

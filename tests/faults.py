@@ -1,0 +1,105 @@
+"""Every allocation of every operation fails once: what `test_faults.py` runs in a process with `failing_malloc.c`.
+
+For each operation of a scene, and n = 1, 2, 3, ... until nothing fails any more: build the object, let the n-th
+allocation fail, call the operation. It raises a MemoryError and has changed nothing, or it did without the memory and
+has done everything; either way all invariants hold, and the same call then works. Prints one line of counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import sys
+import traceback
+
+import numpy as np
+
+
+def run(scene, name, shim, width, step=1):
+    """Fail allocation 1, 1 + step, ... until none is left; returns `(faults, failed calls, problems)`."""
+    clean = scene()
+    getattr(clean, name)()
+    clean._check()
+    after = clean._state()
+    faults = failed = 0
+    problems = []
+    for n in range(1, 100_000, step):
+        here = scene()
+        before = here._state()
+        operation = getattr(here, name)
+        error = None
+        gc.collect()
+        gc.disable()
+        shim.faults_arm(n, width)
+        try:
+            operation()
+        except BaseException as caught:
+            error = caught
+        hits = shim.faults_disarm()
+        gc.enable()
+        try:
+            trace = "" if error is None else "".join(traceback.format_tb(error.__traceback__)[-5:])
+            # NumPy's reductions report a failed allocation by no exception at all, which Python makes a SystemError.
+            numpys = isinstance(error, SystemError) and "without exception set" in str(error)
+            if error is not None and not isinstance(error, MemoryError) and not numpys:
+                raise AssertionError(f"a {type(error).__name__}, not a MemoryError") from error
+            assert hits or error is None, "it failed without a fault"
+            error = None
+            here._check()
+            # Of a prefix cache, what left to make room has left, whether or not that was enough.
+            evicted = scene.evicts and "evict" in name
+            if not (trace and evicted):
+                here_is, was = here._state(), before if trace else after
+                kept = here._kept if trace else lambda state: state
+                assert kept(here_is) == kept(was), "the state has changed"
+            if trace:
+                operation()
+                here._check()
+                assert evicted or here._kept(here._state()) == here._kept(after), "the second call did something else"
+        except BaseException:
+            problems.append(f"{scene.__name__}.{name}, allocation {n}: {traceback.format_exc()}it failed at\n{trace}")
+        if not hits:
+            return faults, failed, problems
+        faults += hits
+        failed += bool(trace)
+    raise AssertionError(f"{scene.__name__}.{name}: no end of allocations")
+
+
+SET_HANDLER = 304  # PyDataMem_SetHandler in NumPy's table of C functions, the same in every version
+
+
+def load_shim():
+    """The functions of `failing_malloc.c`, through which NumPy now allocates arrays."""
+    shim, python = ctypes.CDLL(None), ctypes.pythonapi
+    shim.faults_arm.argtypes = [ctypes.c_long, ctypes.c_long]
+    shim.faults_disarm.restype = ctypes.c_long
+    shim.faults_handler.restype = ctypes.c_void_p
+    python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    python.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    python.PyCapsule_New.restype = ctypes.py_object
+    python.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    table = python.PyCapsule_GetPointer(np._core._multiarray_umath._ARRAY_API, None)
+    functions = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))
+    set_handler = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(functions[SET_HANDLER])
+    set_handler(python.PyCapsule_New(shim.faults_handler(), b"mem_handler", None))
+    return shim
+
+
+def main(module, scene_name, width, step):
+    shim = load_shim()
+    scene = getattr(importlib.import_module(module), scene_name)
+    gc.freeze()  # so that each gc.collect() looks at what the scene made, and not at all of NumPy
+    operations, faults, failed, problems = scene.operations(), 0, 0, []
+    for name in operations:
+        more, bad, wrong = run(scene, name, shim, width, step)
+        faults, failed, problems = faults + more, failed + bad, problems + wrong
+    for problem in problems[:40]:
+        print(problem)
+    counts = f"{len(operations)} operations, {faults} faults, {failed} failed calls, {len(problems)} problems"
+    print(f"{scene_name}: {counts}")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

@@ -1,0 +1,206 @@
+"""Scenes of the caches of live sequences: paged, contiguous, managed."""
+
+import numpy as np
+from scene import BLOCK, DIM, HEADS, LAYERS, Scene, plain, rows
+
+from kvcache import CacheManager, EvictionPolicy, KvCache, KVCacheConfig, PagedKvCache
+
+
+def sequences(cache):
+    """All that a `PagedKvCache` says of itself, without counting as an access."""
+    table, stats = cache._table, cache.stats()
+    seqs = {}
+    for id in table.seq_ids():
+        runs = table.runs(id)
+        data = [cache._store.read(layer, runs) for layer in range(cache.num_layers)]
+        seqs[id] = plain([table.info(id), runs, table.run_positions(id), data])
+    counters = (stats.total_allocations, stats.total_frees, stats.total_evictions, stats.total_forks)
+    return seqs, counters, cache.free_block_count, cache.select_eviction_target()
+
+
+class Paged(Scene):
+    """Forks that share their tails, a sequence with scattered survivors, and too few rows for one more."""
+
+    def _build(self):
+        cache = PagedKvCache(120, BLOCK, HEADS, DIM, num_layers=LAYERS, dtype="f32")
+        for seq, n in ((1, 30), (2, 41), (3, 82)):
+            cache.allocate(seq, n)
+            for layer in range(LAYERS):
+                cache.write(layer, seq, *rows(n, seq, HEADS, DIM))
+        for seq in (11, 12, 13, 14):
+            cache.fork(1, seq)
+        cache.fork(3, 4)
+        cache.keep_tokens(2, range(0, 41, 2))
+        return cache
+
+    def _state(self):
+        return sequences(self.it)
+
+    def new(self):
+        PagedKvCache(900, BLOCK, HEADS, DIM, num_layers=LAYERS, dtype="q4").allocate(0, 100)
+
+    def allocate(self):
+        self.it.allocate(20, 50)
+
+    def allocate_batch(self):
+        self.it.allocate_batch(list(range(20, 50)), [1] * 30)
+
+    def adopt(self):
+        blocks = self.it.get_sequence(3).block_ids
+        self.it.adopt(20, blocks, 82)
+
+    def append(self):
+        self.it.append(2, 70)
+
+    def append_to_a_shared_tail(self):
+        self.it.append(3, 70)
+
+    def append_batch(self):
+        self.it.append_batch([1, 11, 12, 13, 2, 4])
+
+    def fork(self):
+        self.it.fork(3, 20)
+
+    def fork_batch(self):
+        self.it.fork_batch([3, 1] * 5, list(range(20, 30)))
+
+    def free(self):
+        self.it.free(2)
+
+    def free_batch(self):
+        self.it.free_batch([2, 4, 11])
+
+    def truncate(self):
+        self.it.truncate(3, 30)
+
+    def keep_tokens(self):
+        self.it.keep_tokens(3, range(0, 82, 3))
+
+    def compact(self):
+        self.it.compact(2)
+
+    def stream(self):
+        self.it.apply_streaming_llm(3, 10, 50)
+
+    def write(self):
+        self.it.write(1, 3, *rows(82, 9, HEADS, DIM))
+
+    def write_doubles(self):
+        self.it.write(1, 2, *rows(15, 9, HEADS, DIM).astype(np.float64))
+
+    def write_batch(self):
+        self.it.write_batch(0, [1, 12, 3], *rows(3, 9, HEADS, DIM))
+
+    def read(self):
+        self.it.read(1, 3)
+
+    def attention(self):
+        queries = rows(25, 9, HEADS * 2, DIM)[0]
+        self.it.attention(0, queries, [3, 2], query_lens=[15, 10], return_scores=True)
+
+    def copy_blocks(self):
+        self.it.copy_blocks(list(range(0, 30)), list(range(10, 40)))
+
+    def evict(self):
+        self.it.evict()
+
+    def evict_to_threshold(self):
+        self.it.evict_to_threshold(0.1)
+
+    def reports(self):
+        self.it.block_table([1, 2, 3, 4])
+        assert self.it.handle(3).block_table.num_blocks
+        self.it.stats()
+        self.it.with_eviction_strategy(self.it.eviction_strategy)
+
+
+class CompactShared(Paged):
+    """Scattered survivors of which another sequence shares the blocks: they move to fresh ones.
+
+    And what was room for longer sequences waits for the next ones.
+    """
+
+    def _build(self):
+        cache = super()._build()
+        cache.fork(2, 20)
+        for n in (6, 7, 8):
+            cache.allocate(60 + n, n)
+        cache.free_batch([68, 67, 66])
+        return cache
+
+    def compact(self):
+        self.it.compact(2)
+
+    def fork_holes(self):
+        self.it.fork(2, 21)
+
+    def fork_batch_holes(self):
+        self.it.fork_batch([2, 1, 2], [21, 22, 23])
+
+    def allocate_batch_in_room(self):
+        self.it.allocate_batch([21, 22, 23, 24], [1, 5, 40, 2])
+
+
+class Live(Scene):
+    def _build(self):
+        cache = KvCache(LAYERS, 400, 16)
+        k, v = rows(300, 1, 16)
+        cache.restore_from_snapshot([k] * LAYERS, [v] * LAYERS, 300)
+        return cache
+
+    def _state(self):
+        snapshot = self.it.snapshot()
+        return plain([snapshot.keys, snapshot.values, self.it._lengths])
+
+    def store_kv(self):
+        self.it.store_kv(1, np.ones(16), np.ones(16))
+
+    def snapshot(self):
+        self.it.snapshot()
+
+    def restore(self):
+        k, v = rows(350, 2, 16).astype(np.float64)
+        self.it.restore_from_snapshot([k] * LAYERS, [v] * LAYERS, 350)
+
+
+class Manager(Scene):
+    policy = EvictionPolicy.H2O()
+
+    def _build(self):
+        manager = CacheManager(KVCacheConfig(400, HEADS, DIM, 4, self.policy))
+        for layer in range(LAYERS):
+            manager.append(*rows(350, layer, HEADS, DIM), layer_idx=layer)
+        manager.update_attention_scores(np.arange(len(manager)) % 5.0)
+        return manager
+
+    def _state(self):
+        it = self.it
+        layers = {i: [it.positions(i), it.attention_scores(i), it.get(range(len(it._layers[i])), i)] for i in it.layers}
+        return plain(layers), len(it)
+
+    def append(self):
+        self.it.append(*rows(1, 9, HEADS, DIM), layer_idx=1)
+
+    def append_many(self):
+        self.it.append(*rows(300, 9, HEADS, DIM), layer_idx=0)
+
+    def append_to_a_new_layer(self):
+        self.it.append(*rows(300, 9, HEADS, DIM), layer_idx=2)
+
+    def get(self):
+        self.it.get(np.arange(len(self.it))[::-1])
+
+    def attention(self):
+        self.it.attention(rows(100, 9, HEADS * 2, DIM)[0], 1, return_scores=True)
+
+    def update_attention_scores(self):
+        self.it.update_attention_scores(np.arange(len(self.it)) % 3.0)
+
+    def evict(self):
+        self.it.evict(100)
+
+
+class Pyramid(Manager):
+    policy = EvictionPolicy.PyramidKV(3)
+    append_many = Manager.append_many
+    append_to_a_new_layer = Manager.append_to_a_new_layer

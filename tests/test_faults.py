@@ -1,0 +1,44 @@
+"""Every allocation fails once, in a process with `failing_malloc.c` loaded before libc; faults.py runs the scenes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FAST
+
+TESTS = Path(__file__).parent
+SCENES = [
+    (path.stem, name)
+    for path in sorted(TESTS.glob("scenes_*.py"))
+    for name in re.findall(r"^class (\w+)\([\w, ]+\)", path.read_text(), re.M)
+]
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    if "asan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("needs glibc's own allocator, got a sanitizer's")
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "failing_malloc.so"
+    made = [compiler, "-shared", "-fPIC", "-O2", str(TESTS / "failing_malloc.c"), "-o", str(library), "-ldl"]
+    subprocess.run(made, check=True)
+    return library
+
+
+@pytest.mark.parametrize(("module", "scene"), SCENES)
+def test_nothing_is_lost_when_memory_is_short(shim, module, scene):
+    paths = os.pathsep.join([str(TESTS), *sys.path])
+    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": paths, "KVCACHE_NUM_THREADS": "1"}
+    command = [sys.executable, str(TESTS / "faults.py"), module, scene, "1", "3" if FAST else "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    print(done.stdout[-8000:], done.stderr[-4000:])
+    assert done.returncode == 0
+    counts = re.search(r"(\d+) operations, (\d+) faults, (\d+) failed calls, 0 problems", done.stdout)
+    assert counts, "the scene did not come to its end"
+    assert int(counts[2]) > 0, "no allocation has failed: is the shim loaded?"

@@ -1,0 +1,85 @@
+"""Many requests over a cache twenty times too small: every output as without a cache, nothing lost at the end."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import CachedKvState, OutOfMemoryError, PrefixCacheConfig, PrefixKvCache
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return Transformer.from_pretrained(Path(__file__).parent / "golden" / "llama")
+
+
+def test_requests_over_a_cache_that_is_far_too_small(network, long):
+    """Prompts of 1 token up to the limit over shared heads; 10,000 of them with --long."""
+    rng = np.random.default_rng(7)
+    limit = network.config.max_position_embeddings - GREEDY.max_tokens
+    texts = [rng.integers(0, network.config.vocab_size, limit).astype(np.uint32) for _ in range(12)]
+    blocks = sum(len(text) for text in texts) // 16 // 20
+    cached, plain = PrefixCachedEngine(InferenceEngine(network), blocks, strict=True), InferenceEngine(network)
+    answers = {}
+    for request in range(10_000 if long else 120):
+        # Mostly short, now and then as long as it goes; the same few cuts, so that the plain engine runs each once.
+        which = int(rng.integers(len(texts)))
+        cut = limit if request % 40 == 0 else int(2 ** rng.uniform(0, np.log2(limit)))
+        head, tail = texts[which][:cut], texts[(which + 1) % len(texts)][: int(rng.integers(3)) * 9]
+        prompt = np.concatenate([head, tail])[:limit]
+        key = prompt.tobytes()
+        if key not in answers:
+            answers[key] = plain.generate(prompt, GREEDY)
+        assert cached.generate(prompt, GREEDY) == answers[key], f"request {request}"
+        assert cached.cache_stats().cached_blocks <= blocks
+        if request % 20 == 0:
+            cached.check()
+    gc.collect()
+    cached.check()
+    prefixes, stats = cached.prefix_cache.cache, cached.cache_stats()
+    assert stats.total_evictions > 0
+    assert stats.total_hits > 0
+    assert prefixes.pinned_blocks == 0
+    assert prefixes.references().sum() == len(prefixes)
+    cached.inner.reset()
+    assert cached.inner.cache.used_block_count == len(prefixes)
+    cached.clear_cache()
+    assert cached.inner.cache.used_block_count == 0
+
+
+def test_memory_stays_flat(long):
+    """Stores, lookups and dropped states for ever: what is held at half time is held at the end."""
+    rng = np.random.default_rng(3)
+    row = np.ones(8, np.float32)
+    cache = PrefixKvCache(PrefixCacheConfig(max_entries=20, max_memory_bytes=300 * 2 * 8 * 4, min_prefix_len=1))
+
+    def request():
+        tokens = rng.integers(0, 3, int(rng.integers(1, 40)))
+        layers = [np.broadcast_to(row, (len(tokens), 8)).copy()]
+        try:
+            cache.store_snapshot(tokens, CachedKvState(layers, layers, len(tokens)), int(rng.integers(3)))
+        except OutOfMemoryError:
+            raise AssertionError("nothing is held, so everything fits") from None
+        cache.lookup(tokens, int(rng.integers(3)))
+
+    def held():
+        gc.collect()
+        cache.check()
+        arenas = cache._arenas.values()
+        waiting = sum(len(arena.leases) + len(arena.uncounted) + len(arena.ended) for arena in arenas)
+        return cache._trie.nbytes, sum(arena.num_slots for arena in arenas), waiting
+
+    count = 100_000 if long else 4_000
+    for _ in range(count // 2):
+        request()
+    nbytes, slots, waiting = held()
+    for _ in range(count // 2):
+        request()
+    again = held()
+    assert again[0] <= 1.25 * nbytes
+    assert again[1] == slots
+    assert again[2] <= waiting + 64
