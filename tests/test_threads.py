@@ -212,7 +212,8 @@ def test_evictions_and_forks_under_attention():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"), [({}, "GOMP_SPINCOUNT = '500'"), ({"OMP_WAIT_POLICY": "active"}, "OMP_WAIT_POLICY = 'ACTIVE'")]
+    ("said", "expected"),
+    [({}, "GOMP_SPINCOUNT = '500'"), ({"OMP_WAIT_POLICY": "active"}, "OMP_WAIT_POLICY = 'ACTIVE'")],
 )
 def test_waiting_threads_soon_sleep_unless_the_environment_says_otherwise(said, expected):
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
