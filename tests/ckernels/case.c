@@ -19,6 +19,11 @@
 
 #if defined(CALLERS)
 #include <pthread.h>
+enum {
+    MANY_TOKENS = 1
+}; /* what kvc_parallel.c takes several threads for: 2^14 products of a key and a row */
+#else
+enum { MANY_TOKENS = 0 };
 #endif
 
 enum { MOST_SEQS = 3 };
@@ -31,9 +36,9 @@ static void fail(const char *what, ...) {
     va_start(list, what);
     fprintf(stderr, "FAILED: ");
     vfprintf(stderr, what, list);
-    fprintf(stderr, " (blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d)\n", failing->num_blocks,
-            l->block_size, l->num_heads, l->head_dim, l->key_format, l->value_format, l->rotate_keys,
-            l->rotate_values);
+    fprintf(stderr, " (blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d)\n",
+            failing->num_blocks, l->block_size, l->num_heads, l->head_dim, l->key_format, l->value_format,
+            l->rotate_keys, l->rotate_values);
     va_end(list);
     abort();
 }
@@ -67,33 +72,38 @@ static void try_any_shape(source *s) {
     if (kvc_layout_init(&l, x[0], x[1], x[2], (kvc_format)x[3], (kvc_format)x[4], x[5], x[6])) return;
     const size_t row = (size_t)l.head_dim * (size_t)kvc_format_bits(l.key_format) / 8;
     if (l.block_size < 1 || l.block_size > KVC_MAX_BLOCK_SIZE || l.head_dim < 8 || l.head_dim % 8 ||
-        l.head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format > KVC_Q2 || l.value_format > KVC_Q2 ||
-        l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
+        l.head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format > KVC_Q2 ||
+        l.value_format > KVC_Q2 || l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
         l.block_bytes < (size_t)l.num_heads * (l.key_head_bytes + l.value_head_bytes))
         fail("a layout of %d, %d, %d, %d, %d", x[0], x[1], x[2], x[3], x[4]);
 }
 
 static void draw_layout(source *s, world *w) {
     const int size = DRAW_OF(s, 16, 16, 32, 1, 2, 5, 15, 17, 33, 48, 64, 255, 256, 0);
-    const int dim = DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
+    const int dim = MANY_TOKENS ? DRAW_OF(s, 8, 32, 32)
+                                : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
     const int key = draw(s, 6), value = draw(s, 3) ? key : draw(s, 6), rotated = draw(s, 4);
-    const int block_size = size ? size : draw_between(s, 1, 256), head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
+    const int block_size = size ? size : draw_between(s, 1, 256),
+              head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
     const int can = (head_dim & (head_dim - 1)) == 0;
     int heads = draw_between(s, 1, 4);
     w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are many cases */
+    if (MANY_TOKENS) w->most_floats = 1 << 15, heads = 1 + heads % 2;
     while (heads > 1 && heads * head_dim * block_size > w->most_floats) heads--;
-    const int refused = kvc_layout_init(&w->layout, block_size, heads, head_dim, (kvc_format)key, (kvc_format)value,
-                                        can && key >= KVC_Q8 && (rotated & 1), can && value >= KVC_Q8 && (rotated & 2));
+    const int refused =
+        kvc_layout_init(&w->layout, block_size, heads, head_dim, (kvc_format)key, (kvc_format)value,
+                        can && key >= KVC_Q8 && (rotated & 1), can && value >= KVC_Q8 && (rotated & 2));
     if (refused) fail("refused %d, %d, %d, %d, %d", block_size, heads, head_dim, key, value);
     w->row = (size_t)heads * (size_t)head_dim;
     const int room = w->most_floats / (int)(w->row * (size_t)block_size);
-    w->num_blocks = draw_between(s, 1, 1 + (room < 40 ? room : 40));
+    w->num_blocks = MANY_TOKENS ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
     w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
 }
 
 /* ---- The twin: rows read by the scalar level, which the steps below move about themselves. */
 
-static void read_whole(const kvc_kernels *kernels, const world *w, const unsigned char *arena, float *const rows[2]) {
+static void read_whole(const kvc_kernels *kernels, const world *w, const unsigned char *arena,
+                       float *const rows[2]) {
     kvc_run *runs = malloc((size_t)w->num_blocks * sizeof *runs);
     for (int b = 0; b < w->num_blocks; b++) runs[b] = (kvc_run){b, 0, (uint16_t)w->layout.block_size};
     kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1]);
@@ -110,8 +120,8 @@ static void expect_rows(const world *w, const char *after) {
             for (size_t i = 0; i < floats; i++) {
                 const float got = rows[side][i], expected = w->rows[side][i];
                 if (memcmp(&got, &expected, sizeof got) && !(isnan(got) && isnan(expected)))
-                    fail("%s: after %s, %s %zu is %a, not %a", level_at(level)->name, after, side ? "V" : "K", i, got,
-                         expected);
+                    fail("%s: after %s, %s %zu is %a, not %a", level_at(level)->name, after, side ? "V" : "K",
+                         i, got, expected);
             }
         }
         give_back(&keys), give_back(&values);
@@ -128,8 +138,8 @@ typedef struct sequence {
 
 /* Blocks in any order, each at most once; of each, pieces of its slots. */
 static sequence draw_runs(source *s, const world *w, int empty_too) {
-    const int size = w->layout.block_size, style = draw(s, 4);
-    const int blocks = draw_between(s, empty_too ? 0 : 1, w->num_blocks);
+    const int size = w->layout.block_size, style = MANY_TOKENS ? 3 * draw(s, 2) : draw(s, 4);
+    const int blocks = MANY_TOKENS ? w->num_blocks : draw_between(s, empty_too ? 0 : 1, w->num_blocks);
     kvc_run *runs = malloc((size_t)(w->num_blocks * size + 1) * sizeof *runs);
     sequence q = {.slots = malloc((size_t)(w->num_blocks * size + 1) * sizeof(size_t))};
     int *order = malloc((size_t)w->num_blocks * sizeof *order);
@@ -186,7 +196,8 @@ static void expect_written(const world *w, const sequence *q, kvc_side side, con
     const kvc_rows rows = kvc_rows_of(&w->layout, side);
     for (int64_t t = 0; t < q->num_tokens; t++) {
         for (size_t at = 0; at < w->row; at += (size_t)rows.dim) {
-            const float *x = written + (size_t)t * w->row + at, *got = w->rows[side] + q->slots[t] * w->row + at;
+            const float *x = written + (size_t)t * w->row + at,
+                        *got = w->rows[side] + q->slots[t] * w->row + at;
             double squares = 0;
             for (int d = 0; d < rows.dim; d++) squares += ((double)got[d] - x[d]) * ((double)got[d] - x[d]);
             const double error = sqrt(squares / rows.dim), allowed = allowed_error(rows, x);
@@ -204,7 +215,8 @@ static void make_representable(source *s, float *x, size_t n, kvc_format format)
         const int64_t expected = bad < n ? (int64_t)bad : -1;
         for (int level = 0; found < 3 && level < num_levels(); level++) {
             const int64_t got = level_at(level)->check_representable(x, (int64_t)n, format);
-            if (got != expected) fail("%s: first bad value at %d, not %d", level_at(level)->name, (int)got, (int)expected);
+            if (got != expected)
+                fail("%s: first bad value at %d, not %d", level_at(level)->name, (int)got, (int)expected);
         }
         if (bad < n) x[bad] = draw(s, 2) ? 0.0f : 1.0f;
     }
@@ -213,7 +225,8 @@ static void make_representable(source *s, float *x, size_t n, kvc_format format)
 static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
     const size_t floats = (size_t)q.num_tokens * w->row;
-    const int sides = draw(s, 8), kind = draw(s, NUM_KINDS), checked = draw(s, 4); /* sides: 1 K alone, 2 V alone */
+    const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
+              checked = draw(s, 4); /* sides: 1 K alone, 2 V alone */
     memory x[2];
     const float *given[2];
     for (int side = 0; side < 2; side++) {
@@ -231,31 +244,36 @@ static void step_write(source *s, world *w) {
         memory arena = take(w->arena_bytes, 64, draw(s, 2));
         memcpy(arena.at, before.at, w->arena_bytes);
         level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1]);
-        if (checked && memcmp(arena.at, w->arena, w->arena_bytes)) fail("%s: other bytes stored", level_at(level)->name);
+        if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
+            fail("%s: other bytes stored", level_at(level)->name);
         give_back(&arena);
     }
     for (int side = 0; side < 2; side++) {
         if (!given[side]) continue;
         float *back = malloc((floats + 1) * sizeof *back);
-        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL);
+        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back,
+                          side ? back : NULL);
         for (int64_t t = 0; t < q.num_tokens; t++)
             memcpy(w->rows[side] + q.slots[t] * w->row, back + (size_t)t * w->row, w->row * sizeof(float));
         free(back);
         if (checked) expect_written(w, &q, (kvc_side)side, given[side]);
     }
-    for (int64_t t = 0; t < q.num_tokens; t++) w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1];
+    for (int64_t t = 0; t < q.num_tokens; t++)
+        w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1];
     give_back(&before), give_back(&x[0]), give_back(&x[1]);
     drop_runs(&q);
 }
 
 static void step_copy(source *s, world *w) {
-    const int size = w->layout.block_size, from = draw(s, w->num_blocks), to = draw(s, 3) ? draw(s, w->num_blocks) : from;
+    const int size = w->layout.block_size, from = draw(s, w->num_blocks),
+              to = draw(s, 3) ? draw(s, w->num_blocks) : from;
     const int src = draw(s, size), dst = draw(s, 3) ? draw(s, size) : src;
     const int count = draw_between(s, 0, size - (src > dst ? src : dst));
     kvc_copy_slots(&w->layout, w->arena, from, src, w->arena, to, dst, count);
     const size_t a = slot_of(w, from, src), b = slot_of(w, to, dst);
     for (int side = 0; side < 2; side++)
-        memmove(w->rows[side] + b * w->row, w->rows[side] + a * w->row, (size_t)count * w->row * sizeof(float));
+        memmove(w->rows[side] + b * w->row, w->rows[side] + a * w->row,
+                (size_t)count * w->row * sizeof(float));
     memmove(w->plain + b, w->plain + a, (size_t)count);
 }
 
@@ -372,12 +390,13 @@ static int query_is_ordinary(const float *q, int dim) {
 
 /* One (query, query head) of every level's answers against the twin; its weights join `total`, their errors `error`.
  * Returns whether the row is ordinary. */
-static int expect_row(const question *q, int seq, int64_t query, int64_t first, int query_head, const answer *answers,
-                      double *weights, double *total, double *error) {
+static int expect_row(const question *q, int seq, int64_t query, int64_t first, int query_head,
+                      const answer *answers, double *weights, double *total, double *error) {
     const world *w = q->world;
     const int dim = w->layout.head_dim, head = query_head / (q->query_heads / w->layout.num_heads);
     const size_t at = ((size_t)(first + query) * (size_t)q->query_heads + (size_t)query_head) * (size_t)dim;
-    const float *row = (const float *)q->q.at + at, *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
+    const float *row = (const float *)q->q.at + at,
+                *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
     const kvc_seq *of = &q->seqs[seq];
     int64_t seen = of->num_tokens - of->num_queries + query + 1;
@@ -404,7 +423,8 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
             most = isfinite(each) ? fmax(most, fabs(each)) : INFINITY;
         }
         off = sqrt(off);
-        if (!(off <= expected.error)) fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
+        if (!(off <= expected.error))
+            fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
         if (plain && is_exact && most > 5e-6 * largest)
             fail("%s: output %g of the largest off", level_at(level)->name, most / largest);
         if (plain && !is_exact && off > 0.01 * sqrt(squares))
@@ -413,7 +433,8 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
     return 1;
 }
 
-static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score, const answer *answers) {
+static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score,
+                            const answer *answers) {
     const kvc_seq *of = &q->seqs[seq];
     const sequence *tokens = &q->of[seq];
     for (int64_t t = 0; t < of->num_tokens; t++) {
@@ -431,8 +452,8 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
         const float *scores = (const float *)answers[level].scores.at + first_score;
         for (int64_t t = 0; t < of->num_tokens; t++) {
             if (!(fabs(scores[t] - total[t]) <= error[t]))
-                fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t, scores[t],
-                     total[t], error[t]);
+                fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t,
+                     scores[t], total[t], error[t]);
         }
     }
     free(space);
@@ -462,7 +483,9 @@ static void fill_arena(source *s, world *w) {
         switch (kind) {
         case 0: w->arena[i] = 0; break;
         case 1: w->arena[i] = 0xff; break;
-        case 2: w->arena[i] = (unsigned char)(i % 2 ? 0x3c + draw_byte(s) % 8 : draw_byte(s)); break; /* halves near 1 */
+        case 2:
+            w->arena[i] = (unsigned char)(i % 2 ? 0x3c + draw_byte(s) % 8 : draw_byte(s));
+            break; /* halves near 1 */
         case 3: w->arena[i] = (unsigned char)draw_byte(s); break;
         default: w->arena[i] = (unsigned char)splitmix(&state);
         }

@@ -48,8 +48,8 @@ static inline float gaussian(uint64_t *state) { /* near enough: a sum of uniform
 enum { GAUSSIAN, WIDE, OUTLIERS, CONSTANT, EDGES, ANY_BITS, NUM_KINDS };
 
 static inline void draw_floats(source *s, int kind, float *x, size_t n) {
-    static const float edges[] = {0.0f,  -0.0f,   65504.0f,  -65504.0f, 65519.996f, 0x1p-24f, 0x1p-25f,
-                                  1e-8f, -6e-5f,  0x1p-126f, 0x1p-149f, 1.0f,       -1.0f,    0x1.ffcp-15f};
+    static const float edges[] = {0.0f,  -0.0f,  65504.0f,  -65504.0f, 65519.996f, 0x1p-24f, 0x1p-25f,
+                                  1e-8f, -6e-5f, 0x1p-126f, 0x1p-149f, 1.0f,       -1.0f,    0x1.ffcp-15f};
     uint64_t state = (uint64_t)draw(s, 65536);
     const float constant = gaussian(&state) * (float)(draw(s, 4) ? 1 : 60000);
     for (size_t i = 0; i < n; i++) {

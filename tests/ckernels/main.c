@@ -31,8 +31,7 @@ static void on_crash(int number) {
     const int file = open(crash_name, O_WRONLY | O_CREAT | O_TRUNC, 0644);
     if (write(file, current.data, current.size) == (ssize_t)current.size &&
         write(2, "the input is in ", 16) == 16 && write(2, crash_name, strlen(crash_name)) > 0 &&
-        write(2, "\n", 1) == 1) {
-    }
+        write(2, "\n", 1) == 1) {}
     signal(number, SIG_DFL);
     raise(number);
 }
@@ -91,9 +90,12 @@ int main(int argc, char **argv) {
     int files = 0;
     for (int i = 1; i < argc; i++) {
         const int more = i + 1 < argc;
-        if (more && !strcmp(argv[i], "--seconds")) seconds = atof(argv[++i]);
-        else if (more && !strcmp(argv[i], "--cases")) cases = atol(argv[++i]);
-        else if (more && !strcmp(argv[i], "--seed")) seed = atol(argv[++i]);
+        if (more && !strcmp(argv[i], "--seconds"))
+            seconds = atof(argv[++i]);
+        else if (more && !strcmp(argv[i], "--cases"))
+            cases = atol(argv[++i]);
+        else if (more && !strcmp(argv[i], "--seed"))
+            seed = atol(argv[++i]);
         else if (files == MOST_FILES || !read_input(argv[i], &corpus[files++]))
             return fprintf(stderr, "expected at most %d readable files, got %s\n", MOST_FILES, argv[i]), 2;
     }

@@ -57,8 +57,10 @@ bool GOMP_loop_nonmonotonic_dynamic_next(long *first, long *stop) {
     return more;
 }
 
-bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long *first, long *stop);
-bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long *first, long *stop) {
+bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long *first,
+                                          long *stop);
+bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long *first,
+                                          long *stop) {
     team *t = self->of;
     if (step != 1 || chunk != 1) abort();
     pthread_mutex_lock(&t->lock);

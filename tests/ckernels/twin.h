@@ -23,7 +23,7 @@ enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores that float32 holds: 
 typedef struct world {
     kvc_layout layout;
     int num_blocks, most_floats; /* most_floats: of K, all blocks, about */
-    size_t arena_bytes, row; /* floats of a token: heads * dim */
+    size_t arena_bytes, row;     /* floats of a token: heads * dim */
     unsigned char *arena;
     float *rows[2];       /* K and V, [block][slot][head][dim] */
     unsigned char *plain; /* [block][slot]: Gaussian, both sides */
@@ -96,13 +96,15 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
     for (int64_t t = 0; t < seen; t++) sum += weights[t] = exp(weights[t] - largest);
     for (int64_t t = 0; t < seen; t++) {
         const float *v = w->rows[KVC_VALUES] + slots[t] * w->row + (size_t)(head * dim);
-        const int block = (int)(slots[t] / (size_t)l->block_size), slot = (int)(slots[t] % (size_t)l->block_size);
+        const int block = (int)(slots[t] / (size_t)l->block_size),
+                  slot = (int)(slots[t] % (size_t)l->block_size);
         weights[t] /= sum;
         for (int d = 0; d < dim; d++) answer.out[d] += weights[t] * v[d];
         v_norm = fmax(v_norm, norm_of(v, dim));
         const kvc_rows k_rows = kvc_rows_of(l, KVC_KEYS), v_rows = kvc_rows_of(l, KVC_VALUES);
         const float k_scale = stored_scale(w, KVC_KEYS, block, slot, head);
-        const double half = stored_scale(w, KVC_VALUES, block, slot, head) * ((1 << v_rows.bits % 16) - 1) / 2;
+        const double half =
+            stored_scale(w, KVC_VALUES, block, slot, head) * ((1 << v_rows.bits % 16) - 1) / 2;
         k_half = fmax(k_half, k_scale * ((1 << k_rows.bits % 16) - 1) / 2);
         v_half += weights[t] * half, v_most_half = fmax(v_most_half, half);
     }
