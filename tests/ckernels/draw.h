@@ -1,4 +1,4 @@
-/* draw.h - an input's bytes as the choices that make a case; behind the last byte a generator goes on, seeded by all. */
+/* draw.h - an input's bytes as the choices that make a case; behind the last one a generator goes on, seeded by all. */
 #ifndef DRAW_H
 #define DRAW_H
 

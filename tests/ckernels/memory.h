@@ -27,7 +27,7 @@ typedef struct memory {
     size_t size, mapped;
 } memory;
 
-/* Starts at a multiple of `align`; of 64 only where size is one too. at_end: the unreadable begins behind the last byte. */
+/* Starts at a multiple of `align`; of 64 only where size is one too. at_end: the unreadable begins behind it. */
 static inline memory take(size_t size, size_t align, int at_end) {
     memory m = {.size = size};
 #if defined(WATCHED)

@@ -1,6 +1,6 @@
 /* omp_threads.c - gcc's OpenMP runtime over pthreads, as far as kvc_parallel.c asks for it.
  *
- * libgomp waits with futexes that ThreadSanitizer cannot see, and so takes every join for a race. Here they are mutexes
+ * libgomp waits with futexes that ThreadSanitizer does not see, so that every join is a race to it. Here they are mutexes
  * and conditions that it knows. gcc turns `omp parallel`, `for schedule(dynamic)` and `single` into these names; another
  * pragma in kvc_parallel.c is an undefined symbol here.
  */
