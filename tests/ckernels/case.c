@@ -34,15 +34,15 @@ static void try_any_shape(source *s) {
 
 static void draw_layout(source *s, world *w) {
     const int size = DRAW_OF(s, 16, 16, 32, 1, 2, 5, 15, 17, 33, 48, 64, 255, 256, 0);
-    const int dim = MANY_TOKENS ? DRAW_OF(s, 8, 32, 32)
-                                : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
+    const int dim = w->many ? DRAW_OF(s, 8, 32, 32)
+                            : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
     const int key = draw(s, 6), value = draw(s, 3) ? key : draw(s, 6), rotated = draw(s, 4);
     const int block_size = size ? size : draw_between(s, 1, 256),
               head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
     const int can = (head_dim & (head_dim - 1)) == 0;
     int heads = draw_between(s, 1, 4);
     w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are many cases */
-    if (MANY_TOKENS) w->most_floats = 1 << 15, heads = 1 + heads % 2;
+    if (w->many) w->most_floats = 1 << 15, heads = 1 + heads % 2;
     while (heads > 1 && heads * head_dim * block_size > w->most_floats) heads--;
     const int refused =
         kvc_layout_init(&w->layout, block_size, heads, head_dim, (kvc_format)key, (kvc_format)value,
@@ -50,7 +50,7 @@ static void draw_layout(source *s, world *w) {
     if (refused) fail("refused %d, %d, %d, %d, %d", block_size, heads, head_dim, key, value);
     w->row = (size_t)heads * (size_t)head_dim;
     const int room = w->most_floats / (int)(w->row * (size_t)block_size);
-    w->num_blocks = MANY_TOKENS ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
+    w->num_blocks = w->many ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
     w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
 }
 
@@ -227,6 +227,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     source s = source_of(data, least(size, 4096));
     world w = {.num_blocks = 0};
     failing = &w;
+#if defined(CALLERS)
+    w.many = 1;
+#else
+    w.many = (s.state >> 40) % 6 == 1; /* of the bytes, yet none of them */
+#endif
     try_any_shape(&s);
     draw_layout(&s, &w);
     memory arena = take(w.arena_bytes, 64, draw(&s, 2));

@@ -10,11 +10,6 @@
 
 #if defined(CALLERS)
 #include <pthread.h>
-enum {
-    MANY_TOKENS = 1
-}; /* what kvc_parallel.c takes several threads for: 2^14 products of a key and a row */
-#else
-enum { MANY_TOKENS = 0 };
 #endif
 
 static const world *failing; /* for the message alone */
@@ -56,8 +51,8 @@ typedef struct sequence {
 
 /* Blocks in any order, each at most once; of each, pieces of its slots. */
 static sequence draw_runs(source *s, const world *w, int empty_too) {
-    const int size = w->layout.block_size, style = MANY_TOKENS ? 3 * draw(s, 2) : draw(s, 4);
-    const int blocks = MANY_TOKENS ? w->num_blocks : draw_between(s, empty_too ? 0 : 1, w->num_blocks);
+    const int size = w->layout.block_size, style = w->many ? 3 * draw(s, 2) : draw(s, 4);
+    const int blocks = w->many ? w->num_blocks : draw_between(s, empty_too ? 0 : 1, w->num_blocks);
     kvc_run *runs = malloc((size_t)(w->num_blocks * size + 1) * sizeof *runs);
     sequence q = {.slots = malloc((size_t)(w->num_blocks * size + 1) * sizeof(size_t))};
     int *order = malloc((size_t)w->num_blocks * sizeof *order);

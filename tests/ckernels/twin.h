@@ -22,6 +22,7 @@ enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores that float32 holds: 
 
 typedef struct world {
     kvc_layout layout;
+    int many; /* tokens, so many that kvc_parallel.c splits a context, for threads too: 2^14 products and more */
     int num_blocks, most_floats; /* most_floats: of K, all blocks, about */
     size_t arena_bytes, row;     /* floats of a token: heads * dim */
     unsigned char *arena;
