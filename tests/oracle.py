@@ -36,6 +36,14 @@ def attention(queries, keys, values, scale, *, sink_queries=None, sink_tokens=0)
     return out, mass
 
 
+def log_sum_exp(queries, keys, scale):
+    """ln of the sum of exp(score) over all keys, (n, query heads); -inf without keys."""
+    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    group = queries.shape[1] // keys.shape[1]
+    scores = np.einsum("qhd,thd->qht", queries, keys.repeat(group, 1)) * scale
+    return np.logaddexp.reduce(scores, axis=2, initial=-np.inf)
+
+
 # ---- Quantisation, rotation.
 
 
