@@ -146,25 +146,23 @@ static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned cha
     }
 }
 
-/* The codes of 16 tokens, a row each, as units. */
-static inline void kvc_units_of_rows(kvc_side side, int dim, unsigned char (*codes)[KVC_MAX_HEAD_DIM],
-                                     unsigned char *restrict units) {
+/* The codes of 16 tokens as units, from one row of 16 for each channel. */
+static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes,
+                                      unsigned char *restrict units) {
     if (side == KVC_KEYS) {
-        for (int g = 0; g < dim / 4; g++, units += KVC_UNIT) {
-            for (int t = 0; t < KVC_TILE; t++) memcpy(units + 4 * t, codes[t] + 4 * g, 4);
+        for (int d = 0; d < dim; d += 4, units += KVC_UNIT) {
+            const unsigned char *c0 = codes + d * KVC_TILE, *c1 = c0 + KVC_TILE, *c2 = c1 + KVC_TILE, *c3 = c2 + KVC_TILE;
+            uint32_t fours[KVC_TILE]; /* little-endian, as all of this is */
+            for (int t = 0; t < KVC_TILE; t++)
+                fours[t] = c0[t] | (uint32_t)c1[t] << 8 | (uint32_t)c2[t] << 16 | (uint32_t)c3[t] << 24;
+            memcpy(units, fours, sizeof fours);
         }
         return;
     }
-    for (int unit = 0; unit < dim / 4; unit++, units += KVC_UNIT) {
-        const unsigned char *of = codes[unit % 4 * 4] + unit / 4 * 16;
-        uint32_t fours[16]; /* little-endian, as all of this is */
+    for (int d = 0; d < dim; d += 16, units += 4 * KVC_UNIT) {
         for (int c = 0; c < 16; c++) {
-            const unsigned char *code = of + c;
-            fours[c] = code[0] | (uint32_t)code[KVC_MAX_HEAD_DIM] << 8 |
-                       (uint32_t)code[2 * KVC_MAX_HEAD_DIM] << 16 |
-                       (uint32_t)code[3 * KVC_MAX_HEAD_DIM] << 24;
+            for (int tg = 0; tg < 4; tg++) memcpy(units + tg * KVC_UNIT + 4 * c, codes + (d + c) * KVC_TILE + 4 * tg, 4);
         }
-        memcpy(units, fours, sizeof fours);
     }
 }
 
@@ -174,6 +172,13 @@ static inline int kvc_code_unit(kvc_side side, int d, int t) {
 }
 static inline int kvc_code_byte(kvc_side side, int d, int t) {
     return side == KVC_KEYS ? 4 * t + d % 4 : 4 * (d % 16) + t % 4;
+}
+
+/* The codes of row `row` become those of token t. */
+static inline void kvc_codes_into_units(kvc_side side, int dim, const unsigned char *codes, int row, int t,
+                                        unsigned char *units) {
+    for (int d = 0; d < dim; d++)
+        units[kvc_code_unit(side, d, t) * KVC_UNIT + kvc_code_byte(side, d, t)] = codes[d * KVC_TILE + row];
 }
 
 static inline int kvc_get_bits(const unsigned char *byte, int shift, int bits) {
