@@ -29,6 +29,7 @@ INLINE void kvc_rotate_row(const float *x, int dim, int i, float *lanes) {
     const f32v inverse = f32v_set1(1.0f / (float)dim);
     UNROLL
     for (int j = 0; j < n; j++) v[j] = f32v_mul(load_dims(x, j * KVC_LANES, dim), inverse);
+    UNROLL
     for (int step = n / 2; step > 0; step /= 2) kvc_butterflies(v, n, step);
     UNROLL
     for (int j = 0; j < n; j++) f32v_store(kvc_block(lanes, j, i), v[j]);
@@ -50,6 +51,11 @@ INLINE void kvc_place_row(kvc_rows rows, const float *x, int i, float *lanes) {
     }
 }
 
+/* The cache line of x[at], which may lie behind the end of all rows: nothing is read. */
+INLINE void kvc_prefetch(const float *x, ptrdiff_t at) {
+    if (at % 16 == 0) __builtin_prefetch((const void *)((uintptr_t)x + (uintptr_t)at * sizeof(float)), 0, 2);
+}
+
 typedef struct kvc_range { /* one per lane */
     f32v lowest, highest, first;
     f32v spread; /* 0 where all values of the row, as it came, are the same */
@@ -57,7 +63,7 @@ typedef struct kvc_range { /* one per lane */
 
 /* KVC_LANES rows into lanes. Rotated, a row of the same values is (value, 0, 0, ...), and no other is: of two values
  * that differ the difference is not 0, and of two numbers that are not both 0 the sum or the difference is not. */
-INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, float *lanes) {
+INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, float *lanes) {
     for (int i = 0; i < KVC_LANES; i++) kvc_place_row(rows, x[i], i, lanes);
     f32v first = f32v_zero(), low = f32v_set1(0x1p127f), high = f32v_sub(f32v_zero(), low);
     for (int d = 0; d < rows.dim; d += KVC_LANES) {
@@ -67,8 +73,10 @@ INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, float *lan
         for (int i = 0; i < KVC_LANES; i++) v[i] = f32v_load(lanes + (d + i) * KVC_LANES);
         f32v_transpose(v);
         if (rows.rotated) {
+            UNROLL
             for (int step = KVC_LANES / 2; step > 0; step /= 2) kvc_butterflies(v, KVC_LANES, step);
         }
+        for (int i = 0; i < KVC_LANES; i++) kvc_prefetch(x[i], ahead + d);
         if (d == 0) first = v[0];
         UNROLL
         for (int i = 0; i < KVC_LANES; i++) {
@@ -117,10 +125,11 @@ INLINE void kvc_encode(const float *lanes, int dim, f32v minimum, f32v scale, in
 }
 
 /* KVC_LANES rows, of which the first `count` count, as rows `at`, `at` + 1, .. of out. */
-static void kvc_code_lanes(kvc_rows rows, const float *const *x, int count, int at, kvc_coded *out) {
+static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, int at,
+                           kvc_coded *out) {
     const int top = (1 << rows.bits) - 1;
     float lanes[(KVC_MAX_HEAD_DIM + KVC_LANES) * KVC_LANES], first[KVC_LANES], spread[KVC_LANES];
-    const kvc_range range = kvc_into_lanes(rows, x, lanes);
+    const kvc_range range = kvc_into_lanes(rows, x, ahead, lanes);
     f32v minimum = kvc_rounded_to_half(range.lowest), scale = kvc_scale_of(minimum, range.highest, top);
     if (rows.bits <= 4) kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
     f32v_store_half(out->minima + at, minimum);
@@ -133,12 +142,12 @@ static void kvc_code_lanes(kvc_rows rows, const float *const *x, int count, int 
     }
 }
 
-/* Up to 16 rows, rotated where rows.rotated. */
-static void kvc_code_rows(kvc_rows rows, const float *const *x, int count, kvc_coded *out) {
+/* Up to 16 rows, rotated where rows.rotated. `ahead` floats from here are those of the next call. */
+static void kvc_code_rows(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, kvc_coded *out) {
     for (int at = 0; at < count; at += KVC_LANES) {
         const float *here[KVC_LANES];
         for (int i = 0; i < KVC_LANES; i++) here[i] = x[at + i < count ? at + i : at];
-        kvc_code_lanes(rows, here, count - at < KVC_LANES ? count - at : KVC_LANES, at, out);
+        kvc_code_lanes(rows, here, ahead, count - at < KVC_LANES ? count - at : KVC_LANES, at, out);
     }
 }
 

@@ -60,14 +60,14 @@ static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned
 
 enum { FEW_TOKENS = 3 }; /* of a tile, written one by one: a tile is 16 times the work of a token */
 
-/* Tokens [first, first + count) of one tile. */
+/* Tokens [first, first + count) of one tile; next are the rows of the next. */
 static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
-                       size_t row_stride) {
+                       size_t row_stride, const float *next) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], *packed = tile + KVC_TILE_HEADER;
     const float *each[KVC_TILE];
     kvc_coded coded;
     for (int t = 0; t < count; t++) each[t] = x + (size_t)t * row_stride;
-    kvc_code_rows(rows, each, count, &coded);
+    kvc_code_rows(rows, each, next - x, count, &coded);
     memcpy(tile + 2 * first, coded.scales, 2 * (size_t)count);
     memcpy(tile + 2 * (KVC_TILE + first), coded.minima, 2 * (size_t)count);
     if (count == KVC_TILE) {
@@ -89,12 +89,13 @@ typedef struct row_queue {
 
 static void write_queue(kvc_rows rows, row_queue *queue) {
     kvc_coded coded;
-    unsigned char codes[KVC_MAX_HEAD_DIM];
-    kvc_code_rows(rows, queue->x, queue->count, &coded);
+    unsigned char codes[KVC_MAX_HEAD_DIM], units[KVC_MAX_HEAD_DIM * KVC_TILE];
+    kvc_code_rows(rows, queue->x, KVC_TILE * rows.dim, queue->count, &coded);
+    kvc_units_of_codes(KVC_KEYS, rows.dim, coded.codes, units); /* in which the codes of a row lie in fours */
     for (int i = 0; i < queue->count; i++) {
         unsigned char *to = queue->to[i];
         uint16_t *scales = (uint16_t *)to, *minima = scales + KVC_TILE;
-        for (int d = 0; d < rows.dim; d++) codes[d] = coded.codes[d * KVC_TILE + i];
+        kvc_codes_of_units(KVC_KEYS, rows.dim, units, i, codes);
         if (rows.tiled) {
             const int t = queue->token[i];
             scales[t] = coded.scales[i], minima[t] = coded.minima[i];
@@ -111,6 +112,7 @@ static void write_queue(kvc_rows rows, row_queue *queue) {
 static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
     if (queue->count == KVC_TILE) write_queue(rows, queue);
     const int i = queue->count++;
+    for (size_t b = 0; rows.tiled && b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(to + b, 1, 2);
     queue->x[i] = x, queue->to[i] = to, queue->token[i] = token;
 }
 
@@ -153,7 +155,10 @@ void KVC_FN(quantise_runs)(kvc_rows rows, int heads, unsigned char *first_head, 
                 unsigned char *to = head + (rows.tiled ? (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows)
                                                        : (size_t)slot * kvc_row_bytes(rows));
                 if (n > FEW_TOKENS) {
-                    write_tile(rows, to, slot % KVC_TILE, n, row, row_stride);
+                    const float *next = row + (size_t)n * row_stride;
+                    if (slot + n == runs[i].stop && h + 1 < heads) next = x + (size_t)(h + 1) * (size_t)rows.dim;
+                    if (slot + n == runs[i].stop && h + 1 == heads) next -= (size_t)h * (size_t)rows.dim;
+                    write_tile(rows, to, slot % KVC_TILE, n, row, row_stride, next);
                     continue;
                 }
                 for (int t = 0; t < n; t++)

@@ -184,11 +184,6 @@ static inline void kvc_codes_into_units(kvc_side side, int dim, const unsigned c
 static inline int kvc_get_bits(const unsigned char *byte, int shift, int bits) {
     return *byte >> shift & ((1 << bits) - 1);
 }
-static inline void kvc_put_bits(unsigned char *byte, int shift, int bits, int value) {
-    const int mask = ((1 << bits) - 1) << shift;
-    *byte = (unsigned char)((*byte & ~mask) | value << shift);
-}
-
 /* The codes of one token without those around it: for a token or two, unpacking the tile would take longer. */
 static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed, int t,
                                       unsigned char *codes) {
@@ -207,19 +202,45 @@ static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed
     }
 }
 
+/* Bits `from` and up of 16 codes into as many words, at `shift`. */
+static inline void kvc_put_words(unsigned char *packed, int shift, int bits, const unsigned char *codes, int from) {
+    const uint32_t ones = (1u << bits) - 1, others = ~(ones << shift);
+    uint32_t words[16];
+    memcpy(words, packed, sizeof words);
+    for (int c = 0; c < 16; c++) words[c] = (words[c] & others) | (codes[c] >> from & ones) << shift;
+    memcpy(packed, words, sizeof words);
+}
+
+/* The same bits of 4 codes of each of n units, side by side. */
+static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const unsigned char *codes, int from) {
+    const uint32_t ones = ((1u << bits) - 1) * 0x01010101u;
+    uint32_t all = 0, four;
+    for (int u = 0; u < n; u++) {
+        memcpy(&four, codes + 4 * u, 4);
+        all |= (four >> from & ones) << u * bits;
+    }
+    memcpy(packed, &all, 4);
+}
+
+/* Of a token's 4 bytes of all units (K) or its bits of all words (V), the others stay as they are. */
 static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes, int t,
                                       unsigned char *packed) {
-    for (int d = 0; d < rows.dim; d++) {
-        const int unit = kvc_code_unit(rows.side, d, t);
-        unsigned char *at = packed + kvc_code_byte(rows.side, d, t);
-        if (rows.bits == 3) {
-            at += unit / 8 * 3 * KVC_UNIT;
-            kvc_put_bits(at + unit % 8 / 4 * KVC_UNIT, unit % 4 * 2, 2, codes[d] & 3);
-            kvc_put_bits(at + 2 * KVC_UNIT, unit % 8, 1, codes[d] >> 2);
+    const int bits = rows.bits, together = bits == 3 ? 4 : 8 / bits, group = 4 * together; /* codes of 64 bytes */
+    for (int d = 0; rows.side == KVC_KEYS && d < rows.dim; d += group, packed += KVC_UNIT) {
+        kvc_put_fours(packed + 4 * t, together, bits == 3 ? 2 : bits, codes + d, 0);
+        if (bits == 3 && d % 32 == 16) {
+            packed += KVC_UNIT;
+            kvc_put_fours(packed + 4 * t, 8, 1, codes + d - 16, 2);
+        }
+    }
+    for (int d = 0; rows.side == KVC_VALUES && d < rows.dim; d += 16) {
+        const int unit = kvc_code_unit(KVC_VALUES, d, t), byte = t % 4 * 8;
+        if (bits == 3) {
+            unsigned char *at = packed + unit / 8 * 3 * KVC_UNIT;
+            kvc_put_words(at + unit % 8 / 4 * KVC_UNIT, byte + unit % 4 * 2, 2, codes + d, 0);
+            kvc_put_words(at + 2 * KVC_UNIT, byte + unit % 8, 1, codes + d, 2);
         } else {
-            const int together = 8 / rows.bits;
-            at += unit / together * KVC_UNIT;
-            kvc_put_bits(at, unit % together * rows.bits, rows.bits, codes[d]);
+            kvc_put_words(packed + unit / together * KVC_UNIT, byte + unit % together * bits, bits, codes + d, 0);
         }
     }
 }
