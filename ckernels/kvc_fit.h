@@ -21,8 +21,8 @@
  *
  *   sum of codes * u <= 256 * top * 2^15      4 bits: 126e6        sum of u < 256 * 2^15 = 2^23
  *
- * The code of u is that of  (u - low) / step + 1/2  cut off, with 13 - bits bits below the point: off by at most 2^-9
- * of a step, which only moves the line a little. What is stored is coded from the floats.
+ * The code of u is  (u - low) / step + 1/2  cut off, in numbers with 9 bits below the point: low is off by 2^-12 of a
+ * step at most, 1 / step by 2^-12 of itself, and so the line moves a little. What is stored is coded from the floats.
  */
 #ifndef KVC_FIT_H
 #define KVC_FIT_H
@@ -53,8 +53,8 @@ typedef struct kvc_sums { /* over a row, of the codes that a line gives */
 } kvc_sums;
 
 INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
-    const int below_point = 13 - rows->bits;
-    const f32v most = f32v_set1(32767.0f), unit = f32v_set1((float)(1 << (28 - rows->bits)));
+    enum { BELOW_POINT = 9 }; /* top * 2^9 < 2^15; steps of at least a 16th of the range's */
+    const f32v most = f32v_set1(32767.0f), unit = f32v_set1((float)(1 << (15 + BELOW_POINT)));
     const f32v half_below = f32v_sub(line.low, f32v_mul(line.step, f32v_set1(0.5f)));
     const f32v cut = f32v_min(f32v_max(half_below, f32v_zero()), most), times = f32v_min(f32v_div(unit, line.step), most);
     const i16v cut_i16 = i16v_pair(cut, cut), times_i16 = i16v_pair(times, times);
@@ -65,7 +65,7 @@ INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
     for (int d = 0; d < rows->dim; d += 2) {
         const i16v u = i16v_load(rows->u + d * KVC_LANES);
         const i16v parts = i16v_mul15(i16v_above(u, cut_i16), times_i16);
-        const i16v code = i16v_min(i16v_shr(parts, below_point), top_i16);
+        const i16v code = i16v_min(i16v_shr(parts, BELOW_POINT), top_i16);
         codes = i16v_add(codes, code);
         squares = i32v_dot(squares, code, code);
         products = i32v_dot(products, code, u);

@@ -74,8 +74,8 @@ def fit(row, bits, minimum, scale):
 
     def sums(low, step):
         cut = int(np.rint(np.clip(low - step / f32(2), f32(0), f32(32767))))
-        times = int(np.rint(np.minimum(f32(2 ** (28 - bits)) / step, f32(32767))))
-        codes = np.minimum((np.maximum(u - cut, 0) * times + 2**14 >> 15) >> 13 - bits, top)
+        times = int(np.rint(np.minimum(f32(2**24) / step, f32(32767))))
+        codes = np.minimum((np.maximum(u - cut, 0) * times + 2**14 >> 15) >> 9, top)
         return f32(codes.sum()), f32((codes**2).sum()), f32((codes * u).sum()) - f32(codes.sum()) * mean
 
     def refit(low, step):
