@@ -4,8 +4,8 @@
  * both ends errs more on a few values and less on all others. The squared error of normal rows, over that of the whole
  * range (head_dim 64 | 128):
  *
- *   4 bits   0.83 | 0.83        3 bits   0.74 | 0.70        2 bits   0.52 | 0.46        (an exhaustive search: 0.81 | 0.81,
- *                                                                                        0.73 | 0.69, 0.51 | 0.45)
+ *                          4 bits   0.83 | 0.83    3 bits   0.74 | 0.70    2 bits   0.51 | 0.45
+ *   exhaustive search               0.81 | 0.81             0.73 | 0.69             0.51 | 0.45
  *
  * Four starts leave out one of two shares of the range at either end. Each gets the codes of its values, and from the
  * codes the line  value = low + step * code  of least squares. The best of the four does so once more (Lloyd's method
@@ -56,7 +56,8 @@ INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
     enum { BELOW_POINT = 9 }; /* top * 2^9 < 2^15; steps of at least a 16th of the range's */
     const f32v most = f32v_set1(32767.0f), unit = f32v_set1((float)(1 << (15 + BELOW_POINT)));
     const f32v half_below = f32v_sub(line.low, f32v_mul(line.step, f32v_set1(0.5f)));
-    const f32v cut = f32v_min(f32v_max(half_below, f32v_zero()), most), times = f32v_min(f32v_div(unit, line.step), most);
+    const f32v cut = f32v_min(f32v_max(half_below, f32v_zero()), most),
+               times = f32v_min(f32v_div(unit, line.step), most);
     const i16v cut_i16 = i16v_pair(cut, cut), times_i16 = i16v_pair(times, times);
     const f32v top = f32v_set1((float)((1 << rows->bits) - 1)), one = f32v_set1(1.0f);
     const i16v top_i16 = i16v_pair(top, top), one_i16 = i16v_pair(one, one);
@@ -77,12 +78,15 @@ INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
 /* The line of least squares for the codes that a line gives, and what it takes off the sum of squares, or the line
  * itself and 0 where all codes are the same. */
 INLINE kvc_line kvc_refit(const kvc_fitted *rows, kvc_line from, f32v *gain) {
-    const f32v n = f32v_set1((float)rows->dim), per_value = f32v_set1(1.0f / (float)rows->dim), tiny = f32v_set1(KVC_TINY);
+    const f32v n = f32v_set1((float)rows->dim), per_value = f32v_set1(1.0f / (float)rows->dim),
+               tiny = f32v_set1(KVC_TINY);
     const kvc_sums sums = kvc_sums_of(rows, from);
-    const f32v spread = f32v_sub(f32v_mul(n, sums.squares), f32v_mul(sums.codes, sums.codes)); /* < 2^24: exact */
+    const f32v spread =
+        f32v_sub(f32v_mul(n, sums.squares), f32v_mul(sums.codes, sums.codes)); /* < 2^24: exact */
     const f32v step = f32v_div(f32v_mul(n, sums.products), spread);
     const f32v low = f32v_sub(rows->mean, f32v_mul(step, f32v_mul(sums.codes, per_value)));
-    *gain = f32v_zero_below(f32v_zero_below(f32v_mul(sums.products, step), spread, tiny), sums.products, tiny);
+    *gain =
+        f32v_zero_below(f32v_zero_below(f32v_mul(sums.products, step), spread, tiny), sums.products, tiny);
     return (kvc_line){f32v_pick(*gain, tiny, from.low, low), f32v_pick(*gain, tiny, from.step, step)};
 }
 
@@ -102,11 +106,13 @@ INLINE f32v kvc_rounded_to_half(f32v x) {
 }
 
 /* The fitted minimum and scale, halves, in place of those of the range, where the row then errs less by more than
- * 2^-12 of a squared step per value: a line may not be told from a better one by less, for its error is a difference
- * of sums of 24 bits, (2 top)^2 squared steps per value at most. `rows` lie as kvc_quant.c has them. Where halves are
- * so coarse that the minimum is not within half a step of the lowest value, a fit would find nothing. */
-static void kvc_fit(const float *lanes, int dim, int bits, f32v lowest, f32v highest, f32v *minimum, f32v *scale) {
-    const float per_step = (float)(1 << (15 - bits)), first = per_step - 1.0f, whole = (float)((1 << bits) - 1) * per_step;
+ * 2^-12 of a squared step per value: the errors compared are of values rounded to 2^-12 of a step, and differences of
+ * sums of 24 bits, (2 top)^2 squared steps per value at most, so that less may be nothing. Not where halves are so
+ * coarse that the minimum is half a step from the lowest value. Value d of row i is lanes[d * KVC_LANES + i]. */
+static void kvc_fit(const float *lanes, int dim, int bits, f32v lowest, f32v highest, f32v *minimum,
+                    f32v *scale) {
+    const float per_step = (float)(1 << (15 - bits)), first = per_step - 1.0f,
+                whole = (float)((1 << bits) - 1) * per_step;
     const f32v range = f32v_max(f32v_sub(highest, lowest), f32v_set1(0x1p-40f));
     const f32v finest = f32v_div(f32v_set1(whole), range), unit = f32v_div(range, f32v_set1(whole));
     const f32v first_v = f32v_set1(first), one = f32v_set1(1.0f);
@@ -135,12 +141,14 @@ static void kvc_fit(const float *lanes, int dim, int bits, f32v lowest, f32v hig
     }
     best = kvc_refit(&rows, best, &gain);
 
-    const f32v most = f32v_set1(65504.0f), low = f32v_add(lowest, f32v_mul(f32v_sub(best.low, first_v), unit));
+    const f32v most = f32v_set1(65504.0f),
+               low = f32v_add(lowest, f32v_mul(f32v_sub(best.low, first_v), unit));
     const f32v fitted_low = kvc_rounded_to_half(f32v_min(f32v_max(low, f32v_sub(f32v_zero(), most)), most));
     const f32v fitted_step = kvc_rounded_to_half(f32v_mul(best.step, unit));
     const kvc_line fitted = {f32v_add(f32v_mul(f32v_sub(fitted_low, lowest), finest), first_v),
                              f32v_mul(fitted_step, finest)};
-    const kvc_line ranged = {f32v_add(f32v_mul(f32v_sub(*minimum, lowest), finest), first_v), f32v_mul(*scale, finest)};
+    const kvc_line ranged = {f32v_add(f32v_mul(f32v_sub(*minimum, lowest), finest), first_v),
+                             f32v_mul(*scale, finest)};
     const f32v margin = f32v_set1((float)dim * per_step * per_step * 0x1p-12f);
     const f32v error = f32v_add(kvc_error_of(&rows, fitted), margin);
     f32v limit = kvc_error_of(&rows, ranged);

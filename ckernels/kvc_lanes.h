@@ -15,7 +15,8 @@
 
 /* What is stored of up to 16 rows. */
 typedef struct kvc_coded {
-    unsigned char codes[KVC_MAX_HEAD_DIM * KVC_TILE]; /* of dimension 0, one for each row; of dimension 1; .. */
+    unsigned char
+        codes[KVC_MAX_HEAD_DIM * KVC_TILE]; /* of dimension 0, one for each row; of dimension 1; .. */
     uint16_t scales[KVC_TILE], minima[KVC_TILE];
 } kvc_coded;
 
@@ -85,7 +86,8 @@ INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t 
             low = f32v_min(low, v[i]), high = f32v_max(high, v[i]);
         }
     }
-    const f32v lowest = f32v_add(f32v_min(low, first), f32v_zero()); /* -0 to 0: which is least depends on the order */
+    const f32v lowest =
+        f32v_add(f32v_min(low, first), f32v_zero()); /* -0 to 0: which is least depends on the order */
     const f32v highest = f32v_max(high, first), away = f32v_max(high, f32v_sub(f32v_zero(), low));
     return (kvc_range){lowest, highest, first, rows.rotated ? away : f32v_sub(highest, lowest)};
 }
@@ -99,7 +101,8 @@ static void kvc_code_constant(kvc_rows rows, float value, int row, kvc_coded *ou
     while (code > 1 && magnitude / (float)code < 0x1p-14f) code /= 2;
     out->scales[row] = code ? kvc_half_of_float(magnitude / (float)code) : 0;
     out->minima[row] = code && kept >= 0.0f ? 0 : half;
-    for (int d = 0; d < rows.dim; d++) out->codes[d * KVC_TILE + row] = (unsigned char)(kept < 0.0f ? code : 0);
+    for (int d = 0; d < rows.dim; d++)
+        out->codes[d * KVC_TILE + row] = (unsigned char)(kept < 0.0f ? code : 0);
     out->codes[row] = (unsigned char)(kept < 0.0f ? 0 : code);
 }
 
@@ -110,7 +113,8 @@ INLINE f32v kvc_scale_of(f32v minimum, f32v highest, int top) {
     f32v_store_half(next, f32v_div(range, f32v_set1((float)top)));
     const f32v scale = f32v_load_half(next), reach = f32v_mul(scale, f32v_set1((float)top + 0.5f));
     for (int i = 0; i < KVC_LANES; i++) next[i]++;
-    return f32v_pick(reach, range, f32v_load_half(next), scale); /* the next half, where rounding fell short */
+    return f32v_pick(reach, range, f32v_load_half(next),
+                     scale); /* the next half, where rounding fell short */
 }
 
 /* Codes of the values in lanes, at a minimum and a scale. */

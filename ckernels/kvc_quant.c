@@ -5,16 +5,17 @@
  *
  * At 4 bits and less, the minimum and scale of kvc_fit.h instead, where the row's squared error is smaller with them.
  *
- * All levels store the same bytes: the arithmetic is plain float32, never fused, in one order, or exact.
+ * All levels store the same bytes, a row those that it has alone: the arithmetic is plain float32, never fused, in one
+ * order, or exact. Writing takes up to 36 KiB of the stack: 16 rows as floats, as whole numbers and as codes.
  *
  * Error of a row, in what is stored (under rotation: of the rotated row), with ulp16 the spacing of halves:
  *
  *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest     from lowest to highest
  *   scale      <= range / top * (1 + 2^-10) + 2^-24                       range = highest - minimum
  *
- * and with the fit no larger in the root of the mean square (up to a 64th of a step, see error_of), so that no single
- * value errs more than sqrt(head_dim) times that. A constant row comes back as f16(x). Rows within +-65504 never overflow: the range, at most 131008, is
- * divided by at least 3.
+ * and with the fit no larger in the root of the mean square, up to a 64th of a step (kvc_fit.h), so that no single
+ * value errs more than sqrt(head_dim) times that. A constant row comes back as f16(x). Rows within +-65504 never
+ * overflow: the range, at most 131008, is divided by at least 3.
  *
  * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H =
  * head_dim), so no value grows and the scaling, by a power of two, is exact. Reading multiplies the error by
@@ -74,22 +75,27 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
         kvc_units_of_codes(rows.side, rows.dim, coded.codes, units);
     } else { /* the codes of the other tokens stay */
         kvc_unpack_units(rows.bits, rows.dim, packed, units);
-        for (int t = 0; t < count; t++) kvc_codes_into_units(rows.side, rows.dim, coded.codes, t, first + t, units);
+        for (int t = 0; t < count; t++)
+            kvc_codes_into_units(rows.side, rows.dim, coded.codes, t, first + t, units);
     }
     kvc_pack_units(rows.bits, rows.dim, units, packed);
 }
 
-/* Rows on their way to wherever: a token of each of many heads and sequences fills the lanes as 16 tokens of one do. */
+/* Rows on their way to tiles and slots of their own: a token of each of many heads and sequences fills the lanes as 16
+ * tokens of one head do, and so do keys and values of one format. */
 typedef struct row_queue {
     int count;
+    kvc_rows rows; /* but for the side */
     const float *x[KVC_TILE];
     unsigned char *to[KVC_TILE]; /* the tile, or the row itself */
-    int token[KVC_TILE];         /* of the tile */
+    kvc_side side[KVC_TILE];
+    int token[KVC_TILE]; /* of the tile */
 } row_queue;
 
-static void write_queue(kvc_rows rows, row_queue *queue) {
+static void write_queue(row_queue *queue) {
     kvc_coded coded;
     unsigned char codes[KVC_MAX_HEAD_DIM], units[KVC_MAX_HEAD_DIM * KVC_TILE];
+    kvc_rows rows = queue->rows;
     kvc_code_rows(rows, queue->x, KVC_TILE * rows.dim, queue->count, &coded);
     kvc_units_of_codes(KVC_KEYS, rows.dim, coded.codes, units); /* in which the codes of a row lie in fours */
     for (int i = 0; i < queue->count; i++) {
@@ -99,6 +105,7 @@ static void write_queue(kvc_rows rows, row_queue *queue) {
         if (rows.tiled) {
             const int t = queue->token[i];
             scales[t] = coded.scales[i], minima[t] = coded.minima[i];
+            rows.side = queue->side[i];
             put_codes(rows, codes, t, to + KVC_TILE_HEADER);
         } else {
             const uint16_t header[2] = {coded.scales[i], coded.minima[i]};
@@ -110,10 +117,12 @@ static void write_queue(kvc_rows rows, row_queue *queue) {
 }
 
 static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
-    if (queue->count == KVC_TILE) write_queue(rows, queue);
+    const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
+    if (queue->count == KVC_TILE || (queue->count && other)) write_queue(queue);
     const int i = queue->count++;
     for (size_t b = 0; rows.tiled && b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(to + b, 1, 2);
-    queue->x[i] = x, queue->to[i] = to, queue->token[i] = token;
+    queue->rows = rows;
+    queue->x[i] = x, queue->to[i] = to, queue->side[i] = rows.side, queue->token[i] = token;
 }
 
 static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x,
@@ -141,33 +150,44 @@ static int in_tile(int slot, int count) {
     return rest < count ? rest : count;
 }
 
-void KVC_FN(quantise_runs)(kvc_rows rows, int heads, unsigned char *first_head, size_t head_bytes,
-                           size_t block_bytes, const kvc_run *runs, int64_t num_runs, const float *x) {
-    const size_t row_stride = (size_t)heads * (size_t)rows.dim;
-    row_queue queue;
-    queue.count = 0;
+/* One side of all runs, but for what is left in the queue. */
+static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char *arena, const kvc_run *runs,
+                          int64_t num_runs, const float *x, row_queue *queue) {
+    const kvc_rows rows = kvc_rows_of(layout, side);
+    const size_t heads = (size_t)layout->num_heads, dim = (size_t)rows.dim, row_stride = heads * dim;
+    const size_t head_bytes = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
+    unsigned char *first_head = arena + (side == KVC_KEYS ? 0 : heads * layout->key_head_bytes);
     for (int64_t i = 0; i < num_runs; i++) {
-        unsigned char *head = first_head + (size_t)runs[i].block * block_bytes;
-        for (int h = 0; h < heads; h++, head += head_bytes) {
-            const float *row = x + (size_t)h * (size_t)rows.dim;
-            for (int slot = runs[i].first, n; slot < runs[i].stop; slot += n, row += (size_t)n * row_stride) {
-                n = rows.tiled ? in_tile(slot, runs[i].stop - slot) : 1;
+        unsigned char *head = first_head + (size_t)runs[i].block * layout->block_bytes;
+        const int stop = runs[i].stop;
+        for (size_t h = 0; h < heads; h++, head += head_bytes) {
+            const float *row = x + h * dim, *next;
+            for (int slot = runs[i].first, n; slot < stop; slot += n, row = next) {
+                n = rows.tiled ? in_tile(slot, stop - slot) : 1;
+                next = row + (size_t)n * row_stride;
                 unsigned char *to = head + (rows.tiled ? (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows)
                                                        : (size_t)slot * kvc_row_bytes(rows));
                 if (n > FEW_TOKENS) {
-                    const float *next = row + (size_t)n * row_stride;
-                    if (slot + n == runs[i].stop && h + 1 < heads) next = x + (size_t)(h + 1) * (size_t)rows.dim;
-                    if (slot + n == runs[i].stop && h + 1 == heads) next -= (size_t)h * (size_t)rows.dim;
-                    write_tile(rows, to, slot % KVC_TILE, n, row, row_stride, next);
-                    continue;
+                    const float *head_after = h + 1 < heads ? x + (h + 1) * dim : next - h * dim;
+                    write_tile(rows, to, slot % KVC_TILE, n, row, row_stride,
+                               slot + n < stop ? next : head_after);
+                } else {
+                    for (int t = 0; t < n; t++)
+                        enqueue(rows, queue, row + (size_t)t * row_stride, to, slot % KVC_TILE + t);
                 }
-                for (int t = 0; t < n; t++)
-                    enqueue(rows, &queue, row + (size_t)t * row_stride, to, slot % KVC_TILE + t);
             }
         }
-        x += (size_t)(runs[i].stop - runs[i].first) * row_stride;
+        x += (size_t)(stop - runs[i].first) * row_stride;
     }
-    if (queue.count) write_queue(rows, &queue);
+}
+
+void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                           int64_t num_runs, const float *keys, const float *values) {
+    row_queue queue;
+    queue.count = 0;
+    if (keys) quantise_side(layout, KVC_KEYS, arena, runs, num_runs, keys, &queue);
+    if (values) quantise_side(layout, KVC_VALUES, arena, runs, num_runs, values, &queue);
+    if (queue.count) write_queue(&queue);
 }
 
 void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,

@@ -151,7 +151,8 @@ static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned cha
                                       unsigned char *restrict units) {
     if (side == KVC_KEYS) {
         for (int d = 0; d < dim; d += 4, units += KVC_UNIT) {
-            const unsigned char *c0 = codes + d * KVC_TILE, *c1 = c0 + KVC_TILE, *c2 = c1 + KVC_TILE, *c3 = c2 + KVC_TILE;
+            const unsigned char *c0 = codes + d * KVC_TILE, *c1 = c0 + KVC_TILE, *c2 = c1 + KVC_TILE,
+                                *c3 = c2 + KVC_TILE;
             uint32_t fours[KVC_TILE]; /* little-endian, as all of this is */
             for (int t = 0; t < KVC_TILE; t++)
                 fours[t] = c0[t] | (uint32_t)c1[t] << 8 | (uint32_t)c2[t] << 16 | (uint32_t)c3[t] << 24;
@@ -161,7 +162,8 @@ static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned cha
     }
     for (int d = 0; d < dim; d += 16, units += 4 * KVC_UNIT) {
         for (int c = 0; c < 16; c++) {
-            for (int tg = 0; tg < 4; tg++) memcpy(units + tg * KVC_UNIT + 4 * c, codes + (d + c) * KVC_TILE + 4 * tg, 4);
+            for (int tg = 0; tg < 4; tg++)
+                memcpy(units + tg * KVC_UNIT + 4 * c, codes + (d + c) * KVC_TILE + 4 * tg, 4);
         }
     }
 }
@@ -203,7 +205,8 @@ static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed
 }
 
 /* Bits `from` and up of 16 codes into as many words, at `shift`. */
-static inline void kvc_put_words(unsigned char *packed, int shift, int bits, const unsigned char *codes, int from) {
+static inline void kvc_put_words(unsigned char *packed, int shift, int bits, const unsigned char *codes,
+                                 int from) {
     const uint32_t ones = (1u << bits) - 1, others = ~(ones << shift);
     uint32_t words[16];
     memcpy(words, packed, sizeof words);
@@ -212,7 +215,8 @@ static inline void kvc_put_words(unsigned char *packed, int shift, int bits, con
 }
 
 /* The same bits of 4 codes of each of n units, side by side. */
-static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const unsigned char *codes, int from) {
+static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const unsigned char *codes,
+                                 int from) {
     const uint32_t ones = ((1u << bits) - 1) * 0x01010101u;
     uint32_t all = 0, four;
     for (int u = 0; u < n; u++) {
@@ -225,7 +229,8 @@ static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const u
 /* Of a token's 4 bytes of all units (K) or its bits of all words (V), the others stay as they are. */
 static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes, int t,
                                       unsigned char *packed) {
-    const int bits = rows.bits, together = bits == 3 ? 4 : 8 / bits, group = 4 * together; /* codes of 64 bytes */
+    const int bits = rows.bits, together = bits == 3 ? 4 : 8 / bits,
+              group = 4 * together; /* codes of 64 bytes */
     for (int d = 0; rows.side == KVC_KEYS && d < rows.dim; d += group, packed += KVC_UNIT) {
         kvc_put_fours(packed + 4 * t, together, bits == 3 ? 2 : bits, codes + d, 0);
         if (bits == 3 && d % 32 == 16) {
@@ -240,7 +245,8 @@ static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes,
             kvc_put_words(at + unit % 8 / 4 * KVC_UNIT, byte + unit % 4 * 2, 2, codes + d, 0);
             kvc_put_words(at + 2 * KVC_UNIT, byte + unit % 8, 1, codes + d, 2);
         } else {
-            kvc_put_words(packed + unit / together * KVC_UNIT, byte + unit % together * bits, bits, codes + d, 0);
+            kvc_put_words(packed + unit / together * KVC_UNIT, byte + unit % together * bits, bits, codes + d,
+                          0);
         }
     }
 }

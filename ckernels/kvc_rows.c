@@ -5,7 +5,8 @@
 #include <string.h>
 
 /* count rows, row_stride floats apart, to consecutive slots of one head. */
-static void write_floats(kvc_rows rows, unsigned char *head, int slot, int count, const float *x, size_t row_stride) {
+static void write_floats(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
+                         size_t row_stride) {
     const int dim = rows.dim;
     unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
     for (int i = 0; i < count; i++, x += row_stride, row += kvc_row_bytes(rows)) {
@@ -15,23 +16,6 @@ static void write_floats(kvc_rows rows, unsigned char *head, int slot, int count
             for (int d = 0; d < dim; d += KVC_LANES)
                 store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
         }
-    }
-}
-
-/* One side of all runs; first_head is that of block 0. */
-static void write_side(const kvc_layout *layout, kvc_rows rows, unsigned char *first_head, size_t head_bytes,
-                       const kvc_run *runs, int64_t num_runs, const float *x) {
-    if (rows.bits < 16) {
-        KVC_FN(quantise_runs)(rows, layout->num_heads, first_head, head_bytes, layout->block_bytes, runs, num_runs, x);
-        return;
-    }
-    const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
-    for (int64_t i = 0; i < num_runs; i++) {
-        unsigned char *block = first_head + (size_t)runs[i].block * layout->block_bytes;
-        const int first = runs[i].first, count = runs[i].stop - first;
-        for (size_t h = 0; h < heads; h++)
-            write_floats(rows, block + h * head_bytes, first, count, x + h * dim, row_stride);
-        x += (size_t)count * row_stride;
     }
 }
 
@@ -56,10 +40,25 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
 
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                         const float *keys, const float *values) {
-    const size_t key_bytes = layout->key_head_bytes, value_bytes = layout->value_head_bytes;
-    unsigned char *first_values = arena + (size_t)layout->num_heads * key_bytes;
-    if (keys) write_side(layout, kvc_rows_of(layout, KVC_KEYS), arena, key_bytes, runs, num_runs, keys);
-    if (values) write_side(layout, kvc_rows_of(layout, KVC_VALUES), first_values, value_bytes, runs, num_runs, values);
+    const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
+    const float *k = k_rows.bits < 16 ? NULL : keys, *v = v_rows.bits < 16 ? NULL : values;
+    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values);
+    const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
+    for (int64_t i = 0; (k || v) && i < num_runs; i++) {
+        unsigned char *k_head = arena + (size_t)runs[i].block * layout->block_bytes;
+        unsigned char *v_head = k_head + heads * layout->key_head_bytes;
+        const int first = runs[i].first, count = runs[i].stop - first;
+        for (size_t h = 0; h < heads; h++) {
+            if (k)
+                write_floats(k_rows, k_head + h * layout->key_head_bytes, first, count, k + h * dim,
+                             row_stride);
+            if (v)
+                write_floats(v_rows, v_head + h * layout->value_head_bytes, first, count, v + h * dim,
+                             row_stride);
+        }
+        if (k) k += (size_t)count * row_stride;
+        if (v) v += (size_t)count * row_stride;
+    }
 }
 
 void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
