@@ -53,7 +53,7 @@ typedef struct kvc_sums { /* over a row, of the codes that a line gives */
 } kvc_sums;
 
 INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
-    enum { BELOW_POINT = 9 }; /* (top + 1) * 2^9 < 2^15; steps are at least 2^9, of 2^11 to 2^13 of the range */
+    enum { BELOW_POINT = 9 }; /* (top + 1) * 2^9 < 2^15; steps are at least 2^9, the range of 2^11 to 2^13 */
     const f32v most = f32v_set1(32767.0f), unit = f32v_set1((float)(1 << (15 + BELOW_POINT)));
     const f32v half_below = f32v_sub(line.low, f32v_mul(line.step, f32v_set1(0.5f)));
     const f32v cut = f32v_min(f32v_max(half_below, f32v_zero()), most),

@@ -67,66 +67,65 @@ static inline size_t kvc_row_bytes(kvc_rows rows) {
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
 
-/* Codes of one tile in bytes, unit by unit: head_dim / 4 units. Plain loops; compilers vectorise them. */
+/* Codes of one tile in bytes, unit by unit: head_dim / 4 units. Plain loops over 64 bytes from pointers that move on:
+ * an index that might wrap around (-fwrapv, which Python builds with) keeps compilers from vectorising them. */
 static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
                                     unsigned char *restrict units) {
-    const int bytes = dim * KVC_TILE;
+    const unsigned char *end = units + dim * KVC_TILE;
     if (bits == 8) {
-        memcpy(units, packed, (size_t)bytes);
+        memcpy(units, packed, (size_t)(dim * KVC_TILE));
     } else if (bits == 4) {
-        for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) {
-                units[u + i] = packed[i] & 15;
-                units[u + KVC_UNIT + i] = packed[i] >> 4;
-            }
+        for (; units < end; units += 2 * KVC_UNIT, packed += KVC_UNIT) {
+            for (int i = 0; i < KVC_UNIT; i++)
+                units[i] = packed[i] & 15, units[KVC_UNIT + i] = packed[i] >> 4;
         }
     } else if (bits == 2) {
-        for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int n = 0; n < 4; n++) {
-                for (int i = 0; i < KVC_UNIT; i++) units[u + n * KVC_UNIT + i] = packed[i] >> 2 * n & 3;
+        for (; units < end; packed += KVC_UNIT) {
+            for (int n = 0; n < 4; n++, units += KVC_UNIT) {
+                for (int i = 0; i < KVC_UNIT; i++) units[i] = packed[i] >> 2 * n & 3;
             }
         }
     } else {
-        for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            for (int n = 0; n < 8; n++) {
-                const unsigned char *low = packed + n / 4 * KVC_UNIT, *high = packed + 2 * KVC_UNIT;
-                for (int i = 0; i < KVC_UNIT; i++) {
-                    const int bit = high[i] >> n & 1;
-                    units[u + n * KVC_UNIT + i] = (unsigned char)((low[i] >> n % 4 * 2 & 3) | bit << 2);
-                }
+        for (; units < end; packed += 3 * KVC_UNIT) {
+            const unsigned char *high = packed + 2 * KVC_UNIT;
+            for (int n = 0; n < 8; n++, units += KVC_UNIT) {
+                const unsigned char *low = packed + n / 4 * KVC_UNIT;
+                for (int i = 0; i < KVC_UNIT; i++)
+                    units[i] = (unsigned char)((low[i] >> n % 4 * 2 & 3) | (high[i] >> n & 1) << 2);
             }
         }
     }
 }
 
+/* 64 bytes of 2 bits of each of 4 units. */
+static inline void kvc_pack_twos(const unsigned char *restrict units, unsigned char *restrict packed) {
+    for (int i = 0; i < KVC_UNIT; i++) {
+        packed[i] = (unsigned char)((units[i] & 3) | (units[KVC_UNIT + i] & 3) << 2 |
+                                    (units[2 * KVC_UNIT + i] & 3) << 4 | units[3 * KVC_UNIT + i] << 6);
+    }
+}
+
 static inline void kvc_pack_units(int bits, int dim, const unsigned char *restrict units,
                                   unsigned char *restrict packed) {
-    const int bytes = dim * KVC_TILE;
+    const unsigned char *end = units + dim * KVC_TILE;
     if (bits == 8) {
-        memcpy(packed, units, (size_t)bytes);
+        memcpy(packed, units, (size_t)(dim * KVC_TILE));
     } else if (bits == 4) {
-        for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
+        for (; units < end; units += 2 * KVC_UNIT, packed += KVC_UNIT) {
             for (int i = 0; i < KVC_UNIT; i++)
-                packed[i] = (unsigned char)(units[u + i] | units[u + KVC_UNIT + i] << 4);
+                packed[i] = (unsigned char)(units[i] | units[KVC_UNIT + i] << 4);
         }
     } else if (bits == 2) {
-        for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) {
-                const unsigned char *c = units + u + i;
-                packed[i] =
-                    (unsigned char)(c[0] | c[KVC_UNIT] << 2 | c[2 * KVC_UNIT] << 4 | c[3 * KVC_UNIT] << 6);
-            }
-        }
+        for (; units < end; units += 4 * KVC_UNIT, packed += KVC_UNIT) kvc_pack_twos(units, packed);
     } else {
-        for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) {
-                unsigned char low[2] = {0, 0}, high = 0;
-                for (int n = 0; n < 8; n++) {
-                    const unsigned char code = units[u + n * KVC_UNIT + i];
-                    low[n / 4] = (unsigned char)(low[n / 4] | (code & 3) << n % 4 * 2);
-                    high = (unsigned char)(high | code >> 2 << n);
-                }
-                packed[i] = low[0], packed[KVC_UNIT + i] = low[1], packed[2 * KVC_UNIT + i] = high;
+        for (; units < end; units += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
+            unsigned char *high = packed + 2 * KVC_UNIT;
+            kvc_pack_twos(units, packed);
+            kvc_pack_twos(units + 4 * KVC_UNIT, packed + KVC_UNIT);
+            memset(high, 0, KVC_UNIT);
+            for (int n = 0; n < 8; n++) {
+                const unsigned char *unit = units + n * KVC_UNIT;
+                for (int i = 0; i < KVC_UNIT; i++) high[i] = (unsigned char)(high[i] | unit[i] >> 2 << n);
             }
         }
     }
