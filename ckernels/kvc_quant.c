@@ -59,6 +59,11 @@ static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned
 #undef PUT
 }
 
+/* To be written once its rows are coded. */
+static void fetch_tile(kvc_rows rows, const unsigned char *tile) {
+    for (size_t b = 0; b < kvc_tile_bytes(rows); b += KVC_UNIT) __builtin_prefetch(tile + b, 1, 2);
+}
+
 enum { FEW_TOKENS = 3 }; /* of a tile, written one by one: a tile is 16 times the work of a token */
 
 /* Tokens [first, first + count) of one tile; next are the rows of the next. */
@@ -67,6 +72,7 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], *packed = tile + KVC_TILE_HEADER;
     const float *each[KVC_TILE];
     kvc_coded coded;
+    fetch_tile(rows, tile);
     for (int t = 0; t < count; t++) each[t] = x + (size_t)t * row_stride;
     kvc_code_rows(rows, each, next - x, count, &coded);
     memcpy(tile + 2 * first, coded.scales, 2 * (size_t)count);
@@ -120,7 +126,7 @@ static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned ch
     const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
     if (queue->count == KVC_TILE || (queue->count && other)) write_queue(queue);
     const int i = queue->count++;
-    for (size_t b = 0; rows.tiled && b < kvc_tile_bytes(rows); b += 64) __builtin_prefetch(to + b, 1, 2);
+    if (rows.tiled) fetch_tile(rows, to);
     queue->rows = rows;
     queue->x[i] = x, queue->to[i] = to, queue->side[i] = rows.side, queue->token[i] = token;
 }

@@ -105,6 +105,17 @@ static inline void kvc_pack_twos(const unsigned char *restrict units, unsigned c
     }
 }
 
+/* 64 bytes of the third bit of each of 8 units. */
+static inline void kvc_pack_thirds(const unsigned char *restrict units, unsigned char *restrict packed) {
+    for (int i = 0; i < KVC_UNIT; i++) {
+        const unsigned char *u = units + i;
+        packed[i] = (unsigned char)((u[0] & 4) >> 2 | (u[KVC_UNIT] & 4) >> 1 | (u[2 * KVC_UNIT] & 4) |
+                                    (u[3 * KVC_UNIT] & 4) << 1 | (u[4 * KVC_UNIT] & 4) << 2 |
+                                    (u[5 * KVC_UNIT] & 4) << 3 | (u[6 * KVC_UNIT] & 4) << 4 |
+                                    (u[7 * KVC_UNIT] & 4) << 5);
+    }
+}
+
 static inline void kvc_pack_units(int bits, int dim, const unsigned char *restrict units,
                                   unsigned char *restrict packed) {
     const unsigned char *end = units + dim * KVC_TILE;
@@ -119,14 +130,9 @@ static inline void kvc_pack_units(int bits, int dim, const unsigned char *restri
         for (; units < end; units += 4 * KVC_UNIT, packed += KVC_UNIT) kvc_pack_twos(units, packed);
     } else {
         for (; units < end; units += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            unsigned char *high = packed + 2 * KVC_UNIT;
             kvc_pack_twos(units, packed);
             kvc_pack_twos(units + 4 * KVC_UNIT, packed + KVC_UNIT);
-            memset(high, 0, KVC_UNIT);
-            for (int n = 0; n < 8; n++) {
-                const unsigned char *unit = units + n * KVC_UNIT;
-                for (int i = 0; i < KVC_UNIT; i++) high[i] = (unsigned char)(high[i] | unit[i] >> 2 << n);
-            }
+            kvc_pack_thirds(units, packed + 2 * KVC_UNIT);
         }
     }
 }
