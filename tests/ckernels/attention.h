@@ -88,8 +88,9 @@ static question draw_question(source *s, const world *w) {
         if (queries < 0) queries = tokens;
         if (queries * each > room) queries = room / each;
         room -= queries * each;
-        q.seqs[i] = (kvc_seq){q.of[i].runs.at, q.of[i].num_runs, tokens, draw(s, 40), queries};
-        q.queries += queries, q.tokens += tokens;
+        const int64_t hidden = tokens % 5 != 3 ? 0 : queries < tokens ? queries : tokens;
+        q.seqs[i] = (kvc_seq){q.of[i].runs.at, q.of[i].num_runs, tokens, draw(s, 40), queries, hidden};
+        q.queries += queries, q.tokens += tokens - hidden;
     }
     const size_t floats = (size_t)q.queries * (size_t)q.query_heads * (size_t)dim;
     q.q = take(floats * sizeof(float), 4, q.at_end);
@@ -118,6 +119,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
     const kvc_seq *of = &q->seqs[seq];
     int64_t seen = of->num_tokens - of->num_queries + query + 1;
+    if (seen > of->num_tokens - of->hidden_tokens) seen = of->num_tokens - of->hidden_tokens;
     if (seen < 0) seen = 0;
     const row_answer expected =
         attend_row(w, q->of[seq].slots, seen, head, q->scale, row, sink_row, of->sink_tokens, weights);
@@ -168,7 +170,7 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
     }
     for (int level = 0; q->has_scores && ordinary && level < num_levels(); level++) {
         const float *scores = (const float *)answers[level].scores.at + first_score;
-        for (int64_t t = 0; t < of->num_tokens; t++) {
+        for (int64_t t = 0; t < of->num_tokens - of->hidden_tokens; t++) {
             if (!(fabs(scores[t] - total[t]) <= error[t]))
                 fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t,
                      scores[t], total[t], error[t]);
@@ -184,7 +186,7 @@ static void step_attend(source *s, world *w) {
     int64_t first_query = 0, first_score = 0;
     for (int i = 0; i < q.num_seqs; i++) {
         expect_sequence(&q, i, first_query, first_score, answers);
-        first_query += q.seqs[i].num_queries, first_score += q.seqs[i].num_tokens;
+        first_query += q.seqs[i].num_queries, first_score += q.seqs[i].num_tokens - q.seqs[i].hidden_tokens;
     }
     for (int level = 0; level < num_levels(); level++)
         give_back(&answers[level].out), give_back(&answers[level].scores);
