@@ -5,6 +5,7 @@ KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing alloc
                     (sanitizers, bounds checks)
 """
 
+import gc
 import os
 
 import numpy as np
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "simd" in getattr(item, "fixturenames", ()):
             item.add_marker("every_level")
+
+
+def pytest_collection_finish(session):
+    """Let each gc.collect() of a test look at what tests have made, not at all of pytest: 10 times as fast."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=_kernels.simd_levels())
