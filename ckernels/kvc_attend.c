@@ -165,6 +165,7 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
         for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
             const int rows =
                 item->row_stop - row < KVC_ITEM_ROWS ? (int)(item->row_stop - row) : KVC_ITEM_ROWS;
+            j.units = meets_units(&j, rows); /* as in attend_item: the norms are of its scores */
             pack_queries(&j, head, row, rows, 0);
             cursor at = seek(j.seq, item->token);
             while (at.token < item->token_stop && at.token < visible(&j, row + rows - 1)) {

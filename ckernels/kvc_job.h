@@ -100,6 +100,16 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     }
 }
 
+/* Whether so many rows at once meet K and V in integers. */
+static int meets_units(const job *j, int rows) {
+#if defined(KVC_HAVE_DOTS)
+    return j->k_rows.tiled && j->v_rows.tiled && (rows <= KVC_UNIT_ROWS || KVC_UNIT_ROWS == KVC_ITEM_ROWS);
+#else
+    (void)j, (void)rows;
+    return 0;
+#endif
+}
+
 static void start(job *j, const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     const kvc_layout *layout = args->layout;
     memset(j, 0, sizeof *j);
@@ -115,10 +125,7 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item, voi
     j->v_rows = kvc_rows_of(layout, KVC_VALUES);
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
     j->v_row_bytes = kvc_row_bytes(j->v_rows);
-#if defined(KVC_HAVE_DOTS)
-    j->units =
-        j->k_rows.tiled && j->v_rows.tiled && (j->rows <= KVC_UNIT_ROWS || KVC_UNIT_ROWS == KVC_ITEM_ROWS);
-#endif
+    j->units = meets_units(j, j->rows);
     const int64_t rows = kvc_item_max_rows(layout);
     float *free = scratch;
     j->q = free, free += rows * j->padded;

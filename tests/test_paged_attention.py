@@ -94,3 +94,14 @@ def test_bad_calls():
         cache.attention(0, q, [1])
     with pytest.raises(IndexError, match="layer"):
         cache.attention(1, q, [0])
+
+
+@pytest.mark.parametrize("queries", [49, 97, 100])
+def test_scores_belong_to_the_output(simd, queries):
+    """Whatever way each block of rows is multiplied: the weights of every query add up to 1, however large scores are."""
+    rng = np.random.default_rng(queries)
+    cache = PagedKvCache(16, 16, 1, 64, dtype="q4")
+    fill(cache, rng, 0, 120)
+    q = 300 * rng.standard_normal((queries, 2, 64)).astype(np.float32)
+    _, mass = cache.attention(0, q, [0], query_lens=[queries], return_scores=True)
+    np.testing.assert_allclose(mass.sum(), 2 * queries, rtol=1e-5)
