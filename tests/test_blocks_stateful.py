@@ -369,9 +369,8 @@ class SharedBlocksMachine(RuleBasedStateMachine):
         """Whatever is let go comes back, to the last block."""
         if not hasattr(self, "cache"):
             return
-        for held in self.held:
-            if held.block is not None:
-                self.cache.release(held.block.index)
+        for index in [held.block.index for held in self.held if held.block is not None]:
+            self.cache.release(index)
         self.held.clear()  # the sessions are dropped
         for seq in self.sequences:
             self.paged.free(seq)

@@ -721,3 +721,19 @@ def test_copy_blocks_copies_data_only():
         c.copy_blocks([0], [4])
     with pytest.raises(ValueError, match="targets"):
         c.copy_blocks([0], [])
+
+
+def test_the_copy_of_a_shared_block_reads_as_zeros_behind_what_was_kept():
+    """The block was full when it became shared; the sequence goes back inside it and on, and the copy brings all."""
+    cache = PagedKvCache(4, 4, 1, 8, dtype="f32")
+    cache.allocate(1, 4)
+    cache.write(0, 1, *np.ones((2, 4, 1, 8), np.float32))
+    cache.fork(1, 2)
+    for seq, count in ((2, 1), (1, 2)):
+        cache.truncate(seq, count)
+        cache.append(seq, 2)
+        keys, values = cache.read(0, seq)
+        assert (keys[:count] == 1).all()
+        assert not keys[count:].any()
+        assert not values[count:].any()
+    cache.check()
