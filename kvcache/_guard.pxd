@@ -10,6 +10,8 @@ cdef class MendingLock:
     cdef object mend       # mend(): make all that the lock guards agree again
     cdef readonly bint torn    # an interrupt has struck, and nothing has mended it yet
 
+    cdef int make_good(self) except -1
+
 
 cdef class Parting:
     cdef object notes      # a deque

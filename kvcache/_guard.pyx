@@ -25,12 +25,20 @@ cdef class MendingLock:
     def __init__(self, lock, mend):
         self.lock, self.mend = lock, mend
 
+    cdef int make_good(self) except -1:
+        self.torn = False    # `mend` may take the lock
+        try:
+            self.mend()
+        except BaseException:
+            self.torn = True
+            raise
+        return 0
+
     def __enter__(self):
         self.lock.acquire()
         if self.torn:
             try:
-                self.mend()
-                self.torn = False
+                self.make_good()
             except BaseException:
                 self.lock.release()
                 raise
@@ -38,10 +46,8 @@ cdef class MendingLock:
     def __exit__(self, kind, error, trace):
         try:
             if error is not None and interrupts(error):
-                self.torn = True
                 try:
-                    self.mend()
-                    self.torn = False
+                    self.make_good()
                 except Exception:
                     pass    # The interrupt goes on its way; the next one in mends.
         finally:
