@@ -69,12 +69,16 @@ class Holds:
         hold = self._open.get(key)
         if hold is None:
             return
-        counts = self.counts[hold.blocks] - 1
         self._pool.release(hold.every)
         del self._open[key]
         if hold.node >= 0:
             hold.trie.unpin(hold.node)
-        self.counts[hold.blocks] = counts
+        try:
+            self.counts[hold.blocks] = self.counts[hold.blocks] - 1
+        except MemoryError:  # whoever lets go because memory is short must be able to
+            counts = self.counts.data
+            for block in hold.blocks.data:
+                counts[block] -= 1
 
     def settle(self) -> None:
         """End what was dropped."""

@@ -353,6 +353,11 @@ class PagedKvCache:
             blocks = tuple(map(BlockId, self._table.blocks(seq_id).tolist()))
             return SequenceInfo(SeqId(seq_id), tokens, position, blocks, last_access, count, priority)
 
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether there is such a sequence; takes no memory."""
+        with self._lock:
+            return self._id(seq_id) in self._table
+
     def sequence_ids(self) -> list[SeqId]:
         """Every id, ascending."""
         with self._lock:

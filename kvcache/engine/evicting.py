@@ -155,7 +155,7 @@ class EvictingSequence(ModelSequence):
     def mend(self) -> None:
         # A call sets `_before` before it touches anything, and takes it away in one line when all is done.
         for layer in self._layers:
-            if self.cache.get_sequence(self._twin(layer)) is not None:
+            if self._twin(layer) in self.cache:
                 if self._before is not None:
                     self._drop(layer)
                     self.cache.fork(self._twin(layer), layer)
@@ -164,8 +164,7 @@ class EvictingSequence(ModelSequence):
             self._alive, self.num_tokens = self._before
             self._before = None
         for layer, alive in zip(self._layers, self._alive, strict=True):
-            held = self.cache.get_sequence(layer)
-            if held is None or held.num_tokens > len(alive.positions):  # `clear` says so first, and empties then
+            if not len(alive.positions):  # `clear` says so first, and empties then
                 self._empty(layer)
 
     def clear(self) -> None:
@@ -179,7 +178,7 @@ class EvictingSequence(ModelSequence):
         self.cache.allocate(layer, 0)
 
     def _drop(self, layer: int) -> None:
-        if self.cache.get_sequence(layer) is not None:
+        if layer in self.cache:
             self.cache.free(layer)
 
     def move(self, cache: PagedKvCache) -> None:
