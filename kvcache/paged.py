@@ -311,6 +311,15 @@ class PagedKvCache:
             self._table.fork(self._id(src_seq), self._id(dst_seq))
             self._forks += 1
 
+    def swap(self, first_seq: int, second_seq: int) -> None:
+        """Two sequences exchange their ids and handles: the way back to a fork. Takes no memory.
+
+        Raises:
+            SequenceNotFoundError: one of them is not there.
+        """
+        with self._lock:
+            self._table.swap(self._id(first_seq), self._id(second_seq))
+
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding.
 

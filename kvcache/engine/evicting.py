@@ -157,8 +157,7 @@ class EvictingSequence(ModelSequence):
         for layer in self._layers:
             if self._twin(layer) in self.cache:
                 if self._before is not None:
-                    self._drop(layer)
-                    self.cache.fork(self._twin(layer), layer)
+                    self._restore(layer)
                 self.cache.free(self._twin(layer))
         if self._before is not None:
             self._alive, self.num_tokens = self._before
@@ -176,6 +175,13 @@ class EvictingSequence(ModelSequence):
     def _empty(self, layer: int) -> None:
         self._drop(layer)
         self.cache.allocate(layer, 0)
+
+    def _restore(self, layer: int) -> None:
+        """What the fork holds; without memory for anything."""
+        if layer in self.cache:
+            self.cache.swap(layer, self._twin(layer))
+        else:  # an interrupt came while it was made empty
+            self.cache.fork(self._twin(layer), layer)
 
     def _drop(self, layer: int) -> None:
         if layer in self.cache:
