@@ -56,7 +56,7 @@ cdef class MendingLock:
 
 @cython.no_gc_clear
 cdef class Parting:
-    """Appends `key` to the deque `notes` when it dies: a last word that garbage collection and interrupts leave whole."""
+    """Appends `key` to the deque `notes` when it dies: a last word that neither collection nor interrupts cut short."""
 
     def __init__(self, notes, key):
         self.notes, self.key = notes, key

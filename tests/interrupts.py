@@ -48,8 +48,8 @@ class Lines:
         return self._line
 
     def _line(self, frame, event, arg):
-        # CPython takes it that nothing is raised at a NOP (a bare `try:`), where no signal is looked at: no handler, not
-        # even that of a `with`, covers it.
+        # CPython takes it that nothing is raised at a NOP (a bare `try:`), and looks at no signal there: no handler
+        # covers it, not even that of a `with`.
         if event != self.event or frame.f_code.co_code[frame.f_lasti] == NOP:
             return self._line
         self.count += 1

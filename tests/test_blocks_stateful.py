@@ -361,9 +361,11 @@ class SharedBlocksMachine(RuleBasedStateMachine):
                 np.testing.assert_array_equal(handle.value_cache(0), wants[1][0])
         for handle in self.stale:
             assert not handle.is_valid
-            for access in (lambda: handle.key_cache(0), lambda: handle.block_table, handle.clone_handle, handle.stats):
+            for access in (handle.clone_handle, handle.stats, handle.block_table_mut):
                 with pytest.raises(InvalidOperationError, match="freed or evicted"):
                     access()
+            with pytest.raises(InvalidOperationError, match="freed or evicted"):
+                handle.key_cache(0)
 
     def teardown(self) -> None:
         """Whatever is let go comes back, to the last block."""

@@ -1,4 +1,6 @@
-"""Every allocation fails once, alone and with all that follow it, in a process with `failing_malloc.c` loaded before libc; faults.py runs the scenes."""
+"""Every allocation fails once, alone and with all that follow it, in a process with `failing_malloc.c` loaded before
+libc; faults.py runs the scenes.
+"""
 
 import os
 import re

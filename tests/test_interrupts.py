@@ -66,7 +66,7 @@ class Served:
         """Nobody holds anything but the prefix cache and the sequence that there is."""
         gc.collect()
         self.it.check()
-        cache, owned = self.inner.cache, [i for i in self.inner.cache.sequence_ids()]
+        cache, owned = self.inner.cache, self.inner.cache.sequence_ids()
         layers = self.inner.config.num_layers if self.kind in ("evicting", "streaming") else 1
         assert len(owned) == layers, f"sequences {owned}"
         held = {block for seq in owned for block in cache.get_sequence(seq).block_ids}
@@ -124,7 +124,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
     assert name not in ("generate", "stream") or answer == reference
     chosen = places(seen, every=long)
     if not long:
-        chosen = chosen[:: max(1, len(chosen) // (5 if FAST else 30))]
+        chosen = chosen[:: max(1, len(chosen) // (4 if FAST else 12))]
     problems = []
     for stop in chosen:
         served = Served(kind, network)
@@ -147,3 +147,45 @@ def test_interrupted_at_every_line(network, long, kind, name):
             problems.append(f"{lines.struck} ({stop} of {len(seen)}): {type(error).__name__}: {str(error)[:150]}")
     print(f"{kind}.{name}: {len(chosen)} interrupts at {len(set(seen))} lines, {len(problems)} problems")
     assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:40])
+
+
+class Failing:
+    """A network that fails at a chosen call of `attend`, before or after it, counted over all its runs."""
+
+    def __init__(self, network):
+        self.network, self.config = network, network.config
+        self.countdown, self.after, self.calls = -1, False, 0
+
+    def forward(self, tokens, positions, attend, logits, *, sink_positions=None):
+        def counted(*args):
+            self.calls += 1
+            self.countdown -= 1
+            if self.countdown == 0 and not self.after:
+                raise RuntimeError("broken")
+            mixed = attend(*args)
+            if self.countdown == 0:
+                raise RuntimeError("broken")
+            return mixed
+
+        return self.network.forward(tokens, positions, counted, logits, sink_positions=sink_positions)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("kind", "name"), CALLS[: 2 * len(KINDS)])
+def test_a_network_that_fails_at_every_step(network, kind, name, after):
+    """In every layer of every piece of the prompt and of every step."""
+    reference = Served(kind, network).generate()
+    model = Failing(network)
+    served = Served(kind, model)
+    calls = model.calls
+    getattr(served, name)()
+    for fails in range(1, model.calls - calls + 1):
+        served = Served(kind, model)
+        model.countdown, model.after = fails, after
+        with pytest.raises(RuntimeError, match="broken"):
+            getattr(served, name)()
+        served.settled()
+        served.step()
+        served.settled()
+        assert served.generate() == reference
+        served.settled()

@@ -737,3 +737,20 @@ def test_the_copy_of_a_shared_block_reads_as_zeros_behind_what_was_kept():
         assert not keys[count:].any()
         assert not values[count:].any()
     cache.check()
+
+
+def test_sequences_exchange_their_ids():
+    cache = PagedKvCache(4, 4, 1, 8, dtype="f32")
+    for seq, count in ((1, 3), (2, 5)):
+        cache.allocate(seq, count)
+        cache.write(0, seq, *np.full((2, count, 1, 8), seq, np.float32))
+    handle = cache.handle(1)
+    cache.swap(1, 2)
+    assert [(cache.get_sequence(seq).num_tokens, cache.read(0, seq)[0].max()) for seq in (1, 2)] == [(5, 2), (3, 1)]
+    assert handle.num_tokens == 5
+    cache.swap(2, 2)
+    with pytest.raises(SequenceNotFoundError):
+        cache.swap(1, 3)
+    cache.check()
+    cache.free(1)
+    assert (1 in cache, 2 in cache) == (False, True)
