@@ -167,6 +167,8 @@ class EvictingSequence(ModelSequence):
                 self._empty(layer)
 
     def clear(self) -> None:
+        if self._before is not None:  # a call was interrupted, and nothing has mended that yet
+            self.mend()
         self.version += 1
         self._alive, self.num_tokens = [_NOBODY] * len(self._layers), 0
         for layer in self._layers:
