@@ -42,13 +42,15 @@ typedef struct kvc_layout {
 } kvc_layout;
 
 /* One sequence of an attention call. Query j of num_queries stands on token num_tokens - num_queries + j
- * and sees every token up to its own. The first sink_tokens tokens meet the sink queries. */
+ * and sees every token up to its own, but for the last hidden_tokens of the sequence, which nobody sees. The
+ * first sink_tokens tokens meet the sink queries. */
 typedef struct kvc_seq {
     const kvc_run *runs;
     int64_t num_runs;
     int64_t num_tokens;
     int64_t sink_tokens;
     int64_t num_queries;
+    int64_t hidden_tokens; /* 0 to num_tokens */
 } kvc_seq;
 
 /* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs. */
@@ -62,7 +64,8 @@ typedef struct kvc_attend_args {
     const float *queries;      /* (total_queries, num_query_heads, head_dim) */
     const float *sink_queries; /* the same shape, or NULL */
     float *out;                /* the same shape */
-    float *scores; /* (total tokens), or NULL: each token's weight, summed over queries and query heads */
+    float *scores; /* (total seen tokens), or NULL: each token's weight, summed over queries and query heads */
+    float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */
 } kvc_attend_args;
 
 /* A piece of that call which one thread does alone. A row is a (query, query head of the group) pair of one

@@ -55,6 +55,7 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     float *out = j->args->out + pair * (size_t)j->dim;
     for (int d = 0; d < j->dim; d++) out[d] = acc[d] * inverse;
     if (j->v_rows.rotated) KVC_FN(hadamard)(out, j->dim);
+    if (j->args->lse) j->args->lse[pair] = sum > 0.0f ? largest * (float)LN2 + logf(sum) : -INFINITY;
     if (j->item->norms) {
         j->item->norms[2 * pair] = largest;
         j->item->norms[2 * pair + 1] = inverse;

@@ -20,6 +20,13 @@ enum {
 
 static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
 
+/* Tokens that a query sees, counted from the start of its sequence. */
+static inline int64_t kvc_seen_tokens(const kvc_seq *seq, int64_t query) {
+    const int64_t own = seq->num_tokens - seq->num_queries + query + 1;
+    const int64_t shown = seq->num_tokens - seq->hidden_tokens;
+    return own < 0 ? 0 : own < shown ? own : shown;
+}
+
 /* A query row in digits. */
 typedef struct unit_query {
     float scale, sum, centre; /* the sum of q; what rounding has taken from it, times the centre of codes */

@@ -8,6 +8,7 @@
 
 #define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST still -inf */
 #define LOG2E 1.4426950408889634
+#define LN2 0.6931471805599453
 
 /* Consecutive tokens in consecutive slots of one block. */
 typedef struct piece {
@@ -162,9 +163,6 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
 }
 
 /* Tokens that row r of the item sees, counted from the start of the sequence. */
-static int64_t visible(const job *j, int64_t row) {
-    const int64_t last = j->seq->num_tokens - j->seq->num_queries + row / j->group;
-    return last < 0 ? 0 : last + 1;
-}
+static int64_t visible(const job *j, int64_t row) { return kvc_seen_tokens(j->seq, row / j->group); }
 
 #endif

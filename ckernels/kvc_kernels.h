@@ -5,10 +5,10 @@
 #include "kvc_quant.h"
 #include "kvc_simd.h"
 
-/* kvc_quant.c: rows of slots [slot, slot + count) of one head. What is written is rotated first where
- * rows.rotated; what is read stays rotated. */
-void KVC_FN(quantise_head)(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
-                           size_t row_stride);
+/* kvc_quant.c: write_runs of quantised sides, rotated first where the layout says so; rows of slots
+ * [slot, slot + count) of one head, which stay rotated. */
+void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                           int64_t num_runs, const float *keys, const float *values);
 void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
                              size_t row_stride);
 /* x becomes H x, H of +-1 and H H = dim; dim a power of two, at least 8. */

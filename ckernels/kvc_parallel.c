@@ -69,8 +69,7 @@ static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index) {
         u.row = (blocks - 1 - index % blocks) * KVC_ITEM_ROWS;
         u.row_stop = u.row + KVC_ITEM_ROWS < rows ? u.row + KVC_ITEM_ROWS : rows;
     }
-    u.tokens = seq->num_tokens - seq->num_queries + (u.row_stop - 1) / group + 1;
-    if (u.tokens < 0) u.tokens = 0;
+    u.tokens = kvc_seen_tokens(seq, (u.row_stop - 1) / group);
     const int64_t work = u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
     int64_t parts = p->fair_share ? ceil_div(work, p->fair_share) : 1;
     if (parts > u.tokens / MIN_PART_TOKENS) parts = u.tokens / MIN_PART_TOKENS;
@@ -79,10 +78,11 @@ static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index) {
 }
 
 static int64_t num_score_parts(const plan *p, const kvc_seq *seq, int num_threads) {
-    const int64_t share = ceil_div(seq->num_tokens, (int64_t)num_threads * PIECES_PER_THREAD);
+    const int64_t seen = seq->num_tokens - seq->hidden_tokens;
+    const int64_t share = ceil_div(seen, (int64_t)num_threads * PIECES_PER_THREAD);
     const int64_t tokens = share < MIN_PART_TOKENS ? MIN_PART_TOKENS : share;
     (void)p;
-    return ceil_div(seq->num_tokens, tokens);
+    return ceil_div(seen, tokens);
 }
 
 static size_t unit_floats(const plan *p, const unit *u) {
@@ -161,6 +161,7 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
     for (int64_t s = 0; s < p->num_seqs; s++) {
         const kvc_seq *seq = &p->seqs[s];
         const int64_t parts = num_score_parts(p, seq, num_threads);
+        const int64_t seen = seq->num_tokens - seq->hidden_tokens;
         for (int64_t part = 0; part < parts; part++, items++) {
             *items = (kvc_item){.seq = s,
                                 .first_query = first_query,
@@ -169,10 +170,10 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
                                 .head_stop = p->layout->num_heads,
                                 .parts = 1,
                                 .norms = norms};
-            items->token = seq->num_tokens * part / parts;
-            items->token_stop = seq->num_tokens * (part + 1) / parts;
+            items->token = seen * part / parts;
+            items->token_stop = seen * (part + 1) / parts;
         }
-        first_query += seq->num_queries, first_score += seq->num_tokens;
+        first_query += seq->num_queries, first_score += seen;
     }
 }
 

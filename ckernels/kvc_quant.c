@@ -5,180 +5,36 @@
  *
  * At 4 bits and less, the minimum and scale of kvc_fit.h instead, where the row's squared error is smaller with them.
  *
- * All levels store the same bytes: the arithmetic is plain float32, never fused, in one order, or exact.
+ * All levels store the same bytes, a row those that it has alone: the arithmetic is plain float32, never fused, in one
+ * order, or exact. Writing takes up to 36 KiB of the stack: 16 rows as floats, as whole numbers and as codes.
  *
  * Error of a row, in what is stored (under rotation: of the rotated row), with ulp16 the spacing of halves:
  *
  *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest     from lowest to highest
  *   scale      <= range / top * (1 + 2^-10) + 2^-24                       range = highest - minimum
  *
- * and with the fit no larger in the root of the mean square (up to a 64th of a step, see error_of), so that no single
- * value errs more than sqrt(head_dim) times that. A constant row comes back as f16(x). Rows within +-65504 never overflow: the range, at most 131008, is
- * divided by at least 3.
+ * and with the fit no larger in the root of the mean square, up to a 64th of a step (kvc_fit.h), so that no single
+ * value errs more than sqrt(head_dim) times that. A constant row comes back as f16(x). Rows within +-65504 never
+ * overflow: the range, at most 131008, is divided by at least 3.
  *
  * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H =
  * head_dim), so no value grows and the scaling, by a power of two, is exact. Reading multiplies the error by
  * sqrt(head_dim) in the mean and head_dim at worst, but rotating divides the range of a typical row by
  * sqrt(head_dim), and that of a row with outliers by more.
  */
-#include "kvc_fit.h"
 #include "kvc_kernels.h"
+#include "kvc_lanes.h"
 
-/* Steps over 4, 2, 1 (and 8, where a vector has 16 lanes), within a vector or 8 neighbours. */
-#if KVC_LANES >= 8
-enum { SHORT_STEPS = KVC_LANES };
-INLINE f32v short_steps(f32v x) {
-    x = f32v_butterfly1(f32v_butterfly2(f32v_butterfly4(x)));
-    return KVC_LANES > 8 ? f32v_butterfly8(x) : x;
-}
-#else
-enum { SHORT_STEPS = 8 };
-#endif
-
-static void eight_steps(float *e) {
-    float a[8], b[8];
-    for (int j = 0; j < 4; j++) a[j] = e[j] + e[j + 4], a[j + 4] = e[j] - e[j + 4];
-    for (int j = 0; j < 2; j++) {
-        b[j] = a[j] + a[j + 2], b[j + 2] = a[j] - a[j + 2];
-        b[j + 4] = a[j + 4] + a[j + 6], b[j + 6] = a[j + 4] - a[j + 6];
-    }
-    for (int j = 0; j < 8; j += 2) e[j] = b[j] + b[j + 1], e[j + 1] = b[j] - b[j + 1];
-}
-
-INLINE void transform(float *x, int dim) {
-    f32v v[KVC_MAX_HEAD_DIM / KVC_LANES];
-    const int n = dim / KVC_LANES;
-#if KVC_LANES < 8
-    for (int i = 0; i < dim; i += 8) eight_steps(x + i);
-#endif
-    UNROLL
-    for (int i = 0; i < n; i++) {
-        v[i] = f32v_load(x + i * KVC_LANES);
-#if KVC_LANES >= 8
-        v[i] = short_steps(v[i]);
-#endif
-    }
-    for (int step = SHORT_STEPS / KVC_LANES; step < n; step *= 2) {
-        UNROLL
-        for (int i = 0; i < n; i++) {
-            if (i & step) continue;
-            const f32v a = v[i], b = v[i + step];
-            v[i] = f32v_add(a, b), v[i + step] = f32v_sub(a, b);
-        }
-    }
-    UNROLL
-    for (int i = 0; i < n; i++) f32v_store(x + i * KVC_LANES, v[i]);
-}
-
-/* Fast Walsh-Hadamard transform in place, unscaled; dim a power of two, 8 to 256. */
+/* Of a row in place, unscaled; dim a power of two, 8 to 256. */
 void KVC_FN(hadamard)(float *x, int dim) {
     switch (dim) {
-    case 8: eight_steps(x); break;
-    case 16: transform(x, 16); break;
-    case 32: transform(x, 32); break;
-    case 64: transform(x, 64); break;
-    case 128: transform(x, 128); break;
-    default: transform(x, 256); break;
+    case 8: kvc_eight_steps(x); break;
+    case 16: kvc_transform(x, 16); break;
+    case 32: kvc_transform(x, 32); break;
+    case 64: kvc_transform(x, 64); break;
+    case 128: kvc_transform(x, 128); break;
+    default: kvc_transform(x, 256); break;
     }
-}
-
-static void range_of(const float *x, int dim, float *lowest, float *highest) {
-    f32v low_v = f32v_set1(x[0]), high_v = low_v;
-    int d = 0;
-    for (; d + KVC_LANES <= dim; d += KVC_LANES) {
-        low_v = f32v_min(low_v, f32v_load(x + d));
-        high_v = f32v_max(high_v, f32v_load(x + d));
-    }
-    float low = -f32v_max_of(f32v_sub(f32v_zero(), low_v)), high = f32v_max_of(high_v);
-    for (; d < dim; d++) low = x[d] < low ? x[d] : low, high = x[d] > high ? x[d] : high;
-    *lowest = low + 0.0f, *highest = high; /* -0 to 0: which of them is least depends on the order */
-}
-
-/* head_dim times the same value. Rotated it is (value, 0, 0, ...): the value is 2^k steps from 0, so that the
- * scale |value| / 2^k is exact, with the largest k that leaves no denormal: scales stay near other rows'. */
-static void constant_row(kvc_rows rows, float value, unsigned char *codes, uint16_t *scale,
-                         uint16_t *minimum) {
-    const uint16_t half = kvc_half_of_float(value);
-    const float kept = kvc_float_of_half(half), magnitude = kept < 0.0f ? -kept : kept;
-    int code = rows.rotated ? 1 << (rows.bits - 1) : 0;
-    while (code > 1 && magnitude / (float)code < 0x1p-14f) code /= 2;
-    *scale = code ? kvc_half_of_float(magnitude / (float)code) : 0;
-    *minimum = code && kept >= 0.0f ? 0 : half;
-    memset(codes, kept < 0.0f ? code : 0, (size_t)rows.dim);
-    codes[0] = (unsigned char)(kept < 0.0f ? 0 : code);
-}
-
-/* Codes of x as whole floats, at a minimum and a scale. */
-static void encode(const float *x, int dim, uint16_t minimum, uint16_t scale, int top, float *whole) {
-    const float m = kvc_float_of_half(minimum);
-    const float s = scale ? kvc_float_of_half(scale) : 1.0f, limit = scale ? (float)top : 0.0f;
-    for (int d = 0; d < dim; d++) {
-        const float code = (x[d] - m) / s, low = code > 0.0f ? code : 0.0f, in = low < limit ? low : limit;
-        whole[d] = (in + 0x1p23f) - 0x1p23f; /* no bits below the point: half to even */
-    }
-}
-
-/* The squared errors of x, summed, each error in 64ths of a step: whole, and at most 255, so that 256 squares stay
- * below 2^24 and the sum is exact in any order. */
-static float error_of(const float *x, int dim, uint16_t minimum, uint16_t scale, const float *whole,
-                      float step) {
-    const f32v m = f32v_set1(kvc_float_of_half(minimum)), s = f32v_set1(kvc_float_of_half(scale));
-    const f32v in_parts = f32v_set1(64.0f / step), most = f32v_set1(255.0f);
-    f32v sum = f32v_zero();
-    for (int d = 0; d < dim; d += KVC_LANES) {
-        const f32v read = f32v_add(m, f32v_mul(s, load_dims(whole, d, dim)));
-        f32v error = f32v_abs(f32v_mul(f32v_sub(read, load_dims(x, d, dim)), in_parts));
-        error = f32v_round(f32v_min(error, most));
-        if (KVC_LANES > 8 && d + 8 == dim) {
-            float kept[KVC_LANES] = {0};
-            f32v_store8(kept, error);
-            error = f32v_load(kept);
-        }
-        sum = f32v_fma(error, error, sum);
-    }
-    return f32v_sum_of(sum);
-}
-
-/* The fitted minimum and scale in place of those of the range, where the row then errs less. */
-static void fit(const float *x, int dim, int bits, float lowest, float highest, float *whole, uint16_t *scale,
-                uint16_t *minimum) {
-    const int top = (1 << bits) - 1;
-    const float step = kvc_float_of_half(*scale);
-    const kvc_line line = kvc_fit_row(x, dim, bits, lowest, highest);
-    const uint16_t low = kvc_half_of_float((float)line.low), wide = kvc_half_of_float((float)line.step);
-    if (line.gain == 0.0 || wide == 0) return;
-    float fitted[KVC_MAX_HEAD_DIM];
-    encode(x, dim, low, wide, top, fitted);
-    if (error_of(x, dim, low, wide, fitted, step) >= error_of(x, dim, *minimum, *scale, whole, step)) return;
-    memcpy(whole, fitted, (size_t)dim * sizeof *whole);
-    *minimum = low, *scale = wide;
-}
-
-/* One row, rotated where the rows are. head_dim codes, scale and minimum as halves. */
-static void quantise_row(kvc_rows rows, const float *x, unsigned char *codes, uint16_t *scale,
-                         uint16_t *minimum) {
-    const int dim = rows.dim, top = (1 << rows.bits) - 1;
-    float lowest, highest, rotated[KVC_MAX_HEAD_DIM], whole[KVC_MAX_HEAD_DIM];
-    range_of(x, dim, &lowest, &highest);
-    if (lowest == highest) {
-        constant_row(rows, lowest, codes, scale, minimum);
-        return;
-    }
-    if (rows.rotated) {
-        const float inverse = 1.0f / (float)dim;
-        for (int d = 0; d < dim; d++) rotated[d] = x[d] * inverse;
-        KVC_FN(hadamard)(rotated, dim);
-        range_of(rotated, dim, &lowest, &highest);
-        x = rotated;
-    }
-    *minimum = kvc_half_of_float(lowest);
-    const float m = kvc_float_of_half(*minimum), range = highest > m ? highest - m : 0.0f;
-    *scale = kvc_half_of_float(range / (float)top);
-    if (kvc_float_of_half(*scale) * ((float)top + 0.5f) < range)
-        ++*scale; /* the next half, where rounding fell short */
-    encode(x, dim, *minimum, *scale, top, whole);
-    if (rows.bits <= 4 && *scale) fit(x, dim, rows.bits, lowest, highest, whole, scale, minimum);
-    for (int d = 0; d < dim; d++) codes[d] = (unsigned char)(int)whole[d];
 }
 
 static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, uint16_t minimum, float *x) {
@@ -203,29 +59,76 @@ static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned
 #undef PUT
 }
 
-enum { FEW_TOKENS = 3 }; /* written one by one: a tile is 16 times the work of a token */
+/* To be written once its rows are coded. */
+static void fetch_tile(kvc_rows rows, const unsigned char *tile) {
+    for (size_t b = 0; b < kvc_tile_bytes(rows); b += KVC_UNIT) __builtin_prefetch(tile + b, 1, 2);
+}
 
-/* Tokens [first, first + count) of one tile. */
+enum { FEW_TOKENS = 3 }; /* of a tile, written one by one: a tile is 16 times the work of a token */
+
+/* Tokens [first, first + count) of one tile; next are the rows of the next. */
 static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
-                       size_t row_stride) {
-    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_TILE][KVC_MAX_HEAD_DIM];
-    unsigned char *packed = tile + KVC_TILE_HEADER;
-    uint16_t *scales = (uint16_t *)tile, *minima = scales + KVC_TILE;
-    for (int t = first; t < first + count; t++, x += row_stride) {
-        quantise_row(rows, x, codes[t], &scales[t], &minima[t]);
-    }
-    if (count <= FEW_TOKENS) {
-        for (int t = first; t < first + count; t++) put_codes(rows, codes[t], t, packed);
-        return;
-    }
-    if (count < KVC_TILE) { /* the codes of the other tokens stay */
+                       size_t row_stride, const float *next) {
+    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], *packed = tile + KVC_TILE_HEADER;
+    const float *each[KVC_TILE];
+    kvc_coded coded;
+    fetch_tile(rows, tile);
+    for (int t = 0; t < count; t++) each[t] = x + (size_t)t * row_stride;
+    kvc_code_rows(rows, each, next - x, count, &coded);
+    memcpy(tile + 2 * first, coded.scales, 2 * (size_t)count);
+    memcpy(tile + 2 * (KVC_TILE + first), coded.minima, 2 * (size_t)count);
+    if (count == KVC_TILE) {
+        kvc_units_of_codes(rows.side, rows.dim, coded.codes, units);
+    } else { /* the codes of the other tokens stay */
         kvc_unpack_units(rows.bits, rows.dim, packed, units);
-        for (int t = 0; t < KVC_TILE; t++) {
-            if (t < first || t >= first + count) kvc_codes_of_units(rows.side, rows.dim, units, t, codes[t]);
+        for (int t = 0; t < count; t++)
+            kvc_codes_into_units(rows.side, rows.dim, coded.codes, t, first + t, units);
+    }
+    kvc_pack_units(rows.bits, rows.dim, units, packed);
+}
+
+/* Rows on their way to tiles and slots of their own: a token of each of many heads and sequences fills the lanes as 16
+ * tokens of one head do, and so do keys and values of one format. */
+typedef struct row_queue {
+    int count;
+    kvc_rows rows; /* but for the side */
+    const float *x[KVC_TILE];
+    unsigned char *to[KVC_TILE]; /* the tile, or the row itself */
+    kvc_side side[KVC_TILE];
+    int token[KVC_TILE]; /* of the tile */
+} row_queue;
+
+static void write_queue(row_queue *queue) {
+    kvc_coded coded;
+    unsigned char codes[KVC_MAX_HEAD_DIM], units[KVC_MAX_HEAD_DIM * KVC_TILE];
+    kvc_rows rows = queue->rows;
+    kvc_code_rows(rows, queue->x, KVC_TILE * rows.dim, queue->count, &coded);
+    kvc_units_of_codes(KVC_KEYS, rows.dim, coded.codes, units); /* in which the codes of a row lie in fours */
+    for (int i = 0; i < queue->count; i++) {
+        unsigned char *to = queue->to[i];
+        uint16_t *scales = (uint16_t *)to, *minima = scales + KVC_TILE;
+        kvc_codes_of_units(KVC_KEYS, rows.dim, units, i, codes);
+        if (rows.tiled) {
+            const int t = queue->token[i];
+            scales[t] = coded.scales[i], minima[t] = coded.minima[i];
+            rows.side = queue->side[i];
+            put_codes(rows, codes, t, to + KVC_TILE_HEADER);
+        } else {
+            const uint16_t header[2] = {coded.scales[i], coded.minima[i]};
+            memcpy(to, header, sizeof header);
+            kvc_pack_row(rows.bits, rows.dim, codes, to + sizeof header);
         }
     }
-    kvc_units_of_rows(rows.side, rows.dim, codes, units);
-    kvc_pack_units(rows.bits, rows.dim, units, packed);
+    queue->count = 0;
+}
+
+static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
+    const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
+    if (queue->count == KVC_TILE || (queue->count && other)) write_queue(queue);
+    const int i = queue->count++;
+    if (rows.tiled) fetch_tile(rows, to);
+    queue->rows = rows;
+    queue->x[i] = x, queue->to[i] = to, queue->side[i] = rows.side, queue->token[i] = token;
 }
 
 static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int count, float *x,
@@ -237,14 +140,6 @@ static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int c
         kvc_codes_of_units(rows.side, rows.dim, units, t, codes);
         dequantise_row(rows.dim, codes, scales[t], minima[t], x);
     }
-}
-
-static void write_row(kvc_rows rows, unsigned char *row, const float *x) {
-    unsigned char codes[KVC_MAX_HEAD_DIM];
-    uint16_t header[2];
-    quantise_row(rows, x, codes, &header[0], &header[1]);
-    memcpy(row, header, sizeof header);
-    kvc_pack_row(rows.bits, rows.dim, codes, row + sizeof header);
 }
 
 static void read_row(kvc_rows rows, const unsigned char *row, float *x) {
@@ -261,17 +156,44 @@ static int in_tile(int slot, int count) {
     return rest < count ? rest : count;
 }
 
-void KVC_FN(quantise_head)(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
-                           size_t row_stride) {
-    for (int n; count > 0; count -= n, slot += n, x += (size_t)n * row_stride) {
-        n = rows.tiled ? in_tile(slot, count) : 1;
-        if (rows.tiled) {
-            unsigned char *tile = head + (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows);
-            write_tile(rows, tile, slot % KVC_TILE, n, x, row_stride);
-        } else {
-            write_row(rows, head + (size_t)slot * kvc_row_bytes(rows), x);
+/* One side of all runs, but for what is left in the queue. */
+static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char *arena, const kvc_run *runs,
+                          int64_t num_runs, const float *x, row_queue *queue) {
+    const kvc_rows rows = kvc_rows_of(layout, side);
+    const size_t heads = (size_t)layout->num_heads, dim = (size_t)rows.dim, row_stride = heads * dim;
+    const size_t head_bytes = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
+    unsigned char *first_head = arena + (side == KVC_KEYS ? 0 : heads * layout->key_head_bytes);
+    for (int64_t i = 0; i < num_runs; i++) {
+        unsigned char *head = first_head + (size_t)runs[i].block * layout->block_bytes;
+        const int stop = runs[i].stop;
+        for (size_t h = 0; h < heads; h++, head += head_bytes) {
+            const float *row = x + h * dim, *next;
+            for (int slot = runs[i].first, n; slot < stop; slot += n, row = next) {
+                n = rows.tiled ? in_tile(slot, stop - slot) : 1;
+                next = row + (size_t)n * row_stride;
+                unsigned char *to = head + (rows.tiled ? (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows)
+                                                       : (size_t)slot * kvc_row_bytes(rows));
+                if (n > FEW_TOKENS) {
+                    const float *head_after = h + 1 < heads ? x + (h + 1) * dim : next - h * dim;
+                    write_tile(rows, to, slot % KVC_TILE, n, row, row_stride,
+                               slot + n < stop ? next : head_after);
+                } else {
+                    for (int t = 0; t < n; t++)
+                        enqueue(rows, queue, row + (size_t)t * row_stride, to, slot % KVC_TILE + t);
+                }
+            }
         }
+        x += (size_t)(stop - runs[i].first) * row_stride;
     }
+}
+
+void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                           int64_t num_runs, const float *keys, const float *values) {
+    row_queue queue;
+    queue.count = 0;
+    if (keys) quantise_side(layout, KVC_KEYS, arena, runs, num_runs, keys, &queue);
+    if (values) quantise_side(layout, KVC_VALUES, arena, runs, num_runs, values, &queue);
+    if (queue.count) write_queue(&queue);
 }
 
 void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,

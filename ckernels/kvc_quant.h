@@ -67,67 +67,72 @@ static inline size_t kvc_row_bytes(kvc_rows rows) {
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
 
-/* Codes of one tile in bytes, unit by unit: head_dim / 4 units. Plain loops; compilers vectorise them. */
+/* Codes of one tile in bytes, unit by unit: head_dim / 4 units. Plain loops over 64 bytes from pointers that move on:
+ * an index that might wrap around (-fwrapv, which Python builds with) keeps compilers from vectorising them. */
 static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
                                     unsigned char *restrict units) {
-    const int bytes = dim * KVC_TILE;
+    const unsigned char *end = units + dim * KVC_TILE;
     if (bits == 8) {
-        memcpy(units, packed, (size_t)bytes);
+        memcpy(units, packed, (size_t)(dim * KVC_TILE));
     } else if (bits == 4) {
-        for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) {
-                units[u + i] = packed[i] & 15;
-                units[u + KVC_UNIT + i] = packed[i] >> 4;
-            }
+        for (; units < end; units += 2 * KVC_UNIT, packed += KVC_UNIT) {
+            for (int i = 0; i < KVC_UNIT; i++)
+                units[i] = packed[i] & 15, units[KVC_UNIT + i] = packed[i] >> 4;
         }
     } else if (bits == 2) {
-        for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int n = 0; n < 4; n++) {
-                for (int i = 0; i < KVC_UNIT; i++) units[u + n * KVC_UNIT + i] = packed[i] >> 2 * n & 3;
+        for (; units < end; packed += KVC_UNIT) {
+            for (int n = 0; n < 4; n++, units += KVC_UNIT) {
+                for (int i = 0; i < KVC_UNIT; i++) units[i] = packed[i] >> 2 * n & 3;
             }
         }
     } else {
-        for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            for (int n = 0; n < 8; n++) {
-                const unsigned char *low = packed + n / 4 * KVC_UNIT, *high = packed + 2 * KVC_UNIT;
-                for (int i = 0; i < KVC_UNIT; i++) {
-                    const int bit = high[i] >> n & 1;
-                    units[u + n * KVC_UNIT + i] = (unsigned char)((low[i] >> n % 4 * 2 & 3) | bit << 2);
-                }
+        for (; units < end; packed += 3 * KVC_UNIT) {
+            const unsigned char *high = packed + 2 * KVC_UNIT;
+            for (int n = 0; n < 8; n++, units += KVC_UNIT) {
+                const unsigned char *low = packed + n / 4 * KVC_UNIT;
+                for (int i = 0; i < KVC_UNIT; i++)
+                    units[i] = (unsigned char)((low[i] >> n % 4 * 2 & 3) | (high[i] >> n & 1) << 2);
             }
         }
     }
 }
 
+/* 64 bytes of 2 bits of each of 4 units. */
+static inline void kvc_pack_twos(const unsigned char *restrict units, unsigned char *restrict packed) {
+    for (int i = 0; i < KVC_UNIT; i++) {
+        packed[i] = (unsigned char)((units[i] & 3) | (units[KVC_UNIT + i] & 3) << 2 |
+                                    (units[2 * KVC_UNIT + i] & 3) << 4 | units[3 * KVC_UNIT + i] << 6);
+    }
+}
+
+/* 64 bytes of the third bit of each of 8 units. */
+static inline void kvc_pack_thirds(const unsigned char *restrict units, unsigned char *restrict packed) {
+    for (int i = 0; i < KVC_UNIT; i++) {
+        const unsigned char *u = units + i;
+        packed[i] = (unsigned char)((u[0] & 4) >> 2 | (u[KVC_UNIT] & 4) >> 1 | (u[2 * KVC_UNIT] & 4) |
+                                    (u[3 * KVC_UNIT] & 4) << 1 | (u[4 * KVC_UNIT] & 4) << 2 |
+                                    (u[5 * KVC_UNIT] & 4) << 3 | (u[6 * KVC_UNIT] & 4) << 4 |
+                                    (u[7 * KVC_UNIT] & 4) << 5);
+    }
+}
+
 static inline void kvc_pack_units(int bits, int dim, const unsigned char *restrict units,
                                   unsigned char *restrict packed) {
-    const int bytes = dim * KVC_TILE;
+    const unsigned char *end = units + dim * KVC_TILE;
     if (bits == 8) {
-        memcpy(packed, units, (size_t)bytes);
+        memcpy(packed, units, (size_t)(dim * KVC_TILE));
     } else if (bits == 4) {
-        for (int u = 0; u < bytes; u += 2 * KVC_UNIT, packed += KVC_UNIT) {
+        for (; units < end; units += 2 * KVC_UNIT, packed += KVC_UNIT) {
             for (int i = 0; i < KVC_UNIT; i++)
-                packed[i] = (unsigned char)(units[u + i] | units[u + KVC_UNIT + i] << 4);
+                packed[i] = (unsigned char)(units[i] | units[KVC_UNIT + i] << 4);
         }
     } else if (bits == 2) {
-        for (int u = 0; u < bytes; u += 4 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) {
-                const unsigned char *c = units + u + i;
-                packed[i] =
-                    (unsigned char)(c[0] | c[KVC_UNIT] << 2 | c[2 * KVC_UNIT] << 4 | c[3 * KVC_UNIT] << 6);
-            }
-        }
+        for (; units < end; units += 4 * KVC_UNIT, packed += KVC_UNIT) kvc_pack_twos(units, packed);
     } else {
-        for (int u = 0; u < bytes; u += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++) {
-                unsigned char low[2] = {0, 0}, high = 0;
-                for (int n = 0; n < 8; n++) {
-                    const unsigned char code = units[u + n * KVC_UNIT + i];
-                    low[n / 4] = (unsigned char)(low[n / 4] | (code & 3) << n % 4 * 2);
-                    high = (unsigned char)(high | code >> 2 << n);
-                }
-                packed[i] = low[0], packed[KVC_UNIT + i] = low[1], packed[2 * KVC_UNIT + i] = high;
-            }
+        for (; units < end; units += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
+            kvc_pack_twos(units, packed);
+            kvc_pack_twos(units + 4 * KVC_UNIT, packed + KVC_UNIT);
+            kvc_pack_thirds(units, packed + 2 * KVC_UNIT);
         }
     }
 }
@@ -146,25 +151,25 @@ static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned cha
     }
 }
 
-/* The codes of 16 tokens, a row each, as units. */
-static inline void kvc_units_of_rows(kvc_side side, int dim, unsigned char (*codes)[KVC_MAX_HEAD_DIM],
-                                     unsigned char *restrict units) {
+/* The codes of 16 tokens as units, from one row of 16 for each channel. */
+static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes,
+                                      unsigned char *restrict units) {
     if (side == KVC_KEYS) {
-        for (int g = 0; g < dim / 4; g++, units += KVC_UNIT) {
-            for (int t = 0; t < KVC_TILE; t++) memcpy(units + 4 * t, codes[t] + 4 * g, 4);
+        for (int d = 0; d < dim; d += 4, units += KVC_UNIT) {
+            const unsigned char *c0 = codes + d * KVC_TILE, *c1 = c0 + KVC_TILE, *c2 = c1 + KVC_TILE,
+                                *c3 = c2 + KVC_TILE;
+            uint32_t fours[KVC_TILE]; /* little-endian, as all of this is */
+            for (int t = 0; t < KVC_TILE; t++)
+                fours[t] = c0[t] | (uint32_t)c1[t] << 8 | (uint32_t)c2[t] << 16 | (uint32_t)c3[t] << 24;
+            memcpy(units, fours, sizeof fours);
         }
         return;
     }
-    for (int unit = 0; unit < dim / 4; unit++, units += KVC_UNIT) {
-        const unsigned char *of = codes[unit % 4 * 4] + unit / 4 * 16;
-        uint32_t fours[16]; /* little-endian, as all of this is */
+    for (int d = 0; d < dim; d += 16, units += 4 * KVC_UNIT) {
         for (int c = 0; c < 16; c++) {
-            const unsigned char *code = of + c;
-            fours[c] = code[0] | (uint32_t)code[KVC_MAX_HEAD_DIM] << 8 |
-                       (uint32_t)code[2 * KVC_MAX_HEAD_DIM] << 16 |
-                       (uint32_t)code[3 * KVC_MAX_HEAD_DIM] << 24;
+            for (int tg = 0; tg < 4; tg++)
+                memcpy(units + tg * KVC_UNIT + 4 * c, codes + (d + c) * KVC_TILE + 4 * tg, 4);
         }
-        memcpy(units, fours, sizeof fours);
     }
 }
 
@@ -176,14 +181,16 @@ static inline int kvc_code_byte(kvc_side side, int d, int t) {
     return side == KVC_KEYS ? 4 * t + d % 4 : 4 * (d % 16) + t % 4;
 }
 
+/* The codes of row `row` become those of token t. */
+static inline void kvc_codes_into_units(kvc_side side, int dim, const unsigned char *codes, int row, int t,
+                                        unsigned char *units) {
+    for (int d = 0; d < dim; d++)
+        units[kvc_code_unit(side, d, t) * KVC_UNIT + kvc_code_byte(side, d, t)] = codes[d * KVC_TILE + row];
+}
+
 static inline int kvc_get_bits(const unsigned char *byte, int shift, int bits) {
     return *byte >> shift & ((1 << bits) - 1);
 }
-static inline void kvc_put_bits(unsigned char *byte, int shift, int bits, int value) {
-    const int mask = ((1 << bits) - 1) << shift;
-    *byte = (unsigned char)((*byte & ~mask) | value << shift);
-}
-
 /* The codes of one token without those around it: for a token or two, unpacking the tile would take longer. */
 static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed, int t,
                                       unsigned char *codes) {
@@ -202,19 +209,49 @@ static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed
     }
 }
 
+/* Bits `from` and up of 16 codes into as many words, at `shift`. */
+static inline void kvc_put_words(unsigned char *packed, int shift, int bits, const unsigned char *codes,
+                                 int from) {
+    const uint32_t ones = (1u << bits) - 1, others = ~(ones << shift);
+    uint32_t words[16];
+    memcpy(words, packed, sizeof words);
+    for (int c = 0; c < 16; c++) words[c] = (words[c] & others) | (codes[c] >> from & ones) << shift;
+    memcpy(packed, words, sizeof words);
+}
+
+/* The same bits of 4 codes of each of n units, side by side. */
+static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const unsigned char *codes,
+                                 int from) {
+    const uint32_t ones = ((1u << bits) - 1) * 0x01010101u;
+    uint32_t all = 0, four;
+    for (int u = 0; u < n; u++) {
+        memcpy(&four, codes + 4 * u, 4);
+        all |= (four >> from & ones) << u * bits;
+    }
+    memcpy(packed, &all, 4);
+}
+
+/* Of a token's 4 bytes of all units (K) or its bits of all words (V), the others stay as they are. */
 static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes, int t,
                                       unsigned char *packed) {
-    for (int d = 0; d < rows.dim; d++) {
-        const int unit = kvc_code_unit(rows.side, d, t);
-        unsigned char *at = packed + kvc_code_byte(rows.side, d, t);
-        if (rows.bits == 3) {
-            at += unit / 8 * 3 * KVC_UNIT;
-            kvc_put_bits(at + unit % 8 / 4 * KVC_UNIT, unit % 4 * 2, 2, codes[d] & 3);
-            kvc_put_bits(at + 2 * KVC_UNIT, unit % 8, 1, codes[d] >> 2);
+    const int bits = rows.bits, together = bits == 3 ? 4 : 8 / bits,
+              group = 4 * together; /* codes of 64 bytes */
+    for (int d = 0; rows.side == KVC_KEYS && d < rows.dim; d += group, packed += KVC_UNIT) {
+        kvc_put_fours(packed + 4 * t, together, bits == 3 ? 2 : bits, codes + d, 0);
+        if (bits == 3 && d % 32 == 16) {
+            packed += KVC_UNIT;
+            kvc_put_fours(packed + 4 * t, 8, 1, codes + d - 16, 2);
+        }
+    }
+    for (int d = 0; rows.side == KVC_VALUES && d < rows.dim; d += 16) {
+        const int unit = kvc_code_unit(KVC_VALUES, d, t), byte = t % 4 * 8;
+        if (bits == 3) {
+            unsigned char *at = packed + unit / 8 * 3 * KVC_UNIT;
+            kvc_put_words(at + unit % 8 / 4 * KVC_UNIT, byte + unit % 4 * 2, 2, codes + d, 0);
+            kvc_put_words(at + 2 * KVC_UNIT, byte + unit % 8, 1, codes + d, 2);
         } else {
-            const int together = 8 / rows.bits;
-            at += unit / together * KVC_UNIT;
-            kvc_put_bits(at, unit % together * rows.bits, rows.bits, codes[d]);
+            kvc_put_words(packed + unit / together * KVC_UNIT, byte + unit % together * bits, bits, codes + d,
+                          0);
         }
     }
 }

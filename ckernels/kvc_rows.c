@@ -5,12 +5,8 @@
 #include <string.h>
 
 /* count rows, row_stride floats apart, to consecutive slots of one head. */
-static void write_head(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
-                       size_t row_stride) {
-    if (rows.bits < 16) {
-        KVC_FN(quantise_head)(rows, head, slot, count, x, row_stride);
-        return;
-    }
+static void write_floats(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
+                         size_t row_stride) {
     const int dim = rows.dim;
     unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
     for (int i = 0; i < count; i++, x += row_stride, row += kvc_row_bytes(rows)) {
@@ -45,20 +41,23 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                         const float *keys, const float *values) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
+    const float *k = k_rows.bits < 16 ? NULL : keys, *v = v_rows.bits < 16 ? NULL : values;
+    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values);
     const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
-    for (int64_t i = 0; i < num_runs; i++) {
-        unsigned char *k = arena + (size_t)runs[i].block * layout->block_bytes;
-        unsigned char *v = k + heads * layout->key_head_bytes;
+    for (int64_t i = 0; (k || v) && i < num_runs; i++) {
+        unsigned char *k_head = arena + (size_t)runs[i].block * layout->block_bytes;
+        unsigned char *v_head = k_head + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
-            if (keys)
-                write_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
-            if (values)
-                write_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim,
-                           row_stride);
+            if (k)
+                write_floats(k_rows, k_head + h * layout->key_head_bytes, first, count, k + h * dim,
+                             row_stride);
+            if (v)
+                write_floats(v_rows, v_head + h * layout->value_head_bytes, first, count, v + h * dim,
+                             row_stride);
         }
-        if (keys) keys += (size_t)count * row_stride;
-        if (values) values += (size_t)count * row_stride;
+        if (k) k += (size_t)count * row_stride;
+        if (v) v += (size_t)count * row_stride;
     }
 }
 

@@ -1,11 +1,15 @@
 /* kvc_simd.h - picks the primitives of the level that this file is being compiled for.
  *
  * A level gives one vector type f32v of KVC_LANES floats and, on it:
- *   load, store, load_half, store_half, zero, set1, add, sub, mul, fma, min, max, round (half to even), abs,
+ *   load, store, load_half, store_half, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
+ *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
  *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i,
  *   load8/store8 (and _half): 8 floats, where a vector is wider than 8.
+ * i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane:
+ *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
+ *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
  * and the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
  *   KVC_DOT_SUMS                    accumulators of the product over few rows

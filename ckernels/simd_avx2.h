@@ -24,6 +24,7 @@ INLINE void f32v_store8_half(uint16_t *p, f32v x) { f32v_store_half(p, x); }
 INLINE f32v f32v_add(f32v a, f32v b) { return _mm256_add_ps(a, b); }
 INLINE f32v f32v_sub(f32v a, f32v b) { return _mm256_sub_ps(a, b); }
 INLINE f32v f32v_mul(f32v a, f32v b) { return _mm256_mul_ps(a, b); }
+INLINE f32v f32v_div(f32v a, f32v b) { return _mm256_div_ps(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE f32v f32v_min(f32v a, f32v b) { return _mm256_min_ps(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return _mm256_max_ps(a, b); }
@@ -35,6 +36,15 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
 }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), r);
+}
+INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
+    return _mm256_blendv_ps(other, below, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
+}
+INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
+    const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
+    const __m128i x_u16x8 =
+        _mm_packus_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(x_u16x8, x_u16x8));
 }
 
 /* Within each 2n lanes: the first n plus the others, and the first n minus them. */
@@ -98,6 +108,25 @@ INLINE f32v f32v_sums(const f32v r[8]) {
     return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20),
                          _mm256_permute2f128_ps(s0123, s4567, 0x31));
 }
+
+/* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
+
+typedef __m256i i16v;
+typedef __m256i i32v;
+
+INLINE i16v i16v_pair(f32v even, f32v odd) {
+    return _mm256_or_si256(_mm256_cvtps_epi32(even), _mm256_slli_epi32(_mm256_cvtps_epi32(odd), 16));
+}
+INLINE i16v i16v_load(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE void i16v_store(uint16_t *p, i16v x) { _mm256_storeu_si256((__m256i *)p, x); }
+INLINE i16v i16v_add(i16v a, i16v b) { return _mm256_add_epi16(a, b); }
+INLINE i16v i16v_above(i16v a, i16v b) { return _mm256_subs_epu16(a, b); }
+INLINE i16v i16v_mul15(i16v a, i16v b) { return _mm256_mulhrs_epi16(a, b); }
+INLINE i16v i16v_shr(i16v x, int n) { return _mm256_srli_epi16(x, n); }
+INLINE i16v i16v_min(i16v a, i16v b) { return _mm256_min_epi16(a, b); }
+INLINE i32v i32v_zero(void) { return _mm256_setzero_si256(); }
+INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). vpmaddubsw adds two
  * products in 16 bits: 2 * 255 * 64 = 32,640 and 2 * 128 * 127 = 32,512 just fit, which is why digits have 7 bits. */

@@ -30,6 +30,7 @@ INLINE void f32v_store8_half(uint16_t *p, f32v x) {
 INLINE f32v f32v_add(f32v a, f32v b) { return _mm512_add_ps(a, b); }
 INLINE f32v f32v_sub(f32v a, f32v b) { return _mm512_sub_ps(a, b); }
 INLINE f32v f32v_mul(f32v a, f32v b) { return _mm512_mul_ps(a, b); }
+INLINE f32v f32v_div(f32v a, f32v b) { return _mm512_div_ps(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE f32v f32v_min(f32v a, f32v b) { return _mm512_min_ps(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return _mm512_max_ps(a, b); }
@@ -40,6 +41,12 @@ INLINE f32v f32v_round(f32v x) {
 INLINE f32v f32v_scale2(f32v p, f32v n) { return _mm512_scalef_ps(p, n); }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), r);
+}
+INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
+    return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
+}
+INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
 /* Within each 2n lanes: the first n plus the others, and the first n minus them. */
@@ -115,6 +122,25 @@ INLINE f32v f32v_sums(const f32v r[16]) {
         _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
 }
+
+/* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
+
+typedef __m512i i16v;
+typedef __m512i i32v;
+
+INLINE i16v i16v_pair(f32v even, f32v odd) {
+    return _mm512_or_si512(_mm512_cvtps_epi32(even), _mm512_slli_epi32(_mm512_cvtps_epi32(odd), 16));
+}
+INLINE i16v i16v_load(const uint16_t *p) { return _mm512_loadu_si512(p); }
+INLINE void i16v_store(uint16_t *p, i16v x) { _mm512_storeu_si512(p, x); }
+INLINE i16v i16v_add(i16v a, i16v b) { return _mm512_add_epi16(a, b); }
+INLINE i16v i16v_above(i16v a, i16v b) { return _mm512_subs_epu16(a, b); }
+INLINE i16v i16v_mul15(i16v a, i16v b) { return _mm512_mulhrs_epi16(a, b); }
+INLINE i16v i16v_shr(i16v x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
+INLINE i16v i16v_min(i16v a, i16v b) { return _mm512_min_epi16(a, b); }
+INLINE i32v i32v_zero(void) { return _mm512_setzero_si512(); }
+INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm512_dpwssd_epi32(sums, a, b); }
+INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). */
 

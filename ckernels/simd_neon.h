@@ -22,6 +22,7 @@ INLINE void f32v_store8_half(uint16_t *p, f32v x) { f32v_store_half(p, x); }
 INLINE f32v f32v_add(f32v a, f32v b) { return vaddq_f32(a, b); }
 INLINE f32v f32v_sub(f32v a, f32v b) { return vsubq_f32(a, b); }
 INLINE f32v f32v_mul(f32v a, f32v b) { return vmulq_f32(a, b); }
+INLINE f32v f32v_div(f32v a, f32v b) { return vdivq_f32(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return vfmaq_f32(c, a, b); }
 INLINE f32v f32v_min(f32v a, f32v b) { return vminq_f32(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return vmaxq_f32(a, b); }
@@ -32,6 +33,14 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
 }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(r), vcltq_f32(x, limit)));
+}
+INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
+    return vbslq_f32(vcltq_f32(x, limit), below, other);
+}
+INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
+    const uint16x4_t x_u16x4 = vmovn_u32(vcvtnq_u32_f32(x));
+    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(x_u16x4, x_u16x4))), 0);
+    __builtin_memcpy(p, &four, sizeof four);
 }
 
 INLINE float f32v_max_of(f32v x) { return vmaxvq_f32(x); }
@@ -58,6 +67,32 @@ INLINE void f32v_transpose(f32v r[4]) {
 #undef TRN64
 }
 INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }
+
+/* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
+
+typedef uint16x8_t i16v;
+typedef int32x4_t i32v;
+
+INLINE i16v i16v_pair(f32v even, f32v odd) {
+    const uint32x4_t even_u32x4 = vcvtnq_u32_f32(even), odd_u32x4 = vcvtnq_u32_f32(odd);
+    return vreinterpretq_u16_u32(vorrq_u32(even_u32x4, vshlq_n_u32(odd_u32x4, 16)));
+}
+INLINE i16v i16v_load(const uint16_t *p) { return vld1q_u16(p); }
+INLINE void i16v_store(uint16_t *p, i16v x) { vst1q_u16(p, x); }
+INLINE i16v i16v_add(i16v a, i16v b) { return vaddq_u16(a, b); }
+INLINE i16v i16v_above(i16v a, i16v b) { return vqsubq_u16(a, b); }
+INLINE i16v i16v_mul15(i16v a, i16v b) {
+    return vreinterpretq_u16_s16(vqrdmulhq_s16(vreinterpretq_s16_u16(a), vreinterpretq_s16_u16(b)));
+}
+INLINE i16v i16v_shr(i16v x, int n) { return vshlq_u16(x, vdupq_n_s16((int16_t)-n)); }
+INLINE i16v i16v_min(i16v a, i16v b) { return vminq_u16(a, b); }
+INLINE i32v i32v_zero(void) { return vdupq_n_s32(0); }
+INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) {
+    const int16x8_t a_i16x8 = vreinterpretq_s16_u16(a), b_i16x8 = vreinterpretq_s16_u16(b);
+    const int32x4_t low = vmull_s16(vget_low_s16(a_i16x8), vget_low_s16(b_i16x8));
+    return vaddq_s32(sums, vpaddq_s32(low, vmull_high_s16(a_i16x8, b_i16x8)));
+}
+INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). sdot is signed twice. */
 

@@ -24,6 +24,7 @@ INLINE void f32v_store8_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
 INLINE f32v f32v_add(f32v a, f32v b) { return a + b; }
 INLINE f32v f32v_sub(f32v a, f32v b) { return a - b; }
 INLINE f32v f32v_mul(f32v a, f32v b) { return a * b; }
+INLINE f32v f32v_div(f32v a, f32v b) { return a / b; }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return a * b + c; }
 INLINE f32v f32v_min(f32v a, f32v b) { return a < b ? a : b; }
 INLINE f32v f32v_max(f32v a, f32v b) { return a > b ? a : b; }
@@ -34,9 +35,34 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
     return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)n << 23));
 }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) { return x < limit ? 0.0f : r; }
+INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) { return x < limit ? below : other; }
+INLINE void f32v_store_bytes(unsigned char *p, f32v x) { *p = (unsigned char)(int)f32v_round(x); }
 
 INLINE float f32v_max_of(f32v x) { return x; }
 INLINE float f32v_sum_of(f32v x) { return x; }
 INLINE int f32v_first_not_below(f32v x, float limit) { return fabsf(x) < limit ? -1 : 0; }
 INLINE void f32v_transpose(f32v rows[KVC_LANES]) { (void)rows; }
 INLINE f32v f32v_sums(const f32v rows[KVC_LANES]) { return rows[0]; }
+
+typedef struct i16v {
+    int even, odd; /* 0 to 2^15 - 1 */
+} i16v;
+typedef int32_t i32v;
+
+INLINE i16v i16v_pair(f32v even, f32v odd) { return (i16v){(int)f32v_round(even), (int)f32v_round(odd)}; }
+INLINE i16v i16v_load(const uint16_t *p) { return (i16v){p[0], p[1]}; }
+INLINE void i16v_store(uint16_t *p, i16v x) { p[0] = (uint16_t)x.even, p[1] = (uint16_t)x.odd; }
+INLINE i16v i16v_add(i16v a, i16v b) { return (i16v){a.even + b.even, a.odd + b.odd}; }
+INLINE i16v i16v_above(i16v a, i16v b) {
+    return (i16v){a.even > b.even ? a.even - b.even : 0, a.odd > b.odd ? a.odd - b.odd : 0};
+}
+INLINE i16v i16v_mul15(i16v a, i16v b) {
+    return (i16v){(a.even * b.even + (1 << 14)) >> 15, (a.odd * b.odd + (1 << 14)) >> 15};
+}
+INLINE i16v i16v_shr(i16v x, int n) { return (i16v){x.even >> n, x.odd >> n}; }
+INLINE i16v i16v_min(i16v a, i16v b) {
+    return (i16v){a.even < b.even ? a.even : b.even, a.odd < b.odd ? a.odd : b.odd};
+}
+INLINE i32v i32v_zero(void) { return 0; }
+INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return sums + a.even * b.even + a.odd * b.odd; }
+INLINE f32v i32v_floats(i32v x) { return (float)x; }

@@ -23,6 +23,7 @@ from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
 from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
 from kvcache.manager import CacheManager
 from kvcache.manager_config import KVCacheConfig
+from kvcache.merging import merge_attention
 from kvcache.paged import PagedKvCache
 from kvcache.paged_handle import PagedKvCacheHandle
 from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
@@ -69,6 +70,7 @@ __all__ = [
     "SequenceNotFoundError",
     "SnapshotError",
     "get_num_threads",
+    "merge_attention",
     "set_num_threads",
     "simd_level",
     "simd_levels",

@@ -37,6 +37,7 @@ cdef extern from "kvc.h" nogil:
         int64_t num_tokens          # the sum of the runs
         int64_t sink_tokens         # these first tokens meet the sink queries
         int64_t num_queries         # standing on the last tokens
+        int64_t hidden_tokens       # of which so many are seen by nobody
 
 
 # 0, or -1 where the sizes or formats are not supported.
@@ -62,13 +63,13 @@ cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t bl
                       int count) noexcept nogil
 
 # softmax(q K^T * scale) V, causal, over the arena of one layer. queries, sink_queries, out: (total_queries,
-# num_query_heads, head_dim). scores: (total tokens), each token's weight summed over queries and query heads.
-# sink_queries and scores may be NULL.
+# num_query_heads, head_dim). scores: (total seen tokens), each token's weight summed over queries and query heads.
+# lse: (total_queries, num_query_heads), the logarithm of the sum of exp(score). sink_queries, scores, lse may be NULL.
 cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                  int num_query_heads, int num_threads) noexcept nogil
 cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
                  int num_query_heads, float scale, const float *queries, const float *sink_queries,
-                 float *out, float *scores, void *scratch, int num_threads) noexcept nogil
+                 float *out, float *scores, float *lse, void *scratch, int num_threads) noexcept nogil
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil

@@ -62,6 +62,8 @@ def _attend(
     sink_queries: _Floats | None = None,
     out: _Floats | None = None,
     scores: _Floats | None = None,
+    lse: _Floats | None = None,
+    hidden_tokens: int = 0,
     threads: int = 1,
     scratch: Callable[[int], _Bytes] | None = None,
 ) -> Any: ...

@@ -19,6 +19,7 @@ cdef extern from "kvc.h" nogil:
         const float *sink_queries
         float *out
         float *scores
+        float *lse
 
     ctypedef struct kvc_kernels:
         const char *name
@@ -91,7 +92,7 @@ cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, 
 
 cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
                  int num_query_heads, float scale, const float *queries, const float *sink_queries,
-                 float *out, float *scores, void *scratch, int num_threads) noexcept nogil:
+                 float *out, float *scores, float *lse, void *scratch, int num_threads) noexcept nogil:
     cdef kvc_attend_args args
     args.layout = layout
     args.arena = arena
@@ -103,6 +104,7 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
     args.sink_queries = sink_queries
     args.out = out
     args.scores = scores
+    args.lse = lse
     kvc_attend(_active, &args, scratch, num_threads)
 
 
@@ -317,9 +319,9 @@ def _clear(Layout layout, arena, int block, int slot, int count):
     clear_slots(&layout.c, _bytes(arena), block, slot, count)
 
 
-def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None,
-            int threads=1, scratch=None):
-    """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given).
+def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
+            hidden_tokens=0, int threads=1, scratch=None):
+    """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
 
     scratch: a function of a number of bytes that gives a uint8 array, np.empty by default.
     """
@@ -342,8 +344,9 @@ def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=Non
             seqs[i].num_runs = len(runs)
             seqs[i].num_queries = num_queries
             seqs[i].sink_tokens = sink_tokens
+            seqs[i].hidden_tokens = min(hidden_tokens, seqs[i].num_tokens)
             total_queries += num_queries
-            total_tokens += seqs[i].num_tokens
+            total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
         shape = (total_queries, heads, layout.c.head_dim)
         need = <Py_ssize_t>attend_scratch_bytes(&layout.c, seqs, count, heads, threads)
         space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
@@ -351,7 +354,7 @@ def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=Non
             raise ValueError(f"expected {need} bytes of scratch, got {len(space)}")
         attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape),
                _floats(sink_queries, shape), <float *>_floats(out, shape),
-               <float *>_floats(scores, (total_tokens,)), _bytes(space), threads)
+               <float *>_floats(scores, (total_tokens,)), <float *>_floats(lse, shape[:2]), _bytes(space), threads)
     finally:
         for i in range(count):
             free(<void *>seqs[i].runs)

@@ -30,6 +30,6 @@ cdef class BlockStore:
     cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
     cdef cnp.ndarray result_(self, object out, cnp.ndarray q)
     cdef int describe_(self, SequenceTable table, const uint64_t *ids, int64_t n, object query_lens,
-                       int64_t num_queries) except -1
+                       object context_lens, int64_t num_queries) except -1
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
-                     float scale, cnp.ndarray out, cnp.ndarray scores) except -1
+                     float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1

@@ -227,10 +227,10 @@ cdef class BlockStore:
         self.reserve_seqs(1)
         self.seqs[0].runs = &view[0] if view.shape[0] else NULL
         self.seqs[0].num_runs, self.seqs[0].num_tokens = view.shape[0], tokens
-        self.seqs[0].sink_tokens, self.seqs[0].num_queries = 0, q.shape[0]
+        self.seqs[0].sink_tokens, self.seqs[0].num_queries, self.seqs[0].hidden_tokens = 0, q.shape[0], 0
         cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if return_scores else None
         cdef double factor = 1.0 / sqrt(<double>self.layout.head_dim) if scale is None else scale
-        self.attend_(base, 1, q, None, <float>factor, result, scores)
+        self.attend_(base, 1, q, None, <float>factor, result, scores, None)
         return (result, scores) if return_scores else result
 
     def copy_blocks(self, sources, targets):
@@ -376,7 +376,7 @@ cdef class BlockStore:
         return keys, values
 
     def attend_sequences(self, SequenceTable table not None, int64_t layer, queries, seq_ids, query_lens, scale,
-                         sink_queries, out, bint return_scores):
+                         sink_queries, out, bint return_scores, context_lens=None, bint return_lse=False):
         """softmax(q K^T scale) V over the blocks of several sequences, causal, in one call; counts as an access.
 
         Args:
@@ -386,7 +386,10 @@ cdef class BlockStore:
             scale: a number, or None for `head_dim ** -0.5`.
             sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
             out: float32, C-contiguous, like `queries`, written; or None for a new array.
-            return_scores: also return each token's attention mass, float32 `(total tokens,)`.
+            return_scores: also return each token's attention mass, float32 `(total tokens seen,)`.
+            context_lens: integers `(n,)`, how many of its first tokens each sequence shows; None is all.
+            return_lse: also return the logarithm of each row's sum of exp(score), float32
+                `(total_queries, num_query_heads)`.
 
         Raises:
             SequenceNotFoundError, IndexError, TypeError, ValueError: before anything has changed.
@@ -409,16 +412,20 @@ cdef class BlockStore:
             n = len(seq_ids)
         cdef uint64_t *id = <uint64_t *>cnp.PyArray_DATA(<cnp.ndarray>seq_ids)
         self.reserve_seqs(n)
-        self.describe_(table, id, n, query_lens, q.shape[0])
-        cdef cnp.ndarray scores = None
+        self.describe_(table, id, n, query_lens, context_lens, q.shape[0])
+        cdef cnp.ndarray scores = None, lse = None
         if return_scores:
             for i in range(n):
-                tokens += self.seqs[i].num_tokens
+                tokens += self.seqs[i].num_tokens - self.seqs[i].hidden_tokens
             scores = np.zeros(tokens, np.float32)
+        if return_lse:
+            lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
         cdef double factor = 1.0 / sqrt(<double>self.layout.head_dim) if scale is None else scale
-        self.attend_(base, n, q, sinks, <float>factor, result, scores)
+        self.attend_(base, n, q, sinks, <float>factor, result, scores, lse)
         for i in range(n):
             table.touch_(table.row_of(id[i]))
+        if return_lse:
+            return (result, scores, lse) if return_scores else (result, lse)
         return (result, scores) if return_scores else result
 
     def carry_out(self, SequenceTable table not None):
@@ -560,12 +567,22 @@ cdef class BlockStore:
         return out
 
     cdef int describe_(self, SequenceTable table, const uint64_t *ids, int64_t n, object query_lens,
-                       int64_t num_queries) except -1:
+                       object context_lens, int64_t num_queries) except -1:
         """Fill `seqs` and check that the queries add up."""
         cdef const int64_t[::1] lens
         cdef int64_t i, total = n
         for i in range(n):
             table.describe(table.row_of(ids[i]), 1, &self.seqs[i])
+            self.seqs[i].hidden_tokens = 0
+        if context_lens is not None:
+            lens = as_indices(context_lens, "context_lens")
+            if lens.shape[0] != n:
+                raise ValueError(f"expected {n} context_lens, got {lens.shape[0]}")
+            for i in range(n):
+                if not 0 <= lens[i] <= self.seqs[i].num_tokens:
+                    raise ValueError(f"expected context_lens up to {self.seqs[i].num_tokens} for sequence {ids[i]}, "
+                                     f"got {lens[i]}")
+                self.seqs[i].hidden_tokens = self.seqs[i].num_tokens - lens[i]
         if query_lens is not None:
             lens = as_indices(query_lens, "query_lens")
             if lens.shape[0] != n:
@@ -583,7 +600,7 @@ cdef class BlockStore:
         return 0
 
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
-                     float scale, cnp.ndarray out, cnp.ndarray scores) except -1:
+                     float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1:
         cdef int heads = <int>queries.shape[1], threads = _kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0
@@ -598,12 +615,15 @@ cdef class BlockStore:
         cdef const float *q = <const float *>cnp.PyArray_DATA(queries)
         cdef const float *sinks = NULL
         cdef float *mass = NULL
+        cdef float *logs = NULL
         if sink_queries is not None:
             sinks = <const float *>cnp.PyArray_DATA(sink_queries)
         if scores is not None:
             mass = <float *>cnp.PyArray_DATA(scores)
+        if lse is not None:
+            logs = <float *>cnp.PyArray_DATA(lse)
         cdef float *to = <float *>cnp.PyArray_DATA(out)
         with nogil:
-            _kernels.attend(&self.layout, base, self.seqs, num_seqs, heads, scale, q, sinks, to, mass, self.scratch,
-                            threads)
+            _kernels.attend(&self.layout, base, self.seqs, num_seqs, heads, scale, q, sinks, to, mass, logs,
+                            self.scratch, threads)
         return 0

@@ -475,6 +475,8 @@ class PagedKvCache:
         sink_queries: npt.ArrayLike | None = None,
         out: Float32 | None = None,
         return_scores: bool = False,
+        context_lens: npt.ArrayLike | None = None,
+        return_lse: bool = False,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
@@ -490,10 +492,15 @@ class PagedKvCache:
                 queries under the RoPE of the shorter distance.
             out: float32, C-contiguous, shaped like `queries`: written and returned.
             return_scores: also return each token's attention mass, summed over queries and heads.
+            context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
+                context is attended elsewhere, `merge_attention` puts the parts together. A sequence may then be
+                named several times, with different queries. Without a token to see, the output is 0.
+            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf of none.
 
         Returns:
-            float32 `(total_queries, num_query_heads, head_dim)`; with `return_scores` a pair with float32
-            `(total tokens of seq_ids,)`, the sequences one after another.
+            float32 `(total_queries, num_query_heads, head_dim)`; a tuple with what else was asked for, in this order:
+            `return_scores`: float32 `(total tokens seen,)`, the sequences one after another;
+            `return_lse`: float32 `(total_queries, num_query_heads)`, of natural logarithms.
 
         Raises:
             SequenceNotFoundError, IndexError: no such sequence, no such layer.
@@ -505,8 +512,9 @@ class PagedKvCache:
             layer = as_integer(layer, "layer")
         with self._lock:
             return self._store.attend_sequences(
-                self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores
-            )
+                self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
+                context_lens, return_lse,
+            )  # fmt: skip
 
     # -- eviction -------------------------------------------------------------------------------------------
 

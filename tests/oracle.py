@@ -36,6 +36,14 @@ def attention(queries, keys, values, scale, *, sink_queries=None, sink_tokens=0)
     return out, mass
 
 
+def log_sum_exp(queries, keys, scale):
+    """ln of the sum of exp(score) over all keys, (n, query heads); -inf without keys."""
+    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    group = queries.shape[1] // keys.shape[1]
+    scores = np.einsum("qhd,thd->qht", queries, keys.repeat(group, 1)) * scale
+    return np.logaddexp.reduce(scores, axis=2, initial=-np.inf)
+
+
 # ---- Quantisation, rotation.
 
 
@@ -48,61 +56,62 @@ def hadamard(dim):
 
 
 LEFT_OUT = {4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
-FINE = {4: 8, 3: 10, 2: 12}
 
 
 def quantise(row, bits):
-    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or with fewer bits those
-    fitted, where their squared error, in whole 64ths of the range's step, is smaller."""
+    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or with fewer bits at the
+    minimum and scale of `fit`."""
     f32 = np.float32
     row = np.asarray(row, f32)
-    ranged = quantise_range(row, bits)
-    if bits == 8 or ranged[1] == 0:
-        return ranged
-    line = fit(row, bits)
-    if line is None:
-        return ranged
-    with np.errstate(over="ignore", invalid="ignore"):
-        minimum, scale = (f32(np.float16(f32(part))) for part in line)
-        if scale == 0:
-            return ranged
-        fitted = np.rint(np.clip((row - minimum) / scale, f32(0), f32(2**bits - 1))).astype(int), scale, minimum
-
-        def error(codes, scale, minimum):
-            parts = f32(64) / ranged[1]
-            errors = np.abs((minimum + scale * codes.astype(f32) - row) * parts)
-            return (np.rint(np.minimum(errors, f32(255))).astype(int) ** 2).sum()
-
-        return fitted if error(*fitted) < error(*ranged) else ranged
+    codes, scale, minimum = quantise_range(row, bits)
+    if bits < 8 and scale and abs(minimum - row.min()) < scale / 2:
+        minimum, scale = fit(row, bits, minimum, scale)
+        codes = np.rint(np.clip((row - minimum) / scale, f32(0), f32(2**bits - 1))).astype(int)
+    return codes, scale, minimum
 
 
-def fit(row, bits):
-    """The minimum and scale of kvc_fit.h in float64, or None: four starts, least squares, and once more the best."""
-    f32 = np.float32
-    top, fine = 2**bits - 1, 2 ** FINE[bits]
-    low, high, whole = row.min(), row.max(), f32(top * fine)
-    u = np.rint((row - low) * (whole / (high - low)))
+def fit(row, bits, minimum, scale):
+    """kvc_fit.h, in its float32 arithmetic: four starts, least squares, once more the best; its line rounded to halves,
+    or the minimum and scale given, where that saves less than 2^-12 of a squared step per value."""
+    f32, n, top = np.float32, np.float32(len(row)), 2**bits - 1
+    step, lowest = f32(2 ** (15 - bits)), row.min()
+    first, whole = step - f32(1), f32(top) * step
+    finest, unit = whole / (row.max() - lowest), (row.max() - lowest) / whole
+    u = np.rint((row - lowest) * finest).astype(np.int64) + int(first)
+    mean = f32(u.sum()) * (f32(1) / n)
 
-    def refit(at, step):
-        codes = np.rint(np.clip((u - f32(at)) * f32(1 / step), 0, top)).astype(np.int64)
-        n, s, values = len(u), codes.sum(), u.astype(np.int64)
-        spread, common = int(n * (codes**2).sum() - s * s), int(n * (codes * values).sum() - s * values.sum())
-        if spread <= 0 or common <= 0:
-            return 0.0, at, step
-        step = common / spread
-        return common * step, (float(values.sum()) - step * float(s)) / n, step
+    def sums(low, step):
+        cut = int(np.rint(np.clip(low - step / f32(2), f32(0), f32(32767))))
+        times = int(np.rint(np.minimum(f32(2**24) / step, f32(32767))))
+        codes = np.minimum((np.maximum(u - cut, 0) * times + 2**14 >> 15) >> 9, top)
+        return f32(codes.sum()), f32((codes**2).sum()), f32((codes * u).sum()) - f32(codes.sum()) * mean
 
-    best = (0.0, 0.0, 0.0)
+    def refit(low, step):
+        codes, squares, products = sums(low, step)
+        spread = n * squares - codes * codes
+        if spread <= 0 or products <= 0:
+            return f32(0), low, step
+        step = n * products / spread
+        return products * step, mean - step * (codes * (f32(1) / n)), step
+
+    def error(low, step):
+        codes, squares, products = sums(low, step)
+        away = low - mean
+        return n * (away * away) + step * (f32(2) * (away * codes - products) + step * squares)
+
+    best = f32(0), first, step
     for above in LEFT_OUT[bits]:
         for below in LEFT_OUT[bits]:
-            width = (f32(1) - f32(below) - f32(above)) * f32(fine)
-            line = refit(float(f32(below) * whole), float(width))
+            left = f32(1) - f32(below) - f32(above)
+            line = refit(first + f32(below) * whole, left * step)
             best = line if line[0] > best[0] else best
-    if best[0] == 0:
-        return None
-    gain, at, step = refit(*best[1:])
-    unit = float(high - low) / float(whole)
-    return None if gain == 0 else (float(low) + at * unit, step * unit)
+    _, low, wide = refit(*best[1:])
+    line = np.clip(lowest + (low - first) * unit, f32(-65504), f32(65504)), wide * unit
+    low, wide = (f32(np.float16(part)) for part in line)
+    if not wide:
+        return minimum, scale
+    fitted = error((low - lowest) * finest + first, wide * finest) + n * step * step * f32(2.0**-12)
+    return (low, wide) if fitted < error((minimum - lowest) * finest + first, scale * finest) else (minimum, scale)
 
 
 def quantise_range(row, bits):

@@ -1,5 +1,7 @@
 """Quantised formats: packed sizes, error bounds, the same bytes at every level, attention over them."""
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -169,6 +171,29 @@ def test_writing_token_by_token_is_the_same_as_at_once(simd, rng, name, block_si
     np.testing.assert_array_equal(got[1], got[3])
     if block_size % 4 == 0:  # no rounding up of a head
         np.testing.assert_array_equal(arenas[0][:used], arenas[1][:used])
+
+
+@formats
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("block_size", [16, 48, 5])
+def test_the_company_of_a_row_does_not_matter(simd, rng, name, rotate, block_size):
+    """Rows are coded up to 16 at a time: of one tile, or of many heads, sequences and both sides. The bytes are those
+    of each row alone, whatever the runs of a call."""
+    dim, heads, num_blocks = 64, 3, 6
+    layout = _kernels.Layout(block_size, heads, dim, name, name, rotate, rotate)
+    rows = hard_rows(rng, dim)
+    keys, values = rows[rng.integers(0, len(rows), (2, num_blocks * block_size, heads))]
+    for _ in range(5):
+        starts = [0, *sorted(rng.choice(np.arange(1, block_size), min(3, block_size - 1), replace=False)), block_size]
+        runs = [(b, int(a), int(z)) for b in range(num_blocks) for a, z in itertools.pairwise(starts)]
+        runs = [runs[i] for i in rng.permutation(len(runs))[: rng.integers(1, len(runs) + 1)]]
+        together = rng.integers(0, 256, num_blocks * layout.block_bytes, dtype=np.uint8)
+        alone, count = together.copy(), sum(stop - first for _, first, stop in runs)
+        _kernels._write(layout, together, runs, keys[:count], values[:count])
+        tokens = [(b, t, t + 1) for b, first, stop in runs for t in range(first, stop)]
+        for i, token in enumerate(tokens):
+            _kernels._write(layout, alone, [token], keys[i : i + 1], values[i : i + 1])
+        np.testing.assert_array_equal(together, alone)
 
 
 @formats

@@ -20,11 +20,12 @@ def _mixed(name: str) -> dict[str, Any]:
     return {"key_dtype": keys, "value_dtype": values or keys}
 
 
-PLAIN = ", not rotated"
+PACKED, PLAIN = ", no residual", ", not rotated"
 FORMATS: dict[str, dict[str, Any]] = {
     name: _mixed(name)
     for name in ("f32", "f16", "q8", "q4", "q3", "q2", "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
 }
+FORMATS |= {name + PACKED: _mixed(name) | {"residual_length": 0} for name in ("q4", "q3", "q2", "q8/q4", "q4/q8")}
 FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in ("q8", "q4", "q3", "q2")}
 
 # What a format is asked to reach: name -> (figure, bound).
@@ -44,7 +45,8 @@ def measure(model: Transformer, text: Heldout, context: int, total: int, names: 
     """Every figure of every format over windows of `context` tokens, about `total` tokens in all.
 
     A window is scored with every format before the next begins; the f32 cache is the first of them. Attention reads
-    the stored codes also of the piece being run: no token is seen in better precision than it is kept in.
+    the stored codes also of the piece being run, but for the residual: no token is seen in better precision than it
+    would be in decoding.
     """
     engines = {}
     for name in names:

@@ -15,6 +15,7 @@ from kvcache.engine.arguments import natural
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
+from kvcache.engine.residual import default_length
 from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import load_tokenizer
@@ -47,6 +48,9 @@ class InferenceEngine:
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
         num_blocks: size of the cache; by default enough for the whole context, but for 8192 tokens at most.
         prefill_chunk: prompts run through the network in pieces of so many tokens.
+        residual_length: a query sees the newest tokens, those of its own group of so many (0 to 256), in f16, and only
+            those before them as `dtype` packs them; see `residual.Residual`. By default 64 where K or V have fewer
+            than 8 bits, else 0, as with an eviction policy, which cannot have both.
         eviction_policy, kv_budget: one of `EvictionPolicy`, and how many tokens each layer keeps (under PyramidKV: on
             average over the layers; by default all that a window and its sinks count). After each piece of a prompt
             and each step, every layer is held to its budget, and what leaves gives its memory back; see
@@ -78,6 +82,7 @@ class InferenceEngine:
         block_size: int = 16,
         num_blocks: int | None = None,
         prefill_chunk: int = 512,
+        residual_length: int | None = None,
         eviction_policy: EvictionPolicy | None = None,
         kv_budget: int | None = None,
     ) -> None:
@@ -112,8 +117,15 @@ class InferenceEngine:
         }
         cache = self._make_cache(**self._cache_options)
         self._sequence: ModelSequence
+        if residual_length is None:
+            residual_length = default_length(key_dtype or dtype, value_dtype or dtype) if budgets is None else 0
+        self._residual_length = natural("residual_length", residual_length)
+        if residual_length > 256:
+            raise ValueError(f"residual_length: expected at most 256, got {residual_length}")
         if budgets is None:
-            self._sequence = LiveSequence(model, cache, prefill_chunk)
+            self._sequence = LiveSequence(model, cache, prefill_chunk, residual_length)
+        elif residual_length:
+            raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {residual_length}")
         else:
             self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
         self._lock = MendingLock(threading.RLock(), self._sequence.mend)
@@ -181,6 +193,11 @@ class InferenceEngine:
     def kv_budget(self) -> int | None:
         """How many tokens each layer keeps (PyramidKV: on average); None: all."""
         return None if self._budgets is None else self._budgets.kv_budget
+
+    @property
+    def residual_length(self) -> int:
+        """Tokens per group that its own queries see in full; 0: all are seen as the cache keeps them."""
+        return self._residual_length
 
     def alive_tokens(self, layer: int) -> int:
         """How many tokens' K and V this layer has; `num_tokens` where nothing is evicted.

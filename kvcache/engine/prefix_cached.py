@@ -172,8 +172,10 @@ class PrefixCachedEngine:
     def _prefill(self, tokens: NDArray[np.uint32], session: CacheSession) -> Float32:
         """Start the sequence on the cached blocks and run the rest; the logits after the prompt."""
         engine = self.inner
-        # The last token always runs: its logits are not cached.
+        # The last token always runs: its logits are not cached. With a residual the whole group that it is in runs,
+        # so that each token sees the same tokens in full as it would without the cache.
         start = min(session.num_tokens, len(tokens) - 1)
+        start -= start % (engine.residual_length or 1)
         blocks = session.shared_blocks[: -(-start // engine.cache.block_size)]
 
         def share(cache: PagedKvCache, seq_id: int) -> int:
@@ -182,7 +184,7 @@ class PrefixCachedEngine:
 
         engine.reset()
         engine.begin(share)
-        if session.num_tokens == len(tokens):
+        if session.num_tokens == len(tokens) == start + 1:
             return engine.decode_step(int(tokens[-1]), start)
         return engine.prefill_from_pos(tokens[start:], start)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.protocols import Attend, Float32, Logits, Model
+from kvcache.engine.residual import Residual
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.paged import PagedKvCache
 
@@ -120,12 +121,16 @@ class LiveSequence(ModelSequence):
     """A sequence of which every token stays. Every failing call leaves it, and the cache, as they were.
 
     Of the cache the sequences 0 and 1 are taken: one is alive, the other id is free for the one that takes its
-    place. Arguments and attributes are those of `ModelSequence`.
+    place. Arguments and attributes are those of `ModelSequence`, and:
+
+    Args:
+        residual_length: tokens per group of the `Residual`; 0: every token is seen as the cache keeps it.
     """
 
-    def __init__(self, model: Model, cache: PagedKvCache, chunk: int) -> None:
+    def __init__(self, model: Model, cache: PagedKvCache, chunk: int, residual_length: int = 0) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
+        self.residual = Residual(model.config, cache, residual_length, chunk) if residual_length else None
         cache.allocate(0, 0)
 
     @property
@@ -140,6 +145,9 @@ class LiveSequence(ModelSequence):
             f"expected {self.num_tokens} tokens in the cache, got {held.num_tokens}"
         )
         assert self.cache.get_sequence(1 - self.seq_id) is None, "a replaced sequence was not freed"
+        if self.residual is not None:
+            self.residual.check()
+            assert self.residual.stop == self.num_tokens, f"the residual ends at {self.residual.stop}"
 
     def mend(self) -> None:
         # What `seq_id` and `num_tokens` say is true: they change in one line, when all that can fail is done.
@@ -148,6 +156,8 @@ class LiveSequence(ModelSequence):
         held = self.cache.get_sequence(self.seq_id)
         if held is not None and held.num_tokens > self.num_tokens:
             self.cache.truncate(self.seq_id, self.num_tokens)
+        if self.residual is not None and self.residual.stop != self.num_tokens:
+            self._restart_residual()
 
     def clear(self) -> None:
         self.replace(_allocate_empty)
@@ -156,6 +166,7 @@ class LiveSequence(ModelSequence):
         cache.allocate(self.seq_id, 0)
         self.cache, self.num_tokens = cache, 0
         self.version += 1
+        self._restart_residual()
 
     def replace(self, share: Share) -> None:
         fresh = 1 - self.seq_id
@@ -170,9 +181,11 @@ class LiveSequence(ModelSequence):
                 self.cache.free(fresh)
             raise
         self._become(fresh, num_tokens)
+        self._restart_residual()
 
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
-        with self._cut(pos, pos + len(tokens)) as seq_id:
+        changing = nullcontext() if self.residual is None else self.residual.changing(pos)
+        with self._cut(pos, pos + len(tokens)) as seq_id, changing:
             if len(tokens) > self.chunk:
                 # Is there memory for all of them? Better known now than after most of the work.
                 self._append(seq_id, len(tokens))
@@ -183,6 +196,16 @@ class LiveSequence(ModelSequence):
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         cache, count = self.cache, len(tokens)
         self._append(seq_id, count)
+        if self.residual is not None:
+            with self.residual.piece(cache, seq_id, pos, count) as attend_piece:
+
+                def attend_both(
+                    layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
+                ) -> Float32:
+                    cache.write(layer, seq_id, keys, values)
+                    return attend_piece(layer, queries, keys, values)
+
+                return self._forward(tokens, pos, attend_both, logits)
         seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # once, not once per layer
 
         def attend(
@@ -222,6 +245,10 @@ class LiveSequence(ModelSequence):
             self.cache.free(fork)
             raise
         self._become(fork, end)
+
+    def _restart_residual(self) -> None:
+        if self.residual is not None:
+            self.residual.restart(self.num_tokens)
 
     def _become(self, seq_id: int, num_tokens: int) -> None:
         self.version += 1

@@ -1,0 +1,158 @@
+/* kvc_lanes.h - rows side by side, one per lane, and what is stored of them: minimum, scale and codes (kvc_quant.c).
+ *
+ *   rows            | a0 a1 a2 ... | b0 b1 b2 ... | ...
+ *   lanes           | a0 b0 c0 ... | a1 b1 c1 ... | ...          KVC_LANES floats at each dimension
+ *
+ * All arithmetic is between vectors, in the order of a single row: every level and any company of rows gives the same
+ * bits. Steps of a rotation go from half the row down to neighbours; those over KVC_LANES and more are taken in rows,
+ * where they lie between vectors, the others in lanes, where they do too.
+ */
+#ifndef KVC_LANES_H
+#define KVC_LANES_H
+
+#include "kvc_fit.h"
+#include "kvc_hadamard.h"
+
+/* What is stored of up to 16 rows. */
+typedef struct kvc_coded {
+    unsigned char
+        codes[KVC_MAX_HEAD_DIM * KVC_TILE]; /* of dimension 0, one for each row; of dimension 1; .. */
+    uint16_t scales[KVC_TILE], minima[KVC_TILE];
+} kvc_coded;
+
+/* Vector j of row i goes where vector i of dimensions j * KVC_LANES + 0, 1, .. will be. */
+INLINE float *kvc_block(float *lanes, int j, int i) { return lanes + (j * KVC_LANES + i) * KVC_LANES; }
+
+/* Row i, divided by dim, with the steps of its rotation that lie between vectors; dim constant. */
+INLINE void kvc_rotate_row(const float *x, int dim, int i, float *lanes) {
+    f32v v[KVC_MAX_HEAD_DIM / KVC_LANES + 1];
+    const int n = dim < KVC_LANES ? 1 : dim / KVC_LANES;
+    const f32v inverse = f32v_set1(1.0f / (float)dim);
+    UNROLL
+    for (int j = 0; j < n; j++) v[j] = f32v_mul(load_dims(x, j * KVC_LANES, dim), inverse);
+    UNROLL
+    for (int step = n / 2; step > 0; step /= 2) kvc_butterflies(v, n, step);
+    UNROLL
+    for (int j = 0; j < n; j++) f32v_store(kvc_block(lanes, j, i), v[j]);
+}
+
+INLINE void kvc_place_row(kvc_rows rows, const float *x, int i, float *lanes) {
+    if (!rows.rotated) {
+        for (int d = 0; d < rows.dim; d += KVC_LANES)
+            f32v_store(kvc_block(lanes, d / KVC_LANES, i), load_dims(x, d, rows.dim));
+        return;
+    }
+    switch (rows.dim) {
+    case 8: kvc_rotate_row(x, 8, i, lanes); break;
+    case 16: kvc_rotate_row(x, 16, i, lanes); break;
+    case 32: kvc_rotate_row(x, 32, i, lanes); break;
+    case 64: kvc_rotate_row(x, 64, i, lanes); break;
+    case 128: kvc_rotate_row(x, 128, i, lanes); break;
+    default: kvc_rotate_row(x, 256, i, lanes); break;
+    }
+}
+
+/* The cache line of x[at], which may lie behind the end of all rows: nothing is read. */
+INLINE void kvc_prefetch(const float *x, ptrdiff_t at) {
+    if (at % 16 == 0) __builtin_prefetch((const void *)((uintptr_t)x + (uintptr_t)at * sizeof(float)), 0, 3);
+}
+
+typedef struct kvc_range { /* one per lane */
+    f32v lowest, highest, first;
+    f32v spread; /* 0 where all values of the row, as it came, are the same */
+} kvc_range;
+
+/* KVC_LANES rows into lanes. Rotated, a row of the same values is (value, 0, 0, ...), and no other is: of two values
+ * that differ the difference is not 0, and of two numbers that are not both 0 the sum or the difference is not. */
+INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, float *lanes) {
+    for (int i = 0; i < KVC_LANES; i++) kvc_place_row(rows, x[i], i, lanes);
+    f32v first = f32v_zero(), low = f32v_set1(0x1p127f), high = f32v_sub(f32v_zero(), low);
+    for (int d = 0; d < rows.dim; d += KVC_LANES) {
+        f32v v[KVC_LANES];
+        const int here = rows.dim - d < KVC_LANES ? rows.dim - d : KVC_LANES;
+        UNROLL
+        for (int i = 0; i < KVC_LANES; i++) v[i] = f32v_load(lanes + (d + i) * KVC_LANES);
+        f32v_transpose(v);
+        if (rows.rotated) {
+            UNROLL
+            for (int step = KVC_LANES / 2; step > 0; step /= 2) kvc_butterflies(v, KVC_LANES, step);
+        }
+        for (int i = 0; i < KVC_LANES; i++) kvc_prefetch(x[i], ahead + d);
+        if (d == 0) first = v[0];
+        UNROLL
+        for (int i = 0; i < KVC_LANES; i++) {
+            f32v_store(lanes + (d + i) * KVC_LANES, v[i]);
+            if (d + i == 0 || i >= here) continue;
+            low = f32v_min(low, v[i]), high = f32v_max(high, v[i]);
+        }
+    }
+    const f32v lowest =
+        f32v_add(f32v_min(low, first), f32v_zero()); /* -0 to 0: which is least depends on the order */
+    const f32v highest = f32v_max(high, first), away = f32v_max(high, f32v_sub(f32v_zero(), low));
+    return (kvc_range){lowest, highest, first, rows.rotated ? away : f32v_sub(highest, lowest)};
+}
+
+/* head_dim times the same value. Rotated it is (value, 0, 0, ...): the value is 2^k steps from 0, so that the
+ * scale |value| / 2^k is exact, with the largest k that leaves no denormal: scales stay near other rows'. */
+static void kvc_code_constant(kvc_rows rows, float value, int row, kvc_coded *out) {
+    const uint16_t half = kvc_half_of_float(value);
+    const float kept = kvc_float_of_half(half), magnitude = kept < 0.0f ? -kept : kept;
+    int code = rows.rotated ? 1 << (rows.bits - 1) : 0;
+    while (code > 1 && magnitude / (float)code < 0x1p-14f) code /= 2;
+    out->scales[row] = code ? kvc_half_of_float(magnitude / (float)code) : 0;
+    out->minima[row] = code && kept >= 0.0f ? 0 : half;
+    for (int d = 0; d < rows.dim; d++)
+        out->codes[d * KVC_TILE + row] = (unsigned char)(kept < 0.0f ? code : 0);
+    out->codes[row] = (unsigned char)(kept < 0.0f ? 0 : code);
+}
+
+/* Scale and minimum of the range, both halves. */
+INLINE f32v kvc_scale_of(f32v minimum, f32v highest, int top) {
+    const f32v range = f32v_max(f32v_sub(highest, minimum), f32v_zero());
+    uint16_t next[KVC_LANES];
+    f32v_store_half(next, f32v_div(range, f32v_set1((float)top)));
+    const f32v scale = f32v_load_half(next), reach = f32v_mul(scale, f32v_set1((float)top + 0.5f));
+    for (int i = 0; i < KVC_LANES; i++) next[i]++;
+    return f32v_pick(reach, range, f32v_load_half(next),
+                     scale); /* the next half, where rounding fell short */
+}
+
+/* Codes of the values in lanes, at a minimum and a scale. */
+INLINE void kvc_encode(const float *lanes, int dim, f32v minimum, f32v scale, int top, unsigned char *codes) {
+    const f32v tiny = f32v_set1(KVC_TINY), zero = f32v_zero();
+    const f32v divisor = f32v_pick(scale, tiny, f32v_set1(1.0f), scale);
+    const f32v limit = f32v_pick(scale, tiny, zero, f32v_set1((float)top));
+    for (int d = 0; d < dim; d++) {
+        const f32v steps = f32v_div(f32v_sub(f32v_load(lanes + d * KVC_LANES), minimum), divisor);
+        f32v_store_bytes(codes + d * KVC_TILE, f32v_min(f32v_max(steps, zero), limit));
+    }
+}
+
+/* KVC_LANES rows, of which the first `count` count, as rows `at`, `at` + 1, .. of out. */
+static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, int at,
+                           kvc_coded *out) {
+    const int top = (1 << rows.bits) - 1;
+    float lanes[(KVC_MAX_HEAD_DIM + KVC_LANES) * KVC_LANES], first[KVC_LANES], spread[KVC_LANES];
+    const kvc_range range = kvc_into_lanes(rows, x, ahead, lanes);
+    f32v minimum = kvc_rounded_to_half(range.lowest), scale = kvc_scale_of(minimum, range.highest, top);
+    if (rows.bits <= 4) kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
+    f32v_store_half(out->minima + at, minimum);
+    f32v_store_half(out->scales + at, scale);
+    kvc_encode(lanes, rows.dim, minimum, scale, top, out->codes + at);
+    f32v_store(first, range.first);
+    f32v_store(spread, range.spread);
+    for (int i = 0; i < count; i++) {
+        if (spread[i] == 0.0f) kvc_code_constant(rows, first[i], at + i, out);
+    }
+}
+
+/* Up to 16 rows, rotated where rows.rotated. `ahead` floats from here are those of the next call. */
+static void kvc_code_rows(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, kvc_coded *out) {
+    for (int at = 0; at < count; at += KVC_LANES) {
+        const float *here[KVC_LANES];
+        for (int i = 0; i < KVC_LANES; i++) here[i] = x[at + i < count ? at + i : at];
+        kvc_code_lanes(rows, here, ahead, count - at < KVC_LANES ? count - at : KVC_LANES, at, out);
+    }
+}
+
+#endif

@@ -1,0 +1,187 @@
+"""The newest tokens of a sequence in full beside the cache that packs them: KIVI's residual.
+
+Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv 2402.02750), section 3.3.
+Attention falls off with distance, so what rounding costs is lost mostly on the last few tokens. Here the text is
+divided into groups of `length` tokens, and a query sees its own group in full and all groups before it packed:
+
+    text      0 ........ 63 | 64 ...... 127 | 128 .. 140
+    query 140 packed        | packed        | in full
+    query 100 packed        | in full
+
+Which tokens are packed for whom depends on positions alone, never on how a text came into the cache: in pieces, token
+by token, or by a cached prefix of whole groups. The answer is the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.protocols import Float32, NetworkConfig
+from kvcache.merging import merge_attention
+from kvcache.paged import PagedKvCache
+
+__all__ = ["LENGTH", "Residual", "default_length"]
+
+LENGTH = 64  # by measurement: `python -m bench quality --only formats`
+
+AttendPiece = Callable[[int, Float32, Float32, Float32], Float32]
+
+
+def default_length(key_dtype: str, value_dtype: str) -> int:
+    """`LENGTH` where K or V are rounded so coarsely that a residual pays, else 0."""
+    return 0 if {key_dtype, value_dtype}.isdisjoint(("q4", "q3", "q2")) else LENGTH
+
+
+class Residual:
+    """The tokens `first` to `stop` of one sequence in f16 (f32 where `cache` keeps that), all in one group.
+
+    The cache has every token, also these. If it got them in another way (a shared prefix, a cut), nothing of them is
+    here: `first == stop`, and they are read packed.
+
+    Args:
+        config: sizes of the network.
+        cache: the sequence's own.
+        length: tokens of a group, 1 to 256.
+        chunk: most tokens of one piece.
+    """
+
+    def __init__(self, config: NetworkConfig, cache: PagedKvCache, length: int, chunk: int) -> None:
+        self.length = length
+        self.first = self.stop = 0
+        formats = ("f32" if dtype == "f32" else "f16" for dtype in (cache.key_dtype, cache.value_dtype))
+        sizes = length, config.num_kv_heads, config.head_dim
+        options: dict[str, Any] = dict(zip(("key_dtype", "value_dtype"), formats, strict=True))
+        # A block is a group. Three: the one that a failing call goes back to, the one that it fills, and the next.
+        self._groups = PagedKvCache(3, *sizes, num_layers=config.num_layers, **options)
+        # The groups of a piece, one layer at a time: only the last of them is needed afterwards.
+        self._passing = PagedKvCache(-(-chunk // length) + 1, *sizes, **options)
+        self._id, self._kept = 0, -1  # the sequence in `_groups`; the one that a failure brings back
+        self._groups.allocate(0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        return self._groups.total_memory_bytes + self._passing.total_memory_bytes
+
+    def check(self) -> None:
+        """Verify the invariants; AssertionError says what is wrong."""
+        self._groups.check()
+        assert self._groups.sequence_ids() == [self._id], f"groups left over: {self._groups.sequence_ids()}"
+        held = self._groups.get_sequence(self._id)
+        assert held is not None, f"group {self._id} is gone"
+        assert held.num_tokens == self.stop - self.first, f"not {self.first} to {self.stop}: {held.num_tokens} tokens"
+        assert self.first == self.stop or self.first // self.length == (self.stop - 1) // self.length, (
+            f"tokens {self.first} to {self.stop} are of more than one group"
+        )
+        assert self._passing.num_sequences == 0, "a piece was not cleared away"
+
+    def restart(self, pos: int) -> None:
+        """The sequence has `pos` tokens, all of them packed."""
+        self._open(pos)
+        self._free_all_but(self._id)
+
+    @contextmanager
+    def changing(self, pos: int) -> Iterator[None]:
+        """Within, the sequence is cut to `pos` tokens and pieces follow; a failure leaves all as it was."""
+        kept, first, stop = self._id, self.first, self.stop
+        self._kept = kept
+        try:
+            if first < pos < stop:
+                self._id = self._free_id()
+                self._groups.fork(kept, self._id)
+                self._groups.truncate(self._id, pos - first)
+                self.stop = pos
+            elif pos != stop:
+                self._open(pos)
+            yield
+        except BaseException:
+            self._free_all_but(kept)
+            self._groups.truncate(kept, stop - first)
+            self._id, self.first, self.stop = kept, first, stop
+            raise
+        self._free_all_but(self._id)
+
+    @contextmanager
+    def piece(self, cache: PagedKvCache, seq_id: int, pos: int, count: int) -> Iterator[AttendPiece]:
+        """Run `count` tokens from `pos` on, which `cache` has room for; gives what is called once per layer."""
+        if pos % self.length == 0:
+            self._open(pos)
+        starts = np.arange(pos - pos % self.length, pos + count, self.length)
+        stops = np.minimum(starts + self.length, pos + count)
+        starts[0] = self.first
+        if len(starts) == 1:
+            self._groups.append(self._id, count)
+            yield self._within(cache, seq_id, count)
+        else:
+            following = self._free_id()
+            self._groups.allocate(following, int(stops[-1] - starts[-1]))
+            self._passing.allocate_batch(np.arange(len(starts)), stops - starts)
+            try:
+                yield self._across(cache, seq_id, pos, starts, stops, following)
+            finally:
+                self._passing.free_batch(self._passing.sequence_ids())
+            self._take(following, int(starts[-1]))
+        self.stop = pos + count
+
+    def _within(self, cache: PagedKvCache, seq_id: int, count: int) -> AttendPiece:
+        """Of a piece that stays in the group."""
+        query_lens, context_lens = np.array([count]), np.array([self.first])
+        here, there = np.array([self._id], np.uint64), np.array([seq_id], np.uint64)
+
+        def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+            self._groups.write(layer, self._id, keys, values)
+            near = self._groups.attention(layer, queries, here, query_lens=query_lens, return_lse=True)
+            far = cache.attention(
+                layer, queries, there, query_lens=query_lens, context_lens=context_lens, return_lse=True
+            )
+            return merge_attention(*far, *near)[0]
+
+        return attend
+
+    def _across(
+        self, cache: PagedKvCache, seq_id: int, pos: int,
+        starts: NDArray[np.int64], stops: NDArray[np.int64], following: int,
+    ) -> AttendPiece:  # fmt: skip
+        """Of a piece that goes through several groups: each is a sequence, as far as it is in full."""
+        query_lens = np.diff(stops, prepend=pos)
+        groups, there = np.arange(len(starts)), np.full(len(starts), seq_id, np.uint64)
+
+        def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+            if self.stop > self.first:
+                self._passing.write(0, 0, *self._groups.read(layer, self._id), start=0)
+            for group, (start, stop) in enumerate(zip(np.maximum(starts, pos) - pos, stops - pos, strict=True)):
+                self._passing.write(0, group, keys[start:stop], values[start:stop])
+            self._groups.write(layer, following, keys[start:stop], values[start:stop])
+            near = self._passing.attention(0, queries, groups, query_lens=query_lens, return_lse=True)
+            far = cache.attention(layer, queries, there, query_lens=query_lens, context_lens=starts, return_lse=True)
+            return merge_attention(*far, *near)[0]
+
+        return attend
+
+    def _open(self, pos: int) -> None:
+        """An empty group that begins at `pos`."""
+        fresh = self._free_id()
+        self._groups.allocate(fresh, 0)
+        self._take(fresh, pos)
+        self.stop = pos
+
+    def _take(self, seq_id: int, first: int) -> None:
+        """Go on in another group; the old one goes, unless a failure would bring it back."""
+        old, self._id, self.first = self._id, seq_id, first
+        if old != self._kept:
+            self._groups.free(old)
+
+    def _free_id(self) -> int:
+        taken = self._groups.sequence_ids()
+        return next(seq_id for seq_id in range(4) if seq_id not in taken)
+
+    def _free_all_but(self, kept: int) -> None:
+        self._kept = -1
+        for seq_id in self._groups.sequence_ids():
+            if seq_id != kept:
+                self._groups.free(seq_id)

@@ -1,0 +1,157 @@
+"""The residual: each query sees the tokens of its own group in full, all others as the cache packs them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import attention
+
+from kvcache.engine import InferenceEngine
+from kvcache.eviction import EvictionPolicy
+
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 16, 2
+TOKENS = 1000
+
+
+class Echo:
+    """A network without one: what each token asks and is depends on layer and position; keeps what it was told."""
+
+    config = SimpleNamespace(
+        num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=8,
+        max_position_embeddings=TOKENS,
+    )  # fmt: skip
+
+    def __init__(self):
+        rng = np.random.default_rng(3)
+        self.queries = rng.standard_normal((LAYERS, TOKENS, HEADS, DIM), np.float32)
+        self.keys, self.values = rng.standard_normal((2, LAYERS, TOKENS, KV_HEADS, DIM), np.float32)
+        self.fail_at = None
+        self.told = {}
+
+    def forward(self, tokens, positions, attend, logits):
+        for layer in range(LAYERS):
+            if layer == self.fail_at:
+                raise InterruptedError("as planned")
+            rows = self.queries[layer, positions], self.keys[layer, positions], self.values[layer, positions]
+            for pos, row in zip(positions, attend(layer, *rows), strict=True):
+                self.told[layer, int(pos)] = row
+        return np.zeros(({"last": 1, "all": len(tokens), "none": 0}[logits], 8), np.float32)
+
+
+def assert_all_answers_right(network, engine, full):
+    """`full[p]`: the first token that the query at p saw in full."""
+    for layer in range(LAYERS):
+        packed = engine.cache.read(layer, engine.seq_id)
+        for pos, first in enumerate(full):
+            keys, values = (rows[: pos + 1].astype(np.float64) for rows in packed)
+            keys[first:] = network.keys[layer, first : pos + 1].astype(np.float16)
+            values[first:] = network.values[layer, first : pos + 1].astype(np.float16)
+            want = attention(network.queries[layer, pos][None], keys, values, DIM**-0.5)[0][0]
+            error = np.abs(network.told[layer, pos] - want).max() / np.abs(want).max()
+            assert error < 0.01, (layer, pos, first, error)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("run"), st.integers(1, 40)),
+        st.tuples(st.just("fail"), st.integers(1, 40)),
+        st.tuples(st.just("back"), st.integers(1, 30)),
+        st.tuples(st.just("share"), st.integers(1, 30)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(length=st.sampled_from([1, 4, 16, 17]), chunk=st.sampled_from([1, 5, 16, 64]), steps=STEPS)
+def test_any_history(length, chunk, steps):
+    """Runs, failures, steps back and shared prefixes: every answer is that of float64 over what was to be seen."""
+    network = Echo()
+    engine = InferenceEngine(network, dtype="q4", residual_length=length, prefill_chunk=chunk, num_blocks=64)
+    full, start = [], 0  # of each query; where the newest group begins
+    for what, count in steps:
+        pos = len(full)
+        if pos + count > 400:
+            break
+        if what == "back" and pos:
+            pos -= min(count, pos)
+            if pos <= start or pos // length != start // length:
+                start = pos  # what stood there in full is gone
+        if what == "share":  # the same tokens come from a cached prefix, and none of them in full
+            old = engine.seq_id
+            kept = min(count, pos)
+            engine.begin(lambda cache, fresh, old=old, kept=kept: share(cache, old, fresh, kept))
+            pos = start = kept
+            del full[kept:]
+        if what == "fail":
+            told, version = dict(network.told), engine.version
+            network.fail_at = count % LAYERS
+            with pytest.raises(InterruptedError):
+                engine.prefill_from_pos([0] * count, pos)
+            network.fail_at, network.told = None, told
+            assert engine.num_tokens == pos
+            assert engine.version == version
+        else:
+            engine.prefill_from_pos([0] * count, pos)
+            full[pos:] = [max(start, p - p % length) for p in range(pos, pos + count)]
+            start = full[-1]
+        engine.check()
+    assert_all_answers_right(network, engine, full)
+
+
+def share(cache, old, fresh, kept):
+    cache.fork(old, fresh)
+    cache.truncate(fresh, kept)
+    return kept
+
+
+def test_a_failure_after_a_step_back_brings_the_group_back():
+    network = Echo()
+    engine = InferenceEngine(network, dtype="q2", residual_length=16, prefill_chunk=8)
+    engine.prefill_from_pos([0] * 30, 0)
+    network.fail_at, told = 1, dict(network.told)
+    for pos in (20, 5, 30):
+        for count in (3, 25):
+            with pytest.raises(InterruptedError):
+                engine.prefill_from_pos([0] * count, pos)
+    network.fail_at, network.told = None, told
+    engine.check()
+    engine.prefill_from_pos([0], 30)
+    assert_all_answers_right(network, engine, [p - p % 16 for p in range(31)])
+
+
+def test_when_there_is_one():
+    def length(**options):
+        return InferenceEngine(Echo(), **options).residual_length
+
+    assert length() == length(dtype="f16") == length(dtype="q8") == 0
+    assert length(dtype="q4") == length(dtype="q3") == length(dtype="q8", value_dtype="q2") == 64
+    assert length(dtype="q2", residual_length=0) == 0
+    assert length(dtype="f32", residual_length=7) == 7
+    assert length(dtype="q4", eviction_policy=EvictionPolicy.SlidingWindow(60, 4), kv_budget=64) == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 257])
+def test_lengths_that_are_none(wrong):
+    with pytest.raises(ValueError, match=f"residual_length: expected at .*, got {wrong}"):
+        InferenceEngine(Echo(), residual_length=wrong)
+    with pytest.raises(TypeError, match="residual_length"):
+        InferenceEngine(Echo(), residual_length=1.5)
+
+
+def test_not_with_eviction():
+    with pytest.raises(ValueError, match="residual_length: expected 0 or none with an eviction_policy, got 16"):
+        InferenceEngine(Echo(), residual_length=16, eviction_policy=EvictionPolicy.SlidingWindow(60, 4), kv_budget=64)
+
+
+def test_f32_sides_stay_exact():
+    network = Echo()
+    network.keys *= 1e6  # beyond f16
+    engine = InferenceEngine(network, key_dtype="f32", value_dtype="q4", prefill_chunk=16)
+    engine.prefill_from_pos([0] * 100, 0)
+    with pytest.raises(ValueError, match="f16 can hold"):
+        InferenceEngine(network, dtype="f16", residual_length=16).prefill_from_pos([0] * 3, 0)
