@@ -7,7 +7,7 @@ what must not be lost is done here, in one call: taking and leaving a lock, and 
 
 cdef class MendingLock:
     cdef object lock       # a reentrant lock
-    cdef object mend       # mend(): make all that the lock guards agree again
+    cdef object mend       # a weak bound method: makes all that the lock guards agree again
     cdef readonly bint torn    # an interrupt has struck, and nothing has mended it yet
 
     cdef int make_good(self) except -1

@@ -2,6 +2,8 @@
 
 cimport cython
 
+from weakref import WeakMethod
+
 __all__ = ["MendingLock", "Parting"]
 
 
@@ -17,18 +19,20 @@ cdef bint interrupts(error) except -1:
 cdef class MendingLock:
     """A reentrant lock; when an interrupt leaves its block, `mend()` is called before anybody else gets in.
 
-    An `Exception` is no interrupt: whoever raises it has put things right. `mend` must be good to call at any time, any
-    number of times, with the lock taken. Where it fails itself (memory, a second interrupt), the next one who takes the
-    lock calls it first.
+    An `Exception` is no interrupt: whoever raises it has put things right. `mend` is a bound method, whose object the
+    lock does not keep alive; it must be good to call at any time, any number of times, with the lock taken. Where it
+    fails itself (memory, a second interrupt), the next one who takes the lock calls it first.
     """
 
     def __init__(self, lock, mend):
-        self.lock, self.mend = lock, mend
+        self.lock, self.mend = lock, WeakMethod(mend)
 
     cdef int make_good(self) except -1:
         self.torn = False    # `mend` may take the lock
         try:
-            self.mend()
+            mend = self.mend()
+            if mend is not None:
+                mend()
         except BaseException:
             self.torn = True
             raise
