@@ -2,6 +2,7 @@
 
 KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -O1 -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
+KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 KVCACHE_OPENMP=0    serial kernels even where the compiler has OpenMP
 """
 
@@ -19,8 +20,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
-DEBUG, SANITIZE, SERIAL = (os.environ.get(f"KVCACHE_{name}") for name in ("DEBUG", "SANITIZE", "OPENMP"))
-DEBUG, SANITIZE, SERIAL = DEBUG == "1", SANITIZE == "1", SERIAL == "0"
+DEBUG, SANITIZE, COVERAGE = (os.environ.get(f"KVCACHE_{name}") == "1" for name in ("DEBUG", "SANITIZE", "COVERAGE"))
+SERIAL = os.environ.get("KVCACHE_OPENMP") == "0"
 
 # One name per level, the same in ckernels/simd_<level>.h, in KVCACHE_SIMD and in the kernel table itself.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -33,6 +34,8 @@ FLAGS = ["-std=c11", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZE else []
 
+COUNT = ["--coverage", "-fprofile-update=atomic", "-O1"] if COVERAGE else []  # of C; linetrace below counts Cython
+
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
 ONCE = [f"ckernels/kvc_{part}.c" for part in ("dispatch", "layout", "parallel")]
@@ -43,7 +46,7 @@ for level, flags in LEVELS.items():
 
 # What is older than a dependency is built again; this file is as old as the last change of settings.
 SETTINGS = Path("build/settings.txt")
-settings = repr([FLAGS, CHECK, SERIAL, os.environ.get("CC"), os.environ.get("CFLAGS"), Cython.__version__])
+settings = repr([FLAGS, CHECK, COUNT, SERIAL, os.environ.get("CC"), os.environ.get("CFLAGS"), Cython.__version__])
 if not SETTINGS.exists() or SETTINGS.read_text() != settings:
     SETTINGS.parent.mkdir(exist_ok=True)
     SETTINGS.write_text(settings)
@@ -66,10 +69,10 @@ class build_kernels(build_ext):
         links = CHECK + ["-fopenmp"] * parallel
         flags = FLAGS + links
         with ThreadPoolExecutor(self.parallel) as pool:
-            kernels = list(pool.map(lambda unit: self._kernel(flags, *unit), UNITS))
+            kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT, *unit), UNITS))
         for extension in self.extensions:
             extension.extra_compile_args += flags
-            extension.extra_link_args += links
+            extension.extra_link_args += links + COUNT
             extension.extra_objects += kernels if extension.name == "kvcache._kernels" else []
         super().build_extensions()
 
@@ -85,6 +88,10 @@ DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
 GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}"
 MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
+if COVERAGE:
+    DIRECTIVES["linetrace"] = True
+    MACROS.append(("CYTHON_TRACE_NOGIL", "1"))
+    GENERATED = None  # beside the sources, where Cython's plugin for coverage.py looks for it
 INCLUDE = ["ckernels", numpy.get_include()]
 EXTENSIONS = [
     Extension(f"kvcache.{path.stem}", [str(path)], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)

@@ -40,6 +40,8 @@
 
 #if defined(KVC_HAVE_DOTS)
 
+#define MOST 16383.0f /* 127 * 128 + 127 */
+
 enum { UNIT_VECS = 16 / KVC_LANES };
 
 INLINE int32_t four_bytes(const void *p) {
@@ -70,7 +72,8 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits < 8; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
-/* x * inverse, rounded, in digits; n a multiple of 32. Returns the sum of the rounded numbers. */
+/* x * inverse, rounded, in digits; n a multiple of 32. Returns the sum of the rounded numbers. No number is larger than
+ * MOST but of scales and queries that are NaN or infinite, which must become some number too. */
 INLINE float split(int shared, int is_signed, int n, const float *x, float inverse, int8_t *high,
                    int8_t *low) {
 #if KVC_SHARED_DIGITS
@@ -89,7 +92,8 @@ INLINE float split(int shared, int is_signed, int n, const float *x, float inver
     const int32_t centre = is_signed ? 64 : 0;
     int32_t sum = 0;
     for (int i = 0; i < n; i++) {
-        const int32_t whole = (int32_t)((x[i] * inverse + 0x1.8p23f) - 0x1.8p23f);
+        const float y = x[i] * inverse, low_y = y > -MOST ? y : -MOST, in = low_y < MOST ? low_y : MOST;
+        const int32_t whole = (int32_t)((in + 0x1.8p23f) - 0x1.8p23f);
         const int32_t digit = (whole + centre) >> 7;
         high[i] = (int8_t)digit;
         low[i] = (int8_t)(whole - 128 * digit);

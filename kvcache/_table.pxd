@@ -1,27 +1,10 @@
-"""The block tables of all sequences: the verbs over their rows, and who leaves next."""
+"""The block tables of all sequences: the verbs over their rows."""
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 
-from kvcache._heap cimport IndexedHeap
-from kvcache._sequences cimport SequenceRows
+from kvcache._ranks cimport RankedRows
 
 
-# A touch leaves the heap as it is: by recency and by frequency a key only grows, so the heap may hold an older,
-# smaller one, and the top is brought up to its present key before it is believed. A decoding step touches every
-# running sequence and evicts none of them: it pays nothing for the order, and an eviction pays at most what the
-# touches since would have cost. Keys of length and priority are always exact.
-cdef class SequenceTable(SequenceRows):
-    cdef IndexedHeap order    # rows that may be evicted, next victim on top
-    cdef int strategy         # which number ranks them, one of RANK_*
-    cdef int64_t clock        # recency counter
-
-    cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1    # open_, and room to rank it
-    cdef int32_t enter_fork_(self, int32_t from_row, uint64_t seq_id) except -1   # the same for a fork, still empty
-    cdef bint leave_(self, int32_t row) noexcept nogil        # close_, out of the order
+cdef class SequenceTable(RankedRows):
+    cdef int32_t enter_fork_(self, int32_t from_row, uint64_t seq_id) except -1   # enter_ for a fork, still empty
     cdef void fork_(self, int32_t from_row, int32_t row) noexcept nogil       # fill a new row with another's tokens
-    cdef void touch_(self, int32_t row) noexcept nogil        # count an access
-    cdef void lengthened_(self, int32_t row) noexcept nogil   # after it got more tokens
-    cdef double key_(self, int32_t row) noexcept nogil        # the least leaves first
-    cdef void rank_(self, int32_t row) noexcept nogil         # put it where it belongs among the victims
-    cdef int32_t victim_(self) noexcept nogil                 # the row that leaves next, -1 when there is none
-    cdef bint all_shared_(self, int32_t row) noexcept nogil   # evicting it would free nothing

@@ -4,9 +4,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache._nodes import NodeTable
+from kvcache._paths import TokenPaths
 
-class TokenTrie(NodeTable):
+class TokenTrie(TokenPaths):
     def __init__(self, page_size: int) -> None: ...
     def add_root(self) -> int: ...
     def drop_root(self, root: int) -> NDArray[np.int32]: ...

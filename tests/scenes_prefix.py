@@ -32,15 +32,15 @@ class Prefix(Scene):
 
     def _state(self):
         it, content = self.it, {}
-        for root, name in it._names.items():
-            for leaf in it._trie.leaf_ids():
-                top, tokens, slots = it._trie.path(leaf)
+        for root, name in it._index.names.items():
+            for leaf in it._index.trie.leaf_ids():
+                top, tokens, slots = it._index.trie.path(leaf)
                 if top == root:
-                    arena = it._arena_of[root]
+                    arena = it._index.arena_of[root]
                     data = [arena.rows.read(s, layer, slots) for s in (0, 1) for layer in range(LAYERS)]
-                    content[name, tokens.tobytes()] = plain([it._trie.is_marked(leaf), data])
-        leases = sum(arena.num_leased() for arena in it._arenas.values())
-        return content, it.stats(), leases, nodes(it._trie)[1:4]
+                    content[name, tokens.tobytes()] = plain([it._index.trie.is_marked(leaf), data])
+        leases = sum(arena.num_leased() for arena in it._index.arenas.values())
+        return content, it.stats(), leases, nodes(it._index.trie)[1:4]
 
     def store(self):
         self._put(self.it, self.text[50:250])

@@ -56,9 +56,9 @@ class SavedPrefix(Scene):
 
     def _texts(self):
         """`(name, tokens, slots, arena)` of every sequence."""
-        trie, names = self.it._trie, self.it._names
+        trie, names = self.it._index.trie, self.it._index.names
         for root, tokens, slots in map(trie.path, trie.leaf_ids()):
-            yield names[root], tokens, slots, self.it._arena_of[root]
+            yield names[root], tokens, slots, self.it._index.arena_of[root]
 
     def _state(self):
         texts = sorted((repr(name), tokens.tobytes()) for name, tokens, *_ in self._texts())

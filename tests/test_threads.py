@@ -34,7 +34,7 @@ def in_threads(work, count=THREADS):
 
     def guarded(i):
         try:
-            start.wait(timeout=10)
+            start.wait(timeout=300)
             work(i)
         except BaseException as error:
             errors.append(error)
@@ -43,7 +43,7 @@ def in_threads(work, count=THREADS):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]

@@ -1,0 +1,3 @@
+from kvcache._nodes import NodeTable
+
+class TokenPaths(NodeTable): ...

@@ -1,0 +1,197 @@
+/* attention.h - the step that attends: sequences and queries drawn, asked at every level, compared with the twin. */
+#ifndef ATTENTION_H
+#define ATTENTION_H
+
+#include "runs.h"
+
+enum { MOST_SEQS = 3 };
+
+typedef struct question {
+    const world *world;
+    sequence of[MOST_SEQS];
+    kvc_seq seqs[MOST_SEQS];
+    int num_seqs, query_heads, threads, offset; /* offset: of the scratch, which may start anywhere */
+    float scale;
+    int64_t queries, tokens;
+    memory q, sink_q;
+    int has_sinks, has_scores, kind, at_end;
+} question;
+
+typedef struct answer {
+    const kvc_kernels *kernels;
+    const question *question;
+    memory out, scores;
+} answer;
+
+static void *ask(void *to) {
+    answer *a = to;
+    const question *q = a->question;
+    const kvc_layout *l = &q->world->layout;
+    const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->head_dim;
+    const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, q->num_seqs, q->query_heads, q->threads);
+    a->out = take(floats * sizeof(float), 4, q->at_end);
+    a->scores = take((size_t)q->tokens * sizeof(float), 4, q->at_end);
+    memory scratch = take(bytes + (size_t)q->offset, 16, q->at_end);
+    const kvc_attend_args args = {.layout = l,
+                                  .arena = q->world->arena,
+                                  .seqs = q->seqs,
+                                  .num_seqs = q->num_seqs,
+                                  .num_query_heads = q->query_heads,
+                                  .scale = q->scale,
+                                  .queries = q->q.at,
+                                  .sink_queries = q->has_sinks ? q->sink_q.at : NULL,
+                                  .out = a->out.at,
+                                  .scores = q->has_scores ? a->scores.at : NULL};
+    kvc_attend(a->kernels, &args, (char *)scratch.at + q->offset, q->threads);
+    give_back(&scratch);
+    return NULL;
+}
+
+/* One thread, or several at once that must agree. */
+static answer ask_level(const kvc_kernels *kernels, const question *q) {
+    answer first = {.kernels = kernels, .question = q};
+#if defined(CALLERS)
+    answer others[CALLERS];
+    pthread_t threads[CALLERS];
+    for (int i = 1; i < CALLERS; i++) {
+        others[i] = first;
+        if (pthread_create(&threads[i], NULL, ask, &others[i])) abort();
+    }
+    ask(&first);
+    for (int i = 1; i < CALLERS; i++) {
+        pthread_join(threads[i], NULL);
+        if (memcmp(first.out.at, others[i].out.at, first.out.size) ||
+            (q->has_scores && memcmp(first.scores.at, others[i].scores.at, first.scores.size)))
+            fail("%s: two threads, two results", kernels->name);
+        give_back(&others[i].out), give_back(&others[i].scores);
+    }
+#else
+    ask(&first);
+#endif
+    return first;
+}
+
+static question draw_question(source *s, const world *w) {
+    question q = {.world = w, .num_seqs = draw_between(s, 1, MOST_SEQS)};
+    const int dim = w->layout.head_dim, usual = draw(s, 6) > 0;
+    q.query_heads = w->layout.num_heads * DRAW_OF(s, 1, 2, 3, 4, 5, 7);
+    q.threads = DRAW_OF(s, 1, 2, 3, 4, 8);
+    q.offset = draw(s, 2) ? draw(s, 64) : 0;
+    q.at_end = draw(s, 2), q.has_sinks = draw(s, 3) == 0, q.has_scores = draw(s, 2);
+    q.kind = usual ? GAUSSIAN : draw(s, NUM_KINDS);
+    q.scale = usual ? 1.0f / sqrtf((float)dim) : (float)DRAW_OF(s, 0, 1, -1, 8) * 0.125f;
+    int64_t room = (int64_t)w->most_floats * 64;
+    for (int i = 0; i < q.num_seqs; i++) {
+        q.of[i] = draw_runs(s, w, 1);
+        const int64_t tokens = q.of[i].num_tokens, each = (tokens + 1) * q.query_heads * dim;
+        int64_t queries = DRAW_OF(s, 1, 1, 2, 3, 8, 16, 17, 33, 50, 97, 100, 200, 0, -1);
+        if (queries < 0) queries = tokens;
+        if (queries * each > room) queries = room / each;
+        room -= queries * each;
+        const int64_t hidden = tokens % 5 != 3 ? 0 : queries < tokens ? queries : tokens;
+        q.seqs[i] = (kvc_seq){q.of[i].runs.at, q.of[i].num_runs, tokens, draw(s, 40), queries, hidden};
+        q.queries += queries, q.tokens += tokens - hidden;
+    }
+    const size_t floats = (size_t)q.queries * (size_t)q.query_heads * (size_t)dim;
+    q.q = take(floats * sizeof(float), 4, q.at_end);
+    q.sink_q = take(floats * sizeof(float), 4, q.at_end);
+    draw_floats(s, q.kind, q.q.at, floats);
+    draw_floats(s, q.kind, q.sink_q.at, floats);
+    return q;
+}
+
+static int query_is_ordinary(const float *q, int dim) {
+    for (int d = 0; d < dim; d++) {
+        if (!(fabsf(q[d]) < ldexpf(1.0f, LARGEST))) return 0;
+    }
+    return 1;
+}
+
+/* One (query, query head) of every level's answers against the twin; its weights join `total`, their errors `error`.
+ * Returns whether the row is ordinary. */
+static int expect_row(const question *q, int seq, int64_t query, int64_t first, int query_head,
+                      const answer *answers, double *weights, double *total, double *error) {
+    const world *w = q->world;
+    const int dim = w->layout.head_dim, head = query_head / (q->query_heads / w->layout.num_heads);
+    const size_t at = ((size_t)(first + query) * (size_t)q->query_heads + (size_t)query_head) * (size_t)dim;
+    const float *row = (const float *)q->q.at + at,
+                *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
+    if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
+    const kvc_seq *of = &q->seqs[seq];
+    int64_t seen = of->num_tokens - of->num_queries + query + 1;
+    if (seen > of->num_tokens - of->hidden_tokens) seen = of->num_tokens - of->hidden_tokens;
+    if (seen < 0) seen = 0;
+    const row_answer expected =
+        attend_row(w, q->of[seq].slots, seen, head, q->scale, row, sink_row, of->sink_tokens, weights);
+    for (int64_t t = 0; t < seen; t++) {
+        total[t] += weights[t];
+        error[t] += fmin(expm1(2 * expected.score_error) * weights[t], 1.0) + 1e-5 * weights[t] + 1e-7;
+    }
+    double squares = 0, largest = 0;
+    for (int d = 0; d < dim; d++) {
+        squares += expected.out[d] * expected.out[d];
+        largest = fmax(largest, fabs(expected.out[d]));
+    }
+    const int is_exact = w->layout.key_format <= KVC_F16 && w->layout.value_format <= KVC_F16;
+    const int plain = expected.plain && q->kind == GAUSSIAN && q->scale * sqrtf((float)dim) < 1.1f;
+    for (int level = 0; level < num_levels(); level++) {
+        const float *out = (const float *)answers[level].out.at + at;
+        double off = 0, most = 0;
+        for (int d = 0; d < dim; d++) {
+            const double each = out[d] - expected.out[d];
+            off += each * each;
+            most = isfinite(each) ? fmax(most, fabs(each)) : INFINITY;
+        }
+        off = sqrt(off);
+        if (!(off <= expected.error))
+            fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
+        if (plain && is_exact && most > 5e-6 * largest)
+            fail("%s: output %g of the largest off", level_at(level)->name, most / largest);
+        if (plain && !is_exact && off > 0.01 * sqrt(squares))
+            fail("%s: output %g of the row off", level_at(level)->name, off / sqrt(squares));
+    }
+    return 1;
+}
+
+static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score,
+                            const answer *answers) {
+    const kvc_seq *of = &q->seqs[seq];
+    const sequence *tokens = &q->of[seq];
+    for (int64_t t = 0; t < of->num_tokens; t++) {
+        const int size = q->world->layout.block_size, slot = (int)(tokens->slots[t] % (size_t)size);
+        if (!slot_is_ordinary(q->world, (int)(tokens->slots[t] / (size_t)size), slot)) return;
+    }
+    double *space = calloc(3 * (size_t)of->num_tokens + 1, sizeof *space);
+    double *weights = space, *total = space + of->num_tokens, *error = total + of->num_tokens;
+    int ordinary = 1;
+    for (int64_t query = 0; query < of->num_queries; query++) {
+        for (int head = 0; head < q->query_heads; head++)
+            ordinary &= expect_row(q, seq, query, first_query, head, answers, weights, total, error);
+    }
+    for (int level = 0; q->has_scores && ordinary && level < num_levels(); level++) {
+        const float *scores = (const float *)answers[level].scores.at + first_score;
+        for (int64_t t = 0; t < of->num_tokens - of->hidden_tokens; t++) {
+            if (!(fabs(scores[t] - total[t]) <= error[t]))
+                fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t,
+                     scores[t], total[t], error[t]);
+        }
+    }
+    free(space);
+}
+
+static void step_attend(source *s, world *w) {
+    question q = draw_question(s, w);
+    answer answers[4];
+    for (int level = 0; level < num_levels(); level++) answers[level] = ask_level(level_at(level), &q);
+    int64_t first_query = 0, first_score = 0;
+    for (int i = 0; i < q.num_seqs; i++) {
+        expect_sequence(&q, i, first_query, first_score, answers);
+        first_query += q.seqs[i].num_queries, first_score += q.seqs[i].num_tokens - q.seqs[i].hidden_tokens;
+    }
+    for (int level = 0; level < num_levels(); level++)
+        give_back(&answers[level].out), give_back(&answers[level].scores);
+    for (int i = 0; i < q.num_seqs; i++) drop_runs(&q.of[i]);
+    give_back(&q.q), give_back(&q.sink_q);
+}
+
+#endif

@@ -1,0 +1,258 @@
+/* case.c - one input of the fuzzer: a world of blocks, and writes, copies, clears, reads and attention in it.
+ *
+ * The bytes choose sizes that callers would let through and data that nobody has checked: blocks start as any bytes, as
+ * a hostile saved file may bring them, queries are any bits. After every step, at every level of this CPU:
+ *
+ *   stored bytes     equal at all levels, and only those of the slots that were named have changed
+ *   rows read        equal bit for bit to the twin's (twin.h); what was written, within the format's error
+ *   attention        within the error of twin.h where slots and queries are ordinary: finite, then, too. Elsewhere it
+ *                    may be anything, but ends, stays inside its memory, and leaves other sequences alone
+ *   Gaussian data    5e-6 of the largest output in f32 and f16, 1 % of the row quantised, as the kernels promise
+ *
+ * Memory is exact (memory.h). With -DCALLERS=n, n threads make each attention call at once and must agree bit for bit.
+ */
+#include "attention.h"
+
+/* ---- Layouts. */
+
+/* A shape that no caller has checked is refused or has these properties. */
+static void try_any_shape(source *s) {
+    int x[7];
+    for (int i = 0; i < 7; i++) {
+        uint32_t bits = draw_byte(s) << 24 | draw_byte(s) << 16 | draw_byte(s) << 8 | draw_byte(s);
+        x[i] = draw(s, 2) ? (int)bits : draw(s, 300) - 20;
+    }
+    kvc_layout l;
+    if (kvc_layout_init(&l, x[0], x[1], x[2], (kvc_format)x[3], (kvc_format)x[4], x[5], x[6])) return;
+    const size_t row = (size_t)l.head_dim * (size_t)kvc_format_bits(l.key_format) / 8;
+    if (l.block_size < 1 || l.block_size > KVC_MAX_BLOCK_SIZE || l.head_dim < 8 || l.head_dim % 8 ||
+        l.head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format > KVC_Q2 ||
+        l.value_format > KVC_Q2 || l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
+        l.block_bytes < (size_t)l.num_heads * (l.key_head_bytes + l.value_head_bytes))
+        fail("a layout of %d, %d, %d, %d, %d", x[0], x[1], x[2], x[3], x[4]);
+}
+
+static void draw_layout(source *s, world *w) {
+    const int size = DRAW_OF(s, 16, 16, 32, 1, 2, 5, 15, 17, 33, 48, 64, 255, 256, 0);
+    const int dim = w->many ? DRAW_OF(s, 8, 32, 32)
+                            : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
+    const int key = draw(s, 6), value = draw(s, 3) ? key : draw(s, 6), rotated = draw(s, 4);
+    const int block_size = size ? size : draw_between(s, 1, 256),
+              head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
+    const int can = (head_dim & (head_dim - 1)) == 0;
+    int heads = draw_between(s, 1, 4);
+    w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are many cases */
+    if (w->many) w->most_floats = 1 << 15, heads = 1 + heads % 2;
+    while (heads > 1 && heads * head_dim * block_size > w->most_floats) heads--;
+    const int refused =
+        kvc_layout_init(&w->layout, block_size, heads, head_dim, (kvc_format)key, (kvc_format)value,
+                        can && key >= KVC_Q8 && (rotated & 1), can && value >= KVC_Q8 && (rotated & 2));
+    if (refused) fail("refused %d, %d, %d, %d, %d", block_size, heads, head_dim, key, value);
+    w->row = (size_t)heads * (size_t)head_dim;
+    const int room = w->most_floats / (int)(w->row * (size_t)block_size);
+    w->num_blocks = w->many ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
+    w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
+}
+
+/* ---- The twin: rows read by the scalar level, which the steps below move about themselves. */
+
+static void read_whole(const kvc_kernels *kernels, const world *w, const unsigned char *arena,
+                       float *const rows[2]) {
+    kvc_run *runs = malloc((size_t)w->num_blocks * sizeof *runs);
+    for (int b = 0; b < w->num_blocks; b++) runs[b] = (kvc_run){b, 0, (uint16_t)w->layout.block_size};
+    kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1]);
+    free(runs);
+}
+
+static void expect_rows(const world *w, const char *after) {
+    const size_t floats = (size_t)(w->num_blocks * w->layout.block_size) * w->row;
+    for (int level = 0; level < num_levels(); level++) {
+        memory keys = take(floats * sizeof(float), 4, 1), values = take(floats * sizeof(float), 4, 1);
+        float *const rows[2] = {keys.at, values.at};
+        read_whole(level_at(level), w, w->arena, rows);
+        for (int side = 0; side < 2; side++) {
+            for (size_t i = 0; i < floats; i++) {
+                const float got = rows[side][i], expected = w->rows[side][i];
+                if (memcmp(&got, &expected, sizeof got) && !(isnan(got) && isnan(expected)))
+                    fail("%s: after %s, %s %zu is %a, not %a", level_at(level)->name, after, side ? "V" : "K",
+                         i, got, expected);
+            }
+        }
+        give_back(&keys), give_back(&values);
+    }
+}
+
+/* ---- Steps that store. */
+
+/* x H / dim, as a rotated row is stored; straight from the definition of the matrix. */
+static void rotate(const float *x, int dim, double *y) {
+    for (int i = 0; i < dim; i++) {
+        y[i] = 0;
+        for (int j = 0; j < dim; j++) y[i] += (__builtin_popcount((unsigned)(i & j)) % 2 ? -1.0 : 1.0) * x[j];
+        y[i] /= dim;
+    }
+}
+
+static double spacing(double x) { return fmax(ldexp(1.0, ilogb(fmax(fabs(x), 0x1p-30)) - 10), 0x1p-24); }
+
+/* The root of the mean squared error that kvc_quant.c allows a row; f16 errs half a spacing at most. */
+static double allowed_error(const kvc_rows rows, const float *x) {
+    double y[KVC_MAX_HEAD_DIM], lowest = INFINITY, highest = -INFINITY;
+    if (rows.bits == 32) return 0;
+    for (int d = 0; d < rows.dim; d++) y[d] = x[d];
+    if (rows.rotated) rotate(x, rows.dim, y);
+    for (int d = 0; d < rows.dim; d++) lowest = fmin(lowest, y[d]), highest = fmax(highest, y[d]);
+    const double largest = fmax(fabs(lowest), fabs(highest));
+    if (rows.bits == 16) return spacing(largest) / 2;
+    const double range = highest - lowest + spacing(lowest) / 2;
+    const double scale = range / ((1 << rows.bits) - 1) * (1 + 0x1p-10) + 0x1p-24;
+    const double stored = fmax(scale / 2, spacing(lowest) / 2) + scale / 64 + 0x1p-21 * largest;
+    return stored * (rows.rotated ? sqrt(rows.dim) : 1);
+}
+
+static void expect_written(const world *w, const sequence *q, kvc_side side, const float *written) {
+    const kvc_rows rows = kvc_rows_of(&w->layout, side);
+    for (int64_t t = 0; t < q->num_tokens; t++) {
+        for (size_t at = 0; at < w->row; at += (size_t)rows.dim) {
+            const float *x = written + (size_t)t * w->row + at,
+                        *got = w->rows[side] + q->slots[t] * w->row + at;
+            double squares = 0;
+            for (int d = 0; d < rows.dim; d++) squares += ((double)got[d] - x[d]) * ((double)got[d] - x[d]);
+            const double error = sqrt(squares / rows.dim), allowed = allowed_error(rows, x);
+            if (!(error <= allowed)) fail("%s errs %g, may %g", side ? "V" : "K", error, allowed);
+        }
+    }
+}
+
+/* What a format cannot hold is found where it is, at every level; zero then stands there. */
+static void make_representable(source *s, float *x, size_t n, kvc_format format) {
+    const float limit = format == KVC_F32 ? INFINITY : 65520.0f;
+    size_t bad = 0;
+    for (int found = 0; bad < n; found++) {
+        while (bad < n && fabsf(x[bad]) < limit) bad++;
+        const int64_t expected = bad < n ? (int64_t)bad : -1;
+        for (int level = 0; found < 3 && level < num_levels(); level++) {
+            const int64_t got = level_at(level)->check_representable(x, (int64_t)n, format);
+            if (got != expected)
+                fail("%s: first bad value at %d, not %d", level_at(level)->name, (int)got, (int)expected);
+        }
+        if (bad < n) x[bad] = draw(s, 2) ? 0.0f : 1.0f;
+    }
+}
+
+static void step_write(source *s, world *w) {
+    sequence q = draw_runs(s, w, 1);
+    const size_t floats = (size_t)q.num_tokens * w->row;
+    const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
+              checked = draw(s, 4); /* sides: 1 K alone, 2 V alone */
+    memory x[2];
+    const float *given[2];
+    for (int side = 0; side < 2; side++) {
+        x[side] = take(floats * sizeof(float), 4, draw(s, 2));
+        draw_floats(s, kind, x[side].at, floats);
+        const kvc_format format = side ? w->layout.value_format : w->layout.key_format;
+        if (checked) make_representable(s, x[side].at, floats, format);
+        given[side] = sides == 2 - side ? NULL : x[side].at;
+    }
+    memory before = take(w->arena_bytes, 64, 1);
+    memcpy(before.at, w->arena, w->arena_bytes);
+    const kvc_kernels *scalar = scalar_level();
+    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1]);
+    for (int level = 0; level < num_levels(); level++) {
+        memory arena = take(w->arena_bytes, 64, draw(s, 2));
+        memcpy(arena.at, before.at, w->arena_bytes);
+        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1]);
+        if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
+            fail("%s: other bytes stored", level_at(level)->name);
+        give_back(&arena);
+    }
+    for (int side = 0; side < 2; side++) {
+        if (!given[side]) continue;
+        float *back = malloc((floats + 1) * sizeof *back);
+        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back,
+                          side ? back : NULL);
+        for (int64_t t = 0; t < q.num_tokens; t++)
+            memcpy(w->rows[side] + q.slots[t] * w->row, back + (size_t)t * w->row, w->row * sizeof(float));
+        free(back);
+        if (checked) expect_written(w, &q, (kvc_side)side, given[side]);
+    }
+    for (int64_t t = 0; t < q.num_tokens; t++)
+        w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1];
+    give_back(&before), give_back(&x[0]), give_back(&x[1]);
+    drop_runs(&q);
+}
+
+static void step_copy(source *s, world *w) {
+    const int size = w->layout.block_size, from = draw(s, w->num_blocks),
+              to = draw(s, 3) ? draw(s, w->num_blocks) : from;
+    const int src = draw(s, size), dst = draw(s, 3) ? draw(s, size) : src;
+    const int count = draw_between(s, 0, size - (src > dst ? src : dst));
+    kvc_copy_slots(&w->layout, w->arena, from, src, w->arena, to, dst, count);
+    const size_t a = slot_of(w, from, src), b = slot_of(w, to, dst);
+    for (int side = 0; side < 2; side++)
+        memmove(w->rows[side] + b * w->row, w->rows[side] + a * w->row,
+                (size_t)count * w->row * sizeof(float));
+    memmove(w->plain + b, w->plain + a, (size_t)count);
+}
+
+static void step_clear(source *s, world *w) {
+    const int block = draw(s, w->num_blocks), slot = draw(s, w->layout.block_size);
+    const int count = draw_between(s, 0, w->layout.block_size - slot);
+    kvc_clear_slots(&w->layout, w->arena, block, slot, count);
+    for (int side = 0; side < 2; side++)
+        memset(w->rows[side] + slot_of(w, block, slot) * w->row, 0, (size_t)count * w->row * sizeof(float));
+    memset(w->plain + slot_of(w, block, slot), 0, (size_t)count);
+}
+
+/* ---- A case. */
+
+static void fill_arena(source *s, world *w) {
+    uint64_t state = (uint64_t)draw(s, 65536);
+    const int kind = draw(s, 5);
+    for (size_t i = 0; i < w->arena_bytes; i++) {
+        switch (kind) {
+        case 0: w->arena[i] = 0; break;
+        case 1: w->arena[i] = 0xff; break;
+        case 2:
+            w->arena[i] = (unsigned char)(i % 2 ? 0x3c + draw_byte(s) % 8 : draw_byte(s));
+            break; /* halves near 1 */
+        case 3: w->arena[i] = (unsigned char)draw_byte(s); break;
+        default: w->arena[i] = (unsigned char)splitmix(&state);
+        }
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    source s = source_of(data, least(size, 4096));
+    world w = {.num_blocks = 0};
+    failing = &w;
+#if defined(CALLERS)
+    w.many = 1;
+#else
+    w.many = (s.state >> 40) % 6 == 1; /* of the bytes, yet none of them */
+#endif
+    try_any_shape(&s);
+    draw_layout(&s, &w);
+    memory arena = take(w.arena_bytes, 64, draw(&s, 2));
+    w.arena = arena.at;
+    fill_arena(&s, &w);
+    const size_t slots = (size_t)(w.num_blocks * w.layout.block_size);
+    w.plain = calloc(slots, 1);
+    for (int side = 0; side < 2; side++) w.rows[side] = malloc(slots * w.row * sizeof(float));
+    read_whole(scalar_level(), &w, w.arena, w.rows);
+    expect_rows(&w, "nothing");
+    for (int left = draw_between(&s, 1, 8); left; left--) {
+        switch (draw(&s, 8)) {
+        case 0: step_copy(&s, &w), expect_rows(&w, "copy"); break;
+        case 1: step_clear(&s, &w), expect_rows(&w, "clear"); break;
+        case 2:
+        case 3:
+        case 4: step_write(&s, &w), expect_rows(&w, "write"); break;
+        default: step_attend(&s, &w);
+        }
+    }
+    give_back(&arena);
+    free(w.plain), free(w.rows[0]), free(w.rows[1]);
+    return 0;
+}

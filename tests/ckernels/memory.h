@@ -1,0 +1,59 @@
+/* memory.h - pieces of memory that end where their contents end, so that one byte too far is seen.
+ *
+ * Where a tool watches every allocation (ASan; memcheck, with -DWATCHED) they come from malloc, and what is not written
+ * yet stays undefined. Elsewhere they lie between two pages that nobody may touch, at the end or at the start.
+ */
+#ifndef MEMORY_H
+#define MEMORY_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) && !defined(WATCHED)
+#define WATCHED
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) && !defined(WATCHED)
+#define WATCHED
+#endif
+
+typedef struct memory {
+    void *at;   /* what to use: `size` bytes */
+    void *base; /* what to give back */
+    size_t size, mapped;
+} memory;
+
+/* Starts at a multiple of `align`; of 64 only where size is one too. at_end: the unreadable begins behind it. */
+static inline memory take(size_t size, size_t align, int at_end) {
+    memory m = {.size = size};
+#if defined(WATCHED)
+    (void)at_end;
+    m.base = m.at = align > 16 ? aligned_alloc(align, size) : malloc(size ? size : 1);
+    if (!m.base) abort();
+#else
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
+    (void)align;
+    m.mapped = inner + 2 * page;
+    m.base = mmap(NULL, m.mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (m.base == MAP_FAILED) abort();
+    if (inner && mprotect((char *)m.base + page, inner, PROT_READ | PROT_WRITE)) abort();
+    m.at = (char *)m.base + page + (at_end ? inner - size : 0);
+    memset(m.at, 0xff, size); /* NaN, if anyone reads it */
+#endif
+    return m;
+}
+
+static inline void give_back(memory *m) {
+#if defined(WATCHED)
+    free(m->base);
+#else
+    munmap(m->base, m->mapped);
+#endif
+    m->base = m->at = NULL;
+}
+
+#endif

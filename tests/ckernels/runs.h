@@ -1,0 +1,80 @@
+/* runs.h - the levels of this CPU, how a failure is told, and runs of slots drawn for a sequence. */
+#ifndef RUNS_H
+#define RUNS_H
+
+#include "draw.h"
+#include "memory.h"
+#include "twin.h"
+
+#include <stdarg.h>
+
+#if defined(CALLERS)
+#include <pthread.h>
+#endif
+
+static const world *failing; /* for the message alone */
+
+static void fail(const char *what, ...) {
+    const kvc_layout *l = &failing->layout;
+    va_list list;
+    va_start(list, what);
+    fprintf(stderr, "FAILED: ");
+    vfprintf(stderr, what, list);
+    fprintf(stderr, " (blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d)\n",
+            failing->num_blocks, l->block_size, l->num_heads, l->head_dim, l->key_format, l->value_format,
+            l->rotate_keys, l->rotate_values);
+    va_end(list);
+    abort();
+}
+
+/* Asked for once: in a virtual machine, asking a CPU what it is takes longer than a small case. */
+static const kvc_kernels *levels[4];
+
+static int num_levels(void) {
+    static int count;
+    if (!count) {
+        count = kvc_num_levels();
+        for (int i = 0; i < count; i++) levels[i] = kvc_level(i);
+    }
+    return count;
+}
+static const kvc_kernels *level_at(int index) { return levels[index]; }
+static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; } /* the last, always */
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+typedef struct sequence {
+    memory runs;
+    int64_t num_runs, num_tokens;
+    size_t *slots; /* of each token */
+} sequence;
+
+/* Blocks in any order, each at most once; of each, pieces of its slots. */
+static sequence draw_runs(source *s, const world *w, int empty_too) {
+    const int size = w->layout.block_size, style = w->many ? 3 * draw(s, 2) : draw(s, 4);
+    const int blocks = w->many ? w->num_blocks : draw_between(s, empty_too ? 0 : 1, w->num_blocks);
+    kvc_run *runs = malloc((size_t)(w->num_blocks * size + 1) * sizeof *runs);
+    sequence q = {.slots = malloc((size_t)(w->num_blocks * size + 1) * sizeof(size_t))};
+    int *order = malloc((size_t)w->num_blocks * sizeof *order);
+    for (int i = 0; i < w->num_blocks; i++) order[i] = i;
+    for (int i = 0; i < blocks; i++) {
+        const int other = i + draw(s, w->num_blocks - i), block = order[other];
+        order[other] = order[i], order[i] = block;
+        int first = style < 2 ? 0 : draw(s, size), stop = style == 0 ? size : draw_between(s, first, size);
+        while (first < size && (stop > first || empty_too)) {
+            runs[q.num_runs++] = (kvc_run){block, (uint16_t)first, (uint16_t)stop};
+            for (int slot = first; slot < stop; slot++) q.slots[q.num_tokens++] = slot_of(w, block, slot);
+            if (style < 3) break;
+            first = stop + draw_between(s, 1, 9); /* a hole */
+            if (first < size) stop = draw_between(s, first, size);
+        }
+    }
+    q.runs = take((size_t)q.num_runs * sizeof *runs, 4, 1);
+    memcpy(q.runs.at, runs, (size_t)q.num_runs * sizeof *runs);
+    free(runs), free(order);
+    return q;
+}
+
+static void drop_runs(sequence *q) { give_back(&q->runs), free(q->slots); }
+
+#endif

@@ -1,0 +1,124 @@
+/* twin.h - what a world of blocks holds, row by row as the scalar level reads it, and attention over that in float64.
+ *
+ * THE ERROR OF A LEVEL, from what the kernels do and not from what they gave. For one row q, with norms |.| of L2 and
+ * `half` the half of the range that the codes of a stored row span (its scale times top / 2; 0 for f32 and f16):
+ *
+ *   score    scale * (2^-19 |q| |k|  +  0.5 step_q dim half_k)    step_q = max |q| / 1791, the coarser of the digits
+ *   weight   w -> w e^(+-2 score error)
+ *   output   weight error of the largest |v|  +  rounding 1e-5 |v|  +  0.5 / 1791 * 128 * 2 sum(w half_v)    per channel
+ *
+ * where 128 tokens of a chunk share a step, and rotation, H of norm sqrt(dim), takes what is stored to what is read.
+ * These are worst cases: any data keeps them, a wrong lane, scale or token does not. Gaussian data keep more, see case.c.
+ */
+#ifndef TWIN_H
+#define TWIN_H
+
+#include "kvc_quant.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores that float32 holds: finite in, finite out */
+
+typedef struct world {
+    kvc_layout layout;
+    int many; /* tokens, so many that kvc_parallel.c splits a context, for threads too: 2^14 products and more */
+    int num_blocks, most_floats; /* most_floats: of K, all blocks, about */
+    size_t arena_bytes, row;     /* floats of a token: heads * dim */
+    unsigned char *arena;
+    float *rows[2];       /* K and V, [block][slot][head][dim] */
+    unsigned char *plain; /* [block][slot]: Gaussian, both sides */
+} world;
+
+static inline size_t slot_of(const world *w, int block, int slot) {
+    return (size_t)block * (size_t)w->layout.block_size + (size_t)slot;
+}
+
+/* Scale of a stored quantised row, from its place in kvc_quant.h; 0 for f32 and f16. */
+static inline float stored_scale(const world *w, kvc_side side, int block, int slot, int head) {
+    const kvc_rows rows = kvc_rows_of(&w->layout, side);
+    if (rows.bits >= 16) return 0.0f;
+    const unsigned char *at = w->arena + (size_t)block * w->layout.block_bytes;
+    if (side == KVC_VALUES) at += (size_t)w->layout.num_heads * w->layout.key_head_bytes;
+    at += (size_t)head * (side == KVC_KEYS ? w->layout.key_head_bytes : w->layout.value_head_bytes);
+    if (rows.tiled)
+        at += (size_t)(slot / KVC_TILE) * kvc_tile_bytes(rows) + 2 * (size_t)(slot % KVC_TILE);
+    else
+        at += (size_t)slot * kvc_row_bytes(rows);
+    uint16_t half;
+    memcpy(&half, at, 2);
+    return kvc_float_of_half(half);
+}
+
+/* Whether attention owes this slot a number: finite, of a size to be multiplied, and with a scale as writers make it. */
+static inline int slot_is_ordinary(const world *w, int block, int slot) {
+    for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
+        const float *x = w->rows[side] + slot_of(w, block, slot) * w->row;
+        for (size_t i = 0; i < w->row; i++) {
+            if (!(fabsf(x[i]) < ldexpf(1.0f, LARGEST))) return 0;
+        }
+        for (int head = 0; head < w->layout.num_heads; head++) {
+            if (!(stored_scale(w, (kvc_side)side, block, slot, head) >= 0.0f)) return 0;
+        }
+    }
+    return 1;
+}
+
+static inline double norm_of(const float *x, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += (double)x[i] * x[i];
+    return sqrt(sum);
+}
+
+/* One row: the query at q over the first `seen` tokens of a sequence, of one KV head. */
+typedef struct row_answer {
+    double out[KVC_MAX_HEAD_DIM], error; /* error: L2, of the row */
+    double score_error;                  /* of any score, in natural logarithms */
+    int plain;
+} row_answer;
+
+/* slots: of each token. weights: [seen], filled. */
+static inline row_answer attend_row(const world *w, const size_t *slots, int64_t seen, int head, double scale,
+                                    const float *q, const float *sink_q, int64_t sinks, double *weights) {
+    const kvc_layout *l = &w->layout;
+    const int dim = l->head_dim;
+    row_answer answer = {.plain = 1};
+    double largest = -INFINITY, sum = 0, k_norm = 0, k_half = 0, v_norm = 0, v_half = 0, v_most_half = 0;
+    for (int64_t t = 0; t < seen; t++) {
+        const float *k = w->rows[KVC_KEYS] + slots[t] * w->row + (size_t)(head * dim);
+        const float *x = sink_q && t < sinks ? sink_q : q;
+        double product = 0;
+        for (int d = 0; d < dim; d++) product += (double)k[d] * x[d];
+        weights[t] = product * scale;
+        largest = fmax(largest, weights[t]);
+        k_norm = fmax(k_norm, norm_of(k, dim));
+        answer.plain &= w->plain[slots[t]];
+    }
+    for (int64_t t = 0; t < seen; t++) sum += weights[t] = exp(weights[t] - largest);
+    for (int64_t t = 0; t < seen; t++) {
+        const float *v = w->rows[KVC_VALUES] + slots[t] * w->row + (size_t)(head * dim);
+        const int block = (int)(slots[t] / (size_t)l->block_size),
+                  slot = (int)(slots[t] % (size_t)l->block_size);
+        weights[t] /= sum;
+        for (int d = 0; d < dim; d++) answer.out[d] += weights[t] * v[d];
+        v_norm = fmax(v_norm, norm_of(v, dim));
+        const kvc_rows k_rows = kvc_rows_of(l, KVC_KEYS), v_rows = kvc_rows_of(l, KVC_VALUES);
+        const float k_scale = stored_scale(w, KVC_KEYS, block, slot, head);
+        const double half =
+            stored_scale(w, KVC_VALUES, block, slot, head) * ((1 << v_rows.bits % 16) - 1) / 2;
+        k_half = fmax(k_half, k_scale * ((1 << k_rows.bits % 16) - 1) / 2);
+        v_half += weights[t] * half, v_most_half = fmax(v_most_half, half);
+    }
+    double q_norm = norm_of(q, dim), q_most = 0;
+    if (sink_q) q_norm = fmax(q_norm, norm_of(sink_q, dim));
+    q_most = l->rotate_keys ? q_norm * sqrt(dim) : q_norm;
+    answer.score_error = fabs(scale) * (0x1p-19 * q_norm * k_norm + 0.5 / 1791 * q_most * dim * k_half);
+    const double rotation = l->rotate_values ? sqrt(dim) : 1.0, channels = sqrt(dim);
+    answer.error = fmin(expm1(2 * answer.score_error), 2.0) * v_norm;
+    answer.error += 1e-5 * channels * (v_norm + rotation * v_most_half);
+    answer.error += rotation * channels * (0.5 / 1791 * 128 * 2) *
+                    fmin(v_half * exp(fmin(2 * answer.score_error, 700.0)), v_most_half);
+    return answer;
+}
+
+#endif
