@@ -439,6 +439,8 @@ cdef class BlockStore:
             base = self.layer_base(layer)
             for i in range(table.num_copies):
                 memcpy(base + table.copy_dst[i] * size, base + table.copy_src[i] * size, size)
+        for i in range(table.num_copies):    # what lies behind the tokens that are kept has come along
+            self.reached[table.copy_dst[i]] = self.reached[table.copy_src[i]]
         table.num_copies = 0
 
     def hand_out(self, SequenceTable table not None, uint64_t seq_id, int64_t count):
@@ -452,6 +454,31 @@ cdef class BlockStore:
         self.carry_out(table)
         for i in range(n):
             self.hand_out_(&table.seqs[table.picked[i]], 1 if counts is None else counts[i])
+
+    # A change of the table and what it means for the bytes, in one call: an interrupt cannot come in between.
+
+    def allocate(self, SequenceTable table not None, uint64_t seq_id, int64_t count):
+        """`table.allocate`, of tokens that read as zeros."""
+        table.allocate(seq_id, count)
+        self.hand_out(table, seq_id, count)
+
+    def append(self, SequenceTable table not None, uint64_t seq_id, int64_t count):
+        """`table.append`, of tokens that read as zeros."""
+        table.append(seq_id, count)
+        self.hand_out(table, seq_id, count)
+
+    def allocate_batch(self, BatchTable table not None, seq_ids, const int64_t[::1] counts):
+        """`table.allocate_batch`, of tokens that read as zeros."""
+        table.allocate_batch(seq_ids, counts)
+        self.hand_out_batch(table, counts.shape[0], counts)
+
+    def append_batch(self, BatchTable table not None, seq_ids):
+        """`table.append_batch`, of tokens that read as zeros."""
+        self.hand_out_batch(table, table.append_batch(seq_ids))
+
+    def compact(self, SequenceTable table not None, seq_id):
+        """`table.compact`, and the moves that it orders."""
+        self.move_slots(table.compact(seq_id))
 
     # -- below the shell ------------------------------------------------------------------------------------
 

@@ -114,6 +114,20 @@ cdef class SequenceTable(RankedRows):
         cdef int32_t from_row = self.row_of(source)
         self.fork_(from_row, self.enter_fork_(from_row, target))
 
+    def swap(self, uint64_t first, uint64_t second):
+        """Two sequences exchange their ids, and their handles. Takes no memory: the way back to a fork that was kept.
+
+        Raises:
+            SequenceNotFoundError: one of them is not there.
+        """
+        cdef int32_t a = self.row_of(first), b = self.row_of(second)
+        self.seqs[a].seq_id, self.seqs[b].seq_id = second, first
+        self.seqs[a].uid, self.seqs[b].uid = self.seqs[b].uid, self.seqs[a].uid
+        self.rows.put(first, b)
+        self.rows.put(second, a)
+        self.rank_(a)
+        self.rank_(b)
+
     def free(self, uint64_t seq_id):
         """Let go of every block of the sequence.
 

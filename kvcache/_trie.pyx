@@ -147,6 +147,18 @@ cdef class TokenTrie(TokenPaths):
         self.nodes[id].pins -= 1
         self.list_leaf(id)
 
+    def repin(self, nodes):
+        """`nodes` are pinned, each as often as it is named, and no others, whatever was pinned before. O(all nodes)."""
+        cdef list ids = [self._node(node) for node in nodes]
+        cdef int32_t id
+        for id in range(<int32_t>self.used):
+            if self.nodes[id].begin >= 0 and self.nodes[id].pins:
+                self.nodes[id].pins = 0
+                self.list_leaf(id)
+        for id in ids:
+            self.nodes[id].pins += 1
+            self.list_leaf(id)
+
     def evict(self, num_pages):
         """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._guard import Parting
 from kvcache.rows import BLOCK_SIZE, Rows
 from kvcache.saved import SavedRows
 
@@ -27,20 +28,19 @@ Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 
+_NONE: Int32 = np.empty(0, np.int32)
+
+
 class Lease:
     """The slots that one state shows, `(seq_len,)`; they stay as they are until the lease is let go."""
 
-    __slots__ = ("_ended", "_key", "arena", "slots")
+    __slots__ = ("_parting", "arena", "slots")
 
     def __init__(self, arena: RowArena, slots: Int32, key: int) -> None:
         self.arena = arena
         self.slots = slots
-        self._key = key
-        self._ended = arena.ended
-
-    def __del__(self) -> None:
-        # Collection may strike anywhere, also inside a call on the arena: only leave a note.
-        self._ended.append(self._key)
+        # Collection may strike anywhere, also inside a call on the arena: only a note is left.
+        self._parting = Parting(arena.ended, key)
 
     def keys(self, layer: int) -> Float32:
         """K of one layer, float32 `(seq_len * kv_dim,)`."""
@@ -167,21 +167,23 @@ class RowArena:
         """A lease on slots that the trie holds."""
         key = self.next_lease
         self.next_lease += 1
+        lease = Lease(self, slots, key)  # from here on it is let go, however this ends
         self.leases[key] = (slots, False)
         self.uncounted.append(key)
-        return Lease(self, slots, key)
+        return lease
 
     def settle(self, count: bool = False) -> None:
         """Close the leases that were let go; with `count`, count the slots of those that were not."""
         # Each step computes first and changes afterwards: without memory it is done by the next call.
         while self.ended:
-            slots, counted = self.leases[self.ended[0]]
+            slots, counted = self.leases.get(self.ended[0], (_NONE, False))
             if counted:
                 at, left = slots.astype(np.intp), self.leased[slots] - 1
                 given = slots[(left == 0) & ~self.stored[slots]][::-1]
                 self.leased[at] = left
                 self._give(given)
-            del self.leases[self.ended.popleft()]
+            self.leases.pop(self.ended[0], None)
+            self.ended.popleft()
         count = count or bool(self.leaving)
         while count and self.uncounted:
             key = self.uncounted[-1]

@@ -105,8 +105,8 @@ class BlockIndex:
             self.misses += 1
             self.reasons[reason] += 1
         elif 0 < len(ids) < self.block_size:
-            self.short += 1  # Neither a hit nor a miss, and yet nothing can be reused.
             self.reasons["shorter_than_block"] += 1
+            self.short += 1  # Neither a hit nor a miss, and yet nothing can be reused.
         return found
 
     def _why(self, missing: Tokens, found: Match, name: Hashable) -> str:
@@ -156,7 +156,7 @@ class BlockIndex:
             self.used[blocks] = self.born[blocks] = self._clock + 1
             self.cached[blocks] = True
             self.trie.insert(self._roots[name], ids[: count * size], values)
-        except BaseException:
+        except Exception:
             for block in blocks.tolist():
                 self.cached[block] = False
             if new:
@@ -280,6 +280,32 @@ class BlockIndex:
             self.saved = None
             self._name_nothing(empty, self._ghosts)
             raise
+
+    # -- interrupts -----------------------------------------------------------------------------------------
+
+    def mend(self, looked_up: set[int]) -> None:
+        """Make all agree with the trie and the open holds, wherever between two lines an interrupt has struck.
+
+        What the trie names is cached, in the namespaces that have blocks; the rest was never inserted, or has left.
+        `looked_up`: the keys of holds that lookups have handed out. The pool's references are its owner's to recount.
+        """
+        roots = self.trie.roots()
+        self._names = {root: name for root, name in self._names.items() if root in roots}
+        for root in roots:
+            if self.trie.is_leaf(root):
+                self._names.pop(root, None)
+                self.trie.drop_empty(root)
+        self._roots = {name: root for root, name in self._names.items()}
+        cached = np.zeros(self.pool.num_blocks, bool)
+        cached[self.named()] = True
+        self.cached = cached
+        self.holds.mend(self.trie, looked_up)
+        self._ghosts.mend()
+        if self.saved is not None:
+            self.saved.mend(cached)
+            self._put_away_saved()
+        self.misses = sum(self.reasons.values()) - self.short
+        self._clock += 1
 
     # -- verification ---------------------------------------------------------------------------------------
 

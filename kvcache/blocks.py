@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_indices, as_integer
+from kvcache._guard import MendingLock, Parting
 from kvcache._pool import BlockPool
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -81,7 +82,7 @@ class PrefixCache:
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
         )
-        self._own(BlockPool(max_blocks), store, head_dim, max_blocks, threading.RLock())
+        self._own(BlockPool(max_blocks), store, head_dim, max_blocks, threading.RLock(), None)
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None) -> PrefixCache:
@@ -92,16 +93,34 @@ class PrefixCache:
         """
         cache = cls.__new__(cls)
         limit = paged.total_blocks if max_blocks is None else min(max_blocks, paged.total_blocks)
-        cache._own(paged._pool, paged._store, paged.head_dim, limit, paged._lock)
-        cache._shared = True
+        cache._own(paged._pool, paged._store, paged.head_dim, limit, paged._lock, paged._recount)
         paged._holders.append(cache.references)
         return cache
 
-    def _own(self, pool: BlockPool, store: BlockStore, head_dim: int, max_blocks: int, lock: Any) -> None:
-        self._pool, self._store, self._head_dim, self._lock = pool, store, head_dim, lock
+    def _own(
+        self, pool: BlockPool, store: BlockStore, head_dim: int, max_blocks: int, lock: Any,
+        recount: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        self._pool, self._store, self._head_dim = pool, store, head_dim
+        self._lock = MendingLock(lock, self._mend)
         self._index = BlockIndex(pool, store.block_size, max_blocks)
-        self._shared = False
+        self._recount = recount  # of a pool that others hold blocks of, too
         self._looked_up: dict[int, list[int]] = {}  # block -> the holds that lookups left on it
+
+    @property
+    def _shared(self) -> bool:
+        return self._recount is not None
+
+    def _mend(self) -> None:
+        """After an interrupt: the trie and the open holds say what there is, and all else follows them."""
+        holds = self._index.holds
+        kept = {i: [key for key in keys if holds.is_open(key)] for i, keys in self._looked_up.items()}
+        self._looked_up = {i: keys for i, keys in kept.items() if keys}
+        self._index.mend({key for keys in self._looked_up.values() for key in keys})
+        if self._recount is None:
+            self._pool.recount(self._index.references())
+        else:
+            self._recount()
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -114,20 +133,20 @@ class PrefixCache:
         with self._lock:
             found = self._index.match(ids, namespace)
             indices, node, trie = found.blocks.tolist(), found.node, self._index.trie
-            held = []
+            held: dict[int, int] = {}  # block -> key
             try:
                 # From the last block up, so that each step cuts one block's node off the rest.
                 for i in range(len(indices) - 1, -1, -1):
-                    node = trie.boundary(node, (i + 1) * self.block_size)
-                    held.append(self._index.holds.take(trie, node, found.blocks[i : i + 1]))
+                    node, key = trie.boundary(node, (i + 1) * self.block_size), self._index.holds.new_key()
+                    self._index.holds.take(key, trie, node, found.blocks[i : i + 1], by_lookup=True)
+                    held[indices[i]] = key
                 blocks = [self._block(i) for i in indices]
-                for i, hold in zip(reversed(indices), held, strict=True):
-                    self._looked_up.setdefault(i, []).append(hold)
-            except BaseException:
-                for hold in held:
-                    self._index.holds.end(hold)
+                self._looked_up |= {i: [*self._looked_up.get(i, ()), key] for i, key in held.items()}
+                return len(indices) * self.block_size, blocks
+            except BaseException:  # of an interrupt, `_mend` does the rest
+                for key in held.values():
+                    self._index.holds.end(key)
                 raise
-            return len(indices) * self.block_size, blocks
 
     def release(self, index: int) -> None:
         """Let go of a block that `lookup` returned. InvalidOperationError if no lookup holds it."""
@@ -147,8 +166,11 @@ class PrefixCache:
             found = self._index.match(ids, namespace)
             blocks, tail = found.blocks, found.tail_block
             session = CacheSession(len(blocks) * self.block_size, blocks.tolist(), tail, found.tail_tokens)
-            session._holds, session._close = self._index.holds, self.close_session
-            session._hold = self._index.holds.take(self._index.trie, found.node, blocks, tail)
+            holds = self._index.holds
+            session._hold, session._close = holds.new_key(), self.close_session
+            session._parting = Parting(holds.ended, session._hold)  # from here on what is taken is let go
+            holds.take(session._hold, self._index.trie, found.node, blocks, tail)
+            session._holds = holds
             return session
 
     def close_session(self, session: CacheSession) -> None:
@@ -209,7 +231,7 @@ class PrefixCache:
                 try:
                     write_blocks(self._store, blocks, keys, values, (existing - first) * size)
                     self._index.insert(ids, existing, blocks, namespace)
-                except BaseException:
+                except Exception:
                     self._pool.release(blocks)
                     raise
             return existing + room - first
@@ -245,7 +267,7 @@ class PrefixCache:
                 self._pool.retain(adopted)
                 try:
                     self._index.insert(ids, existing, adopted, namespace)
-                except BaseException:
+                except Exception:
                     self._pool.release(adopted)
                     raise
             return existing + room

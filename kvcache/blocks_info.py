@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._guard import Parting
 from kvcache.holds import Holds
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
@@ -86,6 +87,7 @@ class CacheSession:
         self.tail_tokens = tail_tokens
         self._hold = -1
         self._holds: Holds | None = None
+        self._parting: Parting | None = None  # tells the cache that the session was dropped
         self._close: Callable[[CacheSession], None] | None = None
 
     def cached_tokens(self, block_size: int) -> int:
@@ -113,11 +115,6 @@ class CacheSession:
     def __exit__(self, *exception: object) -> None:
         if self._close is not None:
             self._close(self)
-
-    def __del__(self) -> None:
-        # Collection may strike anywhere, also inside a call on the cache: only leave a note.
-        if self._holds is not None:
-            self._holds.ended.append(self._hold)
 
 
 @dataclass(frozen=True, slots=True)

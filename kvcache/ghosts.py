@@ -39,6 +39,14 @@ class GhostTrie:
                 if self._trie.is_leaf(root):
                     self._trie.drop_empty(self._roots.pop(name))
 
+    def mend(self) -> None:
+        """After an interrupt: no more pages than allowed, no root without a name."""
+        self._trie.evict(max(0, len(self._trie) - self._max_pages))
+        known = set(self._trie.roots())
+        self._roots = {name: root for name, root in self._roots.items() if root in known}
+        for root in known.difference(self._roots.values()):
+            self._trie.drop_root(root)
+
     def remembers(self, tokens: Tokens, namespace: Hashable) -> bool:
         """Whether all of `tokens` were cached when something of them left."""
         root = self._roots.get(namespace)

@@ -21,6 +21,7 @@ class _Hold(NamedTuple):
     node: int  # pinned; -1: none
     blocks: Int32  # counted
     every: Int32  # referenced: these, and the tail block where there is one
+    by_lookup: bool  # until released by name; else until its owner dies
 
 
 class Holds:
@@ -38,44 +39,65 @@ class Holds:
         self.counts = np.zeros(pool.num_blocks, np.int32)
         self.ended: deque[int] = deque()
 
-    def take(self, trie: TokenTrie, node: int, blocks: Int32, tail_block: int = -1) -> int:
-        """Hold `blocks`, which end with `node`, and `tail_block`; returns the key.
+    def new_key(self) -> int:
+        """A key for `take`. Who dies with it lets go of what was taken, if it was: so have it before you take."""
+        self._last += 1
+        return self._last
+
+    def take(
+        self, key: int, trie: TokenTrie, node: int, blocks: Int32, tail_block: int = -1, *, by_lookup: bool = False
+    ) -> None:
+        """Hold `blocks`, which end with `node`, and `tail_block`.
 
         Raises:
             MemoryError: nothing has changed then.
         """
         every = blocks if tail_block < 0 else np.append(blocks, np.int32(tail_block))
         counts = self.counts[blocks] + 1  # a block stands once among those of one prompt
-        key = self._last + 1
-        self._open[key] = _Hold(trie, node, blocks, every)
+        self._open[key] = _Hold(trie, node, blocks, every, by_lookup)
         try:
             self._pool.retain(every)
-        except BaseException:
+        except Exception:
             del self._open[key]
             raise
         if node >= 0:
             trie.pin(node)
         self.counts[blocks] = counts
-        self._last = key
-        return key
 
     def end(self, key: int) -> None:
         """Let go; nothing happens the second time."""
         hold = self._open.get(key)
         if hold is None:
             return
-        counts = self.counts[hold.blocks] - 1
         self._pool.release(hold.every)
         del self._open[key]
         if hold.node >= 0:
             hold.trie.unpin(hold.node)
-        self.counts[hold.blocks] = counts
+        try:
+            self.counts[hold.blocks] = self.counts[hold.blocks] - 1
+        except MemoryError:  # whoever lets go because memory is short must be able to
+            counts = self.counts.data
+            for block in hold.blocks.data:
+                counts[block] -= 1
 
     def settle(self) -> None:
         """End what was dropped."""
         while self.ended:
             self.end(self.ended[0])
             self.ended.popleft()
+
+    def mend(self, trie: TokenTrie, looked_up: set[int]) -> None:
+        """What is open is held, and nothing else; of the holds of lookups, those of `looked_up` are open."""
+        for key in [key for key, hold in self._open.items() if hold.by_lookup and key not in looked_up]:
+            del self._open[key]
+        holds = self._open.values()
+        counted = np.concatenate([np.empty(0, np.int32), *(hold.blocks for hold in holds)])
+        trie.repin([hold.node for hold in holds if hold.trie is trie and hold.node >= 0])
+        self.counts = np.bincount(counted, minlength=len(self.counts)).astype(np.int32)
+
+    def is_open(self, key: int) -> bool:
+        """Whether it was taken and not let go."""
+        return key in self._open
 
     def blocks(self) -> Int32:
         """Every reference held, as block ids, int32."""

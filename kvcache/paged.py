@@ -220,8 +220,7 @@ class PagedKvCache:
         """
         with self._lock:
             seq_id, count = self._id(seq_id), as_integer(num_tokens, "num_tokens")
-            self._table.allocate(seq_id, count)
-            self._store.hand_out(self._table, seq_id, count)
+            self._store.allocate(self._table, seq_id, count)
 
     def adopt(self, seq_id: int, block_ids: npt.ArrayLike, num_tokens: int) -> None:
         """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
@@ -247,8 +246,7 @@ class PagedKvCache:
         """
         with self._lock:
             seq_id, count = self._id(seq_id), as_integer(num_new_tokens, "num_new_tokens")
-            self._table.append(seq_id, count)
-            self._store.hand_out(self._table, seq_id, count)
+            self._store.append(self._table, seq_id, count)
 
     def append_batch(self, seq_ids: npt.ArrayLike) -> None:
         """Room for one more token in each of many sequences, all or nothing.
@@ -258,7 +256,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for all of them together.
         """
         with self._lock:
-            self._store.hand_out_batch(self._table, self._table.append_batch(seq_ids))
+            self._store.append_batch(self._table, seq_ids)
 
     def allocate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
         """Start many sequences with room for as many tokens each, all or nothing.
@@ -272,8 +270,7 @@ class PagedKvCache:
         """
         with self._lock:
             counts = as_indices(num_tokens, "token counts")
-            self._table.allocate_batch(seq_ids, counts)
-            self._store.hand_out_batch(self._table, len(counts), counts)
+            self._store.allocate_batch(self._table, seq_ids, counts)
 
     def fork_batch(self, src_seqs: npt.ArrayLike, dst_seqs: npt.ArrayLike) -> None:
         """`fork` for many pairs, all or nothing; one source may have many forks.
@@ -314,6 +311,15 @@ class PagedKvCache:
             self._table.fork(self._id(src_seq), self._id(dst_seq))
             self._forks += 1
 
+    def swap(self, first_seq: int, second_seq: int) -> None:
+        """Two sequences exchange their ids and handles: the way back to a fork. Takes no memory.
+
+        Raises:
+            SequenceNotFoundError: one of them is not there.
+        """
+        with self._lock:
+            self._table.swap(self._id(first_seq), self._id(second_seq))
+
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding.
 
@@ -344,7 +350,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for the fresh ones.
         """
         with self._lock:
-            self._store.move_slots(self._table.compact(self._id(seq_id)))
+            self._store.compact(self._table, self._id(seq_id))
 
     def get_sequence(self, seq_id: int) -> SequenceInfo | None:
         """A snapshot of one sequence, or None; not an access."""
@@ -355,6 +361,11 @@ class PagedKvCache:
             tokens, position, last_access, count, priority, _, _ = self._table.info(seq_id)
             blocks = tuple(map(BlockId, self._table.blocks(seq_id).tolist()))
             return SequenceInfo(SeqId(seq_id), tokens, position, blocks, last_access, count, priority)
+
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether there is such a sequence; takes no memory."""
+        with self._lock:
+            return self._id(seq_id) in self._table
 
     def sequence_ids(self) -> list[SeqId]:
         """Every id, ascending."""
@@ -607,6 +618,12 @@ class PagedKvCache:
             held = self._table.references() + sum(holder() for holder in self._holders)
             wrong = np.flatnonzero(held != self._pool.ref_counts())
             assert not len(wrong), f"references held on blocks {wrong.tolist()} differ from their counts"
+
+    def _recount(self) -> None:
+        """Count references anew from who holds them: sequences, and the prefix caches over these blocks."""
+        with self._lock:
+            held = self._table.references() + sum(holder() for holder in self._holders)
+            self._pool.recount(held)
 
     def __str__(self) -> str:
         used, total = self.used_block_count, self.total_blocks

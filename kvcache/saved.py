@@ -66,6 +66,15 @@ class Saved(ABC):
                 place_of[slot] = slot_of[place] = -1
                 self.waiting -= 1
 
+    def mend(self, stored: npt.NDArray[np.bool_]) -> None:
+        """After an interrupt: of those that wait for a place, the `stored` ones do, and no others."""
+        places = np.flatnonzero(self._slot_of >= 0)
+        self._slot_of[places[~stored[self._slot_of[places]]]] = -1
+        places = np.flatnonzero(self._slot_of >= 0)
+        self._place_of.fill(-1)
+        self._place_of[self._slot_of[places]] = places
+        self.waiting = len(places)
+
     def fetch(self, slots: Int32) -> int:
         """Bring in what `slots` wait for, page by page; how many of them come before the first whose page is damaged.
 

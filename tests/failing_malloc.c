@@ -1,4 +1,4 @@
-/* failing_malloc.c - loaded before libc: the n-th allocation of the calling thread fails, and no other does.
+/* failing_malloc.c - loaded before libc: allocations of the calling thread fail, from the n-th on as many as wanted.
  *
  * For tests/faults.py. While armed it counts what the library's own modules ask of malloc, calloc, realloc and mmap,
  * and the data of every NumPy array, by the allocator that NumPy calls through faults_handler(). What NumPy and

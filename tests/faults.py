@@ -1,8 +1,9 @@
-"""Every allocation of every operation fails once: what `test_faults.py` runs in a process with `failing_malloc.c`.
+"""Every allocation of every operation fails: what `test_faults.py` runs in a process with `failing_malloc.c`.
 
 For each operation of a scene, and n = 1, 2, 3, ... until nothing fails any more: build the object, let the n-th
-allocation fail, call the operation. It raises a MemoryError and has changed nothing, or it did without the memory and
-has done everything; either way all invariants hold, and the same call then works. Prints one line of counts.
+allocation fail, alone or with all that follow it, call the operation. It raises a MemoryError and has changed nothing,
+or it did without the memory and has done everything; either way all invariants hold, and the same call then works.
+Prints one line of counts.
 """
 
 from __future__ import annotations

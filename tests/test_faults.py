@@ -1,4 +1,6 @@
-"""Every allocation fails once, in a process with `failing_malloc.c` loaded before libc; faults.py runs the scenes."""
+"""Every allocation fails once, alone and with all that follow it, in a process with `failing_malloc.c` loaded before
+libc; faults.py runs the scenes.
+"""
 
 import os
 import re
@@ -31,11 +33,16 @@ def shim(tmp_path_factory):
     return library
 
 
+ALL = 1 << 40  # allocations that fail one after another: every one until the call ends
+
+
+@pytest.mark.parametrize("width", [1, ALL], ids=["one", "all"])
 @pytest.mark.parametrize(("module", "scene"), SCENES)
-def test_nothing_is_lost_when_memory_is_short(shim, module, scene):
+def test_nothing_is_lost_when_memory_is_short(shim, long, module, scene, width):
+    step = 1 if long else (1, 3)[FAST] if width == 1 else (7, 23)[FAST]
     paths = os.pathsep.join([str(TESTS), *sys.path])
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": paths, "KVCACHE_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "faults.py"), module, scene, "1", "3" if FAST else "1"]
+    command = [sys.executable, str(TESTS / "faults.py"), module, scene, str(width), str(step)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout[-8000:], done.stderr[-4000:])
     assert done.returncode == 0

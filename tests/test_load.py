@@ -1,12 +1,24 @@
 """Many requests over a cache twenty times too small: every output as without a cache, nothing lost at the end."""
 
 import gc
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_memory import allocated
 
-from kvcache import CachedKvState, OutOfMemoryError, PrefixCacheConfig, PrefixKvCache
+from kvcache import (
+    CachedKvState,
+    CacheManager,
+    EvictionPolicy,
+    KVCacheConfig,
+    OutOfMemoryError,
+    PagedKvCache,
+    PrefixCache,
+    PrefixCacheConfig,
+    PrefixKvCache,
+)
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
@@ -83,3 +95,87 @@ def test_memory_stays_flat(long):
     assert again[0] <= 1.25 * nbytes
     assert again[1] == slots
     assert again[2] <= waiting + 64
+
+
+class Blocks:
+    """Sessions, lookups and evictions over a paged cache with handles; every third session is dropped."""
+
+    def __init__(self):
+        self.paged = PagedKvCache(40, 4, 1, 8)
+        self.cache = PrefixCache.over(self.paged, 20)
+
+    def __call__(self, tokens, name):
+        session = self.cache.open_session(tokens, name)
+        self.paged.adopt(1, session.shared_blocks, session.num_tokens)
+        handle = self.paged.handle(1)
+        self.paged.append(1, len(tokens) - session.num_tokens)
+        self.cache.adopt(tokens, handle.block_table.physical_blocks, name)
+        if len(tokens) % 3:
+            self.cache.close_session(session)
+        for block in self.cache.lookup(tokens[:8], name)[1]:
+            self.cache.release(block.index)
+        self.paged.free(1)
+
+    def check(self):
+        self.cache.check()
+        self.paged.check()
+        assert self.cache.pinned_blocks == 0
+        assert self.paged.used_block_count == len(self.cache)
+
+
+class Entries:
+    """Saved now and then, and loaded into a fresh cache."""
+
+    def __init__(self, path):
+        self.path, self.turn = path, itertools.count(1)
+        self._start()
+
+    def _start(self):
+        config = PrefixCacheConfig(max_entries=20, max_memory_bytes=300 * 2 * 8 * 4, min_prefix_len=1)
+        self.cache = PrefixKvCache(config)
+
+    def __call__(self, tokens, name):
+        layers = [np.ones((len(tokens), 8), np.float32)]
+        self.cache.store_snapshot(tokens, CachedKvState(layers, layers, len(tokens)), name)
+        if next(self.turn) % 100 == 0:
+            self.cache.save(self.path)
+            self._start()
+            self.cache.load(self.path)
+        hit = self.cache.lookup(tokens, name)
+        assert hit is not None
+        assert hit[1].keys[0].sum() == 8 * hit[0]
+
+    def check(self):
+        self.cache.check()
+
+
+class Managed:
+    """Appends beyond the budget, scores, reads, in two layers."""
+
+    def __init__(self):
+        self.manager = CacheManager(KVCacheConfig(24, 1, 8, 4, EvictionPolicy.H2O()))
+
+    def __call__(self, tokens, name):
+        rows = np.ones((len(tokens), 8), np.float32)
+        self.manager.append(rows, rows, layer_idx=name % 2)
+        self.manager.update_attention_scores(np.arange(len(self.manager)) % 3.0)
+        self.manager.get(range(len(self.manager)))
+
+    def check(self):
+        self.manager.check()
+
+
+@pytest.mark.parametrize("face", [Blocks, Entries, Managed])
+def test_a_process_does_not_grow(face, long, tmp_path):
+    """What the allocator has handed out at half time, it has handed out at the end; 100,000 requests with --long."""
+    rng = np.random.default_rng(4)
+    served = face(tmp_path / "cache") if face is Entries else face()
+    count = 100_000 if long else 3_000
+    taken = []
+    for request in range(count + 1):
+        served(rng.integers(0, 3, int(rng.integers(1, 40))), int(rng.integers(3)))
+        if request % (count // 6) == 0:
+            served.check()
+            taken.append(allocated())
+    # The first sixths fill the cache and what it remembers of the evicted.
+    assert max(taken[4:]) <= max(taken[2:4]) + 64 * 1024, taken

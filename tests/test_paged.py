@@ -721,3 +721,36 @@ def test_copy_blocks_copies_data_only():
         c.copy_blocks([0], [4])
     with pytest.raises(ValueError, match="targets"):
         c.copy_blocks([0], [])
+
+
+def test_the_copy_of_a_shared_block_reads_as_zeros_behind_what_was_kept():
+    """The block was full when it became shared; the sequence goes back inside it and on, and the copy brings all."""
+    cache = PagedKvCache(4, 4, 1, 8, dtype="f32")
+    cache.allocate(1, 4)
+    cache.write(0, 1, *np.ones((2, 4, 1, 8), np.float32))
+    cache.fork(1, 2)
+    for seq, count in ((2, 1), (1, 2)):
+        cache.truncate(seq, count)
+        cache.append(seq, 2)
+        keys, values = cache.read(0, seq)
+        assert (keys[:count] == 1).all()
+        assert not keys[count:].any()
+        assert not values[count:].any()
+    cache.check()
+
+
+def test_sequences_exchange_their_ids():
+    cache = PagedKvCache(4, 4, 1, 8, dtype="f32")
+    for seq, count in ((1, 3), (2, 5)):
+        cache.allocate(seq, count)
+        cache.write(0, seq, *np.full((2, count, 1, 8), seq, np.float32))
+    handle = cache.handle(1)
+    cache.swap(1, 2)
+    assert [(cache.get_sequence(seq).num_tokens, cache.read(0, seq)[0].max()) for seq in (1, 2)] == [(5, 2), (3, 1)]
+    assert handle.num_tokens == 5
+    cache.swap(2, 2)
+    with pytest.raises(SequenceNotFoundError):
+        cache.swap(1, 3)
+    cache.check()
+    cache.free(1)
+    assert (1 in cache, 2 in cache) == (False, True)

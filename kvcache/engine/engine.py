@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache._guard import MendingLock
 from kvcache.engine.arguments import natural
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
@@ -127,7 +128,7 @@ class InferenceEngine:
             raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {residual_length}")
         else:
             self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
-        self._lock = threading.RLock()
+        self._lock = MendingLock(threading.RLock(), self._sequence.mend)
         self._prefilled = 0
         self._directory: Path | None = None
         self._tokenizer: Any = None

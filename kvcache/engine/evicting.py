@@ -130,6 +130,7 @@ class EvictingSequence(ModelSequence):
         self._layers = range(len(budgets.rules))
         self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # once, not once per call
         self._alive = [_NOBODY] * len(self._layers)
+        self._before: tuple[list[_Alive], int] | None = None  # while a call may yet fail: what the forks hold
         for layer in self._layers:
             cache.allocate(layer, 0)
 
@@ -151,11 +152,42 @@ class EvictingSequence(ModelSequence):
             assert np.isfinite(alive.scores).all(), f"layer {layer}: a score is not finite"
             assert self.cache.get_sequence(self._twin(layer)) is None, f"layer {layer}: a fork was not freed"
 
-    def clear(self) -> None:
+    def mend(self) -> None:
+        # A call sets `_before` before it touches anything, and takes it away in one line when all is done.
         for layer in self._layers:
-            self._cut(layer, 0)
-        self._alive, self.num_tokens = [_NOBODY] * len(self._layers), 0
+            if self._twin(layer) in self.cache:
+                if self._before is not None:
+                    self._restore(layer)
+                self.cache.free(self._twin(layer))
+        if self._before is not None:
+            self._alive, self.num_tokens = self._before
+            self._before = None
+        for layer, alive in zip(self._layers, self._alive, strict=True):
+            if not len(alive.positions):  # `clear` says so first, and empties then
+                self._empty(layer)
+
+    def clear(self) -> None:
+        if self._before is not None:  # a call was interrupted, and nothing has mended that yet
+            self.mend()
         self.version += 1
+        self._alive, self.num_tokens = [_NOBODY] * len(self._layers), 0
+        for layer in self._layers:
+            self._empty(layer)
+
+    def _empty(self, layer: int) -> None:
+        self._drop(layer)
+        self.cache.allocate(layer, 0)
+
+    def _restore(self, layer: int) -> None:
+        """What the fork holds; without memory for anything."""
+        if layer in self.cache:
+            self.cache.swap(layer, self._twin(layer))
+        else:  # an interrupt came while it was made empty
+            self.cache.fork(self._twin(layer), layer)
+
+    def _drop(self, layer: int) -> None:
+        if layer in self.cache:
+            self.cache.free(layer)
 
     def move(self, cache: PagedKvCache) -> None:
         for layer in self._layers:
@@ -176,14 +208,12 @@ class EvictingSequence(ModelSequence):
             InvalidOperationError: a token before `pos` was evicted, where `pos` is not the end.
         """
         self._refuse_going_back(pos)
-        with self._restored_on_failure():
+        with self._restored_on_failure(pos + len(tokens)):
             if pos < self.num_tokens:
                 for layer in self._layers:
                     self._cut(layer, pos)
                 self._alive = [alive.cut(pos) for alive in self._alive]
             rows = self._run_in_chunks(0, tokens, pos, logits)
-        self.num_tokens = pos + len(tokens)
-        self.version += 1
         self._compact()
         return rows
 
@@ -256,29 +286,27 @@ class EvictingSequence(ModelSequence):
         if pos:
             self.cache.truncate(layer, pos)
         else:  # a truncated sequence would go on where its first survivor stood
-            self.cache.free(layer)
-            self.cache.allocate(layer, 0)
+            self._empty(layer)
 
     def _twin(self, layer: int) -> int:
         return len(self._layers) + layer
 
     @contextmanager
-    def _restored_on_failure(self) -> Iterator[None]:
-        cache, before = self.cache, self._alive
-        forks: list[int] = []
+    def _restored_on_failure(self, end: int) -> Iterator[None]:
+        """Keep forks of all layers; afterwards the text has `end` tokens, or everything is as before."""
+        cache = self.cache
+        self._before = self._alive, self.num_tokens
         try:
             for layer in self._layers:
                 cache.fork(layer, self._twin(layer))
-                forks.append(layer)
             yield
-        except BaseException:
-            for layer in forks:
-                cache.free(layer)
-                cache.fork(self._twin(layer), layer)
-                cache.free(self._twin(layer))
-            self._alive = before
+        except Exception:
+            self.mend()
             raise
-        for layer in forks:
+        self.version += 1
+        self.num_tokens = end
+        self._before = None  # It is done.
+        for layer in self._layers:
             cache.free(self._twin(layer))
 
 

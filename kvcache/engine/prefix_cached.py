@@ -83,13 +83,15 @@ class PrefixCachedEngine:
                 logged as a warning with its traceback and gives `[]`; with `strict` it is raised.
         """
         stream = self.stream(prompt_tokens, params, namespace=namespace)
-        try:
-            return list(stream)
-        except Exception:
-            if self.strict:
-                raise
-            logger.warning("generate failed and returns no tokens", exc_info=True)
-            return []
+        with self.inner._lock:
+            try:
+                return list(stream)
+            except BaseException as error:
+                self.inner.reset()
+                if self.strict or not isinstance(error, Exception):
+                    raise
+                logger.warning("generate failed and returns no tokens", exc_info=True)
+                return []
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None

@@ -51,6 +51,10 @@ class ModelSequence(ABC):
         """Verify that the cache holds this sequence and no leftover; AssertionError says what is wrong."""
 
     @abstractmethod
+    def mend(self) -> None:
+        """After an interrupt between any two lines: be what the last call that was finished has left, and no more."""
+
+    @abstractmethod
     def clear(self) -> None:
         """Become an empty sequence. Cannot fail for want of memory: an empty one needs no block."""
 
@@ -145,6 +149,16 @@ class LiveSequence(ModelSequence):
             self.residual.check()
             assert self.residual.stop == self.num_tokens, f"the residual ends at {self.residual.stop}"
 
+    def mend(self) -> None:
+        # What `seq_id` and `num_tokens` say is true: they change in one line, when all that can fail is done.
+        if self.cache.get_sequence(1 - self.seq_id) is not None:
+            self.cache.free(1 - self.seq_id)
+        held = self.cache.get_sequence(self.seq_id)
+        if held is not None and held.num_tokens > self.num_tokens:
+            self.cache.truncate(self.seq_id, self.num_tokens)
+        if self.residual is not None and self.residual.stop != self.num_tokens:
+            self._restart_residual()
+
     def clear(self) -> None:
         self.replace(_allocate_empty)
 
@@ -162,7 +176,7 @@ class LiveSequence(ModelSequence):
             if made is None or made.num_tokens != num_tokens:
                 held = "no sequence" if made is None else f"{made.num_tokens} tokens"
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
-        except BaseException:
+        except Exception:
             with suppress(KvCacheError):  # it may not have come as far as creating it
                 self.cache.free(fresh)
             raise
@@ -171,13 +185,12 @@ class LiveSequence(ModelSequence):
 
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
         changing = nullcontext() if self.residual is None else self.residual.changing(pos)
-        with self._cut(pos) as seq_id, changing:
+        with self._cut(pos, pos + len(tokens)) as seq_id, changing:
             if len(tokens) > self.chunk:
                 # Is there memory for all of them? Better known now than after most of the work.
                 self._append(seq_id, len(tokens))
                 self.cache.truncate(seq_id, pos)
             rows = self._run_in_chunks(seq_id, tokens, pos, logits)
-        self.num_tokens = pos + len(tokens)
         return rows
 
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
@@ -208,8 +221,8 @@ class LiveSequence(ModelSequence):
         return np.arange(self.num_tokens)
 
     @contextmanager
-    def _cut(self, pos: int) -> Iterator[int]:
-        """The id of a sequence of `pos` tokens to extend; if that fails, this sequence is untouched.
+    def _cut(self, pos: int, end: int) -> Iterator[int]:
+        """The id of a sequence of `pos` tokens to extend to `end`; if that fails, this sequence is untouched.
 
         At the end of the sequence that is the sequence itself, cut back on failure. Before the end it is a
         fork (which shares the blocks), cut to `pos`, that takes the sequence's place on success.
@@ -217,29 +230,30 @@ class LiveSequence(ModelSequence):
         if pos == self.num_tokens:
             try:
                 yield self.seq_id
-            except BaseException:
+            except Exception:
                 self.cache.truncate(self.seq_id, pos)
                 raise
             self.version += 1
+            self.num_tokens = end
             return
         fork = 1 - self.seq_id
         self.cache.fork(self.seq_id, fork)
         try:
             self.cache.truncate(fork, pos)
             yield fork
-        except BaseException:
+        except Exception:
             self.cache.free(fork)
             raise
-        self._become(fork, pos)
+        self._become(fork, end)
 
     def _restart_residual(self) -> None:
         if self.residual is not None:
             self.residual.restart(self.num_tokens)
 
     def _become(self, seq_id: int, num_tokens: int) -> None:
-        self.cache.free(self.seq_id)
-        self._seq_id, self.num_tokens = seq_id, num_tokens
         self.version += 1
+        self._seq_id, self.num_tokens = seq_id, num_tokens
+        self.cache.free(1 - seq_id)
 
 
 def _allocate_empty(cache: PagedKvCache, seq_id: int) -> int:
