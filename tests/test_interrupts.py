@@ -20,6 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 TEXT = np.random.default_rng(5).integers(0, 200, 90).astype(np.uint32)
 OPTIONS = {
     "plain": {"num_blocks": 12},
+    "residual": {"num_blocks": 12, "dtype": "q4", "residual_length": 12},
     "evicting": {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24, "block_size": 4},
     "streaming": {"eviction_policy": EvictionPolicy.StreamingLLM(3, 21), "block_size": 4},
 }

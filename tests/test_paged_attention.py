@@ -98,7 +98,7 @@ def test_bad_calls():
 
 @pytest.mark.parametrize("queries", [49, 97, 100])
 def test_scores_belong_to_the_output(simd, queries):
-    """Whatever way each block of rows is multiplied: the weights of every query add up to 1, however large scores are."""
+    """However a block of rows is multiplied, and however large scores are: the weights of a query add up to 1."""
     rng = np.random.default_rng(queries)
     cache = PagedKvCache(16, 16, 1, 64, dtype="q4")
     fill(cache, rng, 0, 120)

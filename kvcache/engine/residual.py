@@ -60,7 +60,8 @@ class Residual:
         self._groups = PagedKvCache(3, *sizes, num_layers=config.num_layers, **options)
         # The groups of a piece, one layer at a time: only the last of them is needed afterwards.
         self._passing = PagedKvCache(-(-chunk // length) + 1, *sizes, **options)
-        self._id, self._kept = 0, -1  # the sequence in `_groups`; the one that a failure brings back
+        self._id = 0  # of the sequence in `_groups`
+        self._kept: tuple[int, int, int] | None = None  # id, first, stop: what a failure brings back
         self._groups.allocate(0, 0)
 
     @property
@@ -82,28 +83,37 @@ class Residual:
 
     def restart(self, pos: int) -> None:
         """The sequence has `pos` tokens, all of them packed."""
+        self._kept = None
         self._open(pos)
-        self._free_all_but(self._id)
+
+    def mend(self, pos: int) -> None:
+        """Put right what an interrupt has torn, in a sequence of `pos` tokens; good at any time."""
+        self._clear_passing()
+        if self._kept is not None:
+            self._roll_back()
+        else:
+            self._free_all_but(self._id)
+        held = self._groups.get_sequence(self._id)
+        if self.stop != pos or held is None or held.num_tokens != pos - self.first:
+            self.restart(pos)
 
     @contextmanager
     def changing(self, pos: int) -> Iterator[None]:
         """Within, the sequence is cut to `pos` tokens and pieces follow; a failure leaves all as it was."""
-        kept, first, stop = self._id, self.first, self.stop
-        self._kept = kept
+        self._kept = self._id, self.first, self.stop
         try:
-            if first < pos < stop:
-                self._id = self._free_id()
-                self._groups.fork(kept, self._id)
-                self._groups.truncate(self._id, pos - first)
-                self.stop = pos
-            elif pos != stop:
+            if self.first < pos < self.stop:
+                shorter = self._free_id()
+                self._groups.fork(self._id, shorter)
+                self._groups.truncate(shorter, pos - self.first)
+                self._id, self.stop = shorter, pos
+            elif pos != self.stop:
                 self._open(pos)
             yield
-        except BaseException:
-            self._free_all_but(kept)
-            self._groups.truncate(kept, stop - first)
-            self._id, self.first, self.stop = kept, first, stop
+        except Exception:
+            self._roll_back()
             raise
+        self._kept = None
         self._free_all_but(self._id)
 
     @contextmanager
@@ -124,7 +134,7 @@ class Residual:
             try:
                 yield self._across(cache, seq_id, pos, starts, stops, following)
             finally:
-                self._passing.free_batch(self._passing.sequence_ids())
+                self._clear_passing()
             self._take(following, int(starts[-1]))
         self.stop = pos + count
 
@@ -173,15 +183,24 @@ class Residual:
     def _take(self, seq_id: int, first: int) -> None:
         """Go on in another group; the old one goes, unless a failure would bring it back."""
         old, self._id, self.first = self._id, seq_id, first
-        if old != self._kept:
+        if self._kept is None or old != self._kept[0]:
             self._groups.free(old)
 
     def _free_id(self) -> int:
         taken = self._groups.sequence_ids()
         return next(seq_id for seq_id in range(4) if seq_id not in taken)
 
+    def _roll_back(self) -> None:
+        if self._kept is not None:
+            self._id, self.first, self.stop = self._kept
+            self._free_all_but(self._id)
+            self._groups.truncate(self._id, self.stop - self.first)
+            self._kept = None
+
+    def _clear_passing(self) -> None:
+        self._passing.free_batch(self._passing.sequence_ids())
+
     def _free_all_but(self, kept: int) -> None:
-        self._kept = -1
         for seq_id in self._groups.sequence_ids():
             if seq_id != kept:
                 self._groups.free(seq_id)

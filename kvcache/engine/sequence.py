@@ -156,8 +156,8 @@ class LiveSequence(ModelSequence):
         held = self.cache.get_sequence(self.seq_id)
         if held is not None and held.num_tokens > self.num_tokens:
             self.cache.truncate(self.seq_id, self.num_tokens)
-        if self.residual is not None and self.residual.stop != self.num_tokens:
-            self._restart_residual()
+        if self.residual is not None:
+            self.residual.mend(self.num_tokens)
 
     def clear(self) -> None:
         self.replace(_allocate_empty)
