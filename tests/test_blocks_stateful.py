@@ -184,6 +184,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfMemoryError) as error:
                 self.paged.append(seq, len(more))
             assert error.value.args[:2] == (needed, self.num_free())
+            del error  # its traceback keeps the frames, and so the sessions, of whoever called
             self.evict(needed - self.num_free())
             copied = bool(more) and old % self.size > 0 and self.references()[blocks[-1]] > 1
             needed = -(-len(text) // self.size) - len(blocks) + copied

@@ -76,7 +76,8 @@ class _Run:
             print(pictures.draw_formats(found, self.options.plot))
 
     def outliers(self) -> None:
-        figures = outliers.measure(512 if self.quick else 4096, list(formats.FORMATS))
+        names = [name for name, options in formats.FORMATS.items() if "residual_length" not in options]
+        figures = outliers.measure(512 if self.quick else 4096, names)
         self.data["outliers"] = figures
         self.table(
             f"Synthetic attention, head_dim {outliers.DIM}: 1 key channel in {outliers.EVERY} times {outliers.FACTOR}",
