@@ -8,6 +8,9 @@ KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing alloc
 import gc
 import os
 
+# Before NumPy is loaded: on a busy machine BLAS waits for its own threads, spinning, and takes many times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
