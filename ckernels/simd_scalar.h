@@ -51,7 +51,9 @@ typedef struct i16v {
 } i16v;
 typedef int32_t i32v;
 
-INLINE i16v i16v_pair(f32v even, f32v odd) { return (i16v){(int)f32v_round(even), (int)f32v_round(odd)}; }
+/* Defined for every float, as the instructions of the other levels are; NaN becomes 0. */
+INLINE int i16_of(f32v x) { return x > 0.0f ? (int)f32v_round(x < 32767.0f ? x : 32767.0f) : 0; }
+INLINE i16v i16v_pair(f32v even, f32v odd) { return (i16v){i16_of(even), i16_of(odd)}; }
 INLINE i16v i16v_load(const uint16_t *p) { return (i16v){p[0], p[1]}; }
 INLINE void i16v_store(uint16_t *p, i16v x) { p[0] = (uint16_t)x.even, p[1] = (uint16_t)x.odd; }
 INLINE i16v i16v_add(i16v a, i16v b) { return (i16v){a.even + b.even, a.odd + b.odd}; }

@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("every_level")
 
 
-def pytest_collection_finish(session):
-    """Let each gc.collect() of a test look at what tests have made, not at all of pytest: 10 times as fast."""
-    gc.collect()
+@pytest.fixture(scope="module", autouse=True)
+def collect_only_what_is_new():
+    """Let each gc.collect() of a test look at what its module has made, not at all of pytest: 10 times as fast."""
     gc.freeze()
 
 

@@ -32,15 +32,6 @@ def network():
     return Transformer.from_pretrained(Path(__file__).parent / "golden" / "llama")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def collect_only_what_is_new():
-    """So that each gc.collect() looks at what a test has made, and not at all that is loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Served:
     """An engine, warm, of which one call is disturbed."""
 
