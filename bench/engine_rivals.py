@@ -111,7 +111,8 @@ class LlamaCpp:
         token = 3
         for _ in range(steps):
             self._llama.eval([token])
-            token = int(self._llama.scores[self._llama.n_tokens - 1].argmax())
+            logits = np.ctypeslib.as_array(self._llama._ctx.get_logits(), shape=(self._llama.n_vocab(),))
+            token = int(logits.argmax())
 
     def extend(self, tokens: Tokens) -> None:
         """More tokens behind the prompt."""
