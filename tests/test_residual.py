@@ -129,7 +129,8 @@ def test_when_there_is_one():
         return InferenceEngine(Echo(), **options).residual_length
 
     assert length() == length(dtype="f16") == length(dtype="q8") == 0
-    assert length(dtype="q4") == length(dtype="q3") == length(dtype="q8", value_dtype="q2") == 64
+    assert length(dtype="q4") == length(dtype="q3") == length(dtype="q8", value_dtype="q4") == 64
+    assert length(dtype="q2") == length(dtype="q8", value_dtype="q2") == 128
     assert length(dtype="q2", residual_length=0) == 0
     assert length(dtype="f32", residual_length=7) == 7
     assert length(dtype="q4", eviction_policy=EvictionPolicy.SlidingWindow(60, 4), kv_budget=64) == 0

@@ -49,8 +49,8 @@ class InferenceEngine:
         num_blocks: size of the cache; by default enough for the whole context, but for 8192 tokens at most.
         prefill_chunk: prompts run through the network in pieces of so many tokens.
         residual_length: a query sees the newest tokens, those of its own group of so many (0 to 256), in f16, and only
-            those before them as `dtype` packs them; see `residual.Residual`. By default 64 where K or V have fewer
-            than 8 bits, else 0, as with an eviction policy, which cannot have both.
+            those before them as `dtype` packs them; see `residual.Residual`. By default 64 where K or V are q4 or q3,
+            128 where one is q2, else 0, as with an eviction policy, which cannot have both.
         eviction_policy, kv_budget: one of `EvictionPolicy`, and how many tokens each layer keeps (under PyramidKV: on
             average over the layers; by default all that a window and its sinks count). After each piece of a prompt
             and each step, every layer is held to its budget, and what leaves gives its memory back; see

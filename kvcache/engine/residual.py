@@ -25,16 +25,17 @@ from kvcache.engine.protocols import Float32, NetworkConfig
 from kvcache.merging import merge_attention
 from kvcache.paged import PagedKvCache
 
-__all__ = ["LENGTH", "Residual", "default_length"]
+__all__ = ["LENGTHS", "Residual", "default_length"]
 
-LENGTH = 64  # by measurement: `python -m bench quality --only formats`
+# Tokens of a group where K or V have this format, by measurement: `python -m bench quality --only formats`.
+LENGTHS = {"q4": 64, "q3": 64, "q2": 128}
 
 AttendPiece = Callable[[int, Float32, Float32, Float32], Float32]
 
 
 def default_length(key_dtype: str, value_dtype: str) -> int:
-    """`LENGTH` where K or V are rounded so coarsely that a residual pays, else 0."""
-    return 0 if {key_dtype, value_dtype}.isdisjoint(("q4", "q3", "q2")) else LENGTH
+    """How long a group is unless the caller says it: 0 where neither K nor V are rounded so coarsely that it pays."""
+    return max(LENGTHS.get(key_dtype, 0), LENGTHS.get(value_dtype, 0))
 
 
 class Residual:
