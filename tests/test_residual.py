@@ -144,6 +144,12 @@ def test_lengths_that_are_none(wrong):
         InferenceEngine(Echo(), residual_length=1.5)
 
 
+def test_pieces_without_bound_take_no_memory():
+    engine = InferenceEngine(Echo(), dtype="q4", prefill_chunk=1 << 50)
+    engine.prefill_from_pos([0] * 300, 0)
+    engine.check()
+
+
 def test_not_with_eviction():
     with pytest.raises(ValueError, match="residual_length: expected 0 or none with an eviction_policy, got 16"):
         InferenceEngine(Echo(), residual_length=16, eviction_policy=EvictionPolicy.SlidingWindow(60, 4), kv_budget=64)

@@ -65,11 +65,6 @@ class Residual:
         self._kept: tuple[int, int, int] | None = None  # id, first, stop: what a failure brings back
         self._groups.allocate(0, 0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K and V."""
-        return self._groups.total_memory_bytes + self._passing.total_memory_bytes
-
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
         self._groups.check()

@@ -130,7 +130,10 @@ class LiveSequence(ModelSequence):
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, residual_length: int = 0) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
-        self.residual = Residual(model.config, cache, residual_length, chunk) if residual_length else None
+        self.residual: Residual | None = None
+        if residual_length:  # no piece is longer than a text
+            most = min(chunk, model.config.max_position_embeddings)
+            self.residual = Residual(model.config, cache, residual_length, most)
         cache.allocate(0, 0)
 
     @property
