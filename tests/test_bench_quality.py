@@ -15,6 +15,7 @@ from bench.quality import endless, eviction, formats, heldout, reuse
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.engine.residual import default_length
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +60,14 @@ def test_names_are_defined_and_asked_for(demo, text):
 
 
 def test_formats_are_compared_with_the_f32_cache(model, text):
-    figures = formats.measure(model, text, 128, 256, ["f32", "q8", "q2"])
+    length = 2 * default_length("q2", "q2") + 44  # beyond the first groups, so that q2 is read packed
+    figures = formats.measure(model, text, length, 2 * length, ["f32", "q8", "q2"])
     assert figures["f32"]["rise"] == figures["f32"]["kl"] == 0
     assert figures["f32"]["same"] == 1
     assert 0 < figures["q8"]["kl"] < 1e-3 < figures["q2"]["kl"]
     assert [round(figures[name]["bits"], 2) for name in figures] == [32, 8.5, 2.5]
-    assert figures["f32"]["tokens"] == 254
-    scores = np.concatenate([InferenceEngine(model).score(window) for window in text.windows(128, 256)])
+    assert figures["f32"]["tokens"] == 2 * (length - 1)
+    scores = np.concatenate([InferenceEngine(model).score(window) for window in text.windows(length, 2 * length)])
     assert figures["f32"]["perplexity"] == pytest.approx(np.exp(-scores.mean()), rel=1e-5)
     verdicts = {v["format"]: v["met"] for v in formats.verdicts(figures)}
     assert verdicts == {"q8": True, "q2": figures["q2"]["rise"] <= 0.08}
