@@ -96,7 +96,8 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
 
 void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
-    start(&j, args, item, scratch);
+    start(&j, args, item);
+    take_scratch(&j, scratch);
     const int heads = item->head_stop - item->head;
     const size_t per_head = (size_t)j.rows * (size_t)j.padded;
     for (int h = 0; h < heads; h++) pack_queries(&j, item->head + h, item->row, j.rows, (size_t)(h * j.rows));
@@ -119,7 +120,7 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
 
 void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     job j;
-    start(&j, args, item, NULL);
+    start(&j, args, item);
     const int heads = item->head_stop - item->head;
     const size_t stride = (size_t)j.padded + KVC_PARTIAL_EXTRA, part = stride * (size_t)(heads * j.rows);
     for (int i = 0; i < heads * j.rows; i++) {
@@ -158,7 +159,8 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
 
 void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
-    start(&j, args, item, scratch);
+    start(&j, args, item);
+    take_scratch(&j, scratch);
     float *scores = args->scores + item->first_score;
     memset(scores + item->token, 0, (size_t)(item->token_stop - item->token) * sizeof(float));
     for (int head = item->head; item->token < item->token_stop && head < item->head_stop; head++) {

@@ -110,7 +110,7 @@ static int meets_units(const job *j, int rows) {
 #endif
 }
 
-static void start(job *j, const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     const kvc_layout *layout = args->layout;
     memset(j, 0, sizeof *j);
     j->args = args;
@@ -126,7 +126,11 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item, voi
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
     j->v_row_bytes = kvc_row_bytes(j->v_rows);
     j->units = meets_units(j, j->rows);
-    const int64_t rows = kvc_item_max_rows(layout);
+}
+
+/* Deals the thread's scratch out; an item that only combines what others left needs none. */
+static void take_scratch(job *j, void *scratch) {
+    const int64_t rows = kvc_item_max_rows(j->layout);
     float *free = scratch;
     j->q = free, free += rows * j->padded;
     j->sink_q = free, free += rows * j->padded;
