@@ -34,7 +34,9 @@ FLAGS = ["-std=c11", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZE else []
 
-COUNT = ["--coverage", "-fprofile-update=atomic", "-O1"] if COVERAGE else []  # of C; linetrace below counts Cython
+# gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
+# into another. Threads may lose counts; none goes back to zero.
+COUNT = ["--coverage"] if COVERAGE else []
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
@@ -69,9 +71,9 @@ class build_kernels(build_ext):
         links = CHECK + ["-fopenmp"] * parallel
         flags = FLAGS + links
         with ThreadPoolExecutor(self.parallel) as pool:
-            kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT, *unit), UNITS))
+            kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT + ["-O1"] * COVERAGE, *unit), UNITS))
         for extension in self.extensions:
-            extension.extra_compile_args += flags
+            extension.extra_compile_args += flags + COUNT + ["-O0"] * COVERAGE
             extension.extra_link_args += links + COUNT
             extension.extra_objects += kernels if extension.name == "kvcache._kernels" else []
         super().build_extensions()
@@ -86,16 +88,17 @@ class build_kernels(build_ext):
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
-GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}"
+GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * COVERAGE}"
 MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
-if COVERAGE:
-    DIRECTIVES["linetrace"] = True
-    MACROS.append(("CYTHON_TRACE_NOGIL", "1"))
-    GENERATED = None  # beside the sources, where Cython's plugin for coverage.py looks for it
 INCLUDE = ["ckernels", numpy.get_include()]
 EXTENSIONS = [
     Extension(f"kvcache.{path.stem}", [str(path)], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)
     for path in sorted(Path("kvcache").glob("_*.pyx"))
 ]
-MODULES = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, build_dir=GENERATED)
+MODULES = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, build_dir=GENERATED, emit_linenums=COVERAGE)
+for module in MODULES * COVERAGE:
+    # What Cython adds behind our functions, tables and the module's start, stands in no line of ours.
+    generated = Path(module.sources[0])
+    section, elsewhere = "/* #### Code section: ", '#line 1 "cython"\n'
+    generated.write_text(generated.read_text().replace(elsewhere, "").replace(section, elsewhere + section))
 setup(ext_modules=MODULES, cmdclass={"build_ext": build_kernels})

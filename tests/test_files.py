@@ -63,6 +63,10 @@ def num_steps(cache, path, monkeypatch):
     return steps.count
 
 
+# Python 3.12 on warns of any fork beside threads, here those of OpenMP, which the child does without.
+forks = pytest.mark.filterwarnings("ignore:.* use of fork:DeprecationWarning")
+
+
 def in_child(run):
     """Fork, run, and wait; the signal that ended it."""
     child = os.fork()
@@ -74,6 +78,7 @@ def in_child(run):
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
+@forks
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, when):
     path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
@@ -98,6 +103,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
     assert seen == {0, 1}
 
 
+@forks
 def test_a_writer_that_is_killed_at_any_time(tmp_path):
     path, caches = tmp_path / "cache", (cache_of(1), cache_of(2, 700))
     contents = [content(cache, path) for cache in caches]
