@@ -86,6 +86,23 @@ class build_kernels(build_ext):
         return target
 
 
+def each_line_says_its_source(generated):
+    """Cython's C with a line directive before each line: it has them before pieces alone, which can be several lines.
+
+    What follows the functions, tables and the start of the module, is then in no line of ours.
+    """
+    lines, place, goes_on = [], "", False
+    for line in generated.splitlines():
+        if line.startswith("#line "):
+            place = line
+            continue
+        if line.startswith("/* #### Code section: "):
+            place = '#line 1 "cython"'
+        lines += [line] if goes_on or not place else [place, line]
+        goes_on = line.endswith("\\")
+    return "\n".join(lines) + "\n"
+
+
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
 GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * COVERAGE}"
@@ -96,9 +113,7 @@ EXTENSIONS = [
     for path in sorted(Path("kvcache").glob("_*.pyx"))
 ]
 MODULES = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, build_dir=GENERATED, emit_linenums=COVERAGE)
-for module in MODULES * COVERAGE:
-    # What Cython adds behind our functions, tables and the module's start, stands in no line of ours.
-    generated = Path(module.sources[0])
-    section, elsewhere = "/* #### Code section: ", '#line 1 "cython"\n'
-    generated.write_text(generated.read_text().replace(elsewhere, "").replace(section, elsewhere + section))
+if COVERAGE:
+    for module in MODULES:
+        Path(module.sources[0]).write_text(each_line_says_its_source(Path(module.sources[0]).read_text()))
 setup(ext_modules=MODULES, cmdclass={"build_ext": build_kernels})
