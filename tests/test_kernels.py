@@ -147,6 +147,40 @@ def test_layouts_that_cannot_be_are_refused(sizes):
         _kernels.Layout(*sizes)
 
 
+LAYOUT = _kernels.Layout(4, 1, 8)
+ARENA = np.zeros(2 * LAYOUT.block_bytes, np.uint8)
+ROW = np.zeros((1, 1, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: _kernels.Layout(4, 1, 8, "f64"), ValueError, "expected one of f32, .* got 'f64'"),
+        (lambda: _kernels._write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
+        (lambda: _kernels._read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
+        (lambda: _kernels._read(LAYOUT, ARENA, [(0, 2, 1)], ROW, ROW), IndexError, "of 4 slots, got .*2.*1"),
+        (lambda: _kernels._read(LAYOUT, ARENA, [(0, 4, 5)], ROW, ROW), IndexError, "of 4 slots"),
+        (lambda: _kernels._write(LAYOUT, ARENA, [(0, 0, 2)], ROW, ROW), ValueError, "expected C-contiguous float32"),
+        (lambda: _kernels._write(LAYOUT, ARENA, [(0, 0, 1)], ROW + 0j, ROW), ValueError, "got complex64"),
+        (lambda: _kernels._write(LAYOUT, ARENA[None], [], ROW, ROW), ValueError, "expected a one-dimensional uint8"),
+        (lambda: _kernels._copy(LAYOUT, ARENA, 0, 0, 2, 0, 1), IndexError, "expected slots of 2 blocks"),
+        (lambda: _kernels._copy(LAYOUT, ARENA, 0, 3, 1, 0, 2), IndexError, "got 2 from 3 of 0"),
+        (lambda: _kernels._clear(LAYOUT, ARENA, 1, 0, 5), IndexError, "got 5 from 0 of 1"),
+        (lambda: _kernels._attend(LAYOUT, ARENA, [], ROW[0], 1.0), ValueError, "expected queries"),
+        (lambda: _kernels._attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, threads=0), ValueError, "threads >= 1"),
+        (
+            lambda: _kernels._attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, scratch=lambda n: np.empty(n - 1, "u1")),
+            ValueError,
+            "bytes of scratch",
+        ),
+    ],
+)
+def test_sizes_that_would_crash_are_refused(call, error, message):
+    """What tests of the kernels themselves rely on, when one of them is wrong."""
+    with pytest.raises(error, match=message):
+        call()
+
+
 def test_block_bytes_are_the_rows_rounded_up_to_a_cache_line():
     layout = _kernels.Layout(5, 3, 24, "f32", "f16")
     assert (layout.key_head_bytes, layout.value_head_bytes) == (5 * 24 * 4, 5 * 24 * 2)
