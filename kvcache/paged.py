@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_floats, as_indices, as_integer
+from kvcache._attention import Attention
 from kvcache._batch import BatchTable
 from kvcache._pool import BlockPool
 from kvcache._seq_ids import as_seq_ids
+from kvcache._sequence_store import SequenceStore
 from kvcache._store import BlockStore
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
@@ -79,6 +81,8 @@ class PagedKvCache:
         )
         self._pool = BlockPool(num_blocks)
         self._table = BatchTable(self._pool, block_size)
+        self._sequences = SequenceStore(self._store, self._table)
+        self._attention = Attention(self._store)
         self._lock = threading.RLock()
         self._evictions = 0
         self._forks = 0
@@ -220,7 +224,7 @@ class PagedKvCache:
         """
         with self._lock:
             seq_id, count = self._id(seq_id), as_integer(num_tokens, "num_tokens")
-            self._store.allocate(self._table, seq_id, count)
+            self._sequences.allocate(seq_id, count)
 
     def adopt(self, seq_id: int, block_ids: npt.ArrayLike, num_tokens: int) -> None:
         """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
@@ -246,7 +250,7 @@ class PagedKvCache:
         """
         with self._lock:
             seq_id, count = self._id(seq_id), as_integer(num_new_tokens, "num_new_tokens")
-            self._store.append(self._table, seq_id, count)
+            self._sequences.append(seq_id, count)
 
     def append_batch(self, seq_ids: npt.ArrayLike) -> None:
         """Room for one more token in each of many sequences, all or nothing.
@@ -256,7 +260,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for all of them together.
         """
         with self._lock:
-            self._store.append_batch(self._table, seq_ids)
+            self._sequences.append_batch(seq_ids)
 
     def allocate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
         """Start many sequences with room for as many tokens each, all or nothing.
@@ -270,7 +274,7 @@ class PagedKvCache:
         """
         with self._lock:
             counts = as_indices(num_tokens, "token counts")
-            self._store.allocate_batch(self._table, seq_ids, counts)
+            self._sequences.allocate_batch(seq_ids, counts)
 
     def fork_batch(self, src_seqs: npt.ArrayLike, dst_seqs: npt.ArrayLike) -> None:
         """`fork` for many pairs, all or nothing; one source may have many forks.
@@ -350,7 +354,7 @@ class PagedKvCache:
             OutOfMemoryError: too few blocks are free for the fresh ones.
         """
         with self._lock:
-            self._store.compact(self._table, self._id(seq_id))
+            self._sequences.compact(self._id(seq_id))
 
     def get_sequence(self, seq_id: int) -> SequenceInfo | None:
         """A snapshot of one sequence, or None; not an access."""
@@ -428,7 +432,7 @@ class PagedKvCache:
             start = n - len(k) if start is None else as_integer(start, "start")
             if start < 0 or start + len(k) > n:
                 raise IndexError(f"expected tokens within [0, {n}), got [{start}, {start + len(k)})")
-            self._store.write_sequence(self._table, as_integer(layer, "layer"), seq_id, start, k, v)
+            self._sequences.write(as_integer(layer, "layer"), seq_id, start, k, v)
             self._table.touch(seq_id)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
@@ -445,7 +449,7 @@ class PagedKvCache:
         if len(k) != len(ids) or len(v) != len(ids):
             raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
         with self._lock:
-            self._store.write_batch(self._table, as_integer(layer, "layer"), ids, k, v)
+            self._sequences.write_batch(as_integer(layer, "layer"), ids, k, v)
             self._table.touch_batch(ids)
 
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
@@ -460,7 +464,7 @@ class PagedKvCache:
             start, stop = as_integer(start, "start"), n if stop is None else as_integer(stop, "stop")
             if not 0 <= start <= stop <= n:
                 raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
-            rows = self._store.read_sequence(self._table, as_integer(layer, "layer"), seq_id, start, stop)
+            rows = self._sequences.read(as_integer(layer, "layer"), seq_id, start, stop)
             self._table.touch(seq_id)
             return rows
 
@@ -511,7 +515,7 @@ class PagedKvCache:
         if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # a step comes here once per layer
             layer = as_integer(layer, "layer")
         with self._lock:
-            return self._store.attend_sequences(
+            return self._attention.over_sequences(
                 self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
                 context_lens, return_lse,
             )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._attention import Attention
 from kvcache._roster import Roster, runs_of
 from kvcache._sequences import RUN
 from kvcache._store import BlockStore
@@ -42,6 +43,7 @@ class TokenList:
     ) -> None:
         num_blocks = -(-num_slots // BLOCK_SIZE)
         self.store = BlockStore(1, num_blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
+        self._attention = Attention(self.store)
         self.roster = Roster(by_score)
 
     def __len__(self) -> int:
@@ -96,9 +98,9 @@ class TokenList:
         order = self.roster.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
         if scores is None:
-            out: Float32 = self.store.attend(0, runs, queries, scale)
+            out: Float32 = self._attention.over_runs(0, runs, queries, scale)
             return out
-        out, mass = self.store.attend(0, runs, queries, scale, return_scores=True)
+        out, mass = self._attention.over_runs(0, runs, queries, scale, return_scores=True)
         by_slot = np.empty(self.roster.slots_used, np.float32)
         by_slot[order] = mass
         np.take(by_slot, self.roster.slots(), out=scores)
