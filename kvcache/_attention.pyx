@@ -6,25 +6,20 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 
 from kvcache cimport _kernels
+from kvcache._arrays cimport is_plain
 from kvcache._kernels cimport kvc_run, kvc_seq
+from kvcache._seq_ids cimport uint64_ids
 from kvcache._store cimport BlockStore
 from kvcache._table cimport SequenceTable
 
 import numpy as np
 
 from kvcache._arrays import as_floats, as_indices
-from kvcache._seq_ids import as_seq_ids
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
 
 cnp.import_array()
-
-
-cdef inline bint is_plain(object x, int dtype, int ndim):
-    """A C-contiguous, aligned array of this type, which needs no conversion."""
-    return (cnp.PyArray_CheckExact(x) and cnp.PyArray_TYPE(<cnp.ndarray>x) == dtype
-            and cnp.PyArray_NDIM(<cnp.ndarray>x) == ndim and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>x))
 
 
 cdef class Attention:
@@ -88,15 +83,11 @@ cdef class Attention:
         if sink_queries is not None:
             sinks = self.queries_(sink_queries, "sink_queries")
             if sinks.shape[0] != q.shape[0] or sinks.shape[1] != q.shape[1]:
-                raise ValueError(f"expected sink_queries of shape {queries.shape}, got {np.shape(sink_queries)}")
+                raise ValueError(f"expected sink_queries of shape {np.shape(queries)}, got {np.shape(sink_queries)}")
         cdef cnp.ndarray result = self.result_(out, q)
-        cdef int64_t i, n, tokens = 0
-        if is_plain(seq_ids, cnp.NPY_UINT64, 1):
-            n = (<cnp.ndarray>seq_ids).shape[0]
-        else:
-            seq_ids = as_seq_ids(seq_ids)
-            n = len(seq_ids)
-        cdef uint64_t *id = <uint64_t *>cnp.PyArray_DATA(<cnp.ndarray>seq_ids)
+        cdef cnp.ndarray ids = uint64_ids(seq_ids)
+        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
+        cdef int64_t i, n = ids.shape[0], tokens = 0
         self.reserve_seqs(n)
         self.describe_(table, id, n, query_lens, context_lens, q.shape[0])
         cdef cnp.ndarray scores = None, lse = None

@@ -8,6 +8,8 @@ from cpython.list cimport PyList_CheckExact
 from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
 from libc.stdint cimport uint64_t
 
+from kvcache._arrays cimport is_plain
+
 import numpy as np
 
 from kvcache._arrays import as_integers
@@ -16,12 +18,7 @@ cnp.import_array()
 
 
 cdef cnp.ndarray uint64_ids(object ids):
-    if (
-        isinstance(ids, cnp.ndarray)
-        and cnp.PyArray_TYPE(<cnp.ndarray>ids) == cnp.NPY_UINT64
-        and cnp.PyArray_NDIM(<cnp.ndarray>ids) == 1
-        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>ids)
-    ):
+    if is_plain(ids, cnp.NPY_UINT64, 1):
         return ids
     if PyList_CheckExact(ids):
         array = from_list(ids)

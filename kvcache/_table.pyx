@@ -10,16 +10,13 @@ from libc.string cimport memcpy
 
 from kvcache._kernels cimport kvc_run
 from kvcache._ranks cimport RankedRows
-from kvcache._records cimport RUN_STRIDE, Sequence, position_of
+from kvcache._records cimport RUN_STRIDE, Sequence, position_of, run_length
 
 import numpy as np
 
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["SequenceTable"]
-
-cdef inline int64_t run_length(kvc_run run) noexcept nogil:
-    return <int64_t>run.stop - run.first
 
 
 cdef class SequenceTable(RankedRows):
