@@ -283,11 +283,11 @@ class BlockIndex:
 
     # -- interrupts -----------------------------------------------------------------------------------------
 
-    def mend(self, looked_up: set[int]) -> None:
+    def mend(self) -> None:
         """Make all agree with the trie and the open holds, wherever between two lines an interrupt has struck.
 
         What the trie names is cached, in the namespaces that have blocks; the rest was never inserted, or has left.
-        `looked_up`: the keys of holds that lookups have handed out. The pool's references are its owner's to recount.
+        The pool's references are its owner's to recount.
         """
         roots = self.trie.roots()
         self._names = {root: name for root, name in self._names.items() if root in roots}
@@ -299,7 +299,7 @@ class BlockIndex:
         cached = np.zeros(self.pool.num_blocks, bool)
         cached[self.named()] = True
         self.cached = cached
-        self.holds.mend(self.trie, looked_up)
+        self.holds.mend(self.trie)
         self._ghosts.mend()
         if self.saved is not None:
             self.saved.mend(cached)
