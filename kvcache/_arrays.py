@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores"]
+__all__ = [
+    "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores", "check_integers",
+]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 
@@ -99,6 +101,12 @@ def as_integer(value: Any, name: str) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"expected {name} below 2**63, got {value}")
     return int(value)
+
+
+def check_integers(**values: Any) -> None:
+    """Raise as `as_integer` for the first of these, named like its argument, that is none."""
+    for name, value in values.items():
+        as_integer(value, name)
 
 
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:

@@ -190,6 +190,14 @@ class BlockIndex:
         self._let_go(root, blocks)
         return len(blocks)
 
+    def free_up(self, num_blocks: int) -> int:
+        """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
+        self.holds.settle()
+        before = self.pool.num_free
+        while (wanted := before + num_blocks - self.pool.num_free) > 0 and self.evict(wanted):
+            pass
+        return self.pool.num_free - before
+
     def _let_go(self, root: int, blocks: Int32) -> None:
         """The trie names `blocks` no more; a namespace without blocks goes."""
         self.pool.release(blocks)

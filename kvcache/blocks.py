@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_indices, as_integer
+from kvcache._arrays import as_indices, as_integer, check_integers
 from kvcache._guard import MendingLock, Parting
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -71,11 +71,10 @@ class PrefixCache:
         key_dtype: str | None = None,
         value_dtype: str | None = None,
     ) -> None:
-        for name, value in (
-            ("max_blocks", max_blocks), ("block_size", block_size), ("num_layers", num_layers),
-            ("num_kv_heads", num_kv_heads), ("head_dim", head_dim),
-        ):  # fmt: skip
-            as_integer(value, name)
+        check_integers(
+            max_blocks=max_blocks, block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )  # fmt: skip
         padded = -(-head_dim // 8) * 8
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
@@ -135,8 +134,7 @@ class PrefixCache:
     def release(self, index: int) -> None:
         """Let go of a block that `lookup` returned. InvalidOperationError if no lookup holds it."""
         with self._lock:
-            if not self._index.holds.end_lookup(index):
-                raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
+            self._index.holds.end_lookup(index)
 
     def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
         """The matched blocks as a session, which holds them until it is released or dropped."""
@@ -236,13 +234,11 @@ class PrefixCache:
         if len(blocks) < full:
             raise ValueError(f"expected {full} block ids for {len(ids)} tokens, got {len(blocks)}")
         with self._lock:
-            for block in blocks.tolist():
-                if not 0 <= block < self._pool.num_blocks or not self._pool.ref_count(block):
-                    raise BlockNotFoundError(block)
+            known = self._blocks._in_use(blocks)
             ids = ids[: full * self.block_size]
             existing, room = self._index.open(ids, 0, namespace, new=False)
             if room:
-                adopted = blocks[existing : existing + room].astype(np.int32)
+                adopted = known[existing : existing + room]
                 self._pool.retain(adopted)
                 try:
                     self._index.insert(ids, existing, adopted, namespace)
@@ -253,13 +249,8 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> int:
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
-        num_blocks = as_integer(num_blocks, "num_blocks")
         with self._lock:
-            self._index.holds.settle()
-            target = self._pool.num_free + num_blocks
-            while self._pool.num_free < target and self._index.evict(target - self._pool.num_free):
-                pass
-            return num_blocks - (target - self._pool.num_free)
+            return self._index.free_up(as_integer(num_blocks, "num_blocks"))
 
     def clear(self) -> None:
         """Forget every block; counters stay. What sessions hold stays readable until they are released."""
@@ -299,10 +290,7 @@ class PrefixCache:
             OSError: there is none, or it cannot be read.
         """
         with self._lock:
-            if len(self):
-                raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} blocks")
-            load_blocks(path, str(model), self._index, self._store, self._head_dim)
-            return len(self)
+            return load_blocks(path, str(model), self._index, self._store, self._head_dim)
 
     # -- blocks ---------------------------------------------------------------------------------------------
 

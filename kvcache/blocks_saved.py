@@ -6,7 +6,7 @@ import os
 
 from kvcache._store import BlockStore
 from kvcache.block_index import BlockIndex
-from kvcache.errors import SnapshotError
+from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.segments import well_formed
 from kvcache.snapshot import Arena, Snapshot, write_snapshot
 
@@ -24,8 +24,10 @@ def save_blocks(path: str | os.PathLike[str], model: str, index: BlockIndex, sto
     )  # fmt: skip
 
 
-def load_blocks(path: str | os.PathLike[str], model: str, index: BlockIndex, store: BlockStore, head_dim: int) -> None:
-    """Name the blocks of a file in an index that is empty; raises as `PrefixCache.load`, and nothing has changed."""
+def load_blocks(path: str | os.PathLike[str], model: str, index: BlockIndex, store: BlockStore, head_dim: int) -> int:
+    """Name the blocks of a file in an index that is empty; how many. Raises as `PrefixCache.load`."""
+    if len(index):
+        raise InvalidOperationError(f"expected an empty cache to load into, got {len(index)} blocks")
     snapshot = Snapshot(path, "blocks", model)
     try:
         if len(snapshot.arenas) != 1:
@@ -36,6 +38,7 @@ def load_blocks(path: str | os.PathLike[str], model: str, index: BlockIndex, sto
         raise SnapshotError(f"{snapshot.path}: {error}") from error
     index.holds.settle()
     index.take_in(snapshot, store)
+    return len(index)
 
 
 def _arena(store: BlockStore, head_dim: int) -> Arena:

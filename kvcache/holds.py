@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvcache._pool import BlockPool
 from kvcache._trie import TokenTrie
+from kvcache.errors import InvalidOperationError
 
 __all__ = ["Holds"]
 
@@ -86,16 +87,15 @@ class Holds:
         """What a lookup has taken, block -> key, stays from now on until `end_lookup`."""
         self.looked_up |= {block: [*self.looked_up.get(block, ()), key] for block, key in held.items()}
 
-    def end_lookup(self, block: int) -> bool:
-        """Let go of what a lookup took of a block; False if none holds it."""
+    def end_lookup(self, block: int) -> None:
+        """Let go of what a lookup took of a block; InvalidOperationError if none holds it."""
         keys = self.looked_up.get(block)
         if not keys:
-            return False
+            raise InvalidOperationError(f"expected a block that a lookup holds, got {block}")
         self.end(keys[-1])
         keys.pop()
         if not keys:
             del self.looked_up[block]
-        return True
 
     def settle(self) -> None:
         """End what was dropped."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_integer
+from kvcache._arrays import as_floats, as_integer, check_integers
 from kvcache._attention import Attention
 from kvcache._seq_ids import as_seq_id, as_seq_ids
 from kvcache._store import BlockStore
@@ -65,11 +65,9 @@ class PagedKvCache(EvictableSequences):
         eviction_strategy: EvictionStrategy | None = None,
         eviction_threshold: float = 0.9,
     ) -> None:
-        for name, value in (
-            ("num_blocks", num_blocks), ("block_size", block_size), ("num_heads", num_heads),
-            ("head_dim", head_dim), ("num_layers", num_layers),
-        ):  # fmt: skip
-            as_integer(value, name)
+        check_integers(
+            num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, head_dim=head_dim, num_layers=num_layers
+        )
         store = BlockStore(
             num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         )

@@ -111,12 +111,9 @@ class PagedBlocks:
             BlockNotFoundError: a block is not in use.
         """
         with self._lock:
-            src, dst = self._block_ids(sources), self._block_ids(targets)
+            src, dst = self._in_use(sources), self._in_use(targets)
             if len(src) != len(dst):
                 raise ValueError(f"expected as many targets as sources, {len(src)}, got {len(dst)}")
-            for block in np.concatenate([src, dst]).tolist():
-                if self._pool.ref_count(block) == 0:
-                    raise BlockNotFoundError(block)
             self._store.copy_blocks(src, dst)
 
     def check(self) -> None:
@@ -147,3 +144,6 @@ class PagedBlocks:
         if len(outside):
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
+
+    def _in_use(self, block_ids: npt.ArrayLike) -> Int32:
+        return self._pool.in_use(self._block_ids(block_ids))
