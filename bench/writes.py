@@ -31,7 +31,8 @@ FIXED = 1 << 20  # bytes by which the scratch of a large call may exceed that of
 def write_cases(tokens: int, head_dims: tuple[int, ...]) -> Iterator[Case]:
     """Many tokens of one sequence, one thread: in calls of a prefill chunk, and in one call.
 
-    Values are looked at before any is written, so that one large call reads them from memory twice. The ceiling reads the floats and writes half as many bytes.
+    Values are looked at before any is written, so that one large call reads them from memory twice. The
+    ceiling reads the floats and writes half as many bytes.
     """
     bounds = (share_of(0.85, "f16", NARROW), share_of(1.0, "q4", RATE))
     for head_dim in head_dims:
