@@ -21,7 +21,9 @@ def test_product(rng, rows, shape, order, biased):
     before = x.copy()
     out = linear(x, weight, bias)
     want = x.astype(np.float64) @ weight.T.astype(np.float64) + (bias if biased else 0)
-    assert out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable
+    assert out.dtype == np.float32
+    assert out.flags.c_contiguous
+    assert out.flags.writeable
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-6 * shape[1] + 1e-6)
     np.testing.assert_array_equal(x, before)
 
@@ -32,7 +34,8 @@ def test_matrices_lie_in_one_piece_each_in_its_order():
     for i, matrix in enumerate(matrices):
         matrix[...] = i
     for i, (matrix, (out, columns)) in enumerate(zip(matrices, SHAPES, strict=True)):
-        assert matrix.dtype == np.float32 and matrix.ctypes.data % 64 == 0
+        assert matrix.dtype == np.float32
+        assert matrix.ctypes.data % 64 == 0
         assert (matrix == i).all(), "two matrices share memory"
         assert matrix.T.flags.c_contiguous if out > columns else matrix.flags.c_contiguous
     for a, b in pairwise(matrices):

@@ -79,7 +79,8 @@ def test_rows_into_columns(write, dtype, shape):
     whole = np.full((shape[0] + 3, *shape[1:]), 9, np.float32, order="F")
     file.read_into("w", whole[2:-1])
     np.testing.assert_array_equal(whole[2:-1], array.astype(np.float32))
-    assert (whole[:2] == 9).all() and (whole[-1:] == 9).all()
+    assert (whole[:2] == 9).all()
+    assert (whole[-1:] == 9).all()
 
 
 def test_special_values_keep_their_bits(write):
