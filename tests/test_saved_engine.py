@@ -17,11 +17,6 @@ SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q2")]
 
 
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(GOLDEN / "llama")
-
-
 def engine(model, blocks=64, **options):
     return PrefixCachedEngine(InferenceEngine(model, **options), blocks, strict=True)
 
