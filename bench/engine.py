@@ -29,7 +29,7 @@ from kvcache.paged import PagedKvCache
 __all__ = ["add_arguments", "main"]
 
 PROMPT, SHARED, TAIL, STEPS = 2048, 2000, 32, 16
-FAR, FAR_FORMATS = 16384, ("f32", "q8", "q4")
+FAR, MORE, FAR_FORMATS = 16384, 512, ("f32", "q8", "q4")
 FORMATS = ("f32", "f16", "q8", "q4")
 OURS = tuple(f"kvcache {dtype}" for dtype in FORMATS)
 OTHERS = (Transformers.name, LlamaCpp.name, OpenVino.name)
@@ -107,6 +107,22 @@ class Bench:
             else:
                 rival.prefill(self.prompt)
                 yield Candidate(name, partial(rival.decode, STEPS), STEPS, rival.rewind, facts)
+
+    def extend(self, count: int) -> Iterator[Candidate]:
+        """More tokens behind the prompt, which is in everybody's cache."""
+        facts = {"work": float(count)}
+        for dtype, engine in self.engines.items():
+            self._prefill(engine)
+            more = partial(engine.prefill_from_pos, self.fresh()[:count], len(self.prompt))
+            yield Candidate(f"kvcache {dtype}", more, before=Steps(engine, len(self.prompt)).rewind, facts=facts)
+        for name, rival in self.rivals.items():
+            assert isinstance(rival, OpenVino), f"expected OpenVINO alone, got {name}"
+            rival.first_token(self.prompt)
+
+            def behind(rival: OpenVino = rival) -> float:
+                return rival.first_token(np.concatenate([self.prompt, self.fresh()[:count]]))
+
+            yield Candidate(name, seconds=behind, facts=facts)
 
     def shares(self, dtype: str, rounds: int) -> dict[str, float]:
         """Where a step's time goes, the median of each part."""
@@ -219,9 +235,9 @@ def main(options: argparse.Namespace) -> int:
             missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
             del bench
             gc.collect()
-            title, columns, result = measure_far(SIZES[name], Path(folder, "far"), rounds, options)
-            missed += print_rates(title, columns, [result], as_markdown=options.markdown)
-            done.append((Table(title, ()), [result]))
+            for title, columns, result in measure_far(SIZES[name], Path(folder, "far"), rounds, options):
+                missed += print_rates(title, columns, [result], as_markdown=options.markdown)
+                done.append((Table(title, ()), [result]))
     if options.json:
         save_json(options.json, done, shares=shares)
     if options.plot:
@@ -245,14 +261,19 @@ def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Colum
     yield f"8c. First token, {what}", FIRST, run_case(case, rounds, threaded=True, settle=SETTLE)
 
 
-def measure_far(size: Size, folder: Path, rounds: int, options: argparse.Namespace) -> tuple[str, Columns, Result]:
-    """Decode far into a text, beside OpenVINO alone: the others take a minute and more to get there."""
-    prompt = 1024 if options.quick else FAR
-    size = replace(size, positions=prompt + 2 * STEPS)
+def measure_far(
+    size: Size, folder: Path, rounds: int, options: argparse.Namespace
+) -> Iterator[tuple[str, Columns, Result]]:
+    """Far into a text, beside OpenVINO alone: the others take a minute and more to get there."""
+    prompt, more = (1024, 64) if options.quick else (FAR, MORE)
+    size = replace(size, positions=prompt + more + 2 * STEPS)
     bench = Bench(size, folder, options.threads, prompt, FAR_FORMATS, (OpenVino.name,))
+    what = f"{size}, {options.threads} thr"
     case = Case(f"at {prompt} tokens", bench.decode, (faster(2, "kvcache q4", OpenVino.name),))
-    title = f"8d. Decode far into a text, {size}, {options.threads} thr"
-    return title, FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    yield f"8d. Decode far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    bounds = (faster(1, "kvcache f32", OpenVino.name), faster(1, "kvcache q4", OpenVino.name))
+    case = Case(f"{more} tokens behind {prompt}", partial(bench.extend, more), bounds)
+    yield f"8e. Prefill far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
 
 
 def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: bool) -> int:
