@@ -118,7 +118,7 @@ def test_memory_and_utilization() -> None:
 def test_check_names_what_is_broken() -> None:
     cache = written(2)
     cache.check()
-    cache._lengths[:] = [3, 2]
+    cache._writes.lengths = (3, 2)
     with pytest.raises(AssertionError, match="committed"):
         cache.check()
 
