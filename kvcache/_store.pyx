@@ -311,7 +311,7 @@ cdef class BlockStore:
     # -- sequences of a table -------------------------------------------------------------------------------
 
     def write_sequence(self, SequenceTable table not None, layer, uint64_t seq_id, start, keys, values):
-        """Store rows at tokens `start`.. of a sequence, copying shared blocks first.
+        """Store rows at tokens `start`.. of a sequence, copying shared blocks first; an access.
 
         Args:
             keys, values: float32 `(n, num_heads, head_dim)`; `start + n` at most the sequence's length.
@@ -331,9 +331,13 @@ cdef class BlockStore:
         if num_runs:
             with nogil:
                 _kernels.write_runs(&self.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])
+        table.touch_(row)
 
     def write_batch(self, SequenceTable table not None, layer, const uint64_t[::1] seq_ids, keys, values):
-        """Store one row each at the last tokens of many sequences; `keys`, `values` `(len(seq_ids), heads, dim)`.
+        """Store one row each at the last tokens of many sequences, an access to each, in this order.
+
+        Args:
+            keys, values: float32 `(len(seq_ids), num_heads, head_dim)`.
 
         Raises:
             as `write_sequence`; ValueError also for a sequence without tokens or named twice. All or nothing,
@@ -362,6 +366,7 @@ cdef class BlockStore:
             last = table.seqs[row].num_tokens
             table.slice_(row, last - 1, last)
             _kernels.write_runs(&self.layout, base, table.cut, 1, &k[i, 0, 0], &v[i, 0, 0])
+            table.touch_(row)
 
     def read_sequence(self, SequenceTable table not None, layer, uint64_t seq_id, start, stop):
         """Tokens `start`..`stop` of a sequence as `(keys, values)`, float32 `(n, num_heads, head_dim)` each."""

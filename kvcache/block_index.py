@@ -206,10 +206,12 @@ class BlockIndex:
         self.holds.settle()
         named = self.named()
         trie, ghosts = TokenTrie(self.block_size), GhostTrie(self.block_size, self.max_blocks)
+        # First of all nothing is named: while a block is, it must be known what it waits for. The old trie lives on as
+        # long as requests pin it.
+        self._name_nothing(trie, ghosts)
         self.pool.release(named)
         self.cached.fill(False)
         self.saved = None
-        self._name_nothing(trie, ghosts)  # The old trie lives on as long as requests pin it.
 
     @property
     def nbytes(self) -> int:
@@ -275,10 +277,10 @@ class BlockIndex:
                 self.insert(ids[: count * size], existing, path[existing:], name)
                 self.used[path] = self._clock
         except BaseException:
+            self._name_nothing(empty, self._ghosts)
             self.pool.release(blocks)
             self.cached.fill(False)
             self.saved = None
-            self._name_nothing(empty, self._ghosts)
             raise
 
     # -- interrupts -----------------------------------------------------------------------------------------

@@ -80,8 +80,6 @@ class PagedKvCache:
         self._pool = BlockPool(num_blocks)
         self._table = BatchTable(self._pool, block_size)
         self._lock = threading.RLock()
-        self._evictions = 0
-        self._forks = 0
         # Others that hold references on our blocks (a prefix cache), each a function -> int32 (num_blocks,).
         self._holders: list[Callable[[], Int32]] = []
         self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
@@ -203,8 +201,8 @@ class PagedKvCache:
             return CacheStats(
                 pool.total_allocations,
                 pool.total_frees,
-                self._evictions,
-                self._forks,
+                self._table.evictions,
+                self._table.forks,
                 pool.peak_used,
                 pool.nbytes + self._table.nbytes + self._store.bookkeeping,
             )
@@ -280,7 +278,7 @@ class PagedKvCache:
             SequenceNotFoundError: a source is not there.
         """
         with self._lock:
-            self._forks += self._table.fork_batch(src_seqs, dst_seqs)
+            self._table.fork_batch(src_seqs, dst_seqs)
 
     def free_batch(self, seq_ids: npt.ArrayLike) -> None:
         """End many sequences, all or nothing.
@@ -309,7 +307,6 @@ class PagedKvCache:
         """
         with self._lock:
             self._table.fork(self._id(src_seq), self._id(dst_seq))
-            self._forks += 1
 
     def swap(self, first_seq: int, second_seq: int) -> None:
         """Two sequences exchange their ids and handles: the way back to a fork. Takes no memory.
@@ -429,7 +426,6 @@ class PagedKvCache:
             if start < 0 or start + len(k) > n:
                 raise IndexError(f"expected tokens within [0, {n}), got [{start}, {start + len(k)})")
             self._store.write_sequence(self._table, as_integer(layer, "layer"), seq_id, start, k, v)
-            self._table.touch(seq_id)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Store K and V of the last token of each of many sequences, all or nothing.
@@ -446,7 +442,6 @@ class PagedKvCache:
             raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
         with self._lock:
             self._store.write_batch(self._table, as_integer(layer, "layer"), ids, k, v)
-            self._table.touch_batch(ids)
 
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
@@ -531,11 +526,9 @@ class PagedKvCache:
             InvalidOperationError: there is no sequence that may leave.
         """
         with self._lock:
-            seq_id = self._table.victim()
+            seq_id = self._table.evict()
             if seq_id is None:
                 raise InvalidOperationError("no sequence to evict")
-            self._table.free(seq_id)
-            self._evictions += 1
             return SeqId(seq_id)
 
     def evict_to_threshold(self, target_util: float) -> list[SeqId]:
@@ -551,7 +544,6 @@ class PagedKvCache:
             raise ValueError("expected a utilization, got nan")
         with self._lock:
             evicted = self._table.evict_to(target_util)
-            self._evictions += len(evicted)
             return list(map(SeqId, evicted.tolist()))
 
     def apply_streaming_llm(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:

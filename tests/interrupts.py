@@ -1,4 +1,4 @@
-"""KeyboardInterrupt between any two lines of `kvcache/`, as Ctrl-C may strike there: counted, chosen, raised once."""
+"""KeyboardInterrupt between any two lines of `kvcache/`, as Ctrl-C may strike there: counted, chosen, raised."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Lines:
     Args:
         stop: the count at which KeyboardInterrupt is raised; None: never.
         opcodes: count single instructions of the interpreter instead of lines.
-        house: count what stands in files whose names begin like this.
+        house: count what stands in files whose names begin like this, or like one of these.
+        again: the count at which it is raised once more: who puts things right may be interrupted, too.
 
     Attributes:
         count: lines that were reached.
@@ -53,7 +54,8 @@ class Lines:
         struck: where it was raised, as "file:line", or None.
     """
 
-    def __init__(self, stop=None, opcodes=False, house=HOUSE):
+    def __init__(self, stop=None, opcodes=False, house=HOUSE, again=None):
+        self.again = again
         self.stop, self.event, self.house = stop, "opcode" if opcodes else "line", house
         self.count, self.seen, self.struck = 0, [], None
 
@@ -80,7 +82,7 @@ class Lines:
         self.count += 1
         if self.stop is None:
             self.seen.append((frame.f_code.co_filename, frame.f_lineno))
-        elif self.count == self.stop:
+        elif self.count in (self.stop, self.again):
             self.struck = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             raise KeyboardInterrupt
         return self._line
@@ -96,24 +98,27 @@ def places(seen, every):
 
 
 def spread(chosen, most):
-    """At most about `most` of them, evenly."""
-    return chosen[:: max(1, -(-len(chosen) // most))]
+    """At most about `most` of them, evenly, the last one among them."""
+    return chosen[:: -max(1, -(-len(chosen) // most))]
 
 
-def strike(scene, name, most=None, opcodes=False, house=HOUSE):
+def strike(scene, name, most=None, opcodes=False, twice=False):
     """Interrupt an operation of a scene (scene.py) at many places, each time in a fresh one.
 
     Either all has happened then or nothing, and where nothing has, the next call does it.
 
     Args:
         most: places to try; None: every one, every time that it is reached.
+        opcodes: as of `Lines`.
+        twice: interrupt once more soon after.
 
     Returns:
         `(places, problems)`: how many interrupts struck, and what was wrong.
     """
     getattr(scene(), name)()  # the first time some modules load
     clean = scene()
-    with Lines(None, opcodes, house) as lines:
+    clean._state()  # as below, where it is asked for first
+    with Lines(None, opcodes) as lines:
         getattr(clean, name)()
     clean._check()
     after = clean._kept(clean._state())
@@ -124,7 +129,7 @@ def strike(scene, name, most=None, opcodes=False, house=HOUSE):
         for stop in chosen:
             here = scene()
             before = here._kept(here._state())
-            lines = Lines(stop, opcodes, house)
+            lines = Lines(stop, opcodes, again=stop + 1 + stop % 17 if twice else None)
             try:
                 _interrupted(here, name, lines)
                 assert lines.struck, "the run was another one"
