@@ -42,9 +42,10 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
             raise TypeError(f"expected {name} of a float dtype, got {array.dtype}")
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
-    if array.ndim != len(shape) or any(
-        want is not None and want != got for want, got in zip(shape, array.shape, strict=True)
-    ):
+    fits = array.ndim == len(shape)
+    for want, got in zip(shape, array.shape, strict=False):
+        fits &= want is None or want == got
+    if not fits:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"expected {name} of shape {wanted}, got {array.shape}")
     return np.ascontiguousarray(array)

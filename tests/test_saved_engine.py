@@ -125,6 +125,22 @@ def test_what_a_fingerprint_sees(network):
     assert len(names) == 1 + 3 + arrays + 3
 
 
+def test_a_fingerprint_does_not_depend_on_memory_order(network):
+    """Nor on what the pieces of a large matrix are taken from: they come from all over it."""
+    weights = network.weights
+    large = np.random.default_rng(0).standard_normal((300, 200), np.float32)
+    names = set()
+    for order in "CF":
+        head = np.asarray(large, order=order)
+        names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, head=head))))
+    assert len(names) == 1
+    for at in ((0, 0), (-1, -1)):
+        moved = large.copy()
+        moved[at] += 1
+        names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, head=moved))))
+    assert len(names) == 3
+
+
 class Other:
     """A network of the protocol, not a Transformer."""
 

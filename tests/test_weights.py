@@ -63,9 +63,24 @@ def test_values_of_every_dtype_and_alignment(write, dtype, padding):
     found = file.read("w")
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, array.astype(np.float32))
-    out = np.empty((3, 5), np.float32)
-    file.read_into("w", out)
-    np.testing.assert_array_equal(out, found)
+    for order in "CF":
+        out = np.empty((3, 5), np.float32, order=order)
+        file.read_into("w", out)
+        np.testing.assert_array_equal(out, found)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("shape", [(256, 3), (257, 2), (600, 5), (0, 4), (7,)])
+def test_rows_into_columns(write, dtype, shape):
+    """A part of a larger matrix that lies by columns, in bands of rows."""
+    array = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    header = {"w": entry(NAMES[np.dtype(dtype)], list(shape), 0, array.nbytes)}
+    file = SafetensorsFile(write(pack(header, array.tobytes())))
+    whole = np.full((shape[0] + 3, *shape[1:]), 9, np.float32, order="F")
+    file.read_into("w", whole[2:-1])
+    np.testing.assert_array_equal(whole[2:-1], array.astype(np.float32))
+    assert (whole[:2] == 9).all()
+    assert (whole[-1:] == 9).all()
 
 
 def test_special_values_keep_their_bits(write):

@@ -13,7 +13,7 @@ from kvcache.engine.weights import LayerWeights
 
 __all__ = ["fingerprint"]
 
-_PIECES, _PIECE_BYTES = 64, 1024  # of one array; one of up to as many bytes is taken whole
+_PIECES, _PIECE = 64, 256  # of one array, values each; an array of up to as many values is taken whole
 
 
 def fingerprint(model: Any) -> str:
@@ -48,9 +48,9 @@ def _add(digest: Any, array: Any) -> None:
         digest.update(b"none")
         return
     digest.update(f"{array.dtype.str}{array.shape}".encode())
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if len(data) <= _PIECES * _PIECE_BYTES:
-        digest.update(data)
+    if array.size <= _PIECES * _PIECE:
+        digest.update(array.tobytes())
         return
-    for start in np.linspace(0, len(data) - _PIECE_BYTES, _PIECES).astype(np.int64).tolist():
-        digest.update(data[start : start + _PIECE_BYTES])
+    # By rows, however the array lies in memory; `flat` copies no more than it is asked for.
+    for start in np.linspace(0, array.size - _PIECE, _PIECES).astype(np.int64).tolist():
+        digest.update(array.flat[start : start + _PIECE].tobytes())
