@@ -28,8 +28,10 @@ def quiet(code):
             found.add(instruction.offset)
         # LOAD_CONST None, three times, or once and DUP_TOP, twice; then the call
         nones = every[i : i + 3]
-        if instruction.opname == "LOAD_CONST" and len(nones) == 3 and all(
-            x.opname == "DUP_TOP" or (x.opname == "LOAD_CONST" and x.argval is None) for x in nones
+        if (
+            instruction.opname == "LOAD_CONST"
+            and len(nones) == 3
+            and all(x.opname == "DUP_TOP" or (x.opname == "LOAD_CONST" and x.argval is None) for x in nones)
         ):
             first = i
             while every[first - 1].opname in ("NOP", "POP_BLOCK", "SWAP", "ROT_TWO", "ROT_THREE"):
