@@ -6,7 +6,6 @@ from kvcache._trie cimport TokenTrie
 
 
 cdef class EntryTrie(TokenTrie):
-    cdef public Py_ssize_t evicted    # entries that `evict_entry` took, ever
     # The first entry at or below the node, by recency; the node's leaf where none is marked.
     cdef int32_t serving(self, int32_t id) noexcept nogil
     cdef object _evict_entry(self, int32_t kept)

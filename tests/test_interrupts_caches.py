@@ -7,6 +7,7 @@ that it runs, and two instructions of each.
 
 import functools
 import importlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ OPERATIONS = [
     for name in scene.operations()
 ]
 PYTHON = (HOUSE, str(Path(os.__file__).parent))  # what is called of Python's own library may be interrupted as well
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quietly():
+    """Damage is logged."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize(("scene", "name"), OPERATIONS)
