@@ -46,7 +46,8 @@ class Lines:
 
     Args:
         stop: the count at which KeyboardInterrupt is raised; None: never.
-        opcodes: count single instructions of the interpreter instead of lines.
+        opcodes: count single instructions of the interpreter instead of lines; from Python 3.12 on, which passes over
+            most of them, lines all the same.
         house: count what stands in files whose names begin like this, or like one of these.
         again: the count at which it is raised once more: who puts things right may be interrupted, too.
 
@@ -58,7 +59,8 @@ class Lines:
 
     def __init__(self, stop=None, opcodes=False, house=HOUSE, again=None):
         self.again = again
-        self.stop, self.event, self.house = stop, "opcode" if opcodes else "line", house
+        self.stop, self.house = stop, house
+        self.event = "opcode" if opcodes and sys.version_info < (3, 12) else "line"
         self.count, self.seen, self.struck = 0, [], None
 
     def __enter__(self):

@@ -10,6 +10,8 @@ import importlib
 import logging
 import os
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,36 @@ OPERATIONS = [
     for name in scene.operations()
 ]
 PYTHON = (HOUSE, str(Path(os.__file__).parent))  # what is called of Python's own library may be interrupted as well
+
+
+def locked(lock, numbers):
+    """Every way out of a `with`."""
+    for number in numbers:
+        with lock:
+            if number == 0:
+                continue
+            if number == 3:
+                break
+            try:
+                len(numbers[number:])
+            finally:
+                str(number)
+    with lock, suppress(ValueError):
+        numbers.index(-1)
+    with lock:
+        return sum(numbers)
+
+
+def test_no_interrupt_strikes_where_python_looks_at_no_signal():
+    """Between the block of a `with` and the call of `__exit__`, where a lock would stay taken for ever."""
+    lock = threading.Lock()
+    with Lines(None, True, __file__) as lines:
+        assert locked(lock, range(6)) == 15
+    assert len(lines.seen) > 20
+    for stop in range(1, len(lines.seen) + 1):
+        with pytest.raises(KeyboardInterrupt), Lines(stop, True, __file__):
+            locked(lock, range(6))
+        assert not lock.locked(), f"taken after {lines.seen[stop - 1]}"
 
 
 @pytest.fixture(scope="module", autouse=True)
