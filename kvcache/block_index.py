@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,15 +103,18 @@ class BlockIndex:
             self.used[found.blocks] = self._clock + 1
             found = found._replace(node=self.trie.touch(found.node, length))
             self._clock += 1
-        miss, short, reasons = reason is not None, 0 < len(ids) < self.block_size, dict(self.reasons)
-        if short:  # neither a hit nor a miss, and yet nothing can be reused
-            reason = "shorter_than_block"
+        counts: dict[str, Any] = {
+            "hits": self.hits + len(found.blocks),
+            "hit_tokens": self.hit_tokens + length,
+            "lookup_tokens": self.lookup_tokens + len(ids),
+        }
         if reason is not None:
-            reasons[reason] += 1
-        vars(self).update(  # one call, so that an interrupt finds all of them counted, or none
-            hits=self.hits + len(found.blocks), misses=self.misses + miss, short=self.short + short, reasons=reasons,
-            hit_tokens=self.hit_tokens + length, lookup_tokens=self.lookup_tokens + len(ids),
-        )  # fmt: skip
+            counts["misses"] = self.misses + 1
+        elif 0 < len(ids) < self.block_size:  # neither a hit nor a miss, and yet nothing can be reused
+            counts["short"], reason = self.short + 1, "shorter_than_block"
+        if reason is not None:
+            counts["reasons"] = self.reasons | {reason: self.reasons[reason] + 1}
+        self.__dict__.update(counts)  # one call, so that an interrupt finds all of them counted, or none
         return found
 
     def _why(self, missing: Tokens, found: Match, name: Hashable) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,21 +23,6 @@ Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
 
 
-class Counts(NamedTuple):
-    """What the lookups of a cache came to."""
-
-    hits: int = 0
-    misses: int = 0
-    hit_tokens: int = 0
-    lookup_tokens: int = 0
-
-    def found(self, length: int, wanted: int) -> Counts:
-        """With one more lookup, of `wanted` tokens, that found `length` of them; 0: it was a miss."""
-        hit = length > 0
-        tokens = self.hit_tokens + length, self.lookup_tokens + wanted
-        return Counts(self.hits + hit, self.misses + (not hit), *tokens)
-
-
 class EntryIndex:
     """A trie of entries per namespace, each token in a slot of an arena; within the limits of a config.
 
@@ -47,7 +31,7 @@ class EntryIndex:
         roots, names: the trie's root by namespace, and back.
         arenas: the rows by their shape, `(num_layers, kv_dim)`.
         arena_of: where the rows of a root's entries lie.
-        counts: what lookups came to; replaced, never changed.
+        hits, misses, hit_tokens, lookup_tokens: what lookups came to.
     """
 
     def __init__(self, config: PrefixCacheConfig) -> None:
@@ -57,7 +41,7 @@ class EntryIndex:
         self.names: dict[int, Hashable] = {}
         self.arenas: dict[tuple[int, int], RowArena] = {}
         self.arena_of: dict[int, RowArena] = {}
-        self.counts = Counts()
+        self.hits = self.misses = self.hit_tokens = self.lookup_tokens = 0
 
     # -- lookup -------------------------------------------------------------------------------------------
 
@@ -70,6 +54,14 @@ class EntryIndex:
                 return node, length, slots
             self._forget_from(root, ids[: good + 1])
         return -1, 0, np.empty(0, np.int32)
+
+    def count(self, length: int, wanted: int) -> None:
+        """One more lookup, of `wanted` tokens, that found `length` of them; 0: it was a miss."""
+        hit = length > 0
+        self.__dict__.update(  # one call, so that an interrupt finds all of them counted, or none
+            hits=self.hits + hit, misses=self.misses + (not hit),
+            hit_tokens=self.hit_tokens + length, lookup_tokens=self.lookup_tokens + wanted,
+        )  # fmt: skip
 
     def _forget_from(self, root: int, ids: Tokens) -> None:
         """Forget the last of these tokens and all that follows it; what leads to it stays, as an entry if need be."""
@@ -233,7 +225,9 @@ class EntryIndex:
         taken: list[tuple[RowArena, Int32]] = []
         try:
             index = EntryIndex(self.config)
-            index.arenas, index.counts, index.trie.evicted = dict(self.arenas), self.counts, self.trie.evicted
+            index.arenas, index.trie.evicted = dict(self.arenas), self.trie.evicted
+            index.hits, index.misses = self.hits, self.misses
+            index.hit_tokens, index.lookup_tokens = self.hit_tokens, self.lookup_tokens
             index._take_in(snapshot, arenas, taken)
         except Exception:  # after an interrupt `mend` does it
             for arena, slots in taken:

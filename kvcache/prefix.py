@@ -88,13 +88,13 @@ class PrefixKvCache:
             if length and not self.config.partial_matches:
                 node, length = index.trie.entry_at(node, length)
             if length < max(1, self.config.min_prefix_len):
-                index.counts = index.counts.found(0, len(ids))
+                index.count(0, len(ids))
                 return None
             arena = index.arena_of[index.roots[namespace]]
             arena.settle()
             state = _LeasedState(arena.lease(slots[:length]))
             index.trie.touch_entry(node)
-            index.counts = index.counts.found(length, len(ids))
+            index.count(length, len(ids))
             return length, state
 
     @staticmethod
@@ -256,25 +256,26 @@ class PrefixKvCache:
     @property
     def hits(self) -> int:
         """Lookups that found something."""
-        return self._index.counts.hits
+        return self._index.hits
 
     @property
     def misses(self) -> int:
         """Lookups that found nothing."""
-        return self._index.counts.misses
+        return self._index.misses
 
     @property
     def hit_tokens(self) -> int:
         """Tokens matched by all lookups."""
-        return self._index.counts.hit_tokens
+        return self._index.hit_tokens
 
     def stats(self) -> PrefixKvStats:
         """The counters now."""
         with self._lock:
-            trie = self._index.trie
+            index = self._index
             return PrefixKvStats(
-                len(self), trie.num_tokens, self._index.used_bytes(), *self._index.counts, trie.evicted
-            )
+                len(self), index.trie.num_tokens, index.used_bytes(), index.hits, index.misses, index.hit_tokens,
+                index.lookup_tokens, index.trie.evicted,
+            )  # fmt: skip
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
