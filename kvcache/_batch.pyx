@@ -127,15 +127,6 @@ cdef class BatchTable(SequenceTable):
         self.pick_(numbers(ids), ids.shape[0])
         self.leave_picked_(ids.shape[0])
 
-    def touch_batch(self, seq_ids):
-        """Count an access to each, in this order; SequenceNotFoundError if there is no such sequence."""
-        cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef int64_t i, n = ids.shape[0]
-        for i in range(n):
-            self.row_of(numbers(ids)[i])
-        for i in range(n):
-            self.touch_(self.rows.get(numbers(ids)[i]))
-
     def csr(self, seq_ids):
         """`(indptr, block_ids, last_block_len)`, int32: the block tables one after another, each block once.
 

@@ -48,7 +48,7 @@ cdef class SequenceStore:
         self.store.move_slots(self.table.compact(seq_id))
 
     def write(self, layer, uint64_t seq_id, start, keys, values):
-        """Store rows at tokens `start`.. of a sequence, copying shared blocks first.
+        """Store rows at tokens `start`.. of a sequence, copying shared blocks first; an access.
 
         Args:
             keys, values: float32 `(n, num_heads, head_dim)`; `start + n` at most the sequence's length.
@@ -69,9 +69,13 @@ cdef class SequenceStore:
         if num_runs:
             with nogil:
                 _kernels.write_runs(&self.store.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])
+        table.touch_(row)
 
     def write_batch(self, layer, const uint64_t[::1] seq_ids, keys, values):
-        """Store one row each at the last tokens of many sequences; `keys`, `values` `(len(seq_ids), heads, dim)`.
+        """Store one row each at the last tokens of many sequences, an access to each, in this order.
+
+        Args:
+            keys, values: float32 `(len(seq_ids), num_heads, head_dim)`.
 
         Raises:
             as `write`; ValueError also for a sequence without tokens or named twice. All or nothing,
@@ -100,6 +104,7 @@ cdef class SequenceStore:
             last = table.seqs[row].num_tokens
             table.slice_(row, last - 1, last)
             _kernels.write_runs(&self.store.layout, base, table.cut, 1, &k[i, 0, 0], &v[i, 0, 0])
+            table.touch_(row)
 
     def read(self, layer, uint64_t seq_id, start, stop):
         """Tokens `start`..`stop` of a sequence as `(keys, values)`, float32 `(n, num_heads, head_dim)` each."""

@@ -291,5 +291,6 @@ cdef class SequenceTable(RankedRows):
         new.sink_tokens, new.dense, new.priority = old.sink_tokens, old.dense, old.priority
         if new.num_runs:
             self.pool.retain_each(&new.runs[0].block, new.num_runs, RUN_STRIDE)
+        self.forks += 1
         self.touch_(row)
         self.rank_(row)

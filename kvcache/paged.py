@@ -100,7 +100,6 @@ class PagedKvCache(EvictableSequences):
             if start < 0 or start + len(k) > n:
                 raise IndexError(f"expected tokens within [0, {n}), got [{start}, {start + len(k)})")
             self._sequences.write(as_integer(layer, "layer"), seq_id, start, k, v)
-            self._table.touch(seq_id)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Store K and V of the last token of each of many sequences, all or nothing.
@@ -117,7 +116,6 @@ class PagedKvCache(EvictableSequences):
             raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
         with self._lock:
             self._sequences.write_batch(as_integer(layer, "layer"), ids, k, v)
-            self._table.touch_batch(ids)
 
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
@@ -212,8 +210,8 @@ class PagedKvCache(EvictableSequences):
             return CacheStats(
                 pool.total_allocations,
                 pool.total_frees,
-                self._evictions,
-                self._forks,
+                self._table.evictions,
+                self._table.forks,
                 pool.peak_used,
                 pool.nbytes + self._table.nbytes + self._store.bookkeeping,
             )

@@ -27,7 +27,6 @@ class EvictableSequences(PagedSequences):
 
     def __init__(self, store: BlockStore, strategy: EvictionStrategy, threshold: float) -> None:
         super().__init__(store)
-        self._evictions = 0
         self.with_eviction_strategy(strategy)
         self.with_eviction_threshold(threshold)
 
@@ -111,11 +110,9 @@ class EvictableSequences(PagedSequences):
             InvalidOperationError: there is no sequence that may leave.
         """
         with self._lock:
-            seq_id = self._table.victim()
+            seq_id = self._table.evict()
             if seq_id is None:
                 raise InvalidOperationError("no sequence to evict")
-            self._table.free(seq_id)
-            self._evictions += 1
             return SeqId(seq_id)
 
     def evict_to_threshold(self, target_util: float) -> list[SeqId]:
@@ -130,6 +127,4 @@ class EvictableSequences(PagedSequences):
         if not target_util == target_util:
             raise ValueError("expected a utilization, got nan")
         with self._lock:
-            evicted = self._table.evict_to(target_util)
-            self._evictions += len(evicted)
-            return list(map(SeqId, evicted.tolist()))
+            return list(map(SeqId, self._table.evict_to(target_util).tolist()))

@@ -26,7 +26,6 @@ class PagedSequences(PagedBlocks):
         super().__init__(store)
         self._table = BatchTable(self._pool, store.block_size)
         self._sequences = SequenceStore(store, self._table)
-        self._forks = 0
         self._holders.append(self._table.references)
 
     # -- start and end --------------------------------------------------------------------------------------
@@ -66,7 +65,6 @@ class PagedSequences(PagedBlocks):
         """
         with self._lock:
             self._table.fork(as_seq_id(src_seq), as_seq_id(dst_seq))
-            self._forks += 1
 
     def swap(self, first_seq: int, second_seq: int) -> None:
         """Two sequences exchange their ids and handles: the way back to a fork. Takes no memory.
@@ -177,7 +175,7 @@ class PagedSequences(PagedBlocks):
             SequenceNotFoundError: a source is not there.
         """
         with self._lock:
-            self._forks += self._table.fork_batch(src_seqs, dst_seqs)
+            self._table.fork_batch(src_seqs, dst_seqs)
 
     def free_batch(self, seq_ids: npt.ArrayLike) -> None:
         """End many sequences, all or nothing.
