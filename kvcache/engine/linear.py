@@ -5,8 +5,8 @@ things, here as found with OpenBLAS 0.3.31 and matrices of 512 to 4096 channels 
 
 - the order in memory: a matrix with more outputs than inputs streams twice as fast by columns, one with fewer
   outputs half as fast again by rows;
-- the pages: huge ones give another quarter, and the system backs an allocation with them only from some MiB on, so
-  that all matrices of a network lie in one (NumPy asks for huge pages itself, numpy.org/doc, "Memory management");
+- the pages: huge ones give another quarter, and only a large allocation is made of them, so that all matrices of a
+  network lie in one (NumPy asks the system for huge pages from 4 MiB on);
 - the product: up to six rows are fastest one by one, since a matrix product of few rows takes 2 to 5 times as long.
 """
 
