@@ -31,7 +31,8 @@ class EntryIndex:
         roots, names: the trie's root by namespace, and back.
         arenas: the rows by their shape, `(num_layers, kv_dim)`.
         arena_of: where the rows of a root's entries lie.
-        hits, misses, hit_tokens, lookup_tokens: what lookups came to.
+        counts: hits and misses of lookups, tokens found and looked up; replaced, never changed, so that an interrupt
+            finds all of a lookup counted, or none.
     """
 
     def __init__(self, config: PrefixCacheConfig) -> None:
@@ -41,7 +42,7 @@ class EntryIndex:
         self.names: dict[int, Hashable] = {}
         self.arenas: dict[tuple[int, int], RowArena] = {}
         self.arena_of: dict[int, RowArena] = {}
-        self.hits = self.misses = self.hit_tokens = self.lookup_tokens = 0
+        self.counts = (0, 0, 0, 0)
 
     # -- lookup -------------------------------------------------------------------------------------------
 
@@ -57,11 +58,12 @@ class EntryIndex:
 
     def count(self, length: int, wanted: int) -> None:
         """One more lookup, of `wanted` tokens, that found `length` of them; 0: it was a miss."""
-        hit = length > 0
-        self.__dict__.update(  # one call, so that an interrupt finds all of them counted, or none
-            hits=self.hits + hit, misses=self.misses + (not hit),
-            hit_tokens=self.hit_tokens + length, lookup_tokens=self.lookup_tokens + wanted,
-        )  # fmt: skip
+        hits, misses, found, looked_up = self.counts
+        if length:
+            hits += 1
+        else:
+            misses += 1
+        self.counts = hits, misses, found + length, looked_up + wanted
 
     def _forget_from(self, root: int, ids: Tokens) -> None:
         """Forget the last of these tokens and all that follows it; what leads to it stays, as an entry if need be."""
@@ -225,9 +227,7 @@ class EntryIndex:
         taken: list[tuple[RowArena, Int32]] = []
         try:
             index = EntryIndex(self.config)
-            index.arenas, index.trie.evicted = dict(self.arenas), self.trie.evicted
-            index.hits, index.misses = self.hits, self.misses
-            index.hit_tokens, index.lookup_tokens = self.hit_tokens, self.lookup_tokens
+            index.arenas, index.counts, index.trie.evicted = dict(self.arenas), self.counts, self.trie.evicted
             index._take_in(snapshot, arenas, taken)
         except Exception:  # after an interrupt `mend` does it
             for arena, slots in taken:

@@ -256,26 +256,24 @@ class PrefixKvCache:
     @property
     def hits(self) -> int:
         """Lookups that found something."""
-        return self._index.hits
+        return self._index.counts[0]
 
     @property
     def misses(self) -> int:
         """Lookups that found nothing."""
-        return self._index.misses
+        return self._index.counts[1]
 
     @property
     def hit_tokens(self) -> int:
         """Tokens matched by all lookups."""
-        return self._index.hit_tokens
+        return self._index.counts[2]
 
     def stats(self) -> PrefixKvStats:
         """The counters now."""
         with self._lock:
             index = self._index
-            return PrefixKvStats(
-                len(self), index.trie.num_tokens, index.used_bytes(), index.hits, index.misses, index.hit_tokens,
-                index.lookup_tokens, index.trie.evicted,
-            )  # fmt: skip
+            counts = *index.counts, index.trie.evicted
+            return PrefixKvStats(len(self), index.trie.num_tokens, index.used_bytes(), *counts)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
