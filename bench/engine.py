@@ -6,6 +6,7 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ import numpy as np
 
 from bench.blas import set_threads
 from bench.checkpoints import SIZES, Size, write_checkpoint
-from bench.common import Candidate, Case, Claim, Result, Table, at_most, faster, run_case
+from bench.common import Candidate, Case, Result, Table, at_most, faster, run_case
 from bench.engine_rivals import LlamaCpp, OpenVino, Transformers, availability, installed
 from bench.plot import plot_table
 from bench.rates import Columns, print_rates
@@ -28,10 +29,13 @@ from kvcache.paged import PagedKvCache
 __all__ = ["add_arguments", "main"]
 
 PROMPT, SHARED, TAIL, STEPS = 2048, 2000, 32, 16
+FAR, MORE, FAR_FORMATS = 16384, 512, ("f32", "q8", "q4")
 FORMATS = ("f32", "f16", "q8", "q4")
 OURS = tuple(f"kvcache {dtype}" for dtype in FORMATS)
 OTHERS = (Transformers.name, LlamaCpp.name, OpenVino.name)
 SPEED = Columns((*OURS, *OTHERS), rivals=OTHERS, unit="tokens/s", scale=1.0)
+FAR_OURS = tuple(f"kvcache {dtype}" for dtype in FAR_FORMATS)
+FAR_SPEED = replace(SPEED, subjects=(*FAR_OURS, OpenVino.name), rivals=(FAR_OURS[0], OpenVino.name))
 COLD, CACHED = "cold", "prefix cached"
 FIRST = Columns((CACHED, COLD, *(f"{name}, {what}" for name in OTHERS for what in (CACHED, COLD))), rivals=(COLD,))
 PYTHON_SHARE = 0.10
@@ -40,18 +44,27 @@ GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=STEP
 
 
 class Bench:
-    """A checkpoint of one size, our engine over it once per format, and the rivals."""
+    """A checkpoint of one size, our engine over it once per format, and the rivals of these names."""
 
-    def __init__(self, size: Size, folder: Path, threads: int, prompt: int) -> None:
+    def __init__(
+        self,
+        size: Size,
+        folder: Path,
+        threads: int,
+        prompt: int,
+        formats: tuple[str, ...] = FORMATS,
+        rivals: tuple[str, ...] = OTHERS,
+    ) -> None:
         set_threads(threads)
         rng = np.random.default_rng(1)
         self.size, self.threads = size, threads
         self.prompt = rng.integers(3, size.vocabulary, prompt, dtype=np.uint32)
         self._rng = rng
         self.model = Transformer.from_pretrained(write_checkpoint(size, folder / "checkpoint"))
-        self.engines = {dtype: InferenceEngine(self.model, dtype=dtype) for dtype in FORMATS}
+        blocks = size.positions // 16 + 2  # one text, and the fork that takes its steps back
+        self.engines = {dtype: InferenceEngine(self.model, dtype=dtype, num_blocks=blocks) for dtype in formats}
         self.rivals = {}
-        for rival in installed():
+        for rival in (each for each in installed() if each.name in rivals):
             try:
                 self.rivals[rival.name] = rival(size, folder / "rival", threads)
             except Exception as error:  # another project's package that does not take this network
@@ -94,6 +107,22 @@ class Bench:
             else:
                 rival.prefill(self.prompt)
                 yield Candidate(name, partial(rival.decode, STEPS), STEPS, rival.rewind, facts)
+
+    def extend(self, count: int) -> Iterator[Candidate]:
+        """More tokens behind the prompt, which is in everybody's cache."""
+        facts = {"work": float(count)}
+        for dtype, engine in self.engines.items():
+            self._prefill(engine)
+            more = partial(engine.prefill_from_pos, self.fresh()[:count], len(self.prompt))
+            yield Candidate(f"kvcache {dtype}", more, before=Steps(engine, len(self.prompt)).rewind, facts=facts)
+        for name, rival in self.rivals.items():
+            assert isinstance(rival, OpenVino), f"expected OpenVINO alone, got {name}"
+            rival.first_token(self.prompt)
+
+            def behind(rival: OpenVino = rival) -> float:
+                return rival.first_token(np.concatenate([self.prompt, self.fresh()[:count]]))
+
+            yield Candidate(name, seconds=behind, facts=facts)
 
     def shares(self, dtype: str, rounds: int) -> dict[str, float]:
         """Where a step's time goes, the median of each part."""
@@ -190,11 +219,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="of everybody (default 2)")
 
 
-def claims(rivals: tuple[str, ...], bound: float) -> tuple[Claim, ...]:
-    """Ours in f32 over each of them."""
-    return tuple(faster(bound, OURS[0], name) for name in rivals)
-
-
 def main(options: argparse.Namespace) -> int:
     """Print every table; 1 if a bound was missed."""
     names = [options.size] if options.size else ["tiny"] if options.quick else ["small", "large"]
@@ -204,14 +228,16 @@ def main(options: argparse.Namespace) -> int:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(SIZES[name], Path(folder), options.threads, 512 if options.quick else PROMPT)
-            results = list(measure(bench, rounds, options.quick))
-            for title, columns, result in results:
+            for title, columns, result in measure(bench, rounds, options.quick):
                 missed += print_rates(title, columns, [result], as_markdown=options.markdown)
                 done.append((Table(title, ()), [result]))
             shares[name] = {dtype: bench.shares(dtype, rounds) for dtype in FORMATS}
             missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
             del bench
             gc.collect()
+            for title, columns, result in measure_far(SIZES[name], Path(folder, "far"), rounds, options):
+                missed += print_rates(title, columns, [result], as_markdown=options.markdown)
+                done.append((Table(title, ()), [result]))
     if options.json:
         save_json(options.json, done, shares=shares)
     if options.plot:
@@ -224,15 +250,30 @@ def main(options: argparse.Namespace) -> int:
 def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Columns, Result]]:
     """The three tables of one size."""
     what = f"{bench.size}, {bench.threads} thr"
-    case = Case(f"{len(bench.prompt)} tokens", bench.prefill, claims(OTHERS[:1], 2))
+    case = Case(f"{len(bench.prompt)} tokens", bench.prefill, (faster(2, "kvcache f32", Transformers.name),))
     yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
-    case = Case(f"at {len(bench.prompt)} tokens", bench.decode, claims(OTHERS[:1], 3))
+    bounds = (faster(3, "kvcache f32", Transformers.name), faster(1, "kvcache f32", OpenVino.name))
+    case = Case(f"at {len(bench.prompt)} tokens", bench.decode, bounds)
     yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     shared, tail = (480, 32) if quick else (SHARED, TAIL)
-    case = Case(
-        f"{shared} of {shared + tail} cached", partial(bench.first_token, shared, tail), (at_most(0.05, CACHED, COLD),)
-    )
+    bounds = (at_most(0.05, CACHED, COLD), at_most(1, CACHED, f"{OpenVino.name}, {CACHED}"))
+    case = Case(f"{shared} of {shared + tail} cached", partial(bench.first_token, shared, tail), bounds)
     yield f"8c. First token, {what}", FIRST, run_case(case, rounds, threaded=True, settle=SETTLE)
+
+
+def measure_far(
+    size: Size, folder: Path, rounds: int, options: argparse.Namespace
+) -> Iterator[tuple[str, Columns, Result]]:
+    """Far into a text, beside OpenVINO alone: the others take a minute and more to get there."""
+    prompt, more = (1024, 64) if options.quick else (FAR, MORE)
+    size = replace(size, positions=prompt + more + 2 * STEPS)
+    bench = Bench(size, folder, options.threads, prompt, FAR_FORMATS, (OpenVino.name,))
+    what = f"{size}, {options.threads} thr"
+    case = Case(f"at {prompt} tokens", bench.decode, (faster(2, "kvcache q4", OpenVino.name),))
+    yield f"8d. Decode far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    bounds = (faster(1, "kvcache f32", OpenVino.name), faster(1, "kvcache q4", OpenVino.name))
+    case = Case(f"{more} tokens behind {prompt}", partial(bench.extend, more), bounds)
+    yield f"8e. Prefill far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
 
 
 def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: bool) -> int:

@@ -52,7 +52,7 @@ def _targets(engine: InferenceEngine) -> Iterator[tuple[Any, str, str]]:
     yield type(engine.cache), "attention", ATTENTION
     yield type(engine.cache), "write", WRITES
     yield type(engine.cache), "append", WRITES
-    yield network, "_linear", PRODUCTS
+    yield network, "linear", PRODUCTS
     yield network, "_rms_norm", ROWS
     yield network, "_mlp", ROWS
     yield RopeTable, "rotate", ROWS

@@ -24,18 +24,24 @@ __all__ = ["APPEND", "WRITE", "append_cases", "memory_report", "print_memory", "
 NARROW, RATE = "read 4, write 2", "3 GB/s"
 WRITE = Columns(FORMATS, lambda subject: NARROW)
 APPEND = Columns(("one call", "a call each"), rivals=("a call each",))
+CHUNK = 512  # tokens of a call: what an engine prefills at once
 FIXED = 1 << 20  # bytes by which the scratch of a large call may exceed that of a small one
 
 
 def write_cases(tokens: int, head_dims: tuple[int, ...]) -> Iterator[Case]:
-    """Many tokens of one sequence, one thread. The ceiling reads the floats and writes half as many bytes."""
+    """Many tokens of one sequence, one thread: in calls of a prefill chunk, and in one call.
+
+    Values are looked at before any is written, so that one large call reads them from memory twice. The
+    ceiling reads the floats and writes half as many bytes.
+    """
     bounds = (share_of(0.85, "f16", NARROW), share_of(1.0, "q4", RATE))
     for head_dim in head_dims:
         shape = Shape(tokens, 1, head_dim)
-        yield Case(f"write {shape}, 1 thr", partial(_write_candidates, shape), bounds)
+        for step in (min(CHUNK, tokens), tokens):
+            yield Case(f"write {shape}, calls of {step}, 1 thr", partial(_write_candidates, shape, step), bounds)
 
 
-def _write_candidates(shape: Shape) -> Iterator[Candidate]:
+def _write_candidates(shape: Shape, step: int) -> Iterator[Candidate]:
     set_threads(1)
     keys, values = fill_rows(shape.context, shape.kv_heads, shape.head_dim)
     sources = [(keys + np.float32(i), values) for i in range(layer_count(shape.float_bytes))]
@@ -46,7 +52,7 @@ def _write_candidates(shape: Shape) -> Iterator[Candidate]:
             num_layers=len(sources), dtype=dtype,
         )  # fmt: skip
         scatter(cache, np.array([1], np.uint64), [shape.context])
-        yield Candidate(dtype, _Turns(cache, sources).run, facts={"work": work})
+        yield Candidate(dtype, _Turns(cache, sources, step).run, facts={"work": work})
     source, target = (huge_array(shape.float_bytes * len(sources) // part) for part in (1, 2))
     run = narrow(source, target)
     yield Candidate(NARROW, run, count=source.nbytes / work, facts={"work": work})
@@ -54,16 +60,19 @@ def _write_candidates(shape: Shape) -> Iterator[Candidate]:
 
 
 class _Turns:
-    """Writes the next input into the next layer."""
+    """Writes the next input into the next layer, `step` tokens in a call."""
 
-    def __init__(self, cache: PagedKvCache, sources: list[tuple[Any, Any]]) -> None:
-        self._cache, self._sources, self._turn = cache, sources, 0
+    def __init__(self, cache: PagedKvCache, sources: list[tuple[Any, Any]], step: int) -> None:
+        self._cache, self._sources, self._step, self._turn = cache, sources, step, 0
         for _ in sources:
             self.run()
 
     def run(self) -> None:
         self._turn = (self._turn + 1) % len(self._sources)
-        self._cache.write(self._turn, 1, *self._sources[self._turn])
+        keys, values = self._sources[self._turn]
+        for start in range(0, len(keys), self._step):
+            stop = start + self._step
+            self._cache.write(self._turn, 1, keys[start:stop], values[start:stop], start)
 
 
 def append_cases(sequences: int, context: int) -> Iterator[Case]:

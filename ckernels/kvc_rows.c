@@ -4,17 +4,21 @@
 #include <math.h>
 #include <string.h>
 
-/* count rows, row_stride floats apart, to consecutive slots of one head. */
-static void write_floats(kvc_rows rows, unsigned char *head, int slot, int count, const float *x,
-                         size_t row_stride) {
+/* The rows of count tokens, each of all heads, to consecutive slots. Token by token, as the rows lie in memory: head by
+ * head every row would come out of another page, which the processor does not fetch ahead. */
+static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes, int num_heads, int slot,
+                         int count, const float *x) {
     const int dim = rows.dim;
-    unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
-    for (int i = 0; i < count; i++, x += row_stride, row += kvc_row_bytes(rows)) {
-        if (rows.bits == 32) {
-            memcpy(row, x, (size_t)dim * sizeof(float));
-        } else {
-            for (int d = 0; d < dim; d += KVC_LANES)
-                store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
+    const size_t row_bytes = kvc_row_bytes(rows);
+    for (int i = slot; i < slot + count; i++) {
+        for (int h = 0; h < num_heads; h++, x += dim) {
+            unsigned char *row = block + (size_t)h * head_bytes + (size_t)i * row_bytes;
+            if (rows.bits == 32) {
+                memcpy(row, x, (size_t)dim * sizeof(float));
+            } else {
+                for (int d = 0; d < dim; d += KVC_LANES)
+                    store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
+            }
         }
     }
 }
@@ -45,19 +49,17 @@ void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kv
     KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values);
     const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
     for (int64_t i = 0; (k || v) && i < num_runs; i++) {
-        unsigned char *k_head = arena + (size_t)runs[i].block * layout->block_bytes;
-        unsigned char *v_head = k_head + heads * layout->key_head_bytes;
-        const int first = runs[i].first, count = runs[i].stop - first;
-        for (size_t h = 0; h < heads; h++) {
-            if (k)
-                write_floats(k_rows, k_head + h * layout->key_head_bytes, first, count, k + h * dim,
-                             row_stride);
-            if (v)
-                write_floats(v_rows, v_head + h * layout->value_head_bytes, first, count, v + h * dim,
-                             row_stride);
+        unsigned char *block = arena + (size_t)runs[i].block * layout->block_bytes;
+        const int first = runs[i].first, count = runs[i].stop - first, num_heads = layout->num_heads;
+        if (k) {
+            write_floats(k_rows, block, layout->key_head_bytes, num_heads, first, count, k);
+            k += (size_t)count * row_stride;
         }
-        if (k) k += (size_t)count * row_stride;
-        if (v) v += (size_t)count * row_stride;
+        if (v) {
+            write_floats(v_rows, block + heads * layout->key_head_bytes, layout->value_head_bytes, num_heads,
+                         first, count, v);
+            v += (size_t)count * row_stride;
+        }
     }
 }
 

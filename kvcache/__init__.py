@@ -3,8 +3,8 @@
 Paged blocks with copy-on-write, exact prefix reuse, token eviction and attention straight over the blocks.
 """
 
-# First of all: it says how the kernels' threads wait, which is read when they are loaded.
-from kvcache._openmp import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+# First of all: it says how threads wait, which libraries read when they are loaded.
+from kvcache._threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
 from kvcache.blocks import PrefixCache
 from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.blocks_prefill import PrefixAwarePrefill

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores"]
+__all__ = [
+    "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores", "check_integers",
+]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 
@@ -42,9 +44,10 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
             raise TypeError(f"expected {name} of a float dtype, got {array.dtype}")
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
-    if array.ndim != len(shape) or any(
-        want is not None and want != got for want, got in zip(shape, array.shape, strict=True)
-    ):
+    fits = array.ndim == len(shape)
+    for want, got in zip(shape, array.shape, strict=False):
+        fits &= want is None or want == got
+    if not fits:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"expected {name} of shape {wanted}, got {array.shape}")
     return np.ascontiguousarray(array)
@@ -98,6 +101,12 @@ def as_integer(value: Any, name: str) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"expected {name} below 2**63, got {value}")
     return int(value)
+
+
+def check_integers(**values: Any) -> None:
+    """Raise as `as_integer` for the first of these, named like its argument, that is none."""
+    for name, value in values.items():
+        as_integer(value, name)
 
 
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:

@@ -15,5 +15,6 @@ cdef class BatchTable(SequenceTable):
     cdef int make_room_(self, int64_t n) except -1
     cdef int refuse_new_(self, const uint64_t *ids, int64_t n) except -1      # ids that are taken
     cdef int refuse_twice_(self, uint64_t id) except -1
+    cdef void leave_picked_(self, int64_t n) noexcept nogil            # the first n of `picked`
     cdef bint step_(self, Sequence *seq) noexcept nogil
     cdef int64_t need_one_each_(self, int64_t n) noexcept nogil        # blocks that a token more for each takes

@@ -55,8 +55,7 @@ cdef class BatchTable(SequenceTable):
                 self.picked[i] = self.enter_(numbers(ids)[i], self.blocks_for(num_tokens[i]), holes=False)
                 taken += 1
         except BaseException:
-            for i in range(taken):
-                self.leave_(self.picked[i])
+            self.leave_picked_(taken)
             raise
         for i in range(n):
             row = self.picked[i]
@@ -112,8 +111,7 @@ cdef class BatchTable(SequenceTable):
                 self.picked[i] = self.enter_fork_(self.rows.get(numbers(olds)[i]), numbers(news)[i])
                 taken += 1
         except BaseException:
-            for i in range(taken):
-                self.leave_(self.picked[i])
+            self.leave_picked_(taken)
             raise
         for i in range(n):
             self.fork_(self.rows.get(numbers(olds)[i]), self.picked[i])
@@ -126,19 +124,8 @@ cdef class BatchTable(SequenceTable):
             SequenceNotFoundError, ValueError: no such sequence; an id named twice.
         """
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef int64_t i, n = ids.shape[0]
-        self.pick_(numbers(ids), n)
-        for i in range(n):
-            self.leave_(self.picked[i])
-
-    def touch_batch(self, seq_ids):
-        """Count an access to each, in this order; SequenceNotFoundError if there is no such sequence."""
-        cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef int64_t i, n = ids.shape[0]
-        for i in range(n):
-            self.row_of(numbers(ids)[i])
-        for i in range(n):
-            self.touch_(self.rows.get(numbers(ids)[i]))
+        self.pick_(numbers(ids), ids.shape[0])
+        self.leave_picked_(ids.shape[0])
 
     def csr(self, seq_ids):
         """`(indptr, block_ids, last_block_len)`, int32: the block tables one after another, each block once.
@@ -204,6 +191,11 @@ cdef class BatchTable(SequenceTable):
         if self.rows.get(id) >= 0:
             raise ValueError(f"expected each new sequence once, got {id} twice")
         return 0
+
+    cdef void leave_picked_(self, int64_t n) noexcept nogil:
+        cdef int64_t i
+        for i in range(n):
+            self.leave_(self.picked[i])
 
     cdef bint step_(self, Sequence *seq) noexcept nogil:
         """The common case of `extend_(row, 1)`: a slot left in a tail block of its own; False if it is another."""

@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
-from kvcache._nodes cimport NodeTable
+from kvcache._nodes cimport NodeTable, node_after
 
 from collections import namedtuple
 
@@ -33,27 +33,19 @@ def edges_of(NodeTable trie not None, Py_ssize_t root):
     cdef cnp.uint8_t[::1] mark_of = marked.view(np.uint8)
     cdef uint32_t *text = <uint32_t *>cnp.PyArray_DATA(<cnp.ndarray>tokens)
     cdef int32_t *pages = <int32_t *>cnp.PyArray_DATA(<cnp.ndarray>values)
-    cdef int32_t top = <int32_t>root, id = top
+    cdef int32_t top = <int32_t>root, id = node_after(trie.nodes, top, top)
     place_of[top] = -1
-    while True:
-        if id != top:
-            place_of[id] = n
-            parent_of[n] = place_of[trie.nodes[id].parent]
-            end_of[n], stamp_of[n], mark_of[n] = trie.nodes[id].end, trie.nodes[id].stamp, trie.nodes[id].marked
-            length = trie.nodes[id].end - trie.nodes[id].begin
-            memcpy(text + num_tokens, trie.tokens(id), length * sizeof(uint32_t))
-            num_tokens += length
-            length = trie.pages(id)
-            if length:
-                memcpy(pages + num_values, trie.values(id), length * sizeof(int32_t))
-            num_values += length
-            n += 1
-        if trie.nodes[id].child >= 0:
-            id = trie.nodes[id].child
-            continue
-        while id != top and trie.nodes[id].next < 0:
-            id = trie.nodes[id].parent
-        if id == top:
-            break
-        id = trie.nodes[id].next
+    while id >= 0:
+        place_of[id] = n
+        parent_of[n] = place_of[trie.nodes[id].parent]
+        end_of[n], stamp_of[n], mark_of[n] = trie.nodes[id].end, trie.nodes[id].stamp, trie.nodes[id].marked
+        length = trie.nodes[id].end - trie.nodes[id].begin
+        memcpy(text + num_tokens, trie.tokens(id), length * sizeof(uint32_t))
+        num_tokens += length
+        length = trie.pages(id)
+        if length:
+            memcpy(pages + num_values, trie.values(id), length * sizeof(int32_t))
+        num_values += length
+        n += 1
+        id = node_after(trie.nodes, id, top)
     return Edges(parents[:n], ends[:n], marked[:n], stamps[:n], tokens[:num_tokens], values[:num_values])

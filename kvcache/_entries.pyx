@@ -23,6 +23,11 @@ cdef class EntryTrie(TokenTrie):
             id = self.nodes[id].child
         return id
 
+    def store(self, root, tokens, values):
+        """`insert` and `mark`, in one call that no interrupt cuts short; True if the entry is new."""
+        node, _ = self.insert(root, tokens, values)
+        return self.mark(node)
+
     def mark(self, node):
         """An entry ends with `node`, as `insert` returns it. True if it is new."""
         cdef int32_t id = self._node(node)
@@ -77,4 +82,7 @@ cdef class EntryTrie(TokenTrie):
         root = leaf
         while self.nodes[root].parent >= 0:
             root = self.nodes[root].parent
-        return root, self.cut_leaf(leaf)
+        cdef Py_ssize_t before = self.num_entries
+        values = self.cut_leaf(leaf)
+        self.evicted += before - self.num_entries
+        return root, values

@@ -1,7 +1,9 @@
 """What stays right when Python is interrupted between two lines.
 
 Ctrl-C becomes an exception between any two instructions of Python code, never inside a call of compiled code. So
-what must not be lost is done here, in one call: taking and leaving a lock, and the note of an object that died.
+what must not be lost is done here, in one call: taking and leaving a lock, and the note of an object that died. Files
+are opened and replaced so in _file.pyx; and wherever several things must change together, the last step is one call
+that changes them all, or one assignment, and what was computed before it is nobody's.
 """
 
 

@@ -75,7 +75,7 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
 cdef int num_threads() noexcept nogil
 
 # "f32" ... "q2" -> kvc_format; ValueError names the formats there are.
-cdef int format_code(object name) except -1
+cdef int format_code(object name, str what) except -1
 
 
 cdef class Layout:

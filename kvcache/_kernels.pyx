@@ -114,16 +114,16 @@ cdef int num_threads() noexcept nogil:
     return _threads if _threads > 0 else kvc_default_threads()
 
 
-cdef int format_code(object name) except -1:
+cdef int format_code(object name, str what) except -1:
     if name not in FORMATS:
-        raise ValueError(f"expected one of {', '.join(FORMATS)}, got {name!r}")
+        raise ValueError(f"expected {what} to be one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS.index(name)
 
 
 cdef class Layout:
     def __init__(self, int block_size, int num_heads, int head_dim, key_format="f32", value_format="f32",
                  bint rotate_keys=False, bint rotate_values=False):
-        cdef int key = format_code(key_format), value = format_code(value_format)
+        cdef int key = format_code(key_format, "key_format"), value = format_code(value_format, "value_format")
         if layout_init(&self.c, block_size, num_heads, head_dim, <kvc_format>key, <kvc_format>value,
                        rotate_keys, rotate_values) < 0:
             raise ValueError(
@@ -300,7 +300,7 @@ def _read(Layout layout, arena, runs, keys, values):
 
 
 def _check(x, format):
-    return check_representable(_floats(x, x.shape), x.size, <kvc_format>format_code(format))
+    return check_representable(_floats(x, x.shape), x.size, <kvc_format>format_code(format, "format"))
 
 
 def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int dst_slot, int count):

@@ -42,6 +42,17 @@ cdef struct node_t:
     int32_t queue       # next in a list of the moment
 
 
+# What comes after `id` when all below `top` is walked, a node before its children and they by recency; -1 at the end.
+cdef inline int32_t node_after(const node_t* nodes, int32_t id, int32_t top) noexcept nogil:
+    if nodes[id].child >= 0:
+        return nodes[id].child
+    while id != top:
+        if nodes[id].next >= 0:
+            return nodes[id].next
+        id = nodes[id].parent
+    return -1
+
+
 cdef class NodeTable:
     cdef node_t* nodes             # (capacity,)
     cdef Py_ssize_t capacity       # records there is room for

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
-from kvcache._nodes cimport NodeTable, node_t
+from kvcache._nodes cimport NodeTable, node_after, node_t
 
 
 cdef inline Py_ssize_t common_prefix(const uint32_t* a, const uint32_t* b, Py_ssize_t n) noexcept nogil:
@@ -119,18 +119,12 @@ cdef class TokenPaths(NodeTable):
     cdef Py_ssize_t collect(self, int32_t top, int32_t* out) noexcept nogil:
         cdef int32_t id = top
         cdef Py_ssize_t count = 0
-        while True:
+        while id >= 0:
             if self.pages(id) > 0:  # a root has no text, and memcpy takes no NULL, not even for nothing
                 memcpy(out + count, self.values(id), self.pages(id) * sizeof(int32_t))
                 count += self.pages(id)
-            if self.nodes[id].child >= 0:
-                id = self.nodes[id].child
-                continue
-            while id != top and self.nodes[id].next < 0:
-                id = self.nodes[id].parent
-            if id == top:
-                return count
-            id = self.nodes[id].next
+            id = node_after(self.nodes, id, top)
+        return count
 
     cdef void _empty(self, int32_t top) noexcept nogil:
         """Leave `top`, a root, empty; pins and marks do not count."""

@@ -138,7 +138,7 @@ cdef class BlockPool:
         Raises:
             BlockNotFoundError: one of them is free or out of range; no count has changed.
         """
-        cdef const int32_t[::1] view = self._used(blocks)
+        cdef const int32_t[::1] view = self.in_use(blocks)
         cdef Py_ssize_t i
         for i in range(view.shape[0]):
             self.retain_(view[i])
@@ -150,7 +150,7 @@ cdef class BlockPool:
             BlockNotFoundError: one of them is out of range, or named more often than it is held; no count
                 has changed.
         """
-        cdef const int32_t[::1] view = self._used(blocks)
+        cdef const int32_t[::1] view = self.in_use(blocks)
         cdef Py_ssize_t i, undo, freed = 0
         for i in range(view.shape[0]):
             # A name that comes twice in `blocks` could pass the check above and still be one too many.
@@ -164,6 +164,16 @@ cdef class BlockPool:
         for i in range(view.shape[0]):
             freed += self.release_(view[i])
         return freed
+
+    def in_use(self, blocks):
+        """`blocks` as int32 `(n,)`; BlockNotFoundError names the first that is free or out of range."""
+        ids = np.ascontiguousarray(blocks, np.int32)
+        cdef const int32_t[::1] view = ids
+        cdef Py_ssize_t i
+        for i in range(view.shape[0]):
+            if not 0 <= view[i] < self.num_blocks or self.refs[view[i]] == 0:
+                raise BlockNotFoundError(int(view[i]))
+        return ids
 
     def ref_count(self, block):
         """References held on `block`; 0 when it is free.
@@ -215,12 +225,3 @@ cdef class BlockPool:
         assert np.count_nonzero(refs) + self.num_free == self.num_blocks, "free + used != total"
         assert self.total_allocations - self.total_frees == self.num_used, "allocations - frees != used"
         assert self.num_used <= self.peak_used <= self.num_blocks, "peak is below what is used, or above all"
-
-    def _used(self, blocks):
-        ids = np.ascontiguousarray(blocks, np.int32)
-        cdef const int32_t[::1] view = ids
-        cdef Py_ssize_t i
-        for i in range(view.shape[0]):
-            if not 0 <= view[i] < self.num_blocks or self.refs[view[i]] == 0:
-                raise BlockNotFoundError(int(view[i]))
-        return ids

@@ -14,6 +14,7 @@ cdef class RankedRows(SequenceRows):
     cdef IndexedHeap order    # rows that may be evicted, next victim on top
     cdef int strategy         # which number ranks them, one of RANK_*
     cdef int64_t clock        # recency counter
+    cdef readonly int64_t evictions    # sequences evicted, ever
 
     cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1    # open_, and room to rank it
     cdef bint leave_(self, int32_t row) noexcept nogil        # close_, out of the order

@@ -42,6 +42,16 @@ cdef class RankedRows(SequenceRows):
         cdef int32_t row = self.victim_()
         return None if row < 0 else self.seqs[row].seq_id
 
+    def evict(self):
+        """Let go of every block of the victim, whose id is returned; None when there is none."""
+        cdef int32_t row = self.victim_()
+        if row < 0:
+            return None
+        seq_id = self.seqs[row].seq_id
+        self.leave_(row)
+        self.evictions += 1
+        return seq_id
+
     def evict_to(self, double utilization):
         """Evict until at most this share of the pool is in use; the ids that left, in order, uint64.
 
@@ -77,6 +87,7 @@ cdef class RankedRows(SequenceRows):
                 first = last = 0
         for i in range(first, last):
             self.rank_(passed[i])
+        self.evictions += num_evicted
         return names[:num_evicted]
 
     def set_priority(self, uint64_t seq_id, int64_t priority):

@@ -33,6 +33,10 @@ cdef struct Sequence:
     bint dense                # every run but the last is a whole block: token i lies in run i / block_size
 
 
+cdef inline int64_t run_length(kvc_run run) noexcept nogil:
+    return <int64_t>run.stop - run.first
+
+
 # The text position of a run's first token.
 cdef inline int64_t position_of(const Sequence *seq, int64_t run, int64_t block_size) noexcept nogil:
     return run * block_size if seq.positions == NULL else seq.positions[run]

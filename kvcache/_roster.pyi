@@ -1,13 +1,19 @@
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from kvcache._sequences import Runs
+from kvcache._store import BlockStore
 
+Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 def runs_of(slots: Int32, block_size: int, out: Runs | None = None) -> Runs: ...
+def evict_from_all(rosters: Iterable[Roster], rules: Iterable[tuple[int, int, int]]) -> int: ...
+def add_to_all(rosters: Iterable[Roster], scores: Iterable[Float64]) -> None: ...
 
 class Roster:
     size: int
@@ -16,6 +22,9 @@ class Roster:
     by_score: bool
     def __init__(self, by_score: bool) -> None: ...
     def append(self, count: int, limit: int, front: int, back: int) -> tuple[Int64 | None, Int32]: ...
+    def append_to(
+        self, store: BlockStore, keys: Float32, values: Float32, limit: int, front: int, back: int
+    ) -> None: ...
     def evict(self, limit: int, front: int, back: int) -> int: ...
     def add_scores(self, scores: Float64) -> None: ...
     def slots(self) -> Int32: ...

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache._sequences import RUN
 
-__all__ = ["Roster", "runs_of"]
+__all__ = ["Roster", "add_to_all", "evict_from_all", "runs_of"]
 
 
 PLACED = np.dtype([("row", np.int64), ("slot", np.int32)], align=True)
@@ -41,6 +41,20 @@ def runs_of(const int32_t[::1] slots, int32_t block_size, out=None):
             view[count].stop = view[count].first + 1
             count += 1
     return runs[:count]
+
+
+def evict_from_all(rosters, rules):
+    """`evict` from each roster by its rule; how many left. One call, which no interrupt cuts short."""
+    cdef int64_t left = 0
+    for roster, rule in zip(rosters, rules, strict=True):
+        left += roster.evict(*rule)
+    return left
+
+
+def add_to_all(rosters, scores):
+    """`add_scores` to each roster; one call, which no interrupt cuts short."""
+    for roster, part in zip(rosters, scores, strict=True):
+        roster.add_scores(part)
 
 
 cdef class Roster:
@@ -98,6 +112,24 @@ cdef class Roster:
                 in_order = in_order and pair[i].row == i
         self.text = None
         return None if in_order and kept == count else rows[:kept], slots[:kept]
+
+    def append_to(self, store, keys, values, int32_t limit, int32_t front, int32_t back):
+        """`append` rows, float32 `(n, num_heads, head_dim)`, and write those that stay to the `BlockStore`, layer 0.
+
+        One call: no interrupt comes between an entry and its row.
+
+        Raises:
+            MemoryError: nothing has changed then.
+        """
+        # What is admitted must be written, whatever happens: all memory comes before anything changes.
+        runs = np.empty(min(len(keys), limit), RUN)
+        by_slot = np.empty((2, *keys.shape), np.float32)
+        rows, slots = self.append(len(keys), limit, front, back)
+        if rows is not None:
+            # By slot: neighbours share a tile, so each tile is packed once.
+            into = by_slot[:, : len(rows)]
+            keys, values = keys.take(rows, 0, into[0], "clip"), values.take(rows, 0, into[1], "clip")
+        store.write(0, runs_of(slots, store.block_size, runs), keys, values)
 
     def evict(self, int32_t limit, int32_t front, int32_t back):
         """Evict entries until at most `limit` are left; how many left."""

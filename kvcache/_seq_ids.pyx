@@ -8,6 +8,8 @@ from cpython.list cimport PyList_CheckExact
 from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
 from libc.stdint cimport uint64_t
 
+from kvcache._arrays cimport is_plain
+
 import numpy as np
 
 from kvcache._arrays import as_integers
@@ -16,12 +18,7 @@ cnp.import_array()
 
 
 cdef cnp.ndarray uint64_ids(object ids):
-    if (
-        isinstance(ids, cnp.ndarray)
-        and cnp.PyArray_TYPE(<cnp.ndarray>ids) == cnp.NPY_UINT64
-        and cnp.PyArray_NDIM(<cnp.ndarray>ids) == 1
-        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>ids)
-    ):
+    if is_plain(ids, cnp.NPY_UINT64, 1):
         return ids
     if PyList_CheckExact(ids):
         array = from_list(ids)
@@ -60,3 +57,12 @@ def as_seq_ids(ids):
     TypeError for what are no integers, ValueError for an id out of range or more than one dimension.
     """
     return uint64_ids(ids)
+
+
+def as_seq_id(seq_id):
+    """One id as an int in [0, 2**64); TypeError for what is no integer, ValueError for one out of range."""
+    if isinstance(seq_id, bool) or not isinstance(seq_id, (int, np.integer)):
+        raise TypeError(f"expected a sequence id, an int, got {type(seq_id).__name__}")
+    if not 0 <= seq_id < 1 << 64:
+        raise ValueError(f"expected a sequence id in [0, 2**64), got {seq_id}")
+    return int(seq_id)

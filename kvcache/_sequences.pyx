@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 
 from kvcache._kernels cimport kvc_run, kvc_seq
 from kvcache._pool cimport BlockPool
-from kvcache._records cimport RUN_STRIDE, Sequence, SequenceRecords, position_of
+from kvcache._records cimport RUN_STRIDE, Sequence, SequenceRecords, position_of, run_length
 
 import numpy as np
 
@@ -20,10 +20,6 @@ __all__ = ["RUN", "SequenceRows"]
 
 # One run as NumPy sees it: the same 8 bytes as kvc_run.
 RUN = np.dtype([("block", np.int32), ("first", np.uint16), ("stop", np.uint16)])
-
-
-cdef inline int64_t run_length(kvc_run run) noexcept nogil:
-    return <int64_t>run.stop - run.first
 
 
 cdef class SequenceRows(SequenceRecords):

@@ -10,16 +10,13 @@ from libc.string cimport memcpy
 
 from kvcache._kernels cimport kvc_run
 from kvcache._ranks cimport RankedRows
-from kvcache._records cimport RUN_STRIDE, Sequence, position_of
+from kvcache._records cimport RUN_STRIDE, Sequence, position_of, run_length
 
 import numpy as np
 
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["SequenceTable"]
-
-cdef inline int64_t run_length(kvc_run run) noexcept nogil:
-    return <int64_t>run.stop - run.first
 
 
 cdef class SequenceTable(RankedRows):
@@ -294,5 +291,6 @@ cdef class SequenceTable(RankedRows):
         new.sink_tokens, new.dense, new.priority = old.sink_tokens, old.dense, old.priority
         if new.num_runs:
             self.pool.retain_each(&new.runs[0].block, new.num_runs, RUN_STRIDE)
+        self.forks += 1
         self.touch_(row)
         self.rank_(row)

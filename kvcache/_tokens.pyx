@@ -7,6 +7,8 @@ from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport uint32_t
 
+from kvcache._arrays cimport is_plain
+
 import operator
 
 import numpy as np
@@ -23,12 +25,7 @@ cdef object BOOLS = (bool, np.bool_)
 
 
 cdef cnp.ndarray uint32_tokens(object tokens):
-    if (
-        isinstance(tokens, cnp.ndarray)
-        and cnp.PyArray_TYPE(<cnp.ndarray>tokens) == cnp.NPY_UINT32
-        and cnp.PyArray_NDIM(<cnp.ndarray>tokens) == 1
-        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>tokens)
-    ):
+    if is_plain(tokens, cnp.NPY_UINT32, 1):
         return tokens
     if PyList_CheckExact(tokens) or PyTuple_CheckExact(tokens):
         return from_sequence(tokens)

@@ -169,6 +169,7 @@ cdef class TokenTrie(TokenPaths):
             raise ValueError(f"expected a number of pages, got {num_pages}")
         cdef cnp.ndarray freed = new_values(min(count, self.num_pages))
         count = self.free_pages(freed.shape[0], int32s(freed))
+        self.evicted += count
         return freed if count == freed.shape[0] else freed[:count]
 
     def remove(self, root, tokens):

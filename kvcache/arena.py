@@ -207,6 +207,25 @@ class RowArena:
         if len(self.uncounted) > 2 * len(self.leases) + 64:
             self.uncounted = [key for key in self.uncounted if key in self.leases]
 
+    def mend(self, held: Int32) -> None:
+        """After an interrupt: the slots that the trie holds are stored, open leases are counted, the rest is free."""
+        while self.ended:
+            self.leases.pop(self.ended[0], None)
+            self.ended.popleft()
+        stored, leased = np.zeros(self.num_slots, bool), np.zeros(self.num_slots, np.int32)
+        stored[held] = True
+        for slots, _ in self.leases.values():
+            leased[slots] += 1
+        free, given = np.empty(self.num_slots, np.int32), np.flatnonzero(~stored & (leased == 0))[::-1]
+        free[: len(given)] = given
+        self.leases = {key: (slots, True) for key, (slots, _) in self.leases.items()}
+        self.stored, self.leased, self.free, self.num_free = stored, leased, free, len(given)
+        self.uncounted.clear()
+        self.leaving.clear()
+        if self.saved is not None:
+            self.saved.mend(stored)
+            self._put_away_saved()
+
     def num_leased(self) -> int:
         """Slots that states show."""
         self.settle(count=True)

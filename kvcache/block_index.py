@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,7 @@ class BlockIndex:
         used, born: times of each block's last use, and of its becoming cached, int64 `(num_blocks,)`.
         tokens: what each block covers, uint32 `(num_blocks, block_size)`.
         hits, misses, short: blocks found, lookups that stopped early, prompts shorter than a block.
-        hit_tokens, lookup_tokens, evictions, reasons: counters.
+        hit_tokens, lookup_tokens, reasons: counters.
         saved: which blocks wait for pages of a file; None: none does. Nobody holds a block that waits, and whatever
             comes after it in a text waits as well.
     """
@@ -62,7 +62,7 @@ class BlockIndex:
         self.used = np.zeros(pool.num_blocks, np.int64)
         self.born = np.zeros(pool.num_blocks, np.int64)
         self.tokens = np.zeros((pool.num_blocks, block_size), np.uint32)
-        self.hits = self.misses = self.short = self.hit_tokens = self.lookup_tokens = self.evictions = 0
+        self.hits = self.misses = self.short = self.hit_tokens = self.lookup_tokens = 0
         self.reasons = dict.fromkeys(REASONS, 0)
         self.saved: SavedBlocks | None = None
         self._clock = 0
@@ -75,6 +75,11 @@ class BlockIndex:
 
     def __len__(self) -> int:
         return len(self.trie)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks evicted, ever."""
+        return self.trie.evicted
 
     # -- match ----------------------------------------------------------------------------------------------
 
@@ -98,15 +103,18 @@ class BlockIndex:
             self.used[found.blocks] = self._clock + 1
             found = found._replace(node=self.trie.touch(found.node, length))
             self._clock += 1
-        self.lookup_tokens += len(ids)
-        self.hit_tokens += length
-        self.hits += len(found.blocks)
+        counts: dict[str, Any] = {
+            "hits": self.hits + len(found.blocks),
+            "hit_tokens": self.hit_tokens + length,
+            "lookup_tokens": self.lookup_tokens + len(ids),
+        }
         if reason is not None:
-            self.misses += 1
-            self.reasons[reason] += 1
-        elif 0 < len(ids) < self.block_size:
-            self.reasons["shorter_than_block"] += 1
-            self.short += 1  # Neither a hit nor a miss, and yet nothing can be reused.
+            counts["misses"] = self.misses + 1
+        elif 0 < len(ids) < self.block_size:  # neither a hit nor a miss, and yet nothing can be reused
+            counts["short"], reason = self.short + 1, "shorter_than_block"
+        if reason is not None:
+            counts["reasons"] = self.reasons | {reason: self.reasons[reason] + 1}
+        self.__dict__.update(counts)  # one call, so that an interrupt finds all of them counted, or none
         return found
 
     def _why(self, missing: Tokens, found: Match, name: Hashable) -> str:
@@ -185,10 +193,17 @@ class BlockIndex:
             return 0
         root, tokens, _ = self.trie.path(leaf)
         blocks = self.trie.evict(min(count, self.trie.num_pages_of(leaf)))
-        self.evictions += len(blocks)
         self._ghosts.remember(tokens, self._names[root])
         self._let_go(root, blocks)
         return len(blocks)
+
+    def free_up(self, num_blocks: int) -> int:
+        """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
+        self.holds.settle()
+        before = self.pool.num_free
+        while (wanted := before + num_blocks - self.pool.num_free) > 0 and self.evict(wanted):
+            pass
+        return self.pool.num_free - before
 
     def _let_go(self, root: int, blocks: Int32) -> None:
         """The trie names `blocks` no more; a namespace without blocks goes."""
@@ -206,10 +221,13 @@ class BlockIndex:
         self.holds.settle()
         named = self.named()
         trie, ghosts = TokenTrie(self.block_size), GhostTrie(self.block_size, self.max_blocks)
+        trie.evicted = self.trie.evicted
+        # First of all nothing is named: while a block is, it must be known what it waits for. The old trie lives on as
+        # long as requests pin it.
+        self._name_nothing(trie, ghosts)
         self.pool.release(named)
         self.cached.fill(False)
         self.saved = None
-        self._name_nothing(trie, ghosts)  # The old trie lives on as long as requests pin it.
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +279,7 @@ class BlockIndex:
         chosen = np.flatnonzero(kept)
         places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
         empty = TokenTrie(size)
+        empty.evicted = self.trie.evicted
         blocks = self.pool.acquire(len(places))
         try:
             block_of = np.zeros(int(snapshot.num_slots[0]) // size, np.int32)
@@ -275,19 +294,19 @@ class BlockIndex:
                 self.insert(ids[: count * size], existing, path[existing:], name)
                 self.used[path] = self._clock
         except BaseException:
+            self._name_nothing(empty, self._ghosts)
             self.pool.release(blocks)
             self.cached.fill(False)
             self.saved = None
-            self._name_nothing(empty, self._ghosts)
             raise
 
     # -- interrupts -----------------------------------------------------------------------------------------
 
-    def mend(self, looked_up: set[int]) -> None:
+    def mend(self) -> None:
         """Make all agree with the trie and the open holds, wherever between two lines an interrupt has struck.
 
         What the trie names is cached, in the namespaces that have blocks; the rest was never inserted, or has left.
-        `looked_up`: the keys of holds that lookups have handed out. The pool's references are its owner's to recount.
+        The pool's references are its owner's to recount.
         """
         roots = self.trie.roots()
         self._names = {root: name for root, name in self._names.items() if root in roots}
@@ -299,12 +318,11 @@ class BlockIndex:
         cached = np.zeros(self.pool.num_blocks, bool)
         cached[self.named()] = True
         self.cached = cached
-        self.holds.mend(self.trie, looked_up)
+        self.holds.mend(self.trie)
         self._ghosts.mend()
         if self.saved is not None:
             self.saved.mend(cached)
             self._put_away_saved()
-        self.misses = sum(self.reasons.values()) - self.short
         self._clock += 1
 
     # -- verification ---------------------------------------------------------------------------------------
@@ -332,4 +350,5 @@ class BlockIndex:
         assert self.cached[waiting].all(), "prefix cache: a block waits that is not cached"
         assert not self.holds.counts[waiting].any(), "prefix cache: a block waits that is held"
         assert sum(self.reasons.values()) == self.misses + self.short, "prefix cache: reasons do not add up"
+        assert self.hits * self.block_size == self.hit_tokens, "prefix cache: hits do not add up"
         assert (self.references() <= self.pool.ref_counts()).all(), "prefix cache: the pool counts fewer references"

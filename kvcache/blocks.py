@@ -18,26 +18,24 @@ nothing is copied, a block that matches in part apart, and that by the sequence'
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_indices, as_integer
+from kvcache._arrays import as_indices, as_integer, check_integers
 from kvcache._guard import MendingLock, Parting
-from kvcache._pool import BlockPool
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
 from kvcache.block_index import BlockIndex
 from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.blocks_rows import block_rows, read_block, write_blocks
-from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError, SnapshotError
+from kvcache.blocks_saved import load_blocks, save_blocks
+from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
 from kvcache.paged import PagedKvCache
-from kvcache.segments import well_formed
-from kvcache.snapshot import Arena, Snapshot, write_snapshot
+from kvcache.paged_blocks import PagedBlocks
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
 
@@ -73,16 +71,15 @@ class PrefixCache:
         key_dtype: str | None = None,
         value_dtype: str | None = None,
     ) -> None:
-        for name, value in (
-            ("max_blocks", max_blocks), ("block_size", block_size), ("num_layers", num_layers),
-            ("num_kv_heads", num_kv_heads), ("head_dim", head_dim),
-        ):  # fmt: skip
-            as_integer(value, name)
+        check_integers(
+            max_blocks=max_blocks, block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )  # fmt: skip
         padded = -(-head_dim // 8) * 8
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
         )
-        self._own(BlockPool(max_blocks), store, head_dim, max_blocks, threading.RLock(), None)
+        self._own(PagedBlocks(store), head_dim, max_blocks, shared=False)
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None) -> PrefixCache:
@@ -93,34 +90,20 @@ class PrefixCache:
         """
         cache = cls.__new__(cls)
         limit = paged.total_blocks if max_blocks is None else min(max_blocks, paged.total_blocks)
-        cache._own(paged._pool, paged._store, paged.head_dim, limit, paged._lock, paged._recount)
-        paged._holders.append(cache.references)
+        cache._own(paged, paged.head_dim, limit, shared=True)
         return cache
 
-    def _own(
-        self, pool: BlockPool, store: BlockStore, head_dim: int, max_blocks: int, lock: Any,
-        recount: Callable[[], None] | None,
-    ) -> None:  # fmt: skip
-        self._pool, self._store, self._head_dim = pool, store, head_dim
-        self._lock = MendingLock(lock, self._mend)
-        self._index = BlockIndex(pool, store.block_size, max_blocks)
-        self._recount = recount  # of a pool that others hold blocks of, too
-        self._looked_up: dict[int, list[int]] = {}  # block -> the holds that lookups left on it
-
-    @property
-    def _shared(self) -> bool:
-        return self._recount is not None
+    def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, *, shared: bool) -> None:
+        self._blocks, self._pool, self._store = blocks, blocks._pool, blocks._store
+        self._head_dim, self._shared = head_dim, shared
+        self._lock = MendingLock(blocks._lock, self._mend)
+        self._index = BlockIndex(self._pool, self._store.block_size, max_blocks)
+        blocks._holders.append(self._index.references)
 
     def _mend(self) -> None:
         """After an interrupt: the trie and the open holds say what there is, and all else follows them."""
-        holds = self._index.holds
-        kept = {i: [key for key in keys if holds.is_open(key)] for i, keys in self._looked_up.items()}
-        self._looked_up = {i: keys for i, keys in kept.items() if keys}
-        self._index.mend({key for keys in self._looked_up.values() for key in keys})
-        if self._recount is None:
-            self._pool.recount(self._index.references())
-        else:
-            self._recount()
+        self._index.mend()
+        self._blocks._recount()
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -141,7 +124,7 @@ class PrefixCache:
                     self._index.holds.take(key, trie, node, found.blocks[i : i + 1], by_lookup=True)
                     held[indices[i]] = key
                 blocks = [self._block(i) for i in indices]
-                self._looked_up |= {i: [*self._looked_up.get(i, ()), key] for i, key in held.items()}
+                self._index.holds.keep(held)
                 return len(indices) * self.block_size, blocks
             except BaseException:  # of an interrupt, `_mend` does the rest
                 for key in held.values():
@@ -151,13 +134,7 @@ class PrefixCache:
     def release(self, index: int) -> None:
         """Let go of a block that `lookup` returned. InvalidOperationError if no lookup holds it."""
         with self._lock:
-            holds = self._looked_up.get(index)
-            if not holds:
-                raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
-            self._index.holds.end(holds[-1])
-            holds.pop()
-            if not holds:
-                del self._looked_up[index]
+            self._index.holds.end_lookup(index)
 
     def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
         """The matched blocks as a session, which holds them until it is released or dropped."""
@@ -257,13 +234,11 @@ class PrefixCache:
         if len(blocks) < full:
             raise ValueError(f"expected {full} block ids for {len(ids)} tokens, got {len(blocks)}")
         with self._lock:
-            for block in blocks.tolist():
-                if not 0 <= block < self._pool.num_blocks or not self._pool.ref_count(block):
-                    raise BlockNotFoundError(block)
+            known = self._blocks._in_use(blocks)
             ids = ids[: full * self.block_size]
             existing, room = self._index.open(ids, 0, namespace, new=False)
             if room:
-                adopted = blocks[existing : existing + room].astype(np.int32)
+                adopted = known[existing : existing + room]
                 self._pool.retain(adopted)
                 try:
                     self._index.insert(ids, existing, adopted, namespace)
@@ -274,13 +249,8 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> int:
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
-        num_blocks = as_integer(num_blocks, "num_blocks")
         with self._lock:
-            self._index.holds.settle()
-            target = self._pool.num_free + num_blocks
-            while self._pool.num_free < target and self._index.evict(target - self._pool.num_free):
-                pass
-            return num_blocks - (target - self._pool.num_free)
+            return self._index.free_up(as_integer(num_blocks, "num_blocks"))
 
     def clear(self) -> None:
         """Forget every block; counters stay. What sessions hold stays readable until they are released."""
@@ -288,14 +258,6 @@ class PrefixCache:
             self._index.clear()
 
     # -- save and load --------------------------------------------------------------------------------------
-
-    def _arena(self) -> Arena:
-        """How a file of this cache stores its blocks."""
-        store = self._store
-        return Arena(
-            store.num_layers, store.num_heads, self._head_dim, store.key_dtype, store.value_dtype, *store.rotated,
-            "blocks", store.block_size, store.block_bytes,
-        )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str], model: str = "") -> None:
         """Write every cached block to a file, with its namespace and rank; `load` reads it.
@@ -310,13 +272,7 @@ class PrefixCache:
             OSError: of the file system.
         """
         with self._lock:
-            self._index.fetch_all()
-            names, segments, blocks = self._index.segments()
-            layers = [self._store.raw(layer) for layer in range(self._store.num_layers)]
-            write_snapshot(
-                path, "blocks", str(model), [self._arena()], [(0, name) for name in names], segments,
-                lambda _: ([layer[block] for layer in layers] for block in blocks.tolist()),
-            )  # fmt: skip
+            save_blocks(path, str(model), self._index, self._store, self._head_dim)
 
     def load(self, path: str | os.PathLike[str], model: str = "") -> int:
         """Take in what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
@@ -334,19 +290,7 @@ class PrefixCache:
             OSError: there is none, or it cannot be read.
         """
         with self._lock:
-            if len(self):
-                raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} blocks")
-            snapshot = Snapshot(path, "blocks", str(model))
-            try:
-                if len(snapshot.arenas) != 1:
-                    raise SnapshotError(f"expected one arena, got {len(snapshot.arenas)}")
-                self._arena().expect(snapshot.arenas[0])
-                well_formed(snapshot.segments, self.block_size)
-            except SnapshotError as error:
-                raise SnapshotError(f"{snapshot.path}: {error}") from error
-            self._index.holds.settle()
-            self._index.take_in(snapshot, self._store)
-            return len(self)
+            return load_blocks(path, str(model), self._index, self._store, self._head_dim)
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
@@ -452,7 +396,4 @@ class PrefixCache:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
             self._index.check()
-            if not self._shared:
-                self._pool.check()
-                held = self._index.references()
-                assert np.array_equal(held, self._pool.ref_counts()), "prefix cache: references differ"
+            self._blocks.check()

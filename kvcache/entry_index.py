@@ -31,7 +31,8 @@ class EntryIndex:
         roots, names: the trie's root by namespace, and back.
         arenas: the rows by their shape, `(num_layers, kv_dim)`.
         arena_of: where the rows of a root's entries lie.
-        evictions: entries evicted.
+        counts: hits and misses of lookups, tokens found and looked up; replaced, never changed, so that an interrupt
+            finds all of a lookup counted, or none.
     """
 
     def __init__(self, config: PrefixCacheConfig) -> None:
@@ -41,7 +42,7 @@ class EntryIndex:
         self.names: dict[int, Hashable] = {}
         self.arenas: dict[tuple[int, int], RowArena] = {}
         self.arena_of: dict[int, RowArena] = {}
-        self.evictions = 0
+        self.counts = (0, 0, 0, 0)
 
     # -- lookup -------------------------------------------------------------------------------------------
 
@@ -55,6 +56,15 @@ class EntryIndex:
             self._forget_from(root, ids[: good + 1])
         return -1, 0, np.empty(0, np.int32)
 
+    def count(self, length: int, wanted: int) -> None:
+        """One more lookup, of `wanted` tokens, that found `length` of them; 0: it was a miss."""
+        hits, misses, found, looked_up = self.counts
+        if length:
+            hits += 1
+        else:
+            misses += 1
+        self.counts = hits, misses, found + length, looked_up + wanted
+
     def _forget_from(self, root: int, ids: Tokens) -> None:
         """Forget the last of these tokens and all that follows it; what leads to it stays, as an entry if need be."""
         arena, length = self.arena_of[root], len(ids) - 1
@@ -62,13 +72,19 @@ class EntryIndex:
         self.trie.pin(node)  # It keeps its id while what follows it goes.
         try:
             arena.drop(self.trie.prune(root, ids))
-            new = length > 0 and self.trie.is_leaf(node) and self.trie.mark(node)
         finally:
             self.trie.unpin(node)
-        if new and not (self.config.partial_matches and length >= self.config.min_prefix_len):
-            arena.drop(self.trie.cut_leaf(node))
+        if length and self.trie.is_leaf(node) and not self.trie.is_marked(node):
+            arena.drop(self._end(node, length))
         if self.trie.is_leaf(root):
             self._close(root)
+
+    def _end(self, leaf: int, length: int) -> Int32:
+        """Where what followed a leaf has left: it is an entry now, if lookups may find it, or leaves; what left."""
+        if self.config.partial_matches and length >= self.config.min_prefix_len:
+            self.trie.mark(leaf)
+            return np.empty(0, np.int32)
+        return self.trie.cut_leaf(leaf)
 
     # -- store and forget ---------------------------------------------------------------------------------
 
@@ -102,13 +118,12 @@ class EntryIndex:
             arena.rows.write(slots[length:], [k[length:] for k in keys], [v[length:] for v in values])
             if new:
                 self._open(name, arena, shape)
-            node, _ = self.trie.insert(self.roots[name], ids, slots)
-        except BaseException:
+            self.trie.store(self.roots[name], ids, slots)
+        except Exception:  # after an interrupt `mend` does it
             arena.drop(slots[length:][::-1])
             if new and name in self.roots:
                 self._close(self.roots[name])
             raise
-        self.trie.mark(node)
 
     def remove(self, ids: Tokens, name: Hashable) -> bool:
         """Forget the entry of exactly these tokens; False if there is none."""
@@ -173,7 +188,6 @@ class EntryIndex:
             assert leaving is not None, "what was found to fit does not"
             self._let_go(*leaving, keep=root)
             entries -= before - self.trie.num_entries
-            self.evictions += before - self.trie.num_entries
 
     # -- files --------------------------------------------------------------------------------------------
 
@@ -213,9 +227,9 @@ class EntryIndex:
         taken: list[tuple[RowArena, Int32]] = []
         try:
             index = EntryIndex(self.config)
-            index.arenas, index.evictions = dict(self.arenas), self.evictions
+            index.arenas, index.counts, index.trie.evicted = dict(self.arenas), self.counts, self.trie.evicted
             index._take_in(snapshot, arenas, taken)
-        except BaseException:
+        except Exception:  # after an interrupt `mend` does it
             for arena, slots in taken:
                 arena.saved = None
                 arena.drop(slots)
@@ -245,8 +259,34 @@ class EntryIndex:
             name = snapshot.names[space]
             if name not in self.roots:
                 self._open(name, arena, (arena.rows.num_layers, arena.rows.kv_dim))
-            node, _ = self.trie.insert(self.roots[name], tokens, slot_of[snapshot.arena_of[space]][places])
-            self.trie.mark(node)
+            self.trie.store(self.roots[name], tokens, slot_of[snapshot.arena_of[space]][places])
+
+    # -- interrupts ---------------------------------------------------------------------------------------
+
+    def mend(self) -> None:
+        """Make all agree with the trie and the leases, wherever between two lines an interrupt has struck.
+
+        What the trie holds is stored, in the namespaces that have something; what no lease shows either, is free.
+        """
+        trie = self.trie
+        trie.repin([])
+        while loose := [leaf for leaf in trie.leaf_ids() if not trie.is_marked(leaf)]:
+            self._end(loose[0], len(trie.path(loose[0])[1]))
+        for root in trie.roots():
+            if trie.is_leaf(root):
+                trie.drop_empty(root)
+        self.names = {root: self.names[root] for root in trie.roots()}
+        self.roots = {name: root for root, name in self.names.items()}
+        self.arena_of = {root: self.arena_of[root] for root in self.names}
+        for arena in self.arenas.values():
+            arena.mend(self._held(arena))
+        named = list(self.arena_of.values())
+        self.arenas = {shape: arena for shape, arena in self.arenas.items() if arena in named or arena.num_used}
+
+    def _held(self, arena: RowArena) -> Int32:
+        """The slots of an arena that the trie holds, in no particular order."""
+        roots = [root for root, other in self.arena_of.items() if other is arena]
+        return np.concatenate([np.empty(0, np.int32), *map(self.trie.all_values, roots)])
 
     # -- verification -------------------------------------------------------------------------------------
 
@@ -258,5 +298,4 @@ class EntryIndex:
         assert self.trie.num_entries <= self.config.max_entries, "prefix cache: more entries than allowed"
         assert self.used_bytes() <= self.config.max_memory_bytes, "prefix cache: more memory than allowed"
         for arena in self.arenas.values():
-            roots = [root for root, other in self.arena_of.items() if other is arena]
-            arena.check(np.concatenate([np.empty(0, np.int32), *map(self.trie.all_values, roots)]))
+            arena.check(self._held(arena))

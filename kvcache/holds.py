@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvcache._pool import BlockPool
 from kvcache._trie import TokenTrie
+from kvcache.errors import InvalidOperationError
 
 __all__ = ["Holds"]
 
@@ -29,6 +30,7 @@ class Holds:
 
     Attributes:
         counts: holds on each block, int32 `(num_blocks,)`.
+        looked_up: block -> the holds that lookups left on it, for whoever releases it by name.
         ended: keys of holds that were dropped; garbage collection may add to it at any time.
     """
 
@@ -36,6 +38,7 @@ class Holds:
         self._pool = pool
         self._open: dict[int, _Hold] = {}
         self._last = 0
+        self.looked_up: dict[int, list[int]] = {}
         self.counts = np.zeros(pool.num_blocks, np.int32)
         self.ended: deque[int] = deque()
 
@@ -80,24 +83,37 @@ class Holds:
             for block in hold.blocks.data:
                 counts[block] -= 1
 
+    def keep(self, held: dict[int, int]) -> None:
+        """What a lookup has taken, block -> key, stays from now on until `end_lookup`."""
+        self.looked_up |= {block: [*self.looked_up.get(block, ()), key] for block, key in held.items()}
+
+    def end_lookup(self, block: int) -> None:
+        """Let go of what a lookup took of a block; InvalidOperationError if none holds it."""
+        keys = self.looked_up.get(block)
+        if not keys:
+            raise InvalidOperationError(f"expected a block that a lookup holds, got {block}")
+        self.end(keys[-1])
+        keys.pop()
+        if not keys:
+            del self.looked_up[block]
+
     def settle(self) -> None:
         """End what was dropped."""
         while self.ended:
             self.end(self.ended[0])
             self.ended.popleft()
 
-    def mend(self, trie: TokenTrie, looked_up: set[int]) -> None:
-        """What is open is held, and nothing else; of the holds of lookups, those of `looked_up` are open."""
-        for key in [key for key, hold in self._open.items() if hold.by_lookup and key not in looked_up]:
+    def mend(self, trie: TokenTrie) -> None:
+        """What is open is held, and nothing else; of the holds of lookups, those that `keep` knows are open."""
+        kept = {block: [key for key in keys if key in self._open] for block, keys in self.looked_up.items()}
+        self.looked_up = {block: keys for block, keys in kept.items() if keys}
+        known = {key for keys in self.looked_up.values() for key in keys}
+        for key in [key for key, hold in self._open.items() if hold.by_lookup and key not in known]:
             del self._open[key]
         holds = self._open.values()
         counted = np.concatenate([np.empty(0, np.int32), *(hold.blocks for hold in holds)])
         trie.repin([hold.node for hold in holds if hold.trie is trie and hold.node >= 0])
         self.counts = np.bincount(counted, minlength=len(self.counts)).astype(np.int32)
-
-    def is_open(self, key: int) -> bool:
-        """Whether it was taken and not let go."""
-        return key in self._open
 
     def blocks(self) -> Int32:
         """Every reference held, as block ids, int32."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_flat, as_floats, as_integer
+from kvcache._guard import MendingLock
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 
@@ -123,6 +124,33 @@ class CachedKvState:
         return self._values
 
 
+class _Writes:
+    """The lengths of a `KvCache`, and what a call on it is about to write: all of it arrives, or nothing.
+
+    Attributes:
+        lengths: tokens committed, and written.
+        due: places and the rows that go there, and the lengths thereafter; None: nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = (0, 0)
+        self.due: tuple[list[tuple[Float32, Any]], tuple[int, int]] | None = None
+
+    def write(self, rows: list[tuple[Float32, Any]], lengths: tuple[int, int]) -> None:
+        """Write rows, which are none of the cache's own, and set the lengths."""
+        self.due = rows, lengths  # from here on it is done, after an interrupt by who mends
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what is due, once more if need be."""
+        if self.due is not None:
+            rows, lengths = self.due
+            for place, row in rows:
+                place[...] = row
+            self.lengths = lengths
+            self.due = None
+
+
 class KvCache(KvCacheHandle, KvCacheAccess):
     """The live KV of one request: zeroed float32 arrays for `max_seq_len` tokens of every layer.
 
@@ -142,16 +170,21 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
         self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
         self._num_heads = num_heads
-        self._lengths = [0, 0]  # committed, written; shared by all handles on this cache
+        self._writes = _Writes()  # shared, like all of this, by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
-        self._lock = threading.RLock()
+        self._lock = MendingLock(threading.RLock(), self._writes.finish)
 
     # -- the live cache -------------------------------------------------------------------------------------
 
     @property
     def seq_len(self) -> int:
         """Tokens committed by `advance`."""
-        return self._lengths[0]
+        return self._writes.lengths[0]
+
+    @property
+    def _written(self) -> int:
+        """Tokens written: those committed and maybe the next one."""
+        return self._writes.lengths[1]
 
     @property
     def max_seq_len(self) -> int:
@@ -171,22 +204,21 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def clear(self) -> None:
         """Zero the data and both lengths."""
         with self._lock:
-            self._keys[:] = 0
-            self._values[:] = 0
-            self._lengths[:] = [0, 0]
+            self._writes.write([(self._keys, 0), (self._values, 0)], (0, 0))
 
     def advance(self) -> None:
         """Commit one token; stops at `max_seq_len`."""
         with self._lock:
             committed = min(self.seq_len + 1, self.max_seq_len)
-            self._lengths[:] = [committed, max(committed, self._lengths[1])]
+            self._writes.write([], (committed, max(committed, self._written)))
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
         if as_integer(seq_len, "seq_len") < 0:
             raise ValueError(f"expected a count of tokens >= 0, got {seq_len}")
         with self._lock:
-            self._lengths[:] = [min(seq_len, self.seq_len)] * 2
+            kept = min(seq_len, self.seq_len)
+            self._writes.write([], (kept, kept))
 
     def store_kv(self, layer: int, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
         """Write K and V of the token at position `seq_len`, `(kv_dim,)` each.
@@ -199,19 +231,20 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         self._layer(layer)
         k, v = (_finite(as_floats(x, (self.kv_dim,), name), name) for x, name in ((key, "key"), (value, "value")))
         with self._lock:
-            if self.seq_len == self.max_seq_len:
-                raise OutOfMemoryError(self.seq_len + 1, self.max_seq_len, "tokens")
-            self._keys[layer, self.seq_len] = k
-            self._values[layer, self.seq_len] = v
-            self._lengths[1] = self.seq_len + 1
+            n = self.seq_len
+            if n == self.max_seq_len:
+                raise OutOfMemoryError(n + 1, n, "tokens")
+            self._writes.write([(self._keys[layer, n], k), (self._values[layer, n], v)], (n, n + 1))
 
     def get_keys(self, layer: int) -> Float32:
         """K written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
-        return self._keys[self._layer(layer), : self._lengths[1]].reshape(-1)
+        with self._lock:
+            return self._keys[self._layer(layer), : self._written].reshape(-1)
 
     def get_values(self, layer: int) -> Float32:
         """V written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
-        return self._values[self._layer(layer), : self._lengths[1]].reshape(-1)
+        with self._lock:
+            return self._values[self._layer(layer), : self._written].reshape(-1)
 
     def _layer(self, layer: int) -> int:
         if not 0 <= as_integer(layer, "layer") < self.num_layers:
@@ -245,15 +278,19 @@ class KvCache(KvCacheHandle, KvCacheAccess):
                 raise ValueError(f"expected {size[0]} floats per layer, got {len(k)} of keys and {len(v)} of values")
             _finite(k, "keys"), _finite(v, "values")
         with self._lock:
-            for layer, (k, v) in enumerate(rows):
-                self._keys[layer, :seq_len] = k.reshape(seq_len, -1)
-                self._values[layer, :seq_len] = v.reshape(seq_len, -1)
-            self._lengths[:] = [seq_len, seq_len]
+            sides, n = (self._keys, self._values), self.kv_dim
+            places = [(side[layer, :seq_len], new[i]) for layer, new in enumerate(rows) for i, side in enumerate(sides)]
+            self._writes.write([(at, self._apart(x).reshape(seq_len, n)) for at, x in places], (seq_len, seq_len))
+
+    def _apart(self, rows: Float32) -> Float32:
+        """These rows, copied if they may be some of this cache, which is about to be written."""
+        mine = np.may_share_memory(rows, self._keys) or np.may_share_memory(rows, self._values)
+        return rows.copy() if mine else rows
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
-            committed, written = self._lengths
+            committed, written = self._writes.lengths
         assert 0 <= committed <= self.max_seq_len, f"kv cache: {committed} tokens committed of {self.max_seq_len}"
         assert committed <= written <= committed + 1, f"kv cache: {written} tokens written, {committed} committed"
         assert written <= self.max_seq_len, f"kv cache: {written} tokens written of {self.max_seq_len}"
@@ -302,7 +339,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             if num_tokens < self.seq_len:
                 self.truncate(num_tokens)
             else:
-                self._lengths[:] = [num_tokens, max(num_tokens, self._lengths[1])]
+                self._writes.write([], (num_tokens, max(num_tokens, self._written)))
 
     def key_cache(self, layer: int) -> Float32:
         """K of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""
@@ -330,4 +367,4 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def stats(self) -> CacheHandleStats:
         """What it occupies; `last_access` is the number of tokens written, the only clock it has."""
         memory = self._keys.nbytes + self._values.nbytes
-        return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._lengths[1])
+        return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._written)

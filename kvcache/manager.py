@@ -7,6 +7,7 @@ Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_floats, as_indices, as_integer, as_rows, as_scores
+from kvcache._guard import MendingLock
+from kvcache._roster import add_to_all, evict_from_all
 from kvcache.eviction import pyramid_budgets
 from kvcache.manager_config import KVCacheConfig
 from kvcache.token_list import BLOCK_SIZE, TokenList
@@ -58,7 +61,7 @@ class CacheManager:
         self._padding = -config.head_dim % 8
         self._entry_bytes = self._new_list(0).store.block_bytes // BLOCK_SIZE
         self._layers: dict[int, TokenList] = {}  # ascending; replaced, never changed
-        self._lock = threading.RLock()
+        self._lock = MendingLock(threading.RLock(), self._keep_to_shares)
 
     def _new_list(self, num_slots: int) -> TokenList:
         config = self._config
@@ -157,8 +160,16 @@ class CacheManager:
             entries.append(k, v, self._policy.rule(shares[index]))
             if layers is not self._layers:
                 self._layers = layers
-                for i, share in shares.items():
-                    layers[i].evict(self._policy.rule(share))
+                self._keep_to_shares()
+
+    def _keep_to_shares(self) -> None:
+        """Evict what lists have over their shares: after one more came, also where an interrupt came between."""
+        self._evict(self._policy.shares(self._config.max_seq_len, self._layers))
+
+    def _evict(self, limits: Mapping[int, int]) -> int:
+        """Evict from every list down to its limit; how many left. All of it happens, or nothing."""
+        rules = [self._policy.rule(limits[i]) for i in self._layers]
+        return evict_from_all([entries.roster for entries in self._layers.values()], rules)
 
     def get(self, positions: npt.ArrayLike, layer_idx: int | None = None) -> tuple[Float32, Float32]:
         """K and V of the entries at these indices, dequantised.
@@ -275,9 +286,8 @@ class CacheManager:
             raise ValueError(f"expected budget >= 0, got {budget}")
         with self._lock:
             if layer_idx is not None:
-                return sum(entries.evict(self._policy.rule(budget)) for entries in self._lists(layer_idx))
-            targets = self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()})
-            return sum(entries.evict(self._policy.rule(targets[i])) for i, entries in self._layers.items())
+                return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(layer_idx))
+            return self._evict(self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()}))
 
     def update_attention_scores(self, scores: npt.ArrayLike, layer_idx: int | None = None) -> None:
         """Add to the score of every entry; H2O and PyramidKV evict the lowest.
@@ -297,8 +307,8 @@ class CacheManager:
             with np.errstate(over="ignore"):
                 if any(not np.isfinite(e.roster.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
                     raise ValueError("expected scores with finite sums, got an overflow")
-            for entries, part in zip(lists, parts, strict=False):
-                entries.roster.add_scores(part)
+            if lists:
+                add_to_all([entries.roster for entries in lists], parts)
 
     def attention_scores(self, layer_idx: int = 0) -> Float64:
         """The accumulated score of a list's entries, float64 `(n,)`; new entries have 0.

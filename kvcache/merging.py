@@ -7,9 +7,11 @@ import numpy.typing as npt
 
 from kvcache._arrays import as_floats
 
-__all__ = ["merge_attention"]
+__all__ = ["blend", "merge_attention"]
 
 Float32 = npt.NDArray[np.float32]
+
+_HALF = np.float32(0.5)
 
 
 def merge_attention(
@@ -35,8 +37,19 @@ def merge_attention(
     b = as_floats(out_b, a.shape, "out_b")
     la = as_floats(lse_a, a.shape[:2], "lse_a")
     lb = as_floats(lse_b, a.shape[:2], "lse_b")
-    with np.errstate(over="ignore", invalid="ignore"):
-        share = 1 / (1 + np.exp(lb - la))  # of part a; NaN where both are empty
-    share[np.isneginf(la)] = 0
-    merged = b + share[..., None] * (a - b)
-    return merged, np.logaddexp(la, lb)
+    with np.errstate(invalid="ignore"):
+        log_odds = la - lb
+    log_odds[np.isneginf(la)] = -np.inf  # also where both are empty
+    return blend(a, b, log_odds), np.logaddexp(la, lb)
+
+
+def blend(out_a: Float32, out_b: Float32, log_odds: Float32) -> Float32:
+    """The outputs of two parts put together; `log_odds`, `lse_a - lse_b` and not NaN, is used up."""
+    log_odds *= _HALF
+    share = np.tanh(log_odds, out=log_odds)  # that of part a, 1 / (1 + exp(-log_odds)), without overflow
+    share *= _HALF
+    share += _HALF
+    merged: Float32 = out_a - out_b
+    merged *= share[..., None]
+    merged += out_b
+    return merged

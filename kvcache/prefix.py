@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_integer
+from kvcache._guard import MendingLock
 from kvcache._tokens import as_tokens
 from kvcache.arena import Lease
 from kvcache.entry_index import EntryIndex
@@ -67,12 +68,11 @@ class PrefixKvCache:
         self.config = PrefixCacheConfig() if config is None else config
         if not isinstance(self.config, PrefixCacheConfig):
             raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
-        self._lock = threading.RLock()
-        self._reset()
-
-    def _reset(self) -> None:
         self._index = EntryIndex(self.config)
-        self._hits = self._misses = self._hit_tokens = self._lookup_tokens = 0
+        self._lock = MendingLock(threading.RLock(), self._mend)
+
+    def _mend(self) -> None:
+        self._index.mend()
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -88,16 +88,13 @@ class PrefixKvCache:
             if length and not self.config.partial_matches:
                 node, length = index.trie.entry_at(node, length)
             if length < max(1, self.config.min_prefix_len):
-                self._misses += 1
-                self._lookup_tokens += len(ids)
+                index.count(0, len(ids))
                 return None
             arena = index.arena_of[index.roots[namespace]]
             arena.settle()
             state = _LeasedState(arena.lease(slots[:length]))
             index.trie.touch_entry(node)
-            self._hits += 1
-            self._hit_tokens += length
-            self._lookup_tokens += len(ids)
+            index.count(length, len(ids))
             return length, state
 
     @staticmethod
@@ -240,7 +237,7 @@ class PrefixKvCache:
     def clear(self) -> None:
         """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
         with self._lock:
-            self._reset()
+            self._index = EntryIndex(self.config)
 
     @property
     def memory_usage(self) -> int:
@@ -259,25 +256,24 @@ class PrefixKvCache:
     @property
     def hits(self) -> int:
         """Lookups that found something."""
-        return self._hits
+        return self._index.counts[0]
 
     @property
     def misses(self) -> int:
         """Lookups that found nothing."""
-        return self._misses
+        return self._index.counts[1]
 
     @property
     def hit_tokens(self) -> int:
         """Tokens matched by all lookups."""
-        return self._hit_tokens
+        return self._index.counts[2]
 
     def stats(self) -> PrefixKvStats:
         """The counters now."""
         with self._lock:
-            return PrefixKvStats(
-                len(self), self._index.trie.num_tokens, self._index.used_bytes(), self._hits, self._misses,
-                self._hit_tokens, self._lookup_tokens, self._index.evictions,
-            )  # fmt: skip
+            index = self._index
+            counts = *index.counts, index.trie.evicted
+            return PrefixKvStats(len(self), index.trie.num_tokens, index.used_bytes(), *counts)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""

@@ -43,7 +43,9 @@ class PlainRows:
         self.slot_bytes = num_layers * kv_dim * sum(rows.itemsize for rows in self._sides)
 
     def grow(self, num_slots: int) -> None:
-        """Room for so many slots. MemoryError: nothing has changed."""
+        """Room for so many slots, at least. MemoryError: nothing has changed."""
+        if num_slots <= self._sides[0].shape[1]:
+            return  # a call that was interrupted has grown them
         grown = [np.empty((self.num_layers, num_slots, self.kv_dim), rows.dtype) for rows in self._sides]
         for new, old in zip(grown, self._sides, strict=True):
             new[:, : old.shape[1]] = old
@@ -110,19 +112,19 @@ class PackedRows:
         self._settings = (BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
         self._empty = BlockStore(num_layers, 0, *self._settings)
         self._stores: list[tuple[int, BlockStore]] = []  # with the first slot of each
-        self._num_slots = 0
         # A write packs whole tiles anew, its neighbours' rows among them, which states may be reading.
         self._lock = threading.Lock()
         self.slot_bytes = self._empty.block_bytes // BLOCK_SIZE
 
     def grow(self, num_slots: int) -> None:
-        """Room for so many slots. MemoryError: nothing has changed."""
-        blocks = -(-(num_slots - self._num_slots) // BLOCK_SIZE)
+        """Room for so many slots, at least. MemoryError: nothing has changed."""
+        first, store = self._stores[-1] if self._stores else (0, self._empty)
+        end = first + store.num_blocks * BLOCK_SIZE
+        blocks = -(-(num_slots - end) // BLOCK_SIZE)
         if blocks > 0:
             store = BlockStore(self.num_layers, blocks, *self._settings)
             with self._lock:
-                self._stores.append((self._num_slots, store))
-                self._num_slots += blocks * BLOCK_SIZE
+                self._stores.append((end, store))
 
     def represent(self, keys: Float32, values: Float32) -> None:
         """ValueError unless every value of rows `(n, kv_dim)` can be stored."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import stat
 import struct
-import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -33,8 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._file import File, Replacement
 from kvcache.errors import SnapshotError
-from kvcache.files import read_at, replacing, write_at
+from kvcache.files import read_at, write_at
 from kvcache.namespaces import decode_namespace, encode_namespace
 
 __all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Segments", "Snapshot", "write_snapshot"]
@@ -184,7 +184,7 @@ def write_snapshot(
     num_pages = sum(-(-int(n) // arena.page_tokens) for arena, n in zip(arenas, slots, strict=True))
     tables_end = HEADER.size + len(head) + 4 * len(segments.tokens) + 4 * num_pages + len(tail)
     offsets, counts, size = _places(arenas, slots.tolist(), tables_end)
-    with replacing(path) as fd:
+    with Replacement(path) as fd:
         os.truncate(fd, size)
         checksums = np.zeros(num_pages, "<u4")
         done = 0
@@ -243,22 +243,21 @@ class Snapshot:
     def __init__(self, path: str | os.PathLike[str], kind: str, model: str) -> None:
         self.path = os.fspath(path)
         # Without O_NONBLOCK, a pipe of this name would wait for a writer.
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        close = weakref.finalize(self, os.close, self._fd)
+        self._file = File(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             self._open(kind, model)
         except BaseException as error:
-            close()
+            self._file.close()
             if isinstance(error, SnapshotError):
                 raise SnapshotError(f"{self.path}: {error}") from error
             raise
 
     def _open(self, kind: str, model: str) -> None:
-        status = os.fstat(self._fd)
+        status = os.fstat(self._file.fd)
         if not stat.S_ISREG(status.st_mode):
             raise SnapshotError("expected a regular file, got another kind of file")
         header = bytearray(HEADER.size)
-        if status.st_size < HEADER.size or not read_at(self._fd, [header], 0):
+        if status.st_size < HEADER.size or not read_at(self._file.fd, [header], 0):
             raise SnapshotError(f"expected at least {HEADER.size} bytes, got {status.st_size}")
         (
             magic, version, number, size, num_segments, num_tokens, num_pages, names_bytes,
@@ -279,7 +278,7 @@ class Snapshot:
         if HEADER.size + sum(sizes) > size:
             raise SnapshotError(f"expected tables of at most {size - HEADER.size} bytes, got {sum(sizes)}")
         tables = bytearray(sum(sizes))
-        if not read_at(self._fd, [tables], HEADER.size) or zlib.crc32(tables) != checksum:
+        if not read_at(self._file.fd, [tables], HEADER.size) or zlib.crc32(tables) != checksum:
             raise SnapshotError("expected tables with their checksum, got damaged ones")
         parts, at = [], 0
         for length in sizes:
@@ -335,7 +334,7 @@ class Snapshot:
     def read_page(self, arena: int, page: int, buffers: Sequence[Any]) -> bool:
         """Copy a page into `buffers`, `page_bytes` in all; False if it is damaged, and what they hold is void."""
         try:
-            whole = read_at(self._fd, buffers, self._offsets[arena] + page * self.arenas[arena].stride)
+            whole = read_at(self._file.fd, buffers, self._offsets[arena] + page * self.arenas[arena].stride)
         except OSError:  # a bad sector is damage like any other
             return False
         return whole and _checksum(buffers) == self._checksums[self._first_page[arena] + page]

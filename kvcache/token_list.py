@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._attention import Attention
 from kvcache._roster import Roster, runs_of
-from kvcache._sequences import RUN
 from kvcache._store import BlockStore
 from kvcache.eviction import Rule
 
@@ -42,6 +42,7 @@ class TokenList:
     ) -> None:
         num_blocks = -(-num_slots // BLOCK_SIZE)
         self.store = BlockStore(1, num_blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
+        self._attention = Attention(self.store)
         self.roster = Roster(by_score)
 
     def __len__(self) -> int:
@@ -60,19 +61,7 @@ class TokenList:
             MemoryError: nothing has changed then.
         """
         self.store.represent(keys, values)
-        # What the roster admits must be written, whatever happens: all memory comes before it changes.
-        runs = np.empty(min(len(keys), rule.limit), RUN)
-        sorted_rows = np.empty((2, *keys.shape), np.float32)
-        rows, slots = self.roster.append(len(keys), *rule)
-        if rows is not None:
-            # By slot: neighbours share a tile, so each tile is packed once.
-            into = sorted_rows[:, : len(rows)]
-            keys, values = (np.take(x, rows, 0, out, "clip") for x, out in zip((keys, values), into, strict=True))
-        self.store.write(0, runs_of(slots, BLOCK_SIZE, runs), keys, values)
-
-    def evict(self, rule: Rule) -> int:
-        """Evict down to `rule.limit`; how many left."""
-        return self.roster.evict(*rule)
+        self.roster.append_to(self.store, keys, values, *rule)
 
     def read(self, indices: Int64) -> tuple[Float32, Float32]:
         """`(keys, values)` of entries in range, float32 `(n, num_heads, head_dim)` each."""
@@ -96,9 +85,9 @@ class TokenList:
         order = self.roster.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
         if scores is None:
-            out: Float32 = self.store.attend(0, runs, queries, scale)
+            out: Float32 = self._attention.over_runs(0, runs, queries, scale)
             return out
-        out, mass = self.store.attend(0, runs, queries, scale, return_scores=True)
+        out, mass = self._attention.over_runs(0, runs, queries, scale, return_scores=True)
         by_slot = np.empty(self.roster.slots_used, np.float32)
         by_slot[order] = mass
         np.take(by_slot, self.roster.slots(), out=scores)

@@ -80,3 +80,22 @@ class Scattered:
             stop = min(stop, first + tokens)
             tokens -= stop - first
             yield first, stop
+
+
+def guarded_attention(rng, name, dim, at_end, thread_counts):
+    """Calls of attention whose every array is guarded: yields `(sequence, queries, output, scores)` after each."""
+
+    def empty(size, dtype):
+        return guarded(size, dtype, at_end=at_end)
+
+    for block_size, tokens in ((1, 3), (16, 40), (5, 67)):
+        s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
+        for num_queries in (1, min(tokens, 20)):
+            queries = copy_guarded(rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end)
+            out, scores = (empty(n, np.float32) for n in (queries.shape, tokens))
+            for threads in thread_counts:
+                _kernels._attend(
+                    s.layout, s.arena, [(s.runs[0], num_queries, 2)], queries, 0.1, sink_queries=queries, out=out,
+                    scores=scores, threads=threads, scratch=lambda n: empty(n, np.uint8),
+                )  # fmt: skip
+                yield s, queries, out, scores

@@ -7,15 +7,18 @@ KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing alloc
 
 import gc
 import os
+from pathlib import Path
 
 # Before NumPy is loaded: on a busy machine BLAS waits for its own threads, spinning, and takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+from engines import DenseEngine
 from hypothesis import HealthCheck, settings
 
 from kvcache import _kernels
+from kvcache.engine import InferenceEngine, Transformer
 
 FAST = os.environ.get("KVCACHE_TESTS") == "fast"
 # No test fails on time, however busy the machine is.
@@ -61,6 +64,27 @@ def simd(request):
 def long(request):
     """Whether there is an hour's time."""
     return request.config.getoption("--long")
+
+
+@pytest.fixture(scope="session")
+def network():
+    """The network of a golden checkpoint; whoever wants it to fail wraps it."""
+    return Transformer.from_pretrained(Path(__file__).parent / "golden" / "llama")
+
+
+@pytest.fixture(params=[DenseEngine, InferenceEngine])
+def make(request, network):
+    """Makes engines, with the cache of the twin and with the real one."""
+
+    def make_engine(model=network, **options):
+        return request.param(model, **options)
+
+    return make_engine
+
+
+@pytest.fixture
+def engine(make):
+    return make()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import logging
 import sys
 import traceback
 
@@ -90,6 +91,7 @@ def load_shim():
 def main(module, scene_name, width, step):
     shim = load_shim()
     scene = getattr(importlib.import_module(module), scene_name)
+    logging.disable()  # damage is logged
     gc.freeze()  # so that each gc.collect() looks at what the scene made, and not at all of NumPy
     operations, faults, failed, problems = scene.operations(), 0, 0, []
     for name in operations:

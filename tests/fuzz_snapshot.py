@@ -22,11 +22,10 @@ import tempfile
 import zlib
 
 import numpy as np
-from contents import pairs, state
+from saved_caches import DIM, HEADS, SIZE, get, put
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache, SnapshotError
 
-HEADS, DIM, SIZE = 2, 8, 4
 ROOM = 1 << 29  # bytes that the process may take beyond what it has
 EXTREMES = (0, 1, 2, 0x7F, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 NAMES = (None, "tenant", ("tenant", 2))
@@ -44,7 +43,7 @@ class Original:
             self.texts.append((NAMES[i % 3], [*common[:cut].tolist(), *rng.integers(0, 50, 5 + 7 * i).tolist()]))
         cache = make()
         for name, tokens in self.texts:
-            store(cache, name, tokens)
+            put(cache, name, tokens)
         # Every text in every namespace: what is not found there must not be found after any damage either.
         self.texts = [(name, tokens) for name in (*NAMES, "nobody") for _, tokens in self.texts]
         self.full = [look(cache, name, tokens) for name, tokens in self.texts]
@@ -64,25 +63,10 @@ def originals(folder):
     return [Original(kind, os.path.join(folder, "original")) for kind in kinds]
 
 
-def store(cache, name, tokens):
-    if isinstance(cache, PrefixKvCache):
-        cache.store_snapshot(tokens, state(name, tokens, HEADS * DIM), namespace=name)
-    else:
-        cache.store(tokens, 0, pairs(name, tokens, SIZE, HEADS, DIM), namespace=name)
-
-
 def look(cache, name, tokens):
     """`(length, rows)`: all K and V of what is found, float32 `(sides and layers, length, HEADS * DIM)`."""
-    if isinstance(cache, PrefixKvCache):
-        hit = cache.lookup(tokens, namespace=name)
-        if hit is None:
-            return 0, np.empty((4, 0, HEADS * DIM), np.float32)
-        return hit[0], np.reshape(hit[1].keys + hit[1].values, (4, hit[0], HEADS * DIM))
-    length, blocks = cache.lookup(tokens, namespace=name)
-    rows = [np.reshape(b.keys + b.values, (4, HEADS, SIZE, DIM)).swapaxes(1, 2).reshape(4, SIZE, -1) for b in blocks]
-    for block in blocks:
-        cache.release(block.index)
-    return length, np.concatenate([np.empty((4, 0, HEADS * DIM), np.float32), *rows], axis=1)
+    length, keys, values = get(cache, name, tokens)
+    return length, np.reshape(keys + values, (4, length, HEADS * DIM))
 
 
 # -- damage -------------------------------------------------------------------------------------------------
@@ -175,14 +159,22 @@ def repair(rng, data):
 # -- what must hold -----------------------------------------------------------------------------------------
 
 
-def accident(original, path):
-    """After an accident: refused, or a part of the truth."""
+def loaded(original, path):
+    """A new cache with what is in the file; None if it was refused, which must have left the cache empty."""
     cache = original.make()
     try:
         cache.load(path, model="fuzz")
     except SnapshotError:
         assert len(cache) == 0
         cache.check()
+        return None
+    return cache
+
+
+def accident(original, path):
+    """After an accident: refused, or a part of the truth."""
+    cache = loaded(original, path)
+    if cache is None:
         return "refused"
     lost = False
     for (name, tokens), (full, want) in zip(original.texts, original.full, strict=True):
@@ -196,18 +188,14 @@ def accident(original, path):
 
 def malice(original, path):
     """After malice: refused, or a cache like any other."""
-    cache = original.make()
-    try:
-        cache.load(path, model="fuzz")
-    except SnapshotError:
-        assert len(cache) == 0
-        cache.check()
+    cache = loaded(original, path)
+    if cache is None:
         return "refused"
     cache.check()
     for name, tokens in original.texts:
         look(cache, name, tokens)
     cache.check()
-    store(cache, "new", [7] * 20)
+    put(cache, "new", [7] * 20)
     assert look(cache, "new", [7] * 20)[0] == 20
     cache.check()
     return "taken in"

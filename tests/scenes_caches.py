@@ -150,7 +150,7 @@ class Live(Scene):
 
     def _state(self):
         snapshot = self.it.snapshot()
-        return plain([snapshot.keys, snapshot.values, self.it._lengths])
+        return plain([snapshot.keys, snapshot.values, self.it._writes.lengths])
 
     def store_kv(self):
         self.it.store_kv(1, np.ones(16), np.ones(16))

@@ -1,7 +1,6 @@
 """Scenes of saved caches: a file is taken in, what waits there is fetched, what is damaged there is forgotten."""
 
 import dataclasses
-import logging
 import tempfile
 from pathlib import Path
 
@@ -17,7 +16,6 @@ DIM, SIZE = 8, 16
 TEXT = np.arange(600, dtype=np.uint32)
 PROMPTS = ((None, TEXT[:200]), (None, np.r_[TEXT[:80], TEXT[:100]]), ("other", TEXT[8:152]))
 FOLDER = tempfile.TemporaryDirectory()
-logging.disable()  # damage is logged
 
 
 class SavedPrefix(Scene):

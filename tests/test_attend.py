@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from blocks import Scattered, copy_guarded, guarded
+from blocks import Scattered, guarded_attention
 
 from kvcache import _kernels
 
@@ -161,31 +161,9 @@ def test_threads_change_nothing_but_rounding_and_each_count_repeats(simd, rng, t
 @pytest.mark.parametrize("name", ["f32", "f16"])
 @pytest.mark.parametrize("dim", [8, 24, 64, 72])
 def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
-    def empty(size, dtype):
-        return guarded(size, dtype, at_end=at_end)
-
-    for block_size, tokens in ((1, 3), (16, 32), (5, 67)):
-        s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
-        for num_queries in (1, min(tokens, 20)):
-            queries = copy_guarded(
-                rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end
-            )
-            out, scores = (guarded(n, np.float32, at_end=at_end) for n in (queries.shape, tokens))
-            for threads in (1, 2):
-                _kernels._attend(
-                    s.layout,
-                    s.arena,
-                    [(s.runs[0], num_queries, 2)],
-                    queries,
-                    0.1,
-                    sink_queries=queries,
-                    out=out,
-                    scores=scores,
-                    threads=threads,
-                    scratch=lambda n: empty(n, np.uint8),
-                )
-            expected, mass = oracle.attention(queries, s.read_keys[0], s.read_values[0], 0.1)
-            assert_close((out, scores, expected, mass))
+    for s, queries, out, scores in guarded_attention(rng, name, dim, at_end, (1, 2)):
+        expected, mass = oracle.attention(queries, s.read_keys[0], s.read_values[0], 0.1)
+        assert_close((out, scores, expected, mass))
 
 
 def test_no_sequences_are_no_work(simd):

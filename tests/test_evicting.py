@@ -2,72 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
-
 import numpy as np
 import pytest
+from engines import GOLDEN, GREEDY
+from evicting_engines import H2O, POLICIES, PROMPT, assert_bounded, assert_same, layers, make, state, stored_as
 from oracle_evicting import DenseEvictingEngine
 
-from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
-from kvcache.engine.evicting import Budgets, most_blocks, survivors
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.eviction import EvictionPolicy, EvictionStrategy
-from kvcache.paged import PagedKvCache
-
-GOLDEN = Path(__file__).parent / "golden"
-GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=10)
-PROMPT = np.random.default_rng(7).integers(0, 256, 70).astype(np.uint32)
-
-POLICIES = {
-    "h2o": (EvictionPolicy.H2O(), ("H2O", 0.5)),
-    "h2o_heavy": (EvictionPolicy.H2O(0.0), ("H2O", 0.0)),
-    "h2o_recent": (EvictionPolicy.H2O(1.0), ("H2O", 1.0)),
-    "window": (EvictionPolicy.SlidingWindow(12, 4), ("SlidingWindow", 12, 4)),
-    "window_cut": (EvictionPolicy.SlidingWindow(100, 4), ("SlidingWindow", 100, 4)),
-    "pyramid": (EvictionPolicy.PyramidKV(2, 0.25), ("PyramidKV", 2, 0.25)),
-}
-H2O = EvictionPolicy.H2O()
-
-
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(GOLDEN / "llama")
+from kvcache.engine import InferenceEngine, Transformer
+from kvcache.engine.evicting import most_blocks, survivors
+from kvcache.errors import InvalidOperationError
+from kvcache.eviction import EvictionPolicy
 
 
 @pytest.fixture(params=POLICIES, ids=str)
 def policies(request):
     return POLICIES[request.param]
-
-
-def make(network, policy=H2O, kv_budget=16, **options):
-    return InferenceEngine(network, eviction_policy=policy, kv_budget=kv_budget, **options)
-
-
-def layers(engine):
-    return range(engine.config.num_layers)
-
-
-def state(engine):
-    engine.check()
-    held = [engine.cache.read(0, layer) for layer in layers(engine)]
-    scores = [alive.scores for alive in engine._sequence._alive]
-    positions = [engine.kept_positions(layer) for layer in layers(engine)]
-    return engine.num_tokens, engine.prefill_token_count, positions, scores, held
-
-
-def assert_same(found, expected):
-    np.testing.assert_equal(found, expected)
-
-
-def assert_bounded(engine):
-    """Between calls: every layer within its budget, in at most `most_blocks` blocks; nothing else is in use."""
-    used = 0
-    for layer in layers(engine):
-        blocks = engine.cache.get_sequence(layer).num_blocks
-        assert blocks <= most_blocks(engine.alive_tokens(layer), engine.cache.block_size)
-        used += blocks
-    assert engine.cache.used_block_count == used
 
 
 # ---------------------------------------------------------------- the twin
@@ -161,18 +110,8 @@ def test_quantised_rows(network, policies):
     """q4: rows as a cache of their own gives them back; the sums of the kernel are rounded, so survivors by score
     may differ from the twin's where scores are close."""
     policy, naive = policies
-    config = network.config
-    rows = PagedKvCache(1, 64, config.num_kv_heads, config.head_dim, dtype="q4")
-
-    def stored(layer, keys, values):
-        rows.allocate(0, len(keys))
-        rows.write(0, 0, keys, values)
-        found = rows.read(0, 0)
-        rows.free(0)
-        return found
-
     engine = make(network, policy, dtype="q4", prefill_chunk=16, block_size=5)
-    twin = DenseEvictingEngine(network, naive, 16, 16, stored)
+    twin = DenseEvictingEngine(network, naive, 16, 16, stored_as(network.config, "q4"))
     logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
     for layer in layers(engine):
         same = set(engine.kept_positions(layer).tolist()) & set(twin.positions(layer))
@@ -291,174 +230,3 @@ def test_restart_at_0_after_the_first_token_left(network):
     expected = engine.prefill_from_pos(PROMPT, 0)
     np.testing.assert_array_equal(engine.prefill_from_pos(PROMPT, 0), expected)
     engine.check()
-
-
-# ---------------------------------------------------------------- failures
-
-
-class Failing:
-    """A network that fails at a chosen call of `attend`, before or after it."""
-
-    def __init__(self, network, error):
-        self.network, self.config, self.error = network, network.config, error
-        self.countdown, self.after = -1, False
-
-    def forward(self, tokens, positions, attend, logits):
-        def counted(*args):
-            self.countdown -= 1
-            if self.countdown == 0 and not self.after:
-                raise self.error
-            mixed = attend(*args)
-            if self.countdown == 0:
-                raise self.error
-            return mixed
-
-        return self.network.forward(tokens, positions, counted, logits)
-
-
-@pytest.mark.parametrize("error", [OutOfMemoryError(1, 0), RuntimeError("broken"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("after", [False, True])
-def test_failures_change_nothing(network, policies, error, after):
-    model = Failing(network, error)
-    engine = make(model, policies[0], prefill_chunk=7, block_size=5)
-    model.after = after
-    for held, attends in itertools.product((0, 10, 40), (1, 2, 3, 6)):
-        engine.reset()
-        if held:
-            engine.prefill_from_pos(PROMPT[:held], 0)
-        before, used = state(engine), engine.cache.used_block_count
-        model.countdown = attends
-        with pytest.raises(type(error)):
-            engine.prefill_from_pos(PROMPT[:30], held)
-        assert_same(state(engine), before)
-        assert engine.cache.used_block_count == used
-        if attends <= 2:
-            model.countdown = attends
-            with pytest.raises(type(error)):
-                engine.decode_step(1, held)
-            assert_same(state(engine), before)
-            model.countdown = attends
-            with pytest.raises(type(error)):  # cut, then the failure
-                engine.prefill_from_pos(PROMPT[:30], 0)
-            assert_same(state(engine), before)
-    expected = make(network, policies[0], prefill_chunk=7, block_size=5)
-    expected.prefill_from_pos(PROMPT[:40], 0)
-    np.testing.assert_array_equal(engine.prefill_from_pos(PROMPT, 40), expected.prefill_from_pos(PROMPT, 40))
-
-
-@pytest.mark.parametrize("step", range(4))
-def test_interrupted_while_tokens_leave(network, monkeypatch, step):
-    """Half of the layers are already held to their budget: they too are as before."""
-    engine = make(network, prefill_chunk=16)
-    engine.prefill_from_pos(PROMPT, 0)
-    before, calls = state(engine), itertools.count()
-    keep = engine.cache.keep_tokens
-
-    def interrupted(*args):
-        if next(calls) == step:
-            raise KeyboardInterrupt
-        keep(*args)
-
-    monkeypatch.setattr(engine.cache, "keep_tokens", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.prefill_from_pos(PROMPT[:40], 70)
-    assert_same(state(engine), before)
-
-
-def test_memory_runs_out(network):
-    engine = make(network, block_size=4, prefill_chunk=16)
-    engine.prefill_from_pos(PROMPT, 0)
-    before, free = state(engine), engine.cache.free_block_count
-    engine.cache.allocate(99, 4 * (free - 3))
-    with pytest.raises(OutOfMemoryError):
-        engine.prefill_from_pos(PROMPT[:40], 70)
-    assert_same(state(engine), before)
-    asked = []
-
-    def reclaim(error):
-        asked.append(error.requested)
-        engine.cache.free(99)
-        return True
-
-    engine.reclaim = reclaim
-    engine.prefill_from_pos(PROMPT[:40], 70)
-    assert len(asked) == 1
-    assert_bounded(engine)
-
-
-def test_failed_generate_leaves_an_empty_sequence(network):
-    model = Failing(network, RuntimeError("broken"))
-    engine = make(model, prefill_chunk=16)
-    expected = engine.generate(PROMPT, GREEDY)
-    for call, attends in ((engine.generate, 5), (engine.generate, 15), (engine.score, 5)):
-        model.countdown = attends
-        with pytest.raises(RuntimeError, match="broken"):
-            call(PROMPT)
-        assert engine.num_tokens == engine.cache.used_block_count == 0
-        engine.check()
-        assert engine.generate(PROMPT, GREEDY) == expected
-
-
-# ---------------------------------------------------------------- mistakes of the caller
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"eviction_policy": H2O}, ValueError, "expected a kv_budget"),
-        ({"kv_budget": 5}, ValueError, "expected an eviction_policy"),
-        ({"eviction_policy": H2O, "kv_budget": 0}, ValueError, "kv_budget: expected at least 1, got 0"),
-        ({"eviction_policy": H2O, "kv_budget": 1.5}, TypeError, "kv_budget: expected a whole number"),
-        ({"eviction_policy": "H2O", "kv_budget": 5}, TypeError, "expected an EvictionPolicy, got str"),
-        ({"eviction_policy": EvictionStrategy.LRU(), "kv_budget": 5}, TypeError, "got EvictionStrategy"),
-        ({"eviction_policy": EvictionPolicy.PyramidKV(3), "kv_budget": 5}, ValueError, r"expected PyramidKV\(2\)"),
-    ],
-    ids=str,
-)
-def test_bad_options(network, options, error, match):
-    with pytest.raises(error, match=match):
-        InferenceEngine(network, **options)
-
-
-def test_no_prefix_cache_over_it(network):
-    engine = make(network)
-    blocks = engine.cache.total_blocks
-    with pytest.raises(ValueError, match="without eviction_policy"):
-        PrefixCachedEngine(engine, 8)
-    assert engine.cache.total_blocks == blocks
-
-
-def test_what_needs_one_sequence_for_all_layers_says_so(network):
-    engine = make(network)
-    engine.prefill_from_pos(PROMPT, 0)
-    before = state(engine)
-    with pytest.raises(InvalidOperationError, match="one sequence per layer"):
-        _ = engine.seq_id
-    with pytest.raises(InvalidOperationError, match="one sequence per layer"):
-        engine.begin(lambda cache, seq_id: 0)
-    assert_same(state(engine), before)
-
-
-@pytest.mark.parametrize("evicting", [False, True])
-def test_layers_are_checked(network, evicting):
-    engine = make(network) if evicting else InferenceEngine(network)
-    engine.prefill_from_pos(PROMPT, 0)
-    for ask in (engine.alive_tokens, engine.kept_positions):
-        for layer, error in ((2, IndexError), (-1, IndexError), (0.5, TypeError), (True, TypeError), (None, TypeError)):
-            with pytest.raises(error, match="layer"):
-                ask(layer)
-    engine.kept_positions(0)[:] = -1  # a copy
-    engine.check()
-
-
-def test_from_pretrained():
-    engine = InferenceEngine.from_pretrained(GOLDEN / "llama", eviction_policy=H2O, kv_budget=8)
-    assert len(engine.generate(PROMPT, GREEDY)) == 10
-    assert engine.alive_tokens(0) == engine.alive_tokens(1) == 8
-    assert InferenceEngine.from_pretrained(GOLDEN / "llama").eviction_policy is None
-
-
-def test_a_huge_budget_is_no_limit(network):
-    budgets = Budgets.of(H2O, 10**15, network)
-    assert budgets.peak_blocks(16, 512, 512) == 2 * 2 * 41 + 41 + 2 * 33
-    assert len(make(network, H2O, 10**15).generate(PROMPT, GREEDY)) == 10

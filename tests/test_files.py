@@ -4,16 +4,16 @@ import errno
 import os
 import resource
 import signal
-import tempfile
 import time
 
 import pytest
 from contents import state
 
 from kvcache import PrefixCacheConfig, PrefixKvCache
-from kvcache.files import read_at, replacing, write_at
+from kvcache._file import Replacement
+from kvcache.files import read_at, write_at
 
-STEPS = ("mkstemp", "truncate", "pwritev", "fsync", "replace", "open")
+STEPS = ("open", "truncate", "pwritev", "fsync", "replace")
 
 
 def cache_of(token, count=200):
@@ -35,8 +35,6 @@ class Steps:
 
     def around(self, call):
         def step(*arguments, **more):
-            if call.__name__ == "open" and not arguments[1] & os.O_DIRECTORY:
-                return call(*arguments, **more)  # a part of mkstemp
             self.count += 1
             if self.count != self.stop:
                 return call(*arguments, **more)
@@ -51,8 +49,7 @@ class Steps:
 
     def patch(self, set_attribute):
         for name in STEPS:
-            module = tempfile if name == "mkstemp" else os
-            set_attribute(module, name, self.around(getattr(module, name)))
+            set_attribute(os, name, self.around(getattr(os, name)))
 
 
 def num_steps(cache, path, monkeypatch):
@@ -84,7 +81,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
     path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
     contents = content(old, path), content(new, path)
     count = num_steps(new, path, monkeypatch)
-    assert count == 12  # mkstemp, truncate, 4 pages, tables, header, fsync, replace, open and fsync of the folder
+    assert count == 12  # open, truncate, 4 pages, tables, header, fsync, replace, open and fsync of the folder
     seen = set()
     for stop in range(1, count + 1):
         old.save(path)
@@ -136,7 +133,7 @@ def test_a_step_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     def fail():
         raise error
 
-    for stop in range(2 if when == "after" else 1, count + 1):  # after mkstemp its name is nobody's
+    for stop in range(2 if when == "after" else 1, count + 1):  # after open it is nobody's
         old.save(path)
         with monkeypatch.context() as patch:
             Steps(stop, fail, when).patch(patch.setattr)
@@ -193,7 +190,7 @@ def test_what_one_call_does_not_take_the_next_one_does(tmp_path, monkeypatch, so
     buffers = [bytes([i % 251]) * (i % 5) for i in range(2500)]
     whole = b"".join(buffers)
     monkeypatch.setattr("kvcache.files._BYTES", some)
-    with replacing(tmp_path / "file") as fd:
+    with Replacement(tmp_path / "file") as fd:
         assert write_at(fd, buffers, 10) == 10 + len(whole)
     assert (tmp_path / "file").read_bytes() == bytes(10) + whole
     with open(tmp_path / "file", "rb") as file:

@@ -13,8 +13,7 @@ import pytest
 from contents import LAYERS, pairs, rows, state
 
 from kvcache import PagedKvCache, PrefixCache, PrefixCacheConfig, PrefixKvCache
-from kvcache.demo import DIRECTORY
-from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
 SIZE, HEADS, DIM = 4, 2, 8
 # Names that a join, a repr, a hash or a conversion would mistake for each other. (1 and True are one name in Python.)
@@ -155,11 +154,6 @@ def test_what_has_left_one_namespace_stays_in_the_other(tmp_path, tier):
 # -- the engine ---------------------------------------------------------------------------------------------
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
-
-
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(DIRECTORY)
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])

@@ -115,10 +115,22 @@ def test_memory_and_utilization() -> None:
     assert cache.stats().utilization == pytest.approx(0.3)
 
 
+def test_restoring_from_its_own_rows() -> None:
+    """Rows of the cache itself are read before any of them is written."""
+    cache = written(4)
+    layers = range(cache.num_layers)
+    keys, values = [cache.get_keys(i) for i in layers], [cache.get_values(i) for i in layers]
+    expected = [rows.copy() for rows in (*values[::-1], *keys[::-1])]
+    cache.restore_from_snapshot(values[::-1], keys[::-1], 4)
+    found = [*(cache.get_keys(i) for i in layers), *(cache.get_values(i) for i in layers)]
+    for rows, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(rows, want)
+
+
 def test_check_names_what_is_broken() -> None:
     cache = written(2)
     cache.check()
-    cache._lengths[:] = [3, 2]
+    cache._writes.lengths = (3, 2)
     with pytest.raises(AssertionError, match="committed"):
         cache.check()
 

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +18,9 @@ from kvcache import (
     PrefixCacheConfig,
     PrefixKvCache,
 )
-from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
-
-
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(Path(__file__).parent / "golden" / "llama")
 
 
 def test_requests_over_a_cache_that_is_far_too_small(network, long):

@@ -26,11 +26,6 @@ def golden(request):
         return Transformer.from_pretrained(folder), dict(arrays)
 
 
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(GOLDEN / "llama")
-
-
 @pytest.fixture
 def cached(network):
     return PrefixCachedEngine(InferenceEngine(network), 64)

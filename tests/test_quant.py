@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import oracle
 import pytest
-from blocks import Scattered, copy_guarded, guarded
+from blocks import Scattered, guarded_attention
 from test_attend import attend
 
 from kvcache import _kernels
@@ -334,26 +334,5 @@ def test_what_lies_in_unused_slots_does_not_matter(simd, rng, name):
 @formats
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
-    def empty(size, dtype):
-        return guarded(size, dtype, at_end=at_end)
-
-    for block_size, tokens in ((1, 3), (16, 40), (5, 67)):
-        s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
-        for num_queries in (1, min(tokens, 20)):
-            queries = copy_guarded(
-                rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end
-            )
-            out, scores = (guarded(n, np.float32, at_end=at_end) for n in (queries.shape, tokens))
-            _kernels._attend(
-                s.layout,
-                s.arena,
-                [(s.runs[0], num_queries, 2)],
-                queries,
-                0.1,
-                sink_queries=queries,
-                out=out,
-                scores=scores,
-                threads=2,
-                scratch=lambda n: empty(n, np.uint8),
-            )
-            assert np.isfinite(out).all()
+    for _, _, out, _ in guarded_attention(rng, name, dim, at_end, (2,)):
+        assert np.isfinite(out).all()

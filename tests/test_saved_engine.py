@@ -17,11 +17,6 @@ SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q2")]
 
 
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(GOLDEN / "llama")
-
-
 def engine(model, blocks=64, **options):
     return PrefixCachedEngine(InferenceEngine(model, **options), blocks, strict=True)
 
@@ -123,6 +118,22 @@ def test_what_a_fingerprint_sees(network):
         names.add(fingerprint(Transformer(network.config, moved)))
     arrays = sum(getattr(weights.layers[1], field.name) is not None for field in dataclasses.fields(weights.layers[1]))
     assert len(names) == 1 + 3 + arrays + 3
+
+
+def test_a_fingerprint_does_not_depend_on_memory_order(network):
+    """Nor on what the pieces of a large matrix are taken from: they come from all over it."""
+    weights = network.weights
+    large = np.random.default_rng(0).standard_normal((300, 200), np.float32)
+    names = set()
+    for order in "CF":
+        head = np.asarray(large, order=order)
+        names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, head=head))))
+    assert len(names) == 1
+    for at in ((0, 0), (-1, -1)):
+        moved = large.copy()
+        moved[at] += 1
+        names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, head=moved))))
+    assert len(names) == 3
 
 
 class Other:

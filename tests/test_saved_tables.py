@@ -5,7 +5,7 @@ import struct
 import zlib
 
 import pytest
-from test_saved import SIZE, blocks, entries, get, put, refuse
+from saved_caches import SIZE, blocks, entries, get, put, refuse
 
 from kvcache import snapshot
 

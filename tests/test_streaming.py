@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evicting_engines import layers, stored_as
 from oracle_evicting import DenseEvictingEngine, DenseStreamingEngine
 
 from kvcache import CacheManager, KVCacheConfig
@@ -13,38 +14,14 @@ from kvcache.engine import InferenceEngine, SamplingParams, Transformer
 from kvcache.engine.evicting import most_blocks
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy
-from kvcache.paged import PagedKvCache
 
 GOLDEN = Path(__file__).parent / "golden"
 TEXT = np.random.default_rng(11).integers(0, 256, 4000).astype(np.uint32)
 STREAM = EvictionPolicy.StreamingLLM(4, 20)
 
 
-@pytest.fixture(scope="module")
-def network():
-    return Transformer.from_pretrained(GOLDEN / "llama")
-
-
 def make(network, policy=STREAM, **options):
     return InferenceEngine(network, eviction_policy=policy, **{"block_size": 4, "prefill_chunk": 16, **options})
-
-
-def layers(engine):
-    return range(engine.config.num_layers)
-
-
-def stored_as(config, dtype):
-    """What a cache of this format gives back of rows, whatever stands beside them."""
-    rows = PagedKvCache(8, 16, config.num_kv_heads, config.head_dim, dtype=dtype)
-
-    def stored(layer, keys, values):
-        rows.allocate(0, len(keys))
-        rows.write(0, 0, keys, values)
-        found = rows.read(0, 0)
-        rows.free(0)
-        return found
-
-    return stored
 
 
 # ---------------------------------------------------------------- the twin

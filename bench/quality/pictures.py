@@ -13,36 +13,34 @@ from bench.quality.endless import BIN, bins
 __all__ = ["draw_budgets", "draw_formats", "draw_mass", "draw_stream"]
 
 
+# Of a format's name, what makes it another kind of point.
+KINDS = {"no residual": ("^", "without the residual"), "not rotated": ("v", "not rotated"), "/": ("x", "K and V apart")}
+
+
 def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -> Path:
-    """Perplexity over bits per value, a line per context; formats of mixed K and V as single points."""
+    """Perplexity over bits per value, a panel per context: a line through the formats, their variants as points."""
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for context, figures in formats.items():
-        pure = {name: f for name, f in figures.items() if "/" not in name and "," not in name}
-        line = axes.plot(
-            [f["bits"] for f in pure.values()], [100 * f["rise"] for f in pure.values()], marker="o",
-            label=f"context {context}",
-        )[0]  # fmt: skip
-        for name, f in figures.items():
-            if name in pure:
-                offset = (0, 8)
-            elif "/" in name:
-                offset = (8, 3) if name < name[::-1] else (8, -8)
-                axes.plot(f["bits"], 100 * f["rise"], marker="x", color=line.get_color())
-            else:
-                offset = (-8, 8)
-                axes.plot(f["bits"], 100 * f["rise"], marker="2", color=line.get_color())
-                continue
-            if context == next(iter(formats)):
-                axes.annotate(name, (f["bits"], 100 * f["rise"]), offset, textcoords="offset points", fontsize=8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([2.5, 3.5, 4.5, 8.5, 16, 32], ["2.5", "3.5", "4.5", "8.5", "16", "32"])
-    axes.set_yscale("symlog", linthresh=0.01)
-    axes.set_ylim(bottom=-0.005)
-    axes.set_xlabel("bits per value, scale and minimum included (x: K and V apart, Y: not rotated)")
-    axes.set_ylabel("perplexity over the f32 cache, %")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure, panels = plt.subplots(1, len(formats), figsize=(5.5 * len(formats), 4.5), sharey=True, squeeze=False)
+    for axes, (context, figures) in zip(panels[0], formats.items(), strict=True):
+        points: dict[str, list[str]] = {}
+        for name in figures:
+            points.setdefault(next((kind for kind in KINDS if kind in name), ""), []).append(name)
+        for kind, names in points.items():
+            x, y = ([figures[name][key] * scale for name in names] for key, scale in (("bits", 1), ("rise", 100)))
+            marker, label = KINDS.get(kind, ("o", "as the engine has it"))
+            axes.plot(x, y, marker=marker, linestyle="none" if kind else "-", label=label, zorder=2 if kind else 1)
+            for name, *at in zip(names, x, y, strict=True):
+                if kind in ("", "/"):
+                    axes.annotate(name, at, (6, -3) if kind else (-6, -11), textcoords="offset points", fontsize=7)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([2.5, 3.5, 4.5, 6.5, 8.5, 16, 32], ["2.5", "3.5", "4.5", "6.5", "8.5", "16", "32"])
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_ylim(-0.005, 30)
+        axes.set_title(f"context {context}", fontsize=10)
+        axes.set_xlabel("bits per value, scale and minimum included")
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("perplexity over the f32 cache, %")
+    panels[0][-1].legend(fontsize=8)
     return save(plt, figure, folder, "quality formats")
 
 

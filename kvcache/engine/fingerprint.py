@@ -13,14 +13,14 @@ from kvcache.engine.weights import LayerWeights
 
 __all__ = ["fingerprint"]
 
-_PIECES, _PIECE_BYTES = 64, 1024  # of one array; one of up to as many bytes is taken whole
+_PIECES, _PIECE = 64, 64  # of one array, values each; an array of up to as many values is taken whole
 
 
 def fingerprint(model: Any) -> str:
     """A name for a `Transformer`, such as "LlamaForCausalLM-6x256-3f0c...": 128 bits of BLAKE2 over what it computes.
 
     That is every option of its configuration that changes K and V, the shape of every weight, and of its values 64
-    pieces of 1 KiB spread over each array, or all of a smaller one. So it costs milliseconds, whatever the size. Two
+    pieces of 64 spread over each array, or all of a smaller one. So it costs milliseconds, whatever the size. Two
     models that differ in any option or shape, or that were trained apart, have different names. A change of single
     weights between the pieces is not seen, and nobody is kept from making a model with the name of another.
 
@@ -48,9 +48,10 @@ def _add(digest: Any, array: Any) -> None:
         digest.update(b"none")
         return
     digest.update(f"{array.dtype.str}{array.shape}".encode())
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if len(data) <= _PIECES * _PIECE_BYTES:
-        digest.update(data)
+    if array.size <= _PIECES * _PIECE:
+        digest.update(array.tobytes())
         return
-    for start in np.linspace(0, len(data) - _PIECE_BYTES, _PIECES).astype(np.int64).tolist():
-        digest.update(data[start : start + _PIECE_BYTES])
+    # Pieces of rows, however the array lies in memory.
+    starts = np.linspace(0, array.size - _PIECE, _PIECES).astype(np.int64)
+    places = np.unravel_index(starts[:, None] + np.arange(_PIECE), array.shape)
+    digest.update(array[places].tobytes())

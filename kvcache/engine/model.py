@@ -6,12 +6,14 @@ with what comes back, so the same network runs over a paged, a quantised or a sh
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.config import ModelConfig
+from kvcache.engine.linear import linear
 from kvcache.engine.protocols import Attend, Logits
 from kvcache.engine.rope import RopeTable
 from kvcache.engine.weights import LayerWeights, Weights
@@ -20,19 +22,13 @@ __all__ = ["Transformer"]
 
 Float32 = NDArray[np.float32]
 
-# How BLAS multiplies fastest depends on the number of rows. Matrix times vector streams the weights at the
-# speed of memory, while a matrix product of few rows takes 2 to 5 times as long as those rows one by one; up
-# to some dozens it is faster with the weights on the left. (OpenBLAS 0.3.31, 512 to 4096 channels.)
-_FEW_ROWS = 4
-_SOME_ROWS = 64
-
 
 class Transformer:
     """A network and its weights.
 
     Attributes:
         config: its sizes and options.
-        weights: float32; may be views of the checkpoint's files.
+        weights: float32.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -68,11 +64,11 @@ class Transformer:
                 first = len(x) - 1 if logits == "last" else len(x)
                 x, mixed = x[first:], mixed[first:]
             if len(x):
-                x += _linear(mixed, layer.output, layer.output_bias)
+                x += linear(mixed, layer.output, layer.output_bias)
                 x += _mlp(_rms_norm(x, layer.mlp_norm, eps), layer)
         if not len(x):
             return np.empty((0, config.vocab_size), np.float32)
-        return _linear(_rms_norm(x, self.weights.norm, eps), self.weights.head, None)
+        return linear(_rms_norm(x, self.weights.norm, eps), self.weights.head)
 
     def _project(
         self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32], *sink_turns: tuple[Float32, Float32]
@@ -82,7 +78,7 @@ class Transformer:
         After them, for each of `sink_turns`, the queries rotated by that.
         """
         config = self.config
-        heads = _linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
+        heads = linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
         turning = config.num_heads + config.num_kv_heads
         turned = heads[:, :turning]
         if layer.qk_norm is not None:
@@ -94,10 +90,15 @@ class Transformer:
 
 def _rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     """Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, over the last axis."""
+    if x.shape[:-1] == (1,):  # a decode step: numbers instead of arrays of one number take a third of the time
+        row = x[0]
+        normed: Float32 = x * np.float32(1 / math.sqrt(float(np.dot(row, row)) / len(row) + eps))
+        normed *= weight
+        return normed
     mean = np.einsum("...i,...i->...", x, x)
     mean /= x.shape[-1]
     mean += eps
-    normed: Float32 = x / np.sqrt(mean)[..., None]
+    normed = x / np.sqrt(mean)[..., None]
     normed *= weight
     return normed
 
@@ -107,7 +108,7 @@ def _mlp(x: Float32, layer: LayerWeights) -> Float32:
 
     silu(g) = g * sigmoid(g) = h + h * tanh(h) with h = g / 2, which cannot overflow.
     """
-    both = _linear(x, layer.gate_up, layer.gate_up_bias)
+    both = linear(x, layer.gate_up, layer.gate_up_bias)
     half = both.shape[1] // 2
     gate, up = both[:, :half], both[:, half:]
     gate *= np.float32(0.5)
@@ -115,23 +116,4 @@ def _mlp(x: Float32, layer: LayerWeights) -> Float32:
     hidden += np.float32(1)
     hidden *= gate
     hidden *= up
-    return _linear(hidden, layer.down, layer.down_bias)
-
-
-def _linear(x: Float32, weight: Float32, bias: Float32 | None) -> Float32:
-    """`x` `(n, in)` times `weight` `(out, in)` transposed, plus `bias` `(out,)`: a new `(n, out)` array."""
-    rows = len(x)
-    out: Float32
-    if rows == 1:
-        out = np.dot(weight, x[0])[None]
-    elif rows <= _FEW_ROWS:
-        out = np.empty((rows, len(weight)), np.float32)
-        for row in range(rows):
-            np.dot(weight, x[row], out=out[row])
-    elif rows <= _SOME_ROWS:
-        out = np.ascontiguousarray((weight @ x.T).T)
-    else:
-        out = x @ weight.T
-    if bias is not None:
-        out += bias
-    return out
+    return linear(hidden, layer.down, layer.down_bias)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.protocols import Float32, NetworkConfig
-from kvcache.merging import merge_attention
+from kvcache.merging import blend
 from kvcache.paged import PagedKvCache
 
 __all__ = ["LENGTHS", "Residual", "default_length"]
@@ -145,7 +145,7 @@ class Residual:
             far = cache.attention(
                 layer, queries, there, query_lens=query_lens, context_lens=context_lens, return_lse=True
             )
-            return merge_attention(*far, *near)[0]
+            return _merged(far, near)
 
         return attend
 
@@ -165,7 +165,7 @@ class Residual:
             self._groups.write(layer, following, keys[start:stop], values[start:stop])
             near = self._passing.attention(0, queries, groups, query_lens=query_lens, return_lse=True)
             far = cache.attention(layer, queries, there, query_lens=query_lens, context_lens=starts, return_lse=True)
-            return merge_attention(*far, *near)[0]
+            return _merged(far, near)
 
         return attend
 
@@ -200,3 +200,8 @@ class Residual:
         for seq_id in self._groups.sequence_ids():
             if seq_id != kept:
                 self._groups.free(seq_id)
+
+
+def _merged(far: tuple[Float32, Float32], near: tuple[Float32, Float32]) -> Float32:
+    """Attention over what lies packed and over the group, which has at least the token itself."""
+    return blend(far[0], near[0], far[1] - near[1])

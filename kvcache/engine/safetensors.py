@@ -40,6 +40,7 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_BAND = 256  # rows converted at a time on their way into columns
 
 
 class TensorInfo(NamedTuple):
@@ -76,7 +77,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         except IsADirectoryError:
             raise CheckpointError(f"{self.path}: expected a file, got a directory") from None
         self._tensors = _parse(header, 8 + length, size, self.path)
-        # Mapped, not read: float32 weights are used where they lie, and processes share them.
+        # Mapped, not read: tensors are converted straight from where they lie.
         self._bytes = np.memmap(self.path, np.uint8, "r", shape=(size,))
 
     def __getitem__(self, name: str) -> TensorInfo:
@@ -98,12 +99,17 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return out
 
     def read_into(self, name: str, out: Float32) -> None:
-        """Convert the tensor into `out`, C-contiguous float32 of its shape, without temporary copies."""
+        """Convert the tensor into `out`, float32 of its shape in any memory order, with no copy but of some rows."""
         stored = self._stored(name)
-        if self[name].dtype == "BF16":  # the upper half of a float32
-            np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
-        else:
-            out[...] = stored
+        if out.flags.c_contiguous or not len(out):
+            _convert(stored, out)
+            return
+        # Some rows at a time are widened, then spread over the columns: several times as fast as both at once.
+        rows = np.empty((min(_BAND, len(out)), *out.shape[1:]), np.float32)
+        for first in range(0, len(out), _BAND):
+            band = rows[: len(out) - first]
+            _convert(stored[first : first + _BAND], band)
+            out[first : first + _BAND] = band
 
     def _stored(self, name: str) -> NDArray[Any]:
         info = self[name]
@@ -114,6 +120,13 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             return np.empty(info.shape, _LOADABLE[info.dtype])
         stored: NDArray[Any] = np.frombuffer(self._bytes, _LOADABLE[info.dtype], count, info.start)
         return stored.reshape(info.shape)
+
+
+def _convert(stored: NDArray[Any], out: Float32) -> None:
+    if stored.dtype == np.uint16:  # BF16, the upper half of a float32
+        np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = stored
 
 
 def _parse(header: bytes, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:

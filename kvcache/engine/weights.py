@@ -1,7 +1,8 @@
 """The weights of a network, from a checkpoint directory to the matrices of the forward pass.
 
 Everything is checked before anything is allocated: which tensors there must be, their shapes, their dtypes.
-Then tensors are converted one by one, straight into their place in the fused matrices.
+Then tensors are converted one by one, straight into their place in the fused matrices, which lie in memory as
+products read them fastest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.config import ModelConfig, read_json
+from kvcache.engine.linear import empty_matrices
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError
 
@@ -28,7 +30,7 @@ _FEW = 4  # names in a message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer; matrices are `(out, in)`, float32. A bias or norm that the network lacks is None.
+    """One layer; matrices are `(out, in)`, float32, in any memory order. A bias or norm that the network lacks is None.
 
     Attributes:
         input_norm: `(hidden,)`, before attention.
@@ -73,12 +75,22 @@ class Weights:
         """
         checkpoint = Checkpoint(directory)
         checkpoint.require(_expected(config), optional=_holds_nothing_new)
-        embedding = checkpoint.read("model.embed_tokens.weight")
+        shapes = _matrix_shapes(config)
+        if config.tie_word_embeddings:  # by rows, for that is how tokens look theirs up
+            matrices = empty_matrices(shapes * config.num_layers)
+            embedding = head = checkpoint.stack(["model.embed_tokens.weight"])
+        else:
+            *matrices, head = empty_matrices([*shapes * config.num_layers, (config.vocab_size, config.hidden_size)])
+            embedding = checkpoint.read("model.embed_tokens.weight")
+            checkpoint.fill(head, ["lm_head.weight"])
         return cls(
             embedding=embedding,
-            layers=tuple(_layer(checkpoint, f"model.layers.{i}.", config) for i in range(config.num_layers)),
+            layers=tuple(
+                _layer(checkpoint, f"model.layers.{i}.", config, *matrices[len(shapes) * i : len(shapes) * (i + 1)])
+                for i in range(config.num_layers)
+            ),
             norm=checkpoint.read("model.norm.weight"),
-            head=embedding if config.tie_word_embeddings else checkpoint.read("lm_head.weight"),
+            head=head,
         )
 
 
@@ -138,11 +150,16 @@ class Checkpoint:
         """Several tensors, one below the other, as one new float32 array."""
         shapes = [self._files[name][name].shape for name in names]
         out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
-        row = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._files[name].read_into(name, out[row : row + shape[0]])
-            row += shape[0]
+        self.fill(out, names)
         return out
+
+    def fill(self, out: Float32, names: list[str]) -> None:
+        """Several tensors, one below the other, into `out`, float32 of their shape together in any memory order."""
+        row = 0
+        for name in names:
+            stop = row + self._files[name][name].shape[0]
+            self._files[name].read_into(name, out[row:stop])
+            row = stop
 
 
 def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
@@ -202,30 +219,51 @@ def _holds_nothing_new(name: str) -> bool:
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
-def _layer(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> LayerWeights:
+def _matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Those of one layer: `qkv`, `output`, `gate_up`, `down`."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [(queries + 2 * pairs, hidden), (hidden, queries), (2 * intermediate, hidden), (hidden, intermediate)]
+
+
+def _layer(
+    checkpoint: Checkpoint,
+    prefix: str,
+    config: ModelConfig,
+    qkv: Float32,
+    output: Float32,
+    gate_up: Float32,
+    down: Float32,
+) -> LayerWeights:
+    """The layer whose tensors begin with `prefix`; its matrices are filled here."""
+
     def read(name: str) -> Float32:
         return checkpoint.read(prefix + name)
 
-    def stack(names: list[str]) -> Float32:
+    def stack(*names: str) -> Float32:
         return checkpoint.stack([prefix + name for name in names])
 
-    qkv = [f"self_attn.{part}_proj." for part in "qkv"]
-    gate_up = ["mlp.gate_proj.", "mlp.up_proj."]
+    def fill(out: Float32, *names: str) -> Float32:
+        checkpoint.fill(out, [prefix + name for name in names])
+        return out
+
+    qkv_names = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+    gate_up_names = ("mlp.gate_proj.", "mlp.up_proj.")
     qk_norm = None
     if config.qk_norm:
         query, key = read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")
         qk_norm = np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
     return LayerWeights(
         input_norm=read("input_layernorm.weight"),
-        qkv=stack([name + "weight" for name in qkv]),
-        qkv_bias=stack([name + "bias" for name in qkv]) if config.qkv_bias else None,
+        qkv=fill(qkv, *[name + "weight" for name in qkv_names]),
+        qkv_bias=stack(*[name + "bias" for name in qkv_names]) if config.qkv_bias else None,
         qk_norm=qk_norm,
-        output=read("self_attn.o_proj.weight"),
+        output=fill(output, "self_attn.o_proj.weight"),
         output_bias=read("self_attn.o_proj.bias") if config.output_bias else None,
         mlp_norm=read("post_attention_layernorm.weight"),
-        gate_up=stack([name + "weight" for name in gate_up]),
-        gate_up_bias=stack([name + "bias" for name in gate_up]) if config.mlp_bias else None,
-        down=read("mlp.down_proj.weight"),
+        gate_up=fill(gate_up, *[name + "weight" for name in gate_up_names]),
+        gate_up_bias=stack(*[name + "bias" for name in gate_up_names]) if config.mlp_bias else None,
+        down=fill(down, "mlp.down_proj.weight"),
         down_bias=read("mlp.down_proj.bias") if config.mlp_bias else None,
     )
 

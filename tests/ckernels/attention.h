@@ -20,7 +20,7 @@ typedef struct question {
 typedef struct answer {
     const kvc_kernels *kernels;
     const question *question;
-    memory out, scores;
+    memory out, scores, lse;
 } answer;
 
 static void *ask(void *to) {
@@ -31,6 +31,7 @@ static void *ask(void *to) {
     const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, q->num_seqs, q->query_heads, q->threads);
     a->out = take(floats * sizeof(float), 4, q->at_end);
     a->scores = take((size_t)q->tokens * sizeof(float), 4, q->at_end);
+    a->lse = take((size_t)q->queries * (size_t)q->query_heads * sizeof(float), 4, q->at_end);
     memory scratch = take(bytes + (size_t)q->offset, 16, q->at_end);
     const kvc_attend_args args = {.layout = l,
                                   .arena = q->world->arena,
@@ -41,7 +42,8 @@ static void *ask(void *to) {
                                   .queries = q->q.at,
                                   .sink_queries = q->has_sinks ? q->sink_q.at : NULL,
                                   .out = a->out.at,
-                                  .scores = q->has_scores ? a->scores.at : NULL};
+                                  .scores = q->has_scores ? a->scores.at : NULL,
+                                  .lse = q->world->lse ? a->lse.at : NULL};
     kvc_attend(a->kernels, &args, (char *)scratch.at + q->offset, q->threads);
     give_back(&scratch);
     return NULL;
@@ -61,9 +63,10 @@ static answer ask_level(const kvc_kernels *kernels, const question *q) {
     for (int i = 1; i < CALLERS; i++) {
         pthread_join(threads[i], NULL);
         if (memcmp(first.out.at, others[i].out.at, first.out.size) ||
-            (q->has_scores && memcmp(first.scores.at, others[i].scores.at, first.scores.size)))
+            (q->has_scores && memcmp(first.scores.at, others[i].scores.at, first.scores.size)) ||
+            (q->world->lse && memcmp(first.lse.at, others[i].lse.at, first.lse.size)))
             fail("%s: two threads, two results", kernels->name);
-        give_back(&others[i].out), give_back(&others[i].scores);
+        give_back(&others[i].out), give_back(&others[i].scores), give_back(&others[i].lse);
     }
 #else
     ask(&first);
@@ -145,6 +148,10 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
         off = sqrt(off);
         if (!(off <= expected.error))
             fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
+        const float *lse = (const float *)answers[level].lse.at + at / (size_t)dim;
+        if (w->lse && !(seen ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
+            fail("%s: lse is %g, not %g, may err %g", level_at(level)->name, *lse, expected.lse,
+                 expected.lse_error);
         if (plain && is_exact && most > 5e-6 * largest)
             fail("%s: output %g of the largest off", level_at(level)->name, most / largest);
         if (plain && !is_exact && off > 0.01 * sqrt(squares))
@@ -189,7 +196,7 @@ static void step_attend(source *s, world *w) {
         first_query += q.seqs[i].num_queries, first_score += q.seqs[i].num_tokens - q.seqs[i].hidden_tokens;
     }
     for (int level = 0; level < num_levels(); level++)
-        give_back(&answers[level].out), give_back(&answers[level].scores);
+        give_back(&answers[level].out), give_back(&answers[level].scores), give_back(&answers[level].lse);
     for (int i = 0; i < q.num_seqs; i++) drop_runs(&q.of[i]);
     give_back(&q.q), give_back(&q.sink_q);
 }

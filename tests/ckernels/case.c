@@ -5,7 +5,7 @@
  *
  *   stored bytes     equal at all levels, and only those of the slots that were named have changed
  *   rows read        equal bit for bit to the twin's (twin.h); what was written, within the format's error
- *   attention        within the error of twin.h where slots and queries are ordinary: finite, then, too. Elsewhere it
+ *   attention, lse   within the error of twin.h where slots and queries are ordinary: finite, then, too. Elsewhere it
  *                    may be anything, but ends, stays inside its memory, and leaves other sequences alone
  *   Gaussian data    5e-6 of the largest output in f32 and f16, 1 % of the row quantised, as the kernels promise
  *
@@ -232,6 +232,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 #else
     w.many = (s.state >> 40) % 6 == 1; /* of the bytes, yet none of them */
 #endif
+    w.lse = (s.state >> 32) % 2; /* likewise */
     try_any_shape(&s);
     draw_layout(&s, &w);
     memory arena = take(w.arena_bytes, 64, draw(&s, 2));

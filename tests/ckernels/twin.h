@@ -7,6 +7,8 @@
  *   weight   w -> w e^(+-2 score error)
  *   output   weight error of the largest |v|  +  rounding 1e-5 |v|  +  0.5 / 1791 * 128 * 2 sum(w half_v)    per channel
  *
+ *   lse      score error  +  rounding 1e-5 and 2^-20 |lse|
+ *
  * where 128 tokens of a chunk share a step, and rotation, H of norm sqrt(dim), takes what is stored to what is read.
  * These are worst cases: any data keeps them, a wrong lane, scale or token does not. Gaussian data keep more, see case.c.
  */
@@ -22,6 +24,7 @@ enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores that float32 holds: 
 
 typedef struct world {
     kvc_layout layout;
+    int lse;  /* attention is asked for the logarithm of its sums, too */
     int many; /* tokens, so many that kvc_parallel.c splits a context, for threads too: 2^14 products and more */
     int num_blocks, most_floats; /* most_floats: of K, all blocks, about */
     size_t arena_bytes, row;     /* floats of a token: heads * dim */
@@ -74,6 +77,7 @@ static inline double norm_of(const float *x, int n) {
 typedef struct row_answer {
     double out[KVC_MAX_HEAD_DIM], error; /* error: L2, of the row */
     double score_error;                  /* of any score, in natural logarithms */
+    double lse, lse_error;               /* ln sum exp(score) */
     int plain;
 } row_answer;
 
@@ -95,6 +99,7 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
         answer.plain &= w->plain[slots[t]];
     }
     for (int64_t t = 0; t < seen; t++) sum += weights[t] = exp(weights[t] - largest);
+    answer.lse = seen ? largest + log(sum) : -INFINITY;
     for (int64_t t = 0; t < seen; t++) {
         const float *v = w->rows[KVC_VALUES] + slots[t] * w->row + (size_t)(head * dim);
         const int block = (int)(slots[t] / (size_t)l->block_size),
@@ -113,6 +118,7 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
     if (sink_q) q_norm = fmax(q_norm, norm_of(sink_q, dim));
     q_most = l->rotate_keys ? q_norm * sqrt(dim) : q_norm;
     answer.score_error = fabs(scale) * (0x1p-19 * q_norm * k_norm + 0.5 / 1791 * q_most * dim * k_half);
+    answer.lse_error = answer.score_error + 1e-5 + (seen ? 0x1p-20 * fabs(answer.lse) : 0);
     const double rotation = l->rotate_values ? sqrt(dim) : 1.0, channels = sqrt(dim);
     answer.error = fmin(expm1(2 * answer.score_error), 2.0) * v_norm;
     answer.error += 1e-5 * channels * (v_norm + rotation * v_most_half);
