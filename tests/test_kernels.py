@@ -155,7 +155,7 @@ ROW = np.zeros((1, 1, 8), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: _kernels.Layout(4, 1, 8, "f64"), ValueError, "expected one of f32, .* got 'f64'"),
+        (lambda: _kernels.Layout(4, 1, 8, "f64"), ValueError, "expected key_format .* got 'f64'"),
         (lambda: _kernels._write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
         (lambda: _kernels._read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
         (lambda: _kernels._read(LAYOUT, ARENA, [(0, 2, 1)], ROW, ROW), IndexError, "of 4 slots, got .*2.*1"),
