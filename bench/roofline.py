@@ -61,7 +61,7 @@ def _roofline(decode: Result, prefill: Result, threads: int, folder: str) -> Pat
     figure, axes = plt.subplots(figsize=(8, 5))
     read = max(_rate(decode, name, "work") for name in decode.times if name.startswith("read "))
     peak = _rate(prefill, PEAK, "work")
-    x = [2**i for i in range(-1, 14)]
+    x = [0.5, peak / read, 2**14]
     axes.plot(x, [min(peak, read * i) for i in x], color="black", label=f"{read:.0f} GB/s, {peak:.0f} GFLOP/s")
     colors: dict[str, Any] = {}
     for result, marker, what in ((decode, "o", "decode"), (prefill, "s", "512 rows")):
