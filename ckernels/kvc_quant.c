@@ -123,8 +123,10 @@ static void write_queue(row_queue *queue) {
 }
 
 static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
-    const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
-    if (queue->count == KVC_TILE || (queue->count && other)) write_queue(queue);
+    if (queue->count) { /* else nothing says yet what its rows are */
+        const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
+        if (other || queue->count == KVC_TILE) write_queue(queue);
+    }
     const int i = queue->count++;
     if (rows.tiled) fetch_tile(rows, to);
     queue->rows = rows;
