@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_paged import rows
+from small_paged import rows, written
 
 from kvcache import PagedKvCache
 from kvcache.errors import BlockNotFoundError, OutOfMemoryError
@@ -35,11 +35,8 @@ def test_f16_rounds_once():
 
 
 def test_a_fork_never_sees_the_others_tokens():
-    rng = np.random.default_rng(0)
-    c = PagedKvCache(8, 16, 2, 8, dtype="f32")
-    c.allocate(1, 20)
-    k = rows(rng, 20)
-    c.write(0, 1, k, k)
+    c, k = written(20, block_size=16, dtype="f32")
+    rng = np.random.default_rng(1)
     c.fork(1, 2)
     assert c.used_block_count == 2
     c.append(1, 4)  # copies the shared tail for the writer
@@ -69,11 +66,7 @@ def test_the_copy_counts_in_what_is_requested():
 
 
 def test_bad_data_changes_nothing():
-    rng = np.random.default_rng(0)
-    c = PagedKvCache(8, 4, 2, 8, dtype="f16")
-    c.allocate(1, 4)
-    k = rows(rng, 4)
-    c.write(0, 1, k, k)
+    c, k = written(4, block_size=4, dtype="f16")
     c.fork(1, 2)
     for bad in (np.nan, np.inf, -np.inf, 65520.0, -1e9):
         worse = k.copy()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_paged import cache, rows
+from small_paged import cache, rows, written
 
 from kvcache import BlockId, EvictionStrategy, PagedKvCache, SeqId
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError, SequenceNotFoundError
@@ -98,11 +98,8 @@ def test_streaming_unknown_sequence():
 
 
 def test_truncate_after_a_rejected_draft():
-    rng = np.random.default_rng(0)
-    c = PagedKvCache(8, 4, 2, 8, dtype="f32")
-    c.allocate(1, 9)
-    k = rows(rng, 9)
-    c.write(0, 1, k, k)
+    c, k = written(9, block_size=4, dtype="f32")
+    rng = np.random.default_rng(1)
     c.truncate(1, 5)
     info = c.get_sequence(1)
     assert (info.num_tokens, info.next_position, info.num_blocks) == (5, 5, 2)
@@ -157,11 +154,7 @@ def test_ids_are_ints_with_a_text_form():
 
 
 def test_adopted_blocks_are_shared_until_written():
-    rng = np.random.default_rng(0)
-    c = PagedKvCache(8, 4, 2, 8, dtype="f32")
-    c.allocate(1, 8)
-    k = rows(rng, 8)
-    c.write(0, 1, k, k)
+    c, k = written(8, block_size=4, dtype="f32")
     c.adopt(2, c.get_sequence(1).block_ids, 6)
     assert c.used_block_count == 2
     np.testing.assert_array_equal(c.read(0, 2)[0], k[:6])
