@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["read_at", "write_at"]
+__all__ = ["checksum", "read_at", "write_at"]
 
 _BUFFERS = 1000  # of one system call; the system takes 1024
 _BYTES = 1 << 30  # of one system call; the system takes just under 2**31
@@ -56,3 +57,11 @@ def read_at(fd: int, buffers: Iterable[Any], offset: int) -> bool:
         offset += count
         views = _behind(views, count)
     return True
+
+
+def checksum(buffers: Iterable[Any]) -> int:
+    """The CRC-32 of buffers, one behind the other."""
+    value = 0
+    for buffer in buffers:
+        value = zlib.crc32(buffer, value)
+    return value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache._store import BlockStore
+from kvcache._threads import get_num_threads
 from kvcache.rows import Rows
 from kvcache.snapshot import Snapshot
 
@@ -19,24 +21,34 @@ Int64 = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvcache")
 
+_BLOCKS_AT_ONCE = 64  # more would not be faster, and Ctrl-C waits for them
+
 
 class Saved(ABC):
-    """Which slots wait for which places of one arena of a file; `page_slots` places make a page.
+    """Which slots wait for which places of one arena of a file.
+
+    Args:
+        page_slots: so many places make a page.
+        at_once: so many pages are read in one call.
 
     Attributes:
         waiting: how many slots do.
     """
 
-    def __init__(self, snapshot: Snapshot, arena: int, page_slots: int, num_places: int) -> None:
-        self.snapshot, self.arena, self._page_slots = snapshot, arena, page_slots
+    def __init__(self, snapshot: Snapshot, arena: int, page_slots: int, num_places: int, at_once: int) -> None:
+        self.snapshot, self.arena, self._page_slots, self._at_once = snapshot, arena, page_slots, at_once
         self._slot_of = np.full(-(-num_places // page_slots) * page_slots, -1, np.int32)  # by place
         self._place_of = np.empty(0, np.int64)  # by slot, as far as any waits
         self.waiting = 0
         self._warned = False
 
     @abstractmethod
-    def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
-        """Read a page and fill `slots` from its `places`; False if it is damaged."""
+    def _buffers(self, turn: int, page: int) -> list[Any]:
+        """Where to read a page, the `turn`-th of those that are read at once."""
+
+    @abstractmethod
+    def _arrived(self, turn: int, slots: Int32, places: Int64) -> None:
+        """What was read is good: give `slots` what is at its `places`."""
 
     def expect(self, slots: Int32, places: Int64) -> None:
         """`slots` wait for `places` of the file."""
@@ -81,42 +93,56 @@ class Saved(ABC):
         That one and what comes after it wait on.
         """
         size, places = self._page_slots, self.places(slots)
-        for page in dict.fromkeys((places[places >= 0] // size).tolist()):
-            of_page = self._slot_of[page * size : (page + 1) * size]
-            inside = np.flatnonzero(of_page >= 0)
-            arrived = of_page[inside]
-            if not self._bring(page, arrived, inside):
-                # A file that was cut short may have thousands.
-                level = logging.DEBUG if self._warned else logging.WARNING
-                logger.log(level, "%s: page %d is damaged; what needs it is forgotten", self.snapshot.path, page)
-                self._warned = True
+        pages = list(dict.fromkeys((places[places >= 0] // size).tolist()))
+        for first in range(0, len(pages), self._at_once):
+            some = pages[first : first + self._at_once]
+            good = self.snapshot.read_pages(self.arena, some, [self._buffers(*each) for each in enumerate(some)])
+            for turn, page in enumerate(some):
+                if not good[turn]:
+                    self._warn(page)
+                    break
+                of_page = self._slot_of[page * size : (page + 1) * size]
+                inside = np.flatnonzero(of_page >= 0)
+                waiting = of_page[inside]
+                self._arrived(turn, waiting, inside)
+                self.forget(waiting)
+            if not good.all():
                 break
-            self.forget(arrived)
         missing = np.flatnonzero(self.places(slots) >= 0)
         return int(missing[0]) if len(missing) else len(slots)
+
+    def _warn(self, page: int) -> None:
+        # A file that was cut short may have thousands.
+        level = logging.DEBUG if self._warned else logging.WARNING
+        logger.log(level, "%s: page %d is damaged; what needs it is forgotten", self.snapshot.path, page)
+        self._warned = True
 
 
 class SavedRows(Saved):
     """Slots of `Rows`."""
 
     def __init__(self, snapshot: Snapshot, arena: int, rows: Rows) -> None:
-        super().__init__(snapshot, arena, snapshot.arenas[arena].page_tokens, int(snapshot.num_slots[arena]))
-        self._page = rows.page()
+        of = snapshot.arenas[arena].page_tokens
+        self._pages = [rows.page() for _ in range(get_num_threads())]
+        super().__init__(snapshot, arena, of, int(snapshot.num_slots[arena]), at_once=len(self._pages))
 
-    def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
-        good = self.snapshot.read_page(self.arena, page, self._page.buffers)
-        if good:
-            self._page.copy_to(slots, places)
-        return good
+    def _buffers(self, turn: int, page: int) -> list[Any]:
+        return self._pages[turn].buffers
+
+    def _arrived(self, turn: int, slots: Int32, places: Int64) -> None:
+        self._pages[turn].copy_to(slots, places)
 
 
 class SavedBlocks(Saved):
     """Blocks of a `BlockStore`; here a slot is a block, and its place a page."""
 
     def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
-        super().__init__(snapshot, 0, 1, int(snapshot.num_slots[0]) // store.block_size)
+        super().__init__(snapshot, 0, 1, int(snapshot.num_slots[0]) // store.block_size, at_once=_BLOCKS_AT_ONCE)
         self._store = store
 
-    def _bring(self, page: int, slots: Int32, places: Int64) -> bool:
+    def _buffers(self, turn: int, page: int) -> list[Any]:
         # Straight into the block: nobody reads it before its checksum is found right.
-        return self.snapshot.read_page(0, page, self._store.overwrite(int(slots[0])))
+        return self._store.overwrite(int(self._slot_of[page]))
+
+    def _arrived(self, turn: int, slots: Int32, places: Int64) -> None:
+        """It is there."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import stat
 import struct
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -33,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._file import File, Replacement
+from kvcache._pages import read_pages
 from kvcache.errors import SnapshotError
-from kvcache.files import read_at, write_at
+from kvcache.files import checksum, read_at, write_at
 from kvcache.namespaces import decode_namespace, encode_namespace
 
 __all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Segments", "Snapshot", "write_snapshot"]
@@ -191,7 +191,7 @@ def write_snapshot(
         for i, arena in enumerate(arenas):
             offset = offsets[i]
             for buffers in pages(i):
-                checksums[done] = _checksum(buffers)
+                checksums[done] = checksum(buffers)
                 write_at(fd, buffers, offset)
                 offset, done = offset + arena.stride, done + 1
         assert done == sum(counts), "as many pages as slots need"
@@ -199,20 +199,13 @@ def write_snapshot(
         write_at(fd, tables, HEADER.size)
         header = HEADER.pack(
             MAGIC, VERSION, KINDS[kind], size, len(table), len(segments.tokens), num_pages, len(names),
-            len(arenas), len(namespaces), len(name), _checksum(tables), 0,
+            len(arenas), len(namespaces), len(name), checksum(tables), 0,
         )  # fmt: skip
-        write_at(fd, [header[:-4] + struct.pack("<I", zlib.crc32(header[:-4]))], 0)
+        write_at(fd, [header[:-4] + struct.pack("<I", checksum([header[:-4]]))], 0)
 
 
 def _encoded(namespaces: Sequence[tuple[int, Hashable]]) -> list[tuple[int, bytes]]:
     return [(arena, encode_namespace(name)) for arena, name in namespaces]
-
-
-def _checksum(buffers: Iterable[Any]) -> int:
-    value = 0
-    for buffer in buffers:
-        value = zlib.crc32(buffer, value)
-    return value
 
 
 class Snapshot:
@@ -261,13 +254,13 @@ class Snapshot:
             raise SnapshotError(f"expected at least {HEADER.size} bytes, got {status.st_size}")
         (
             magic, version, number, size, num_segments, num_tokens, num_pages, names_bytes,
-            num_arenas, num_names, model_bytes, checksum, own,
+            num_arenas, num_names, model_bytes, sum_of_tables, own,
         ) = HEADER.unpack(header)  # fmt: skip
         if magic != MAGIC:
             raise SnapshotError("expected a saved cache, got another file")
         if version != VERSION:
             raise SnapshotError(f"expected version {VERSION}, got {version}")
-        if zlib.crc32(header[:-4]) != own:
+        if checksum([header[:-4]]) != own:
             raise SnapshotError("expected a header with its checksum, got a damaged one")
         if size != status.st_size:
             raise SnapshotError(f"expected {size} bytes, got {status.st_size}")
@@ -278,7 +271,7 @@ class Snapshot:
         if HEADER.size + sum(sizes) > size:
             raise SnapshotError(f"expected tables of at most {size - HEADER.size} bytes, got {sum(sizes)}")
         tables = bytearray(sum(sizes))
-        if not read_at(self._file.fd, [tables], HEADER.size) or zlib.crc32(tables) != checksum:
+        if not read_at(self._file.fd, [tables], HEADER.size) or checksum([tables]) != sum_of_tables:
             raise SnapshotError("expected tables with their checksum, got damaged ones")
         parts, at = [], 0
         for length in sizes:
@@ -331,10 +324,8 @@ class Snapshot:
             raise SnapshotError(f"expected {lengths.sum()} tokens, got {len(tokens)}")
         self.segments = Segments(spaces, parents, lengths, table["marked"].astype(bool), tokens)
 
-    def read_page(self, arena: int, page: int, buffers: Sequence[Any]) -> bool:
-        """Copy a page into `buffers`, `page_bytes` in all; False if it is damaged, and what they hold is void."""
-        try:
-            whole = read_at(self._file.fd, buffers, self._offsets[arena] + page * self.arenas[arena].stride)
-        except OSError:  # a bad sector is damage like any other
-            return False
-        return whole and _checksum(buffers) == self._checksums[self._first_page[arena] + page]
+    def read_pages(self, arena: int, pages: Sequence[int], buffers: list[list[Any]]) -> npt.NDArray[np.bool_]:
+        """Copy pages, each into its buffers; False where it is damaged, and what they hold is void."""
+        places = np.asarray(pages, np.int64)
+        offsets = self._offsets[arena] + places * self.arenas[arena].stride
+        return read_pages(self._file.fd, offsets, buffers, self._checksums[self._first_page[arena] + places])

@@ -1,5 +1,7 @@
 """Obviously right answers: NumPy in float64, dicts, heaps. Slow on purpose."""
 
+import zlib
+
 import numpy as np
 
 # ---- Kernels: attention over one sequence whose K and V lie in plain arrays.
@@ -148,3 +150,17 @@ def stored(row, bits, rotated):
     step = quantise_range(x, bits)[1]
     bound = max(step / 2, half_ulp) + step / 64 + 2.0**-22 * np.abs(x).max()
     return (h @ back, bound * np.sqrt(dim)) if rotated else (back, bound)
+
+
+# ---- Files.
+
+
+def read_pages(content, offsets, lengths, checksums):
+    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of so many bytes; void where it is not good."""
+    good, arrays = [], []
+    for offset, parts, checksum in zip(offsets, lengths, checksums, strict=True):
+        page = content[offset : offset + sum(parts)]
+        good.append(len(page) == sum(parts) and zlib.crc32(page) == checksum)
+        ends = np.cumsum(parts, dtype=int).tolist()
+        arrays.append([page[end - n : end] for n, end in zip(parts, ends, strict=True)])
+    return good, arrays

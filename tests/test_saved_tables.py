@@ -1,6 +1,6 @@
 """Tables of a saved cache that lie, with checksums that are right: each refused for what it says."""
 
-import errno
+import os
 import struct
 import zlib
 
@@ -8,6 +8,7 @@ import pytest
 from saved_caches import SIZE, blocks, entries, get, put, refuse
 
 from kvcache import snapshot
+from kvcache._file import File
 
 HEADER, MODEL = 128, "this one"
 SEGMENTS, TOKENS, PAGES, NAMES_BYTES = 24, 32, 40, 48  # uint64 each, in the header
@@ -136,14 +137,14 @@ def test_a_page_that_the_disk_does_not_give(tmp_path, kind, monkeypatch):
     saved, loaded = kind(), kind()
     put(saved, None, [1] * 4 * SIZE)
     saved.save(tmp_path / "cache")
+    files = []
+    monkeypatch.setattr(snapshot, "File", lambda *arguments: files.append(File(*arguments)) or files[-1])
     assert loaded.load(tmp_path / "cache") > 0
 
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "read_at", fail)
-        assert get(loaded, None, [1] * 4 * SIZE)[0] == 0
+    unreadable = os.open(tmp_path / "cache", os.O_WRONLY)
+    os.dup2(unreadable, files[-1].fd)
+    os.close(unreadable)
+    assert get(loaded, None, [1] * 4 * SIZE)[0] == 0
     loaded.check()
     put(loaded, None, [1] * 4 * SIZE)
     assert get(loaded, None, [1] * 4 * SIZE)[0] == 4 * SIZE
