@@ -57,6 +57,7 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
     """
     cdef int64_t i, count = 0, n = len(pages)
     cdef cnp.ndarray buffer
+    good = np.zeros(n, np.bool_)
     if offsets.shape[0] != n or checksums.shape[0] != n:
         raise ValueError(f"expected {n} offsets and checksums, got {offsets.shape[0]} and {checksums.shape[0]}")
     for buffers in pages:
@@ -64,7 +65,8 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
             if not (cnp.PyArray_IS_C_CONTIGUOUS(buffer) and cnp.PyArray_ISWRITEABLE(buffer)):
                 raise ValueError("expected arrays that are C-contiguous and writable, got another one")
             count += 1
-    good = np.zeros(n, np.bool_)
+    if n == 0:
+        return good
     cdef Page *table = <Page *>malloc(n * sizeof(Page) + count * sizeof(iovec))
     if table == NULL:
         raise MemoryError()
@@ -85,7 +87,7 @@ cdef int read_and_check(int fd, Page *table, int64_t n, list pages, const uint32
                         unsigned char[::1] good) except -1:
     cdef int64_t size = max(1, n // STEPS), done = 0, first = 0, stop = min(n, size)
     cdef int turn, threads = min(2, _kernels.num_threads())
-    errors = []
+    errors = [None]    # room for one: where memory is short, there is none to take note of it
     while done < n:
         if threads == 1:    # no region: a child of os.fork() would hang in one
             check(table, done, first, pages, checksums, good, errors)
@@ -97,7 +99,7 @@ cdef int read_and_check(int fd, Page *table, int64_t n, list pages, const uint32
                         check(table, done, first, pages, checksums, good, errors)
                 else:
                     read(fd, table, first, stop)
-        if errors:
+        if errors[0] is not None:
             raise errors[0]
         done, first, stop = first, stop, min(n, stop + size)
     return 0
@@ -105,13 +107,13 @@ cdef int read_and_check(int fd, Page *table, int64_t n, list pages, const uint32
 
 cdef void check(const Page *table, int64_t first, int64_t stop, list pages, const uint32_t[::1] checksums,
                 unsigned char[::1] good, list errors) noexcept:
-    """What is raised goes to `errors`, since no exception can leave a thread."""
+    """What is raised becomes `errors[0]`, since no exception can leave a thread."""
     cdef int64_t i
     try:
         for i in range(first, stop):
             good[i] = table[i].is_whole and checksum(pages[i]) == checksums[i]
     except BaseException as error:
-        errors.append(error)
+        errors[0] = error
 
 
 cdef void read(int fd, Page *table, int64_t first, int64_t stop) noexcept nogil:

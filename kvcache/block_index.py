@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,13 +266,18 @@ class BlockIndex:
         """`(names, segments, blocks)`: what a saved cache says of this one."""
         return list(self._roots), *segments_of(self.trie, list(self._roots.values()), self.tokens)
 
-    def take_in(self, snapshot: Snapshot, store: BlockStore) -> None:
-        """Name the pages of a file, the most recently used first, as many as there is room for; the index is empty."""
+    def take_in(self, snapshot: Snapshot, arena: int, store: BlockStore, then: Callable[[], None]) -> None:
+        """Name the pages of an arena, those used last first, as many as there is room for; the index is empty.
+
+        Args:
+            then: called at the end; if it raises, nothing has been taken in.
+        """
         segments, size = snapshot.segments, self.block_size
         room = self._room(new=True)
         pages, parents = (segments.lengths // size).tolist(), segments.parents.tolist()
         kept = [0] * len(pages)
-        for i, parent in enumerate(parents):
+        for i in np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena).tolist():
+            parent = parents[i]
             if parent < 0 or kept[parent] == pages[parent]:
                 kept[i] = min(pages[i], room)
                 room -= kept[i]
@@ -282,10 +287,10 @@ class BlockIndex:
         empty.evicted = self.trie.evicted
         blocks = self.pool.acquire(len(places))
         try:
-            block_of = np.zeros(int(snapshot.num_slots[0]) // size, np.int32)
+            block_of = np.zeros(int(snapshot.num_slots[arena]) // size, np.int32)
             block_of[places] = blocks
             if len(blocks):
-                self.saved = SavedBlocks(snapshot, store)
+                self.saved = SavedBlocks(snapshot, arena, store)
                 self.saved.expect(blocks, places)
             for i, ids, slots in walk_back(segments, snapshot.firsts, chosen):
                 count = len(ids) // size - pages[i] + kept[i]
@@ -293,6 +298,7 @@ class BlockIndex:
                 existing = len(self.find(ids[: count * size], name).blocks)
                 self.insert(ids[: count * size], existing, path[existing:], name)
                 self.used[path] = self._clock
+            then()
         except BaseException:
             self._name_nothing(empty, self._ghosts)
             self.pool.release(blocks)

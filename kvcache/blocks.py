@@ -259,22 +259,22 @@ class PrefixCache:
 
     # -- save and load --------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], model: str = "") -> None:
+    def save(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> None:
         """Write every cached block to a file, with its namespace and rank; `load` reads it.
 
         The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
 
         Args:
             model: whose K and V these are; `load` refuses another's.
+            beside: other caches to save in the same file.
 
         Raises:
             TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
             OSError: of the file system.
         """
-        with self._lock:
-            save_blocks(path, str(model), self._index, self._store, self._head_dim)
+        save_blocks(path, str(model), [self, *beside])
 
-    def load(self, path: str | os.PathLike[str], model: str = "") -> int:
+    def load(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> int:
         """Take in what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
 
         This reads which tokens there are, not their K and V: a block is read, and checked, when a lookup first finds
@@ -282,15 +282,16 @@ class PrefixCache:
 
         Args:
             model: as in `save`.
+            beside: other caches, which take in what those beside the saved one had: the first that of the first, where
+                formats and dimensions are the same. What finds no taker is passed over.
 
         Raises:
-            InvalidOperationError: blocks are cached here already.
+            InvalidOperationError: blocks are cached here already, or in one of `beside`.
             SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats
                 or dimensions; nothing has changed.
             OSError: there is none, or it cannot be read.
         """
-        with self._lock:
-            return load_blocks(path, str(model), self._index, self._store, self._head_dim)
+        return load_blocks(path, str(model), [self, *beside])
 
     # -- blocks ---------------------------------------------------------------------------------------------
 

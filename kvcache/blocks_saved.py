@@ -1,49 +1,96 @@
-"""The blocks of a `PrefixCache` as a file, and back."""
+"""The blocks of prefix caches as a file, and back: each cache has an arena of its own."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
 
-from kvcache._store import BlockStore
-from kvcache.block_index import BlockIndex
+import numpy as np
+
 from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.segments import well_formed
-from kvcache.snapshot import Arena, Snapshot, write_snapshot
+from kvcache.snapshot import Arena, Segments, Snapshot, write_snapshot
+
+if TYPE_CHECKING:
+    from kvcache.blocks import PrefixCache
 
 __all__ = ["load_blocks", "save_blocks"]
 
 
-def save_blocks(path: str | os.PathLike[str], model: str, index: BlockIndex, store: BlockStore, head_dim: int) -> None:
-    """Write every block that the index names; raises as `PrefixCache.save`."""
-    index.fetch_all()
-    names, segments, blocks = index.segments()
-    layers = [store.raw(layer) for layer in range(store.num_layers)]
+def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> None:
+    """Write every block that the caches name; raises as `PrefixCache.save`."""
+    _while_locked(caches, lambda: _save(path, model, caches))
+
+
+def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> int:
+    """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
+    _while_locked(caches, lambda: _load(path, model, caches))
+    return len(caches[0])
+
+
+def _while_locked(caches: Sequence[PrefixCache], run: Callable[[], None]) -> None:
+    # By with statements alone: no interrupt comes between taking a lock and knowing that it is to be given back.
+    if not caches:
+        run()
+        return
+    with caches[0]._lock:
+        _while_locked(caches[1:], run)
+
+
+def _save(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> None:
+    namespaces: list[tuple[int, Hashable]] = []
+    segments, blocks = Segments.none(), []
+    for arena, cache in enumerate(caches):
+        cache._index.fetch_all()
+        names, added, named = cache._index.segments()
+        segments = segments.and_then(added, len(namespaces))
+        namespaces += [(arena, name) for name in names]
+        blocks.append(named.tolist())
+    layers = [[cache._store.raw(layer) for layer in range(cache._store.num_layers)] for cache in caches]
     write_snapshot(
-        path, "blocks", model, [_arena(store, head_dim)], [(0, name) for name in names], segments,
-        lambda _: ([layer[block] for layer in layers] for block in blocks.tolist()),
+        path, "blocks", model, [_arena(cache) for cache in caches], namespaces, segments,
+        lambda arena: ([layer[block] for layer in layers[arena]] for block in blocks[arena]),
     )  # fmt: skip
 
 
-def load_blocks(path: str | os.PathLike[str], model: str, index: BlockIndex, store: BlockStore, head_dim: int) -> int:
-    """Name the blocks of a file in an index that is empty; how many. Raises as `PrefixCache.load`."""
-    if len(index):
-        raise InvalidOperationError(f"expected an empty cache to load into, got {len(index)} blocks")
+def _load(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> None:
+    for cache in caches:
+        if len(cache):
+            raise InvalidOperationError(f"expected an empty cache to load into, got {len(cache)} blocks")
     snapshot = Snapshot(path, "blocks", model)
     try:
-        if len(snapshot.arenas) != 1:
-            raise SnapshotError(f"expected one arena, got {len(snapshot.arenas)}")
-        _arena(store, head_dim).expect(snapshot.arenas[0])
-        well_formed(snapshot.segments, store.block_size)
+        takers = _takers(snapshot, caches)
     except SnapshotError as error:
         raise SnapshotError(f"{snapshot.path}: {error}") from error
-    index.holds.settle()
-    index.take_in(snapshot, store)
-    return len(index)
+    _take_in(snapshot, list(takers.items()))
 
 
-def _arena(store: BlockStore, head_dim: int) -> Arena:
+def _take_in(snapshot: Snapshot, takers: list[tuple[int, PrefixCache]]) -> None:
+    """One inside the other, so that all of them do or none."""
+    if takers:
+        (arena, cache), *others = takers
+        cache._index.holds.settle()
+        cache._index.take_in(snapshot, arena, cache._store, lambda: _take_in(snapshot, others))
+
+
+def _takers(snapshot: Snapshot, caches: Sequence[PrefixCache]) -> dict[int, PrefixCache]:
+    """The cache of each arena that has one; SnapshotError unless the first has, and what they take in is in order."""
+    if not snapshot.arenas:
+        raise SnapshotError("expected an arena, got none")
+    _arena(caches[0]).expect(snapshot.arenas[0])
+    pairs = zip(caches, snapshot.arenas, strict=False)
+    takers = {i: cache for i, (cache, arena) in enumerate(pairs) if _arena(cache) == arena}
+    of_arena = snapshot.arena_of[snapshot.segments.namespaces]
+    for i, cache in takers.items():
+        well_formed(snapshot.segments, np.flatnonzero(of_arena == i), cache.block_size)
+    return takers
+
+
+def _arena(cache: PrefixCache) -> Arena:
     """How a file stores the blocks."""
+    store = cache._store
     return Arena(
-        store.num_layers, store.num_heads, head_dim, store.key_dtype, store.value_dtype, *store.rotated,
+        store.num_layers, store.num_heads, cache._head_dim, store.key_dtype, store.value_dtype, *store.rotated,
         "blocks", store.block_size, store.block_bytes,
     )  # fmt: skip

@@ -216,6 +216,8 @@ class EntryIndex:
             arenas[-1].rows.arena().expect(found)
         if len({(arena.rows.num_layers, arena.rows.kv_dim) for arena in arenas}) != len(arenas):
             raise SnapshotError("expected arenas of different shapes, got one twice")
+        if len(set(snapshot.names)) != len(snapshot.names):
+            raise SnapshotError("expected each namespace in one arena, got one in two")
         return arenas
 
     def loaded(self, snapshot: Snapshot, arenas: list[RowArena]) -> EntryIndex:

@@ -220,7 +220,7 @@ class PrefixKvCache:
             snapshot = Snapshot(path, "entries", str(model))
             try:
                 arenas = self._index.arenas_for(snapshot)
-                well_formed(snapshot.segments, 1)
+                well_formed(snapshot.segments, np.arange(len(snapshot.segments.lengths)), 1)
             except SnapshotError as error:
                 raise SnapshotError(f"{snapshot.path}: {error}") from error
             self._index = self._index.loaded(snapshot, arenas)

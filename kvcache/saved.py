@@ -136,8 +136,9 @@ class SavedRows(Saved):
 class SavedBlocks(Saved):
     """Blocks of a `BlockStore`; here a slot is a block, and its place a page."""
 
-    def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
-        super().__init__(snapshot, 0, 1, int(snapshot.num_slots[0]) // store.block_size, at_once=_BLOCKS_AT_ONCE)
+    def __init__(self, snapshot: Snapshot, arena: int, store: BlockStore) -> None:
+        num_blocks = int(snapshot.num_slots[arena]) // store.block_size
+        super().__init__(snapshot, arena, 1, num_blocks, at_once=_BLOCKS_AT_ONCE)
         self._store = store
 
     def _buffers(self, turn: int, page: int) -> list[Any]:

@@ -48,8 +48,7 @@ def segments_of(trie: TokenTrie, roots: Sequence[int], page_tokens: UInt32 | Non
         tokens.append(edges.tokens if page_tokens is None else page_tokens[edges.values].reshape(-1))
         count += len(kept)
     if not count:
-        empty = np.empty(0, np.int64)
-        return Segments(empty, empty, empty, np.empty(0, bool), np.empty(0, np.uint32)), np.empty(0, np.int32)
+        return Segments.none(), np.empty(0, np.int32)
     order = np.lexsort((np.concatenate(ends), -np.concatenate(stamps)))  # newest first, then by depth
     moved = np.empty(count, np.int64)
     moved[order] = np.arange(count)
@@ -74,15 +73,15 @@ def ranges(firsts: Int64, lengths: Int64, order: Int64) -> Int64:
     return indices
 
 
-def well_formed(segments: Segments, size: int) -> None:
-    """SnapshotError unless segments are whole pages of `size` tokens, and no two begin alike behind one parent."""
-    if (segments.lengths % size).any():
+def well_formed(segments: Segments, which: Int64, size: int) -> None:
+    """SnapshotError unless `which` are whole pages of `size` tokens, and no two go on alike from one parent."""
+    if (segments.lengths[which] % size).any():
         raise SnapshotError(f"expected segments of whole pages of {size} tokens, got others")
-    if not len(segments.lengths):
+    if not len(which):
         return
-    firsts = np.cumsum(segments.lengths) - segments.lengths
+    firsts = (np.cumsum(segments.lengths) - segments.lengths)[which]
     heads = segments.tokens[firsts[:, None] + np.arange(size)].astype(np.int64)
-    keys = np.column_stack([segments.namespaces, segments.parents, heads])
+    keys = np.column_stack([segments.namespaces[which], segments.parents[which], heads])
     if len(np.unique(keys, axis=0)) != len(keys):
         raise SnapshotError("expected each text once, got one twice")
 

@@ -10,7 +10,8 @@
     then        pages       of one arena after the other; an arena begins at a multiple of 4096, a page at one of 64
 
 Numbers are unsigned and little-endian. Segments are the edges of a token tree: each goes on where its parent ends, or
-begins a text of its namespace. They stand in the order of their last use, newest first, a parent before its children.
+begins a text of its namespace. They stand in the order of their last use, newest first, a parent before its children,
+those of one arena after the other where these are of different caches.
 Every token has a slot in the arena of its namespace, counted in the order of the segments; a page is `page_tokens`
 slots. Whatever can be computed from something else is not in the file, so it cannot contradict it.
 
@@ -126,6 +127,18 @@ class Segments(NamedTuple):
     lengths: Int64
     marked: npt.NDArray[np.bool_]
     tokens: UInt32
+
+    @classmethod
+    def none(cls) -> Segments:
+        """An empty tree."""
+        empty = np.empty(0, np.int64)
+        return cls(empty, empty, empty, np.empty(0, bool), np.empty(0, np.uint32))
+
+    def and_then(self, others: Segments, num_namespaces: int) -> Segments:
+        """These, which have so many namespaces, and then `others`, which have others."""
+        parents = np.where(others.parents >= 0, others.parents + len(self.lengths), -1)
+        moved = (others.namespaces + num_namespaces, parents, *others[2:])
+        return Segments(*(np.concatenate(pair) for pair in zip(self, moved, strict=True)))
 
     def slots(self, arena_of: Int64, num_arenas: int) -> tuple[Int64, Int64]:
         """First slot of each segment in its arena, and slots of each arena; `arena_of` by namespace."""
@@ -306,8 +319,9 @@ class Snapshot:
                 raise SnapshotError(str(error)) from error
             arenas.append(arena)
             at += length
-        if len(self.names) != count or len(set(self.names)) != count:
-            raise SnapshotError(f"expected {count} different namespaces, got {len(set(self.names))}")
+        different = len(set(zip(arenas, self.names, strict=True)))
+        if len(self.names) != count or different != count:
+            raise SnapshotError(f"expected {count} different namespaces, got {different}")
         self.arena_of = np.array(arenas, np.int64)
 
     def _read_segments(self, table: npt.NDArray[Any], tokens: UInt32) -> None:

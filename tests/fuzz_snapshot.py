@@ -32,7 +32,7 @@ NAMES = (None, "tenant", ("tenant", 2))
 
 
 class Original:
-    """A cache, its file, and what it has for each of some texts."""
+    """A cache, and maybe others beside it, their file, and what each has for each of some texts."""
 
     def __init__(self, make, path):
         self.make = make
@@ -41,26 +41,36 @@ class Original:
         self.texts = []
         for i, cut in enumerate((70, 64, 30, 30, 3, 0)):
             self.texts.append((NAMES[i % 3], [*common[:cut].tolist(), *rng.integers(0, 50, 5 + 7 * i).tolist()]))
-        cache = make()
-        for name, tokens in self.texts:
-            put(cache, name, tokens)
+        caches = make()
+        for cache in caches:
+            for name, tokens in self.texts:
+                put(cache, name, tokens)
         # Every text in every namespace: what is not found there must not be found after any damage either.
         self.texts = [(name, tokens) for name in (*NAMES, "nobody") for _, tokens in self.texts]
-        self.full = [look(cache, name, tokens) for name, tokens in self.texts]
-        cache.save(path, model="fuzz")
+        self.full = [[look(cache, name, tokens) for name, tokens in self.texts] for cache in caches]
+        caches[0].save(path, model="fuzz", **beside(caches))
         with open(path, "rb") as file:
             self.data = file.read()
 
 
 def originals(folder):
-    """Both kinds, plain and packed."""
+    """Both kinds, plain and packed, and two caches in one file."""
+
+    def blocks(**formats):
+        return PrefixCache(64, SIZE, 2, HEADS, DIM, **formats)
+
     kinds = [
-        lambda: PrefixKvCache(PrefixCacheConfig(min_prefix_len=1)),
-        lambda: PrefixKvCache(PrefixCacheConfig(min_prefix_len=1, dtype="q4", head_dim=DIM)),
-        lambda: PrefixCache(64, SIZE, 2, HEADS, DIM, dtype="f16"),
-        lambda: PrefixCache(64, SIZE, 2, HEADS, DIM, key_dtype="q8", value_dtype="q3"),
+        lambda: [PrefixKvCache(PrefixCacheConfig(min_prefix_len=1))],
+        lambda: [PrefixKvCache(PrefixCacheConfig(min_prefix_len=1, dtype="q4", head_dim=DIM))],
+        lambda: [blocks(dtype="f16")],
+        lambda: [blocks(key_dtype="q8", value_dtype="q3")],
+        lambda: [blocks(dtype="q4"), blocks(dtype="f16")],
     ]
     return [Original(kind, os.path.join(folder, "original")) for kind in kinds]
+
+
+def beside(caches):
+    return {"beside": caches[1:]} if len(caches) > 1 else {}
 
 
 def look(cache, name, tokens):
@@ -160,44 +170,47 @@ def repair(rng, data):
 
 
 def loaded(original, path):
-    """A new cache with what is in the file; None if it was refused, which must have left the cache empty."""
-    cache = original.make()
+    """New caches with what is in the file; none if it was refused, which must have left them empty."""
+    caches = original.make()
     try:
-        cache.load(path, model="fuzz")
+        caches[0].load(path, model="fuzz", **beside(caches))
     except SnapshotError:
-        assert len(cache) == 0
-        cache.check()
-        return None
-    return cache
+        for cache in caches:
+            assert len(cache) == 0
+            cache.check()
+        return []
+    return caches
 
 
 def accident(original, path):
     """After an accident: refused, or a part of the truth."""
-    cache = loaded(original, path)
-    if cache is None:
+    caches = loaded(original, path)
+    if not caches:
         return "refused"
     lost = False
-    for (name, tokens), (full, want) in zip(original.texts, original.full, strict=True):
-        length, rows = look(cache, name, tokens)
-        assert length <= full, "more than there was"
-        np.testing.assert_array_equal(rows, want[:, :length])
-        lost |= length < full
-    cache.check()
+    for cache, texts in zip(caches, original.full, strict=True):
+        for (name, tokens), (full, want) in zip(original.texts, texts, strict=True):
+            length, rows = look(cache, name, tokens)
+            assert length <= full, "more than there was"
+            np.testing.assert_array_equal(rows, want[:, :length])
+            lost |= length < full
+        cache.check()
     return "a part is lost" if lost else "all is found"
 
 
 def malice(original, path):
-    """After malice: refused, or a cache like any other."""
-    cache = loaded(original, path)
-    if cache is None:
+    """After malice: refused, or caches like any other."""
+    caches = loaded(original, path)
+    if not caches:
         return "refused"
-    cache.check()
-    for name, tokens in original.texts:
-        look(cache, name, tokens)
-    cache.check()
-    put(cache, "new", [7] * 20)
-    assert look(cache, "new", [7] * 20)[0] == 20
-    cache.check()
+    for cache in caches:
+        cache.check()
+        for name, tokens in original.texts:
+            look(cache, name, tokens)
+        cache.check()
+        put(cache, "new", [7] * 20)
+        assert look(cache, "new", [7] * 20)[0] == 20
+        cache.check()
     return "taken in"
 
 

@@ -40,6 +40,20 @@ class Engine(Scene):
         self.it.decode_step(7, 40)
 
 
+class Residual(Engine):
+    """With the newest group in full beside the cache; a piece passes through several."""
+
+    options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    prefill = Engine.prefill
+    go_back = Engine.go_back
+    decode_step = Engine.decode_step
+
+    def _state(self):
+        residual = self.it._sequence.residual
+        rows = [[side.tobytes() for side in residual.read(layer)] for layer in range(MODEL.config.num_layers)]
+        return *super()._state(), residual.first, residual.stop, rows
+
+
 class Evicting(Engine):
     """Without memory it compacts later, so the number of free blocks is not the same."""
 
@@ -55,8 +69,11 @@ class Evicting(Engine):
 class Served(Scene):
     """Requests give up the sequence before; what must stay is the prefix cache, and that the next one is right."""
 
+    options: ClassVar[dict[str, object]] = {}
+
     def _build(self):
-        cached = PrefixCachedEngine(InferenceEngine(MODEL, prefill_chunk=16, num_blocks=12), 5, strict=True)
+        engine = InferenceEngine(MODEL, prefill_chunk=16, num_blocks=12, **self.options)
+        cached = PrefixCachedEngine(engine, 5, strict=True)
         self.text = np.arange(3, 63, dtype=np.uint32)
         cached.generate(self.text[:40], GREEDY)
         cached.generate(self.text[20:60], GREEDY)
@@ -68,11 +85,19 @@ class Served(Scene):
     def _check(self):
         gc.collect()
         self.it.check()
-        prefixes = self.it.prefix_cache.cache
-        assert prefixes.references().sum() == len(prefixes), "something is pinned or lost"
+        for prefixes in (self.it.prefix_cache.cache, *self.it._beside()):
+            assert prefixes.references().sum() == len(prefixes), "something is pinned or lost"
 
     def generate(self):
         self.answer = self.it.generate(self.text[:50], GREEDY)
 
     def stream(self):
         self.answer = list(self.it.stream(self.text[20:55], GREEDY))
+
+
+class ServedResidual(Served):
+    """The same where groups are kept in full: what the second request finds of them is recalled."""
+
+    options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    generate = Served.generate
+    stream = Served.stream

@@ -223,6 +223,36 @@ class LoadBlocks(SavedBlocks):
         self.it.load(self.file)
 
 
+class LoadBeside(LoadBlocks):
+    """Two caches from one file: neither has anything unless both have."""
+
+    def _fresh(self):
+        cache = super()._fresh()
+        cache.other = PrefixCache(20, SIZE, LAYERS, 1, DIM)
+        return cache
+
+    def _save(self):
+        cache = self._fresh()
+        for name, tokens in PROMPTS:
+            self._put(cache, tokens, name)
+            self._put(cache.other, tokens, name)
+        cache.save(self.file, beside=[cache.other])
+
+    def _state(self):
+        return super()._state(), len(self.it.other), self.it.other.references().sum()
+
+    @staticmethod
+    def _kept(state):
+        return LoadBlocks._kept(state[0]), *state[1:]
+
+    def _check(self):
+        super()._check()
+        self.it.other.check()
+
+    def load(self):
+        self.it.load(self.file, beside=[self.it.other])
+
+
 class DamagedBlocks(DamagedPrefix, SavedBlocks):
     _state = DamagedPrefix._state
     _kept = staticmethod(Scene._kept)

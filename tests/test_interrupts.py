@@ -24,7 +24,7 @@ OPTIONS = {
     "evicting": {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24, "block_size": 4},
     "streaming": {"eviction_policy": EvictionPolicy.StreamingLLM(3, 21), "block_size": 4},
 }
-KINDS = [*OPTIONS, "cached"]
+KINDS = [*OPTIONS, "cached", "cached residual"]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,13 @@ class Served:
 
     def __init__(self, kind, network):
         self.kind = kind
-        engine = InferenceEngine(network, prefill_chunk=16, **OPTIONS.get(kind, OPTIONS["plain"]))
+        self.cached = kind.startswith("cached")
+        options = OPTIONS[kind.removeprefix("cached").strip() or "plain"]
+        engine = InferenceEngine(network, prefill_chunk=16, **options)
         # 5 blocks of prefixes: what the second prompt needs must be taken from what the first has left.
-        self.it = PrefixCachedEngine(engine, 5, strict=True) if kind == "cached" else engine
+        self.it = PrefixCachedEngine(engine, 5, strict=True) if self.cached else engine
         self.inner = engine
-        if kind == "cached":
+        if self.cached:
             self.it.generate(TEXT[40:], GREEDY, namespace="other")
         self.it.generate(TEXT[:40], GREEDY)
 
@@ -71,10 +73,11 @@ class Served:
         layers = self.inner.config.num_layers if self.kind in ("evicting", "streaming") else 1
         assert len(owned) == layers, f"sequences {owned}"
         held = {block for seq in owned for block in cache.get_sequence(seq).block_ids}
-        if self.kind == "cached":
+        if self.cached:
             prefixes = self.it.prefix_cache.cache
-            assert prefixes.pinned_blocks == 0
-            assert prefixes.references().sum() == len(prefixes)
+            for each in (prefixes, *self.it._beside()):
+                assert each.pinned_blocks == 0
+                assert each.references().sum() == len(each)
             held.update(prefixes.block_ids())
         assert cache.used_block_count == len(held)
 

@@ -156,14 +156,16 @@ def test_what_has_left_one_namespace_stays_in_the_other(tmp_path, tier):
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": "q4", "residual_length": 48}], ids=["f32", "residual"])
 @pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])
-def test_an_engine_prefills_all_of_a_prompt_that_another_namespace_has(tmp_path, network, saved):
-    cached = PrefixCachedEngine(InferenceEngine(network), 256, strict=True)
+def test_an_engine_prefills_all_of_a_prompt_that_another_namespace_has(tmp_path, network, saved, options):
+    """Also of the group that it ends in, which is kept in full."""
+    cached = PrefixCachedEngine(InferenceEngine(network, **options), 256, strict=True)
     prompt = np.arange(100, 172)
     want = cached.generate(prompt, GREEDY, namespace="a")
     if saved:
         cached.save(tmp_path / "cache")
-        cached = PrefixCachedEngine(InferenceEngine(network), 256, strict=True)
+        cached = PrefixCachedEngine(InferenceEngine(network, **options), 256, strict=True)
         assert cached.load(tmp_path / "cache") == 4
     for name, new in (("b", 72), ("a", 8), (None, 72), ("b", 8), ((b"a",), 72), ("a", 8)):
         before = cached.inner.prefill_token_count

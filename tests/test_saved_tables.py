@@ -5,13 +5,14 @@ import struct
 import zlib
 
 import pytest
+from contents import state
 from saved_caches import SIZE, blocks, entries, get, put, refuse
 
 from kvcache import snapshot
 from kvcache._file import File
 
 HEADER, MODEL = 128, "this one"
-SEGMENTS, TOKENS, PAGES, NAMES_BYTES = 24, 32, 40, 48  # uint64 each, in the header
+SIZE_OF_FILE, SEGMENTS, TOKENS, PAGES, NAMES_BYTES = 16, 24, 32, 40, 48  # uint64 each, in the header
 ARENAS, NAMES, MODEL_BYTES = 56, 60, 64  # uint32 each
 
 
@@ -101,6 +102,31 @@ def test_two_namespaces_of_one_name(tables):
     tables.data[second] = tables.data[first]
     tables.write()
     refuse(entries(), tables.path, "expected 2 different namespaces, got 1", MODEL)
+
+
+def test_a_namespace_in_two_arenas(tmp_path):
+    """What an entry is found in is one place."""
+    cache = entries()
+    for name, dim in (("a", 8), ("b", 16)):
+        cache.store_snapshot([1, 2, 3], state(name, [1, 2, 3], dim), namespace=name)
+    cache.save(tmp_path / "cache", model=MODEL)
+    tables = Tables(tmp_path / "cache")
+    first, second = (tables.data.index(piece, tables.names) + 5 for piece in (b"s\1\0\0\0a", b"s\1\0\0\0b"))
+    tables.data[second] = tables.data[first]
+    tables.write()
+    refuse(entries(), tables.path, "expected each namespace in one arena, got one in two", MODEL)
+
+
+def test_a_file_without_arenas(tmp_path):
+    blocks().save(tmp_path / "cache", model=MODEL)
+    tables = Tables(tmp_path / "cache")
+    del tables.data[tables.arenas : tables.arenas + 64]
+    tables.add(ARENAS, -1)
+    tables.end -= 64
+    del tables.data[tables.end :]  # without an arena there is none to align
+    tables.add(SIZE_OF_FILE, tables.end - tables.number(SIZE_OF_FILE))
+    tables.write()
+    refuse(blocks(), tables.path, "expected an arena, got none", MODEL)
 
 
 def test_a_part_of_a_name(tables):

@@ -15,6 +15,7 @@ from kvcache.blocks_info import CacheSession, PrefixCacheStats
 from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
+from kvcache.engine.newest import NewestGroups
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokens import as_tokens
@@ -23,6 +24,8 @@ from kvcache.paged import PagedKvCache
 __all__ = ["PrefixCachedEngine"]
 
 logger = logging.getLogger("kvcache")
+
+Tokens = NDArray[np.uint32]
 
 
 class PrefixCachedEngine:
@@ -45,6 +48,7 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
+        newest: where the engine has a residual, groups of tokens in full in which cached texts end; None: nowhere.
         strict: see above.
     """
 
@@ -66,6 +70,10 @@ class PrefixCachedEngine:
             engine.reseed(seed)
         self.inner = engine
         self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
+        residual = engine._sequence.residual
+        self.newest: NewestGroups | None = None
+        if residual is not None and residual.length > 1 and max_cache_blocks:
+            self.newest = NewestGroups(residual, engine.cache.block_size, max_cache_blocks)
         self.strict = strict
 
     def generate(
@@ -111,6 +119,8 @@ class PrefixCachedEngine:
     def clear_cache(self) -> None:
         """Forget every cached block; counters and the engine's own sequence stay."""
         self.prefix_cache.cache.clear()
+        if self.newest is not None:
+            self.newest.cache.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the prefix cache to a file, for `load` of an engine over the same model; see `PrefixCache.save`.
@@ -122,7 +132,7 @@ class PrefixCachedEngine:
             TypeError: a namespace that cannot be saved, or a model without a fingerprint, which needs a name.
             OSError: of the file system; the old file stays.
         """
-        self.prefix_cache.cache.save(path, self._name(model))
+        self.prefix_cache.cache.save(path, self._name(model), beside=self._beside())
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Take in what `save` wrote; how many blocks. Their K and V are read when a prompt first matches them.
@@ -133,7 +143,11 @@ class PrefixCachedEngine:
         Raises:
             as `PrefixCache.load`: SnapshotError for the file of another model, and for one that is damaged.
         """
-        return self.prefix_cache.cache.load(path, self._name(model))
+        return self.prefix_cache.cache.load(path, self._name(model), beside=self._beside())
+
+    def _beside(self) -> list[PrefixCache]:
+        """What is saved in one file with the prefix cache."""
+        return [] if self.newest is None else [self.newest.cache]
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.inner.model) if model is None else model
@@ -142,10 +156,12 @@ class PrefixCachedEngine:
         """Verify the invariants of the engine and of the prefix cache; AssertionError names the broken one."""
         self.inner.check()
         self.prefix_cache.cache.check()
+        if self.newest is not None:
+            self.newest.check()
 
     def _stream(
         self,
-        tokens: NDArray[np.uint32],
+        tokens: Tokens,
         params: SamplingParams,
         rng: np.random.Generator,
         namespace: Hashable,
@@ -156,7 +172,7 @@ class PrefixCachedEngine:
         with self.prefix_cache.prepare(tokens, namespace)[0] as session:
             try:
                 with engine._lock:
-                    logits = self._prefill(tokens, session)
+                    logits = self._prefill(tokens, session, namespace)
                     version = engine.version
                     self._store(text, namespace)
                 for token in engine._decode(logits, params, rng, tokens, version):
@@ -169,13 +185,18 @@ class PrefixCachedEngine:
                     if engine.version == version:
                         self._store(text, namespace)
 
-    def _prefill(self, tokens: NDArray[np.uint32], session: CacheSession) -> Float32:
+    def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
         """Start the sequence on the cached blocks and run the rest; the logits after the prompt."""
         engine = self.inner
-        # The last token always runs: its logits are not cached. With a residual the whole group that it is in runs,
-        # so that each token sees the same tokens in full as it would without the cache.
+        # The last token always runs: its logits are not cached.
         start = min(session.num_tokens, len(tokens) - 1)
-        start -= start % (engine.residual_length or 1)
+        count, rows = 0, list[tuple[Float32, Float32]]()
+        if begun := start % (engine.residual_length or 1):
+            # Each token sees the same tokens in full as it would without the cache: those of its own group, which
+            # goes on where it is kept in full, and runs again where it is not.
+            if self.newest is not None:
+                count, rows = self.newest.recall(tokens[:start], namespace)
+            start += count - begun
         blocks = session.shared_blocks[: -(-start // engine.cache.block_size)]
 
         def share(cache: PagedKvCache, seq_id: int) -> int:
@@ -184,14 +205,18 @@ class PrefixCachedEngine:
 
         engine.reset()
         engine.begin(share)
+        if engine._sequence.residual is not None and count:
+            engine._sequence.residual.resume(rows)
         if session.num_tokens == len(tokens) == start + 1:
             return engine.decode_step(int(tokens[-1]), start)
         return engine.prefill_from_pos(tokens[start:], start)
 
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Give the trie the full blocks of what is in the sequence, by reference."""
-        engine = self.inner
+        engine, cache = self.inner, self.prefix_cache.cache
+        tokens = np.array(text[: engine.num_tokens], np.uint32)
+        full = len(tokens) // cache.block_size
         blocks = engine.cache.block_table([engine.seq_id]).block_ids
-        full = engine.num_tokens // engine.cache.block_size
-        tokens = np.array(text[: full * engine.cache.block_size], np.uint32)
-        self.prefix_cache.cache.adopt(tokens, blocks[:full], namespace)
+        cached = cache.adopt(tokens, blocks[:full], namespace)
+        if self.newest is not None and cached == full:
+            self.newest.keep(tokens, namespace)

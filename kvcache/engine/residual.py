@@ -14,9 +14,8 @@ by token, or by a cached prefix of whole groups. The answer is the same each tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,8 @@ __all__ = ["LENGTHS", "Residual", "default_length"]
 # Tokens of a group where K or V have this format, by measurement: `python -m bench quality --only formats`.
 LENGTHS = {"q4": 64, "q3": 64, "q2": 128}
 
+_IDS = range(4)  # of groups: as many as can be there at once
+
 AttendPiece = Callable[[int, Float32, Float32, Float32], Float32]
 
 
@@ -42,7 +43,7 @@ class Residual:
     """The tokens `first` to `stop` of one sequence in f16 (f32 where `cache` keeps that), all in one group.
 
     The cache has every token, also these. If it got them in another way (a shared prefix, a cut), nothing of them is
-    here: `first == stop`, and they are read packed.
+    here, `first == stop`, and they are read packed, unless `resume` brings them.
 
     Args:
         config: sizes of the network.
@@ -54,16 +55,28 @@ class Residual:
     def __init__(self, config: NetworkConfig, cache: PagedKvCache, length: int, chunk: int) -> None:
         self.length = length
         self.first = self.stop = 0
-        formats = ("f32" if dtype == "f32" else "f16" for dtype in (cache.key_dtype, cache.value_dtype))
-        sizes = length, config.num_kv_heads, config.head_dim
-        options: dict[str, Any] = dict(zip(("key_dtype", "value_dtype"), formats, strict=True))
+        self._config = config
+        self._dtypes = tuple("f32" if dtype == "f32" else "f16" for dtype in (cache.key_dtype, cache.value_dtype))
         # A block is a group. Three: the one that a failing call goes back to, the one that it fills, and the next.
-        self._groups = PagedKvCache(3, *sizes, num_layers=config.num_layers, **options)
+        self._groups = self.empty_cache(3, length)
         # The groups of a piece, one layer at a time: only the last of them is needed afterwards.
-        self._passing = PagedKvCache(-(-chunk // length) + 1, *sizes, **options)
+        self._passing = self.empty_cache(-(-chunk // length) + 1, length, num_layers=1)
         self._id = 0  # of the sequence in `_groups`
         self._kept: tuple[int, int, int] | None = None  # id, first, stop: what a failure brings back
         self._groups.allocate(0, 0)
+
+    def empty_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedKvCache:
+        """For tokens in full: of the network's dimensions, and by default of all its layers."""
+        config, (key_dtype, value_dtype) = self._config, self._dtypes
+        return PagedKvCache(
+            num_blocks, block_size, config.num_kv_heads, config.head_dim,
+            num_layers=config.num_layers if num_layers is None else num_layers,
+            key_dtype=key_dtype, value_dtype=value_dtype,
+        )  # fmt: skip
+
+    def read(self, layer: int) -> tuple[Float32, Float32]:
+        """K and V of the tokens that are here, `(stop - first, num_kv_heads, head_dim)` each."""
+        return self._groups.read(layer, self._id)
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
@@ -78,9 +91,26 @@ class Residual:
         assert self._passing.num_sequences == 0, "a piece was not cleared away"
 
     def restart(self, pos: int) -> None:
-        """The sequence has `pos` tokens, all of them packed."""
+        """The sequence has `pos` tokens, all of them packed. Takes no memory."""
         self._kept = None
-        self._open(pos)
+        self._free_all_but(self._id)
+        self._groups.truncate(self._id, 0)
+        self.first = self.stop = pos
+
+    def resume(self, rows: Sequence[tuple[Float32, Float32]]) -> None:
+        """Have the newest tokens of the sequence, none of which is here, in full: per layer K and V as of `read`.
+
+        As many as there are rows, all of one group. If it fails, none of them is here.
+        """
+        count, fresh = len(rows[0][0]), self._free_id()
+        self._groups.allocate(fresh, count)
+        try:
+            for layer, (keys, values) in enumerate(rows):
+                self._groups.write(layer, fresh, keys, values)
+        except Exception:
+            self._groups.free(fresh)
+            raise
+        self._take(fresh, self.stop - count)
 
     def mend(self, pos: int) -> None:
         """Put right what an interrupt has torn, in a sequence of `pos` tokens; good at any time."""
@@ -91,6 +121,8 @@ class Residual:
             self._free_all_but(self._id)
         held = self._groups.get_sequence(self._id)
         if self.stop != pos or held is None or held.num_tokens != pos - self.first:
+            if held is None:
+                self._groups.allocate(self._id, 0)
             self.restart(pos)
 
     @contextmanager
@@ -183,8 +215,7 @@ class Residual:
             self._groups.free(old)
 
     def _free_id(self) -> int:
-        taken = self._groups.sequence_ids()
-        return next(seq_id for seq_id in range(4) if seq_id not in taken)
+        return next(seq_id for seq_id in _IDS if seq_id not in self._groups)
 
     def _roll_back(self) -> None:
         if self._kept is not None:
@@ -193,12 +224,16 @@ class Residual:
             self._groups.truncate(self._id, self.stop - self.first)
             self._kept = None
 
+    # What puts things right after a failure takes no memory.
+
     def _clear_passing(self) -> None:
-        self._passing.free_batch(self._passing.sequence_ids())
+        for seq_id in range(self._passing.total_blocks):
+            if seq_id in self._passing:
+                self._passing.free(seq_id)
 
     def _free_all_but(self, kept: int) -> None:
-        for seq_id in self._groups.sequence_ids():
-            if seq_id != kept:
+        for seq_id in _IDS:
+            if seq_id != kept and seq_id in self._groups:
                 self._groups.free(seq_id)
 
 

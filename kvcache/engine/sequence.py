@@ -31,6 +31,7 @@ class ModelSequence(ABC):
         num_tokens: how many tokens the text has; the next one stands at this position.
         version: grows with every change, so that an iterator can notice those of others.
         reclaim: see `InferenceEngine`.
+        residual: its newest tokens in full, where it keeps some so.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int) -> None:
@@ -40,6 +41,7 @@ class ModelSequence(ABC):
         self.num_tokens = 0
         self.version = 0
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
+        self.residual: Residual | None = None
 
     @property
     @abstractmethod
@@ -130,7 +132,6 @@ class LiveSequence(ModelSequence):
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, residual_length: int = 0) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
-        self.residual: Residual | None = None
         if residual_length:  # no piece is longer than a text
             most = min(chunk, model.config.max_position_embeddings)
             self.residual = Residual(model.config, cache, residual_length, most)
