@@ -122,6 +122,16 @@ def test_what_parts_before_the_newest_group_runs_its_group_again():
     settled(cached)
 
 
+@pytest.mark.parametrize("tail", [20, 70])
+def test_the_group_in_which_texts_part_runs_again_once(tail):
+    """A system prompt: the first text runs whole, the second finds that it is shared, all others what is new."""
+    cached = engine(1000, residual_length=64)
+    new = [new_tokens(cached, np.r_[prompt(0, 100), prompt(seed, tail)]) for seed in range(1, 9)]
+    # With a tail of 20 the group is also the first text's newest.
+    assert new == [100 + tail, tail + 36 * (tail > 28), *[tail] * 6]
+    settled(cached)
+
+
 def test_both_turns_of_a_chat_go_on(network):
     """The prompt again, and prompt, answer and what comes then."""
     cached = engine(model=network, residual_length=64)
@@ -207,7 +217,7 @@ def test_a_damaged_group_runs_again(tmp_path):
 
 def test_how_many_there_can_be():
     few, many = engine(1, residual_length=64), engine(4096, residual_length=64)
-    assert few.newest.cache.capacity == 4
+    assert few.newest.cache.capacity == 8  # two groups
     assert many.newest.cache.capacity == 4096 // 32
     for seed in range(80):
         few.generate(prompt(seed, 60), NONE)

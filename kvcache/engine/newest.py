@@ -1,7 +1,8 @@
 """Newest groups of texts in full, so that a cached prefix that ends inside of one goes on from there.
 
 A query sees the tokens of its own group in full (residual.py), and a cached prefix has them packed alone: without what
-is kept here they would have to run again, from the first token of the group on.
+is kept here they would have to run again, from the first token of the group on. Kept are the groups in which prompts
+and answers end, and those in which texts part; when there are too many, those go that were used longest ago.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class NewestGroups:
     Args:
         residual: where they come from.
         block_size: of the blocks that prefixes are cached in.
-        max_blocks: how many there can be of these.
+        max_blocks: how many there can be of these; room for groups, at least for two, goes by that.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the
@@ -40,7 +41,7 @@ class NewestGroups:
     def __init__(self, residual: Residual, block_size: int, max_blocks: int) -> None:
         self._residual = residual
         size = gcd(residual.length, block_size)  # where a cached block ends, one of a group does
-        num_tokens = max(residual.length, max_blocks * block_size // _SHARE)
+        num_tokens = max(2 * residual.length, max_blocks * block_size // _SHARE)
         self._paged = residual.empty_cache(-(-num_tokens // size), size)
         self.cache = PrefixCache.over(self._paged)
 

@@ -35,9 +35,13 @@ class PrefixCachedEngine:
     prompt leaves half way is shared too, and copied by the first write), prefills the rest, puts the new full
     blocks of prompt and answer into the trie, and releases what it pinned.
 
+    Over an engine with a residual the groups in which texts end or part are also kept in full, so that what runs is
+    what is new (`newest.NewestGroups`).
+
     Args:
         engine: to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
-        max_cache_blocks: most blocks that the prefix cache keeps, a hard limit.
+        max_cache_blocks: most blocks that the prefix cache keeps, a hard limit. Groups in full come on top: a token for
+            every 32, or two groups where that is more.
         seed: replaces the engine's seed for requests that bring none.
         strict: re-raise internal failures of `generate` instead of logging them.
 
@@ -48,7 +52,7 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
-        newest: where the engine has a residual, groups of tokens in full in which cached texts end; None: nowhere.
+        newest: groups of tokens in full; None: the engine has no residual.
         strict: see above.
     """
 
@@ -207,6 +211,11 @@ class PrefixCachedEngine:
         engine.begin(share)
         if engine._sequence.residual is not None and count:
             engine._sequence.residual.resume(rows)
+        if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
+            # Texts part here, as those of one system prompt do: the next one goes on from what is kept of the group.
+            engine.prefill_from_pos(tokens[start:end], start)
+            self.newest.keep(tokens[:end], namespace)
+            start = end
         if session.num_tokens == len(tokens) == start + 1:
             return engine.decode_step(int(tokens[-1]), start)
         return engine.prefill_from_pos(tokens[start:], start)
