@@ -12,7 +12,8 @@ from kvcache._sequences cimport SequenceRows
 # touches since would have cost. Keys of length and priority are always exact.
 cdef class RankedRows(SequenceRows):
     cdef IndexedHeap order    # rows that may be evicted, next victim on top
-    cdef int strategy         # which number ranks them, one of RANK_*
+    cdef readonly object strategy      # an EvictionStrategy, by whose rank they leave
+    cdef int ranking          # the number of that, one of RANK_*
     cdef int64_t clock        # recency counter
     cdef readonly int64_t evictions    # sequences evicted, ever
 

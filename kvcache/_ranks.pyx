@@ -29,10 +29,11 @@ cdef class RankedRows(SequenceRows):
     def __cinit__(self):
         self.order = IndexedHeap()
 
-    def rank_by(self, rank):
-        """Order the victims by `rank`, a key of `RANKS`; ties go to the lowest id."""
+    def rank_by(self, strategy):
+        """Order the victims by an `EvictionStrategy`, which becomes `strategy`; ties go to the lowest id."""
         cdef int32_t row
-        self.strategy = RANKS[rank]
+        self.ranking = RANKS[strategy.rank]
+        self.strategy = strategy
         for row in range(self.capacity):
             if self.seqs[row].uid >= 0:
                 self.rank_(row)
@@ -136,7 +137,7 @@ cdef class RankedRows(SequenceRows):
             assert (row in self.order) != pinned, f"{seq_id}: pinned and a victim, or neither"
             if not pinned:
                 assert self.order.key(row) <= self.key_(row), f"{seq_id}: stands behind its place among the victims"
-                exact = self.strategy in (RANK_LENGTH, RANK_PRIORITY)
+                exact = self.ranking in (RANK_LENGTH, RANK_PRIORITY)
                 assert not exact or self.order.key(row) == self.key_(row), f"{seq_id}: not at its place"
         assert len(self.order) <= len(self), "a sequence that is gone is still a victim"
 
@@ -157,16 +158,16 @@ cdef class RankedRows(SequenceRows):
         self.seqs[row].access_count += 1
 
     cdef void lengthened_(self, int32_t row) noexcept nogil:
-        if self.strategy == RANK_LENGTH:
+        if self.ranking == RANK_LENGTH:
             self.rank_(row)
 
     cdef double key_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.seqs[row]
-        if self.strategy == RANK_FREQUENCY:
+        if self.ranking == RANK_FREQUENCY:
             return <double>seq.access_count
-        if self.strategy == RANK_LENGTH:
+        if self.ranking == RANK_LENGTH:
             return <double>-seq.num_tokens
-        if self.strategy == RANK_PRIORITY:
+        if self.ranking == RANK_PRIORITY:
             return <double>seq.priority
         return <double>seq.last_access
 

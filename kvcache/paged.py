@@ -221,7 +221,7 @@ class PagedKvCache(EvictableSequences):
         stats = self.stats()
         return (
             f"PagedKvCache\n"
-            f"  strategy: {self._strategy}, block size: {self.block_size}\n"
+            f"  strategy: {self.eviction_strategy}, block size: {self.block_size}\n"
             f"  blocks: {used}/{total} used ({100 * self.utilization:.1f}%)\n"
             f"  memory: {self.used_memory_bytes / 1e6:.2f}/{self.total_memory_bytes / 1e6:.2f} MB\n"
             f"  sequences: {self.num_sequences}\n"
@@ -233,6 +233,6 @@ class PagedKvCache(EvictableSequences):
         return (
             f"PagedKvCache(num_blocks={self.total_blocks}, block_size={self.block_size}, num_heads={self.num_heads}, "
             f"head_dim={self.head_dim}, num_layers={self.num_layers}, key_dtype={self.key_dtype!r}, "
-            f"value_dtype={self.value_dtype!r}, eviction_strategy={self._strategy}, "
+            f"value_dtype={self.value_dtype!r}, eviction_strategy={self.eviction_strategy}, "
             f"used_blocks={self.used_block_count}, num_sequences={self.num_sequences})"
         )

@@ -35,8 +35,7 @@ class EvictableSequences(PagedSequences):
         if not isinstance(strategy, EvictionStrategy):
             raise TypeError(f"expected an EvictionStrategy, got {type(strategy).__name__}")
         with self._lock:
-            self._strategy = strategy
-            self._table.rank_by(strategy.rank)
+            self._table.rank_by(strategy)
         return self
 
     def with_eviction_threshold(self: Self, threshold: float) -> Self:
@@ -53,7 +52,7 @@ class EvictableSequences(PagedSequences):
     @property
     def eviction_strategy(self) -> EvictionStrategy:
         """Who leaves first."""
-        return self._strategy
+        return self._table.strategy
 
     @property
     def eviction_threshold(self) -> float:
@@ -72,7 +71,7 @@ class EvictableSequences(PagedSequences):
             SequenceNotFoundError: no such sequence.
             ValueError: negative, or not below `levels` where the strategy names them.
         """
-        levels = self._strategy.levels
+        levels = self.eviction_strategy.levels
         if as_integer(priority, "priority") < 0 or (levels is not None and priority >= levels):
             raise ValueError(f"expected a priority in [0, {levels or 'any'}), got {priority}")
         with self._lock:

@@ -3,7 +3,7 @@
 import numpy as np
 from scene import BLOCK, DIM, HEADS, LAYERS, Scene, plain, rows
 
-from kvcache import CacheManager, EvictionPolicy, KvCache, KVCacheConfig, PagedKvCache
+from kvcache import CacheManager, EvictionPolicy, EvictionStrategy, KvCache, KVCacheConfig, PagedKvCache
 
 
 def sequences(cache):
@@ -15,7 +15,7 @@ def sequences(cache):
         data = [cache._store.read(layer, runs) for layer in range(cache.num_layers)]
         seqs[id] = plain([table.info(id), runs, table.run_positions(id), data])
     counters = (stats.total_allocations, stats.total_frees, stats.total_evictions, stats.total_forks)
-    return seqs, counters, cache.free_block_count, cache.select_eviction_target()
+    return seqs, counters, cache.free_block_count, cache.select_eviction_target(), cache.eviction_strategy
 
 
 class Paged(Scene):
@@ -100,6 +100,9 @@ class Paged(Scene):
 
     def copy_blocks(self):
         self.it.copy_blocks(list(range(0, 30)), list(range(10, 40)))
+
+    def choose_a_strategy(self):
+        self.it.with_eviction_strategy(EvictionStrategy.LongestFirst())
 
     def evict(self):
         self.it.evict()

@@ -26,7 +26,7 @@ class Engine(Scene):
 
     def _state(self):
         it = self.it
-        seqs, _, free, _ = sequences(it.cache)
+        seqs, _, free, *_ = sequences(it.cache)
         content = [entry[3] for _, entry in sorted(seqs.items())]
         return content, free, it.num_tokens, it.prefill_token_count
 
