@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._store import BlockStore
-from kvcache._threads import get_num_threads
 from kvcache.rows import Rows
 from kvcache.snapshot import Snapshot
 
@@ -21,7 +20,8 @@ Int64 = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvcache")
 
-_BLOCKS_AT_ONCE = 64  # more would not be faster, and Ctrl-C waits for them
+# More would not be faster: rows are copied from pages of their own, and Ctrl-C waits for blocks.
+_ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 64
 
 
 class Saved(ABC):
@@ -122,9 +122,9 @@ class SavedRows(Saved):
     """Slots of `Rows`."""
 
     def __init__(self, snapshot: Snapshot, arena: int, rows: Rows) -> None:
-        of = snapshot.arenas[arena].page_tokens
-        self._pages = [rows.page() for _ in range(get_num_threads())]
-        super().__init__(snapshot, arena, of, int(snapshot.num_slots[arena]), at_once=len(self._pages))
+        page_tokens = snapshot.arenas[arena].page_tokens
+        super().__init__(snapshot, arena, page_tokens, int(snapshot.num_slots[arena]), _ROWS_AT_ONCE)
+        self._pages = [rows.page() for _ in range(_ROWS_AT_ONCE)]
 
     def _buffers(self, turn: int, page: int) -> list[Any]:
         return self._pages[turn].buffers
@@ -138,7 +138,7 @@ class SavedBlocks(Saved):
 
     def __init__(self, snapshot: Snapshot, arena: int, store: BlockStore) -> None:
         num_blocks = int(snapshot.num_slots[arena]) // store.block_size
-        super().__init__(snapshot, arena, 1, num_blocks, at_once=_BLOCKS_AT_ONCE)
+        super().__init__(snapshot, arena, 1, num_blocks, _BLOCKS_AT_ONCE)
         self._store = store
 
     def _buffers(self, turn: int, page: int) -> list[Any]:

@@ -247,6 +247,34 @@ def test_where_there_are_none():
         cached.check()
 
 
+def test_a_file_into_an_engine_whose_prefixes_are_gone(tmp_path):
+    saved = engine(residual_length=64)
+    saved.generate(prompt(0, 100), NONE)
+    saved.save(tmp_path / "cache", "teller")
+    saved.prefix_cache.cache.clear()
+    assert len(saved.newest.cache) == 2
+    assert saved.load(tmp_path / "cache", "teller") == 6
+    assert new_tokens(saved, prompt(0, 100)) == 4
+    settled(saved)
+
+
+def test_groups_that_somebody_holds_stay():
+    cached = engine(residual_length=64)
+    texts = [prompt(seed, 60) for seed in range(4)]
+    for tokens in texts[:2]:
+        cached.generate(tokens, NONE)
+    sessions = [cached.newest.cache.open_session(tokens, (None, b"")) for tokens in texts[:2]]
+    assert [session.matched_prefix_len for session in sessions] == [48, 48]
+    for tokens in texts[2:]:
+        assert new_tokens(cached, tokens) == 60
+    assert [new_tokens(cached, tokens) for tokens in texts] == [12, 12, 60, 60]
+    for session in sessions:
+        cached.newest.cache.close_session(session)
+    assert [new_tokens(cached, tokens) for tokens in texts] == [12, 12, 60, 60]
+    assert [new_tokens(cached, tokens) for tokens in texts[2:]] == [12, 12]
+    settled(cached)
+
+
 def test_clearing_forgets_them():
     cached = engine(residual_length=64)
     cached.generate(prompt(0, 100), NONE)

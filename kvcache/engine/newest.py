@@ -46,7 +46,7 @@ class NewestGroups:
         self.cache = PrefixCache.over(self._paged)
 
     def keep(self, text: Tokens, namespace: Hashable) -> None:
-        """Keep what the residual has of the group that `text` ends in, as far as it fills blocks."""
+        """Keep what the residual has of the group that `text` ends in, as far as it fills blocks and there is room."""
         residual, size = self._residual, self.cache.block_size
         first, num_blocks = residual.first, (residual.stop - residual.first) // size
         if first % residual.length or not num_blocks:
@@ -56,6 +56,8 @@ class NewestGroups:
             if found.matched_prefix_len == len(group):
                 return
         self.cache.evict(num_blocks - self._paged.free_block_count)
+        if self._paged.free_block_count < num_blocks:
+            return  # somebody holds the others
         with self._sequence() as seq_id:
             self._paged.allocate(seq_id, len(group))
             for layer in range(self._paged.num_layers):

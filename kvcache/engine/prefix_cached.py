@@ -147,6 +147,8 @@ class PrefixCachedEngine:
         Raises:
             as `PrefixCache.load`: SnapshotError for the file of another model, and for one that is damaged.
         """
+        if self.newest is not None and self.prefix_cache.cache.is_empty:
+            self.newest.cache.clear()  # groups of texts that are not cached
         return self.prefix_cache.cache.load(path, self._name(model), beside=self._beside())
 
     def _beside(self) -> list[PrefixCache]:
@@ -194,7 +196,8 @@ class PrefixCachedEngine:
         engine = self.inner
         # The last token always runs: its logits are not cached.
         start = min(session.num_tokens, len(tokens) - 1)
-        count, rows = 0, list[tuple[Float32, Float32]]()
+        count = 0
+        rows: list[tuple[Float32, Float32]] = []
         if begun := start % (engine.residual_length or 1):
             # Each token sees the same tokens in full as it would without the cache: those of its own group, which
             # goes on where it is kept in full, and runs again where it is not.
