@@ -23,13 +23,15 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 
 
-def test_requests_over_a_cache_that_is_far_too_small(network, long):
-    """Prompts of 1 token up to the limit over shared heads; 10,000 of them with --long."""
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_requests_over_a_cache_that_is_far_too_small(network, long, dtype):
+    """Prompts of 1 token up to the limit over shared heads; 10,000 of them with --long. q4 has a residual."""
     rng = np.random.default_rng(7)
     limit = network.config.max_position_embeddings - GREEDY.max_tokens
     texts = [rng.integers(0, network.config.vocab_size, limit).astype(np.uint32) for _ in range(12)]
     blocks = sum(len(text) for text in texts) // 16 // 20
-    cached, plain = PrefixCachedEngine(InferenceEngine(network), blocks, strict=True), InferenceEngine(network)
+    cached = PrefixCachedEngine(InferenceEngine(network, dtype=dtype), blocks, strict=True)
+    plain = InferenceEngine(network, dtype=dtype)
     answers = {}
     for request in range(10_000 if long else 120):
         # Mostly short, now and then as long as it goes; the same few cuts, so that the plain engine runs each once.
@@ -46,11 +48,13 @@ def test_requests_over_a_cache_that_is_far_too_small(network, long):
             cached.check()
     gc.collect()
     cached.check()
-    prefixes, stats = cached.prefix_cache.cache, cached.cache_stats()
-    assert stats.total_evictions > 0
-    assert stats.total_hits > 0
-    assert prefixes.pinned_blocks == 0
-    assert prefixes.references().sum() == len(prefixes)
+    prefixes = cached.prefix_cache.cache
+    for cache in (prefixes, *cached._beside()):
+        stats = cache.stats()
+        assert stats.total_evictions > 0
+        assert stats.total_hits > 0
+        assert cache.pinned_blocks == 0
+        assert cache.references().sum() == len(cache)
     cached.inner.reset()
     assert cached.inner.cache.used_block_count == len(prefixes)
     cached.clear_cache()
