@@ -7,10 +7,10 @@ import sys
 import pytest
 
 PROGRAM = """
-import multiprocessing, os
+import multiprocessing, os, tempfile
 import numpy as np
 import kvcache
-from kvcache import PagedKvCache
+from kvcache import PagedKvCache, PrefixCache
 
 kvcache.set_num_threads(4)
 cache = PagedKvCache(600, 16, 4, 64, dtype="f32")
@@ -21,7 +21,19 @@ queries = np.random.default_rng(1).standard_normal((64, 8, 64)).astype(np.float3
 def attend(_=None):
     return cache.attention(0, queries, [1], query_lens=[64])
 
+block = [np.ones(2 * 16 * 8, np.float32)]
+saved = PrefixCache(64, 16, 1, 2, 8)
+saved.store(range(1000), 0, [(block, block)] * 60)
+file = tempfile.NamedTemporaryFile()
+saved.save(file.name)
+
+def reads_a_file():
+    loaded = PrefixCache(64, 16, 1, 2, 8)
+    loaded.load(file.name)
+    return loaded.lookup(range(1000))[0] == 60 * 16
+
 expected = attend()
+assert reads_a_file()
 if HOW == "fork":
     child = os.fork()
     if child == 0:
@@ -29,7 +41,7 @@ if HOW == "fork":
         assert kvcache.get_num_threads() == 1
         cache.fork(1, 2)
         cache.append(2, 1)
-        good = np.allclose(attend(), expected, rtol=1e-5, atol=1e-6)
+        good = np.allclose(attend(), expected, rtol=1e-5, atol=1e-6) and reads_a_file()
         cache.check()
         os._exit(0 if good else 3)
     assert os.waitpid(child, 0)[1] == 0
@@ -38,7 +50,7 @@ else:
         for got in pool.map(attend, range(4)):
             assert np.allclose(got, expected, rtol=1e-5, atol=1e-6)
 assert kvcache.get_num_threads() == 4
-assert (attend() == expected).all()
+assert (attend() == expected).all() and reads_a_file()
 cache.check()
 print("the parent went on")
 """
