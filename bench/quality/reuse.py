@@ -35,7 +35,7 @@ def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[
         before = cached.inner.prefill_token_count
         recorder.take()
         cached.generate(prompt, ONE)
-        found, exact = recorder.take()[0], cold.prefill_from_pos(prompt, 0)
+        found, exact = recorder.take()[-1], cold.prefill_from_pos(prompt, 0)
         reused += LENGTH - (cached.inner.prefill_token_count - before)
         differences.append(float(np.abs(found - exact).max()))
         same += int(found.argmax() == exact.argmax())
