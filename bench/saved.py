@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--tokens", type=int, default=4080, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="of the network (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="tries of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="tries of each (default: %(default)s)")
 
 
 def timed(run: Callable[[], object]) -> float:

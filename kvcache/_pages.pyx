@@ -30,7 +30,7 @@ cdef extern from "<sys/uio.h>" nogil:
 
 cdef enum:
     MOST_PARTS = 1000    # of one system call; the system takes 1024
-    STEPS = 8            # of a call: what one reads while the other checks
+    STEPS = 16           # of a call: what one reads while the other checks
 
 
 cdef struct Page:

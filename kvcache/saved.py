@@ -21,7 +21,7 @@ Int64 = npt.NDArray[np.int64]
 logger = logging.getLogger("kvcache")
 
 # More would not be faster: rows are copied from pages of their own, and Ctrl-C waits for blocks.
-_ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 64
+_ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 256
 
 
 class Saved(ABC):
