@@ -1,44 +1,18 @@
-"""Groups in full beside the cached prefixes that end in them: every query sees what it would without a cache."""
+"""Groups in full beside the cached prefixes that end in them: what runs, what is kept, what a file has."""
 
 import gc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from teller import DIM, KV_HEADS, LAYERS, VOCABULARY, Teller
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine.newest import NewestGroups
 from kvcache.engine.residual import Residual
 from kvcache.paged import PagedKvCache
 
-HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY, TOKENS = 4, 2, 16, 2, 50, 400
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 NONE = SamplingParams(max_tokens=0)
-
-
-class Teller:
-    """A network without one: K and V say which token stands where behind which text; it keeps what it was told."""
-
-    config = SimpleNamespace(
-        num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-    )  # fmt: skip
-
-    def __init__(self):
-        rng = np.random.default_rng(3)
-        self.queries = rng.standard_normal((LAYERS, TOKENS, HEADS, DIM), np.float32)
-        self.rows = rng.standard_normal((2, LAYERS, VOCABULARY, KV_HEADS, DIM), np.float32)
-        self.turns = rng.standard_normal((2, LAYERS, TOKENS, KV_HEADS, DIM), np.float32)
-        self.told = {}
-
-    def forward(self, tokens, positions, attend, logits):
-        for layer in range(LAYERS):
-            keys, values = self.rows[:, layer, tokens] + self.turns[:, layer, positions]
-            mixed = attend(layer, self.queries[layer, positions], keys, values)
-            self.told.update({(layer, pos): row for pos, row in zip(positions.tolist(), mixed, strict=True)})
-        return np.zeros(({"last": 1, "all": len(tokens), "none": 0}[logits], VOCABULARY), np.float32)
 
 
 def engine(blocks=64, model=None, **options):
@@ -49,6 +23,8 @@ def engine(blocks=64, model=None, **options):
 def new_tokens(cached, tokens, namespace=None):
     """How many of a prompt are run."""
     before = cached.inner.prefill_token_count
+    if isinstance(cached.inner.model, Teller):
+        cached.inner.model.expect(tokens, namespace)
     cached.generate(tokens, NONE, namespace=namespace)
     return cached.inner.prefill_token_count - before
 
@@ -63,34 +39,6 @@ def settled(cached):
 
 def prompt(seed, n):
     return np.random.default_rng(seed).integers(0, VOCABULARY, n).astype(np.uint32)
-
-
-TEXTS = st.lists(
-    # namespace, of which text, how much of it, how much then follows, of which kind
-    st.tuples(
-        st.sampled_from([None, "a"]), st.integers(0, 1), st.integers(0, 150), st.integers(1, 40), st.integers(0, 2)
-    ),
-    min_size=1,
-    max_size=10,
-)
-
-
-@given(length=st.sampled_from([2, 7, 12, 16, 17, 48, 64]), blocks=st.sampled_from([1, 6, 40]), texts=TEXTS)
-def test_any_requests(length, blocks, texts):
-    """Whatever was cached, kept, evicted: each query of a prompt is told what it is in an engine without a cache."""
-    cached = engine(blocks, residual_length=length)
-    alone = InferenceEngine(Teller(), dtype="q2", residual_length=length, prefill_chunk=24, num_blocks=40)
-    for namespace, which, head, tail, kind in texts:
-        tokens = np.concatenate([prompt(which, 150)[:head], prompt(10 + kind, tail)])
-        cached.inner.model.told.clear()
-        cached.generate(tokens, SHORT, namespace=namespace)
-        settled(cached)
-        alone.model.told.clear()
-        alone.generate(tokens, SHORT)
-        told = cached.inner.model.told
-        assert (LAYERS - 1, len(tokens) - 1) in told
-        for place, row in told.items():
-            np.testing.assert_allclose(row, alone.model.told[place], atol=2e-5)
 
 
 @pytest.mark.parametrize("length", [12, 48, 64])
