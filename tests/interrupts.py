@@ -13,6 +13,7 @@ from pathlib import Path
 import kvcache
 
 HOUSE = str(Path(kvcache.__file__).parent)
+INSTRUCTIONS = sys.version_info < (3, 12)  # whether a trace function is shown all of them
 
 
 @functools.cache
@@ -20,12 +21,17 @@ def quiet(code):
     """Offsets of the instructions before which CPython raises nothing and looks at no signal.
 
     That is a NOP (a bare `try:`), and the call of `__exit__` at the end of a `with`: no handler covers them, not even
-    that of the `with`, and nothing before them is a call or a loop that ends outside of it.
+    that of the `with`, and nothing before them is a call or a loop that ends outside of it. And the loops of
+    comprehensions, which from Python 3.12 on are part of the function around them: a signal there leaves the `with`
+    around them as it should, and what a trace function raises does not.
     """
     found, every = set(), list(dis.get_instructions(code))
     for i, instruction in enumerate(every):
         if instruction.opname in ("NOP", "PUSH_EXC_INFO", "WITH_EXCEPT_START"):
             found.add(instruction.offset)
+        if instruction.opname == "LOAD_FAST_AND_CLEAR":  # a comprehension begins
+            head = next(x for x in every[i:] if x.opname == "FOR_ITER")
+            found.update(x.offset for x in every if head.offset <= x.offset < head.argval)
         # LOAD_CONST None, three times, or once and DUP_TOP, twice; then the call
         nones = every[i : i + 3]
         if (
@@ -60,7 +66,7 @@ class Lines:
     def __init__(self, stop=None, opcodes=False, house=HOUSE, again=None):
         self.again = again
         self.stop, self.house = stop, house
-        self.event = "opcode" if opcodes and sys.version_info < (3, 12) else "line"
+        self.event = "opcode" if opcodes and INSTRUCTIONS else "line"
         self.count, self.seen, self.struck = 0, [], None
 
     def __enter__(self):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import FAST
-from interrupts import HOUSE, Lines, places, spread, strike
+from interrupts import HOUSE, INSTRUCTIONS, Lines, places, spread, strike
 from scene import Scene
 from scenes_caches import Paged
 from scenes_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
@@ -49,6 +49,9 @@ def locked(lock, numbers):
                 str(number)
     with lock, suppress(ValueError):
         numbers.index(-1)
+    with lock:
+        pairs = [(one, other) for one in numbers for other in (1, 2) if one != other]
+        assert len(pairs) > len({one for one, _ in pairs})
     with lock:
         return sum(numbers)
 
@@ -154,7 +157,7 @@ def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path,
         here._check()
     here.it.save(path)
     assert path.read_bytes() == contents[1]
-    assert seen == {0, 1}
+    assert seen == {0, 1} or (seen == {0} and not INSTRUCTIONS)  # no line of Python comes after the file is replaced
     print(f"{scene.__name__}: {len(chosen)} interrupts of save")
 
 
