@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores", "check_integers",
+    "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_number", "as_rows", "as_scores",
+    "check_integers", "checked_scores",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
@@ -76,18 +77,19 @@ def as_rows(x: Any, num_heads: int, head_dim: int, name: str) -> Float32:
     return rows.reshape(-1, num_heads, head_dim)
 
 
-def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
-    """Attention scores, one number for each of `length` entries, as float64.
-
-    Raises:
-        TypeError, ValueError: not numbers; another shape; NaN or infinite.
-    """
+def as_scores(x: Any) -> npt.NDArray[np.float64]:
+    """Attention scores as float64, of any shape and value; TypeError for what are no numbers."""
     array = _as_array(x, "scores")
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise TypeError(f"expected scores of a float dtype, got {array.dtype}")
-    if array.shape != (length,):
-        raise ValueError(f"expected {length} scores, one per entry, got shape {array.shape}")
-    scores = np.ascontiguousarray(array, np.float64)
+    return np.asarray(array, np.float64)
+
+
+def checked_scores(scores: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
+    """`scores` of `as_scores`, one finite number for each of `length` entries; ValueError otherwise."""
+    if scores.shape != (length,):
+        raise ValueError(f"expected {length} scores, one per entry, got shape {scores.shape}")
+    scores = np.ascontiguousarray(scores)
     bad = np.flatnonzero(~np.isfinite(scores))
     if len(bad):
         raise ValueError(f"expected finite scores, got {scores[bad[0]]} at {bad[0]}")
@@ -101,6 +103,13 @@ def as_integer(value: Any, name: str) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"expected {name} below 2**63, got {value}")
     return int(value)
+
+
+def as_number(value: Any, name: str) -> float:
+    """`value` as a float; TypeError if it is no real number, a text among them."""
+    if isinstance(value, (str, bytes, bytearray)) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+    return float(value)
 
 
 def check_integers(**values: Any) -> None:

@@ -4,7 +4,7 @@ A decoding step comes here once per layer, so what it needs beside the caller's 
 """
 
 cimport numpy as cnp
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 
 from kvcache._kernels cimport kvc_seq
 from kvcache._store cimport BlockStore
@@ -16,12 +16,17 @@ cdef class Attention:
     cdef void *scratch                 # of the kernels, grown to the largest call so far
     cdef size_t scratch_bytes
     cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the call
+    cdef int32_t *rows                 # (seqs_capacity,) their rows in the table
     cdef int64_t seqs_capacity
 
     cdef int reserve_seqs(self, int64_t count) except -1
+    cdef object attend_sequences_(self, SequenceTable table, unsigned char *base, cnp.ndarray q, cnp.ndarray sinks,
+                                  cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, float scale, cnp.ndarray result,
+                                  bint return_scores, bint return_lse)
     cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
     cdef cnp.ndarray result_(self, object out, cnp.ndarray q)
-    cdef int describe_(self, SequenceTable table, const uint64_t *ids, int64_t n, object query_lens,
-                       object context_lens, int64_t num_queries) except -1
+    # Fills `seqs` and `rows`, with the table's lock held. int64 `lens` and `shown`, or None: one query each, all tokens.
+    cdef int describe_(self, SequenceTable table, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown,
+                       int64_t num_queries) except -1
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
                      float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1

@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._guard import CallLock
 from kvcache._sequences import Runs
 from kvcache._store import BlockStore
 from kvcache._table import SequenceTable
@@ -22,6 +23,7 @@ class Attention:
     ) -> Any: ...
     def over_sequences(
         self,
+        lock: CallLock,
         table: SequenceTable,
         layer: int,
         queries: npt.ArrayLike,

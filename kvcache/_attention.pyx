@@ -2,11 +2,13 @@
 
 cimport numpy as cnp
 from libc.math cimport sqrt
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 
 from kvcache cimport _kernels
 from kvcache._arrays cimport is_plain
+from kvcache._counts cimport saturating_sum
+from kvcache._guard cimport CallLock
 from kvcache._kernels cimport kvc_run, kvc_seq
 from kvcache._seq_ids cimport uint64_ids
 from kvcache._store cimport BlockStore
@@ -22,6 +24,13 @@ __all__ = ["Attention"]
 cnp.import_array()
 
 
+cdef bint overlap(cnp.ndarray a, cnp.ndarray b) noexcept:
+    """Whether two C-contiguous arrays share a byte."""
+    cdef char *first = <char *>cnp.PyArray_DATA(a)
+    cdef char *other = <char *>cnp.PyArray_DATA(b)
+    return first < other + cnp.PyArray_NBYTES(b) and other < first + cnp.PyArray_NBYTES(a)
+
+
 cdef class Attention:
     """softmax(q K^T scale) V over the blocks of one `BlockStore`.
 
@@ -35,6 +44,7 @@ cdef class Attention:
     def __dealloc__(self):
         free(self.scratch)
         free(self.seqs)
+        free(self.rows)
 
     def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
         """`over_sequences` for the tokens at one list of runs (dtype `RUN`), whatever sequence they are of."""
@@ -56,17 +66,19 @@ cdef class Attention:
         self.attend_(base, 1, q, None, <float>factor, result, scores, None)
         return (result, scores) if return_scores else result
 
-    def over_sequences(self, SequenceTable table not None, int64_t layer, queries, seq_ids, query_lens, scale,
-                       sink_queries, out, bint return_scores, context_lens=None, bint return_lse=False):
+    def over_sequences(self, CallLock lock not None, SequenceTable table not None, int64_t layer, queries, seq_ids,
+                       query_lens, scale, sink_queries, out, bint return_scores, context_lens=None,
+                       bint return_lse=False):
         """softmax(q K^T scale) V over the blocks of several sequences, causal, in one call; counts as an access.
 
         Args:
+            lock: of the table and the store; taken when everything below is converted, which may run any code.
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads.
             seq_ids, query_lens: integers `(n,)`; None is one query each. A sequence's queries stand on its last
                 tokens.
-            scale: a number, or None for `head_dim ** -0.5`.
+            scale: a float, or None for `head_dim ** -0.5`.
             sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
-            out: float32, C-contiguous, like `queries`, written; or None for a new array.
+            out: float32, C-contiguous, like `queries`, apart from all other arguments, written; or None for a new array.
             return_scores: also return each token's attention mass, float32 `(total tokens seen,)`.
             context_lens: integers `(n,)`, how many of its first tokens each sequence shows; None is all.
             return_lse: also return the logarithm of each row's sum of exp(score), float32
@@ -76,36 +88,55 @@ cdef class Attention:
             SequenceNotFoundError, IndexError, TypeError, ValueError: before anything has changed.
         """
         cdef unsigned char *base = self.store.layer_base(layer)
-        cdef cnp.ndarray q = self.queries_(queries, "queries")
-        cdef cnp.ndarray sinks = None
-        if q.shape[1] == 0 or q.shape[1] % self.store.layout.num_heads:
-            raise ValueError(f"expected a multiple of {self.store.layout.num_heads} query heads, got {q.shape[1]}")
+        cdef double factor = 1.0 / sqrt(<double>self.store.layout.head_dim) if scale is None else scale
+        cdef cnp.ndarray q = self.queries_(queries, "queries"), sinks = None, lens = None, shown = None
+        cdef cnp.ndarray ids = uint64_ids(seq_ids)
         if sink_queries is not None:
             sinks = self.queries_(sink_queries, "sink_queries")
-            if sinks.shape[0] != q.shape[0] or sinks.shape[1] != q.shape[1]:
-                raise ValueError(f"expected sink_queries of shape {np.shape(queries)}, got {np.shape(sink_queries)}")
+        if query_lens is not None:
+            lens = as_indices(query_lens, "query_lens")
+        if context_lens is not None:
+            shown = as_indices(context_lens, "context_lens")
+        # All is converted: from here on only the library's own code runs.
+        if q.shape[1] == 0 or q.shape[1] % self.store.layout.num_heads:
+            raise ValueError(f"expected a multiple of {self.store.layout.num_heads} query heads, got {q.shape[1]}")
+        if sinks is not None and not cnp.PyArray_SAMESHAPE(sinks, q):
+            raise ValueError(f"expected sink_queries of shape {np.shape(q)}, got {np.shape(sinks)}")
         cdef cnp.ndarray result = self.result_(out, q)
-        cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
+        if out is not None:
+            for name, other in (("queries", q), ("sink_queries", sinks), ("seq_ids", ids), ("query_lens", lens),
+                                ("context_lens", shown)):
+                if other is not None and overlap(result, other):
+                    raise ValueError(f"expected out apart from {name}, got the same memory")
+        lock.enter()
+        try:
+            return self.attend_sequences_(table, base, q, sinks, ids, lens, shown, <float>factor, result, return_scores,
+                                          return_lse)
+        finally:
+            lock.leave()
+
+    # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef object attend_sequences_(self, SequenceTable table, unsigned char *base, cnp.ndarray q, cnp.ndarray sinks,
+                                  cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, float scale, cnp.ndarray result,
+                                  bint return_scores, bint return_lse):
+        """`over_sequences` with the lock held and everything converted."""
         cdef int64_t i, n = ids.shape[0], tokens = 0
-        self.reserve_seqs(n)
-        self.describe_(table, id, n, query_lens, context_lens, q.shape[0])
         cdef cnp.ndarray scores = None, lse = None
+        self.reserve_seqs(n)
+        self.describe_(table, ids, lens, shown, q.shape[0])
         if return_scores:
             for i in range(n):
                 tokens += self.seqs[i].num_tokens - self.seqs[i].hidden_tokens
             scores = np.zeros(tokens, np.float32)
         if return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        cdef double factor = 1.0 / sqrt(<double>self.store.layout.head_dim) if scale is None else scale
-        self.attend_(base, n, q, sinks, <float>factor, result, scores, lse)
+        self.attend_(base, n, q, sinks, scale, result, scores, lse)
         for i in range(n):
-            table.touch_(table.row_of(id[i]))
+            table.touch_(self.rows[i])
         if return_lse:
             return (result, scores, lse) if return_scores else (result, lse)
         return (result, scores) if return_scores else result
-
-    # -- below the shell ------------------------------------------------------------------------------------
 
     cdef int reserve_seqs(self, int64_t count) except -1:
         if count <= self.seqs_capacity:
@@ -113,7 +144,11 @@ cdef class Attention:
         cdef kvc_seq *seqs = <kvc_seq *>realloc(self.seqs, count * sizeof(kvc_seq))
         if seqs == NULL:
             raise MemoryError(f"no memory for {count} sequences")
-        self.seqs, self.seqs_capacity = seqs, count
+        self.seqs = seqs
+        cdef int32_t *rows = <int32_t *>realloc(self.rows, count * sizeof(int32_t))
+        if rows == NULL:
+            raise MemoryError(f"no memory for {count} sequences")
+        self.rows, self.seqs_capacity = rows, count
         return 0
 
     cdef cnp.ndarray queries_(self, object queries, str name):
@@ -128,40 +163,38 @@ cdef class Attention:
         if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                 or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, q):
             raise ValueError(f"expected out to be C-contiguous, writeable float32 of shape {np.shape(q)}")
-        cdef char *first = <char *>cnp.PyArray_DATA(<cnp.ndarray>out)
-        cdef char *other = <char *>cnp.PyArray_DATA(q)
-        if first < other + cnp.PyArray_NBYTES(q) and other < first + cnp.PyArray_NBYTES(<cnp.ndarray>out):
-            raise ValueError("expected out apart from queries, got the same memory")
         return out
 
-    cdef int describe_(self, SequenceTable table, const uint64_t *ids, int64_t n, object query_lens,
-                       object context_lens, int64_t num_queries) except -1:
-        """Fill `seqs` and check that the queries add up."""
-        cdef const int64_t[::1] lens
-        cdef int64_t i, total = n
+    cdef int describe_(self, SequenceTable table, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown,
+                       int64_t num_queries) except -1:
+        """Fill `seqs` and `rows`, and check that the queries add up."""
+        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
+        cdef const int64_t *numbers
+        cdef int64_t i, n = ids.shape[0], total = n, tokens
         for i in range(n):
-            table.describe(table.row_of(ids[i]), 1, &self.seqs[i])
+            self.rows[i] = table.row_of(id[i])
+            table.describe(self.rows[i], 1, &self.seqs[i])
             self.seqs[i].hidden_tokens = 0
-        if context_lens is not None:
-            lens = as_indices(context_lens, "context_lens")
-            if lens.shape[0] != n:
-                raise ValueError(f"expected {n} context_lens, got {lens.shape[0]}")
+        if shown is not None:
+            if shown.shape[0] != n:
+                raise ValueError(f"expected {n} context_lens, got {shown.shape[0]}")
+            numbers = <const int64_t *>cnp.PyArray_DATA(shown)
             for i in range(n):
-                if not 0 <= lens[i] <= self.seqs[i].num_tokens:
-                    raise ValueError(f"expected context_lens up to {self.seqs[i].num_tokens} for sequence {ids[i]}, "
-                                     f"got {lens[i]}")
-                self.seqs[i].hidden_tokens = self.seqs[i].num_tokens - lens[i]
-        if query_lens is not None:
-            lens = as_indices(query_lens, "query_lens")
+                tokens = self.seqs[i].num_tokens
+                if not 0 <= numbers[i] <= tokens:
+                    raise ValueError(f"expected context_lens up to {tokens} for sequence {id[i]}, got {numbers[i]}")
+                self.seqs[i].hidden_tokens = tokens - numbers[i]
+        if lens is not None:
             if lens.shape[0] != n:
                 raise ValueError(f"expected {n} query_lens, got {lens.shape[0]}")
+            numbers = <const int64_t *>cnp.PyArray_DATA(lens)
             total = 0
             for i in range(n):
-                self.seqs[i].num_queries = lens[i]
-                total += lens[i]
+                self.seqs[i].num_queries = numbers[i]
+                total = saturating_sum(total, max(numbers[i], 0))
         for i in range(n):
             if not 0 <= self.seqs[i].num_queries <= self.seqs[i].num_tokens:
-                raise ValueError(f"expected 0 to {self.seqs[i].num_tokens} queries for sequence {ids[i]}, "
+                raise ValueError(f"expected 0 to {self.seqs[i].num_tokens} queries for sequence {id[i]}, "
                                  f"got {self.seqs[i].num_queries}")
         if total != num_queries:
             raise ValueError(f"expected {total} queries, got {num_queries}")

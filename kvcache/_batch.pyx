@@ -7,6 +7,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, realloc
 
+from kvcache._counts cimport saturating_sum
 from kvcache._kernels cimport kvc_run
 from kvcache._seq_ids cimport uint64_ids
 from kvcache._records cimport Sequence, position_of
@@ -45,7 +46,7 @@ cdef class BatchTable(SequenceTable):
             raise ValueError(f"expected {n} token counts, got {num_tokens.shape[0]}")
         self.refuse_new_(numbers(ids), n)
         for i in range(n):
-            blocks += self.blocks_for(num_tokens[i])
+            blocks = saturating_sum(blocks, self.blocks_for(num_tokens[i]))
         if blocks > self.pool.num_free:
             raise OutOfMemoryError(blocks, self.pool.num_free)
         self.make_room_(n)

@@ -1,16 +1,35 @@
-"""What stays right when Python is interrupted between two lines.
+"""Locks that one thread holds once, and what stays right when Python code runs between two lines.
 
-Ctrl-C becomes an exception between any two instructions of Python code, never inside a call of compiled code. So
-what must not be lost is done here, in one call: taking and leaving a lock, and the note of an object that died. Files
-are opened and replaced so in _file.pyx; and wherever several things must change together, the last step is one call
-that changes them all, or one assignment, and what was computed before it is nobody's.
+Python runs the caller's code at places that no source line shows: signal handlers between any two instructions,
+finalisers and weakref callbacks wherever an object is made or dropped, `__array__`, `__index__`, `__eq__` and `__hash__`
+where a value is converted or compared. Such code may call the object that is at work, on the same thread. So:
+
+    conversions      run before the lock is taken; then pointers are taken; then no Python code runs until the end
+    a second call    of the thread that is inside is refused: InvalidOperationError, and nothing has changed
+    a release        is never refused: inside another call it is queued, and done when that call leaves (`when_free`)
+    an exception     that leaves a call, whoever raised it, is followed by `mend`, which restores what was torn
+
+What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock or a turn, and
+the note of an object that died.
 """
+
+from cpython.pythread cimport PyThread_type_lock
+
+
+cdef class CallLock:
+    cdef PyThread_type_lock lock
+    cdef unsigned long owner    # the thread that is inside; 0: none
+    cdef readonly long long order    # of creation: several locks are taken in ascending order
+    cdef object dues            # a deque of functions: releases that came while their thread was inside
+
+    cdef int enter(self) except -1      # or InvalidOperationError
+    cdef int leave(self) except -1      # settles what is due
 
 
 cdef class MendingLock:
-    cdef object lock       # a reentrant lock
+    cdef readonly CallLock core    # several objects may share one
     cdef object mend       # a weak bound method: makes all that the lock guards agree again
-    cdef readonly bint torn    # an interrupt has struck, and nothing has mended it yet
+    cdef readonly bint torn    # an exception has left, and nothing has mended yet
 
     cdef int make_good(self) except -1
 
@@ -18,3 +37,12 @@ cdef class MendingLock:
 cdef class Parting:
     cdef object notes      # a deque
     cdef object key        # what is appended to it when this dies
+
+
+cdef class Turns:
+    cdef PyThread_type_lock lock
+    cdef unsigned long thread    # that took the turn, or used it last; 0: nobody has it
+
+
+cdef class Turn:
+    cdef Turns turns       # None: given back

@@ -1,66 +1,264 @@
-"""Locks that mend what an interrupt has torn, and notes that are left by what dies; explained in _guard.pxd."""
+"""Locks, turns, and notes that are left by what dies; explained in _guard.pxd."""
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport (
+    NOWAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_get_thread_ident,
+    PyThread_release_lock, PyThread_type_lock,
+)
 
+import sys
+from collections import deque
 from weakref import WeakMethod
 
-__all__ = ["MendingLock", "Parting"]
+from kvcache.errors import InvalidOperationError, KvCacheError
+
+__all__ = ["AllLocks", "CallLock", "MendingLock", "Parting", "Turn", "Turns"]
+
+cdef extern from "pythread.h" nogil:
+    ctypedef enum PyLockStatus:
+        PY_LOCK_FAILURE
+        PY_LOCK_ACQUIRED
+        PY_LOCK_INTR
+    PyLockStatus PyThread_acquire_lock_timed(PyThread_type_lock, long long microseconds, int interruptible)
+
+cdef long long _locks_made = 0
 
 
-cdef bint interrupts(error) except -1:
-    """Whether an exception is, or came while one was handled that is, no `Exception`: Ctrl-C, an exit."""
-    while error is not None:
-        if not isinstance(error, Exception):
-            return True
-        error = error.__context__
-    return False
+cdef int acquire(PyThread_type_lock lock, unsigned long *owner) except -1:
+    """Wait for a lock and note this thread as its owner, both at once; signal handlers run while it waits."""
+    cdef unsigned long me = PyThread_get_thread_ident()
+    cdef PyLockStatus status
+    if PyThread_acquire_lock(lock, NOWAIT_LOCK):
+        owner[0] = me
+        return 0
+    while True:
+        with nogil:
+            status = PyThread_acquire_lock_timed(lock, -1, 1)
+            if status == PY_LOCK_ACQUIRED:
+                owner[0] = me
+        if status == PY_LOCK_ACQUIRED:
+            return 0
+        PyErr_CheckSignals()
 
 
-cdef class MendingLock:
-    """A reentrant lock; when an interrupt leaves its block, `mend()` is called before anybody else gets in.
+cdef class CallLock:
+    """A lock that its owner cannot take twice: a second call of the thread that is inside raises.
 
-    An `Exception` is no interrupt: whoever raises it has put things right. `mend` is a bound method, whose object the
-    lock does not keep alive; it must be good to call at any time, any number of times, with the lock taken. Where it
-    fails itself (memory, a second interrupt), the next one who takes the lock calls it first.
+    Attributes:
+        order: ascending with creation; whoever takes several locks takes them in this order.
+
+    Raises, where it is taken:
+        InvalidOperationError: this thread is inside already.
     """
 
-    def __init__(self, lock, mend):
-        self.lock, self.mend = lock, WeakMethod(mend)
+    def __cinit__(self):
+        global _locks_made
+        self.lock = PyThread_allocate_lock()
+        if self.lock == NULL:
+            raise MemoryError("no memory for a lock")
+        self.dues = deque()
+        _locks_made += 1
+        self.order = _locks_made
 
-    cdef int make_good(self) except -1:
-        self.torn = False    # `mend` may take the lock
+    def __dealloc__(self):
+        if self.lock != NULL:
+            PyThread_free_lock(self.lock)
+
+    @property
+    def core(self):
+        """The lock itself, as of `MendingLock`."""
+        return self
+
+    @property
+    def inside(self):
+        """Whether this thread holds the lock."""
+        return self.owner == PyThread_get_thread_ident()
+
+    cdef int enter(self) except -1:
+        if self.owner == PyThread_get_thread_ident():
+            raise InvalidOperationError("expected no call of this object to be running on this thread, got one")
+        return acquire(self.lock, &self.owner)
+
+    cdef int leave(self) except -1:
         try:
-            mend = self.mend()
-            if mend is not None:
-                mend()
-        except BaseException:
-            self.torn = True
-            raise
+            while self.dues:
+                due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
+                try:
+                    due()
+                except KvCacheError:
+                    pass    # what it was to release has gone meanwhile
+                except Exception as error:
+                    sys.unraisablehook(_Unraisable(error, due))
+                self.dues.popleft()
+        finally:
+            self.owner = 0
+            PyThread_release_lock(self.lock)
         return 0
 
     def __enter__(self):
-        self.lock.acquire()
+        self.enter()
+
+    def __exit__(self, kind, error, trace):
+        self.leave()
+
+    def when_free(self, release):
+        """Run `release()` inside the lock: now, or, where this thread is inside already, when it leaves.
+
+        `release` may run a second time if an interrupt strikes in it. What it raises is raised here if it runs now;
+        later, a `KvCacheError` is passed over, and any other exception is given to `sys.unraisablehook`.
+        """
+        if self.owner == PyThread_get_thread_ident():
+            self.dues.append(release)
+            return
+        self.enter()
+        try:
+            release()
+        finally:
+            self.leave()
+
+
+class _Unraisable:
+    """What `sys.unraisablehook` takes."""
+
+    def __init__(self, error, due):
+        self.exc_type, self.exc_value, self.exc_traceback = type(error), error, error.__traceback__
+        self.err_msg, self.object = "Exception ignored in a release", due
+
+
+cdef class MendingLock:
+    """A `CallLock`, maybe shared, whose block ends with `mend()` when an exception leaves it.
+
+    Whatever raised it (the call itself, Ctrl-C, a signal handler between two lines), nobody gets in before what is
+    guarded agrees again. `mend` is a bound method, whose object the lock does not keep alive; it must be good to call at
+    any time, any number of times, with the lock taken. Where it fails itself (memory, an interrupt), the next one in
+    calls it first.
+
+    Args:
+        core: the lock to take, a `CallLock`.
+        mend: see above.
+    """
+
+    def __init__(self, CallLock core not None, mend):
+        self.core, self.mend = core, WeakMethod(mend)
+
+    @property
+    def inside(self):
+        """Whether this thread holds the lock."""
+        return self.core.owner == PyThread_get_thread_ident()
+
+    cdef int make_good(self) except -1:
+        self.torn = True
+        mend = self.mend()
+        if mend is not None:
+            mend()
+        self.torn = False
+        return 0
+
+    def __enter__(self):
+        self.core.enter()
         if self.torn:
             try:
                 self.make_good()
             except BaseException:
-                self.lock.release()
+                self.core.leave()
                 raise
 
     def __exit__(self, kind, error, trace):
         try:
-            if error is not None and interrupts(error):
+            if error is not None:
                 try:
                     self.make_good()
                 except Exception:
-                    pass    # The interrupt goes on its way; the next one in mends.
+                    pass    # `error` goes on its way; the next one in mends
         finally:
-            self.lock.release()
+            self.core.leave()
+
+    def when_free(self, release):
+        """As of `CallLock`; `mend()` follows an exception here, too."""
+        if self.inside:
+            self.core.dues.append(_Mended(self, release))
+            return
+        with self:
+            release()
+
+
+cdef class _Mended:
+    """A release that is due, and what to do when it fails."""
+
+    cdef MendingLock lock
+    cdef object release
+
+    def __init__(self, MendingLock lock, release):
+        self.lock, self.release = lock, release
+
+    def __call__(self):
+        try:
+            self.release()
+        except BaseException:
+            self.lock.torn = True
+            raise
+
+
+cdef class AllLocks:
+    """Several `MendingLock`s as one context manager: each core is taken once, in the order of creation.
+
+    So two threads that take some of the same locks, in whatever order they name them, never wait for each other for ever.
+    """
+
+    cdef list locks, cores, taken
+
+    def __init__(self, locks):
+        self.locks = list(locks)
+        self.cores = sorted({lock.core for lock in self.locks}, key=lambda core: core.order)
+        self.taken = []
+
+    cdef int mend_all(self, bint only_torn) except -1:
+        cdef MendingLock lock
+        for lock in self.locks:
+            if lock.torn or not only_torn:
+                lock.make_good()
+        return 0
+
+    cdef int leave_all(self) except -1:
+        cdef CallLock core
+        try:
+            while self.taken:
+                core = self.taken.pop()
+                core.leave()
+        finally:
+            if self.taken:    # what was due has raised; the others are left all the same
+                self.leave_all()
+        return 0
+
+    def __enter__(self):
+        cdef CallLock core
+        try:
+            for core in self.cores:
+                core.enter()
+                self.taken.append(core)
+            self.mend_all(only_torn=True)
+        except BaseException:
+            self.leave_all()
+            raise
+
+    def __exit__(self, kind, error, trace):
+        cdef MendingLock lock
+        try:
+            if error is not None:
+                for lock in self.locks:    # until one could be mended it is torn
+                    lock.torn = True
+                try:
+                    self.mend_all(only_torn=True)
+                except Exception:
+                    pass    # `error` goes on its way; the next one in mends
+        finally:
+            self.leave_all()
 
 
 @cython.no_gc_clear
 cdef class Parting:
-    """Appends `key` to the deque `notes` when it dies: a last word that neither collection nor interrupts cut short."""
+    """Appends `key` to the deque `notes` when it dies: a note that neither collection nor interrupts cut short."""
 
     def __init__(self, notes, key):
         self.notes, self.key = notes, key
@@ -68,3 +266,60 @@ cdef class Parting:
     def __dealloc__(self):
         if self.notes is not None:
             self.notes.append(self.key)
+
+
+cdef class Turns:
+    """One turn at a time, for what lasts longer than a call: a stream has it from its first token to its last.
+
+    A turn may be used and given back on any thread; one that is dropped is given back when it dies.
+    """
+
+    def __cinit__(self):
+        self.lock = PyThread_allocate_lock()
+        if self.lock == NULL:
+            raise MemoryError("no memory for a lock")
+
+    def __dealloc__(self):
+        if self.lock != NULL:
+            PyThread_free_lock(self.lock)
+
+    @property
+    def mine(self):
+        """Whether this thread took the turn, or used it last."""
+        return self.thread == PyThread_get_thread_ident()
+
+    def take(self):
+        """The turn, as soon as it is free.
+
+        Raises:
+            InvalidOperationError: this thread has it already, and would wait for itself.
+        """
+        cdef Turn turn = Turn.__new__(Turn)
+        if self.thread == PyThread_get_thread_ident():
+            raise InvalidOperationError("expected no other stream of this thread to be open on this engine, got one")
+        acquire(self.lock, &self.thread)
+        turn.turns = self
+        return turn
+
+
+@cython.no_gc_clear
+cdef class Turn:
+    """The right to go on, from `Turns.take` until `give_back`, at the latest when it dies."""
+
+    def use(self):
+        """This thread goes on with it now."""
+        if self.turns is not None:
+            self.turns.thread = PyThread_get_thread_ident()
+
+    def give_back(self):
+        """The next one may come; nothing happens the second time."""
+        cdef Turns turns = self.turns
+        if turns is not None:
+            self.turns = None
+            turns.thread = 0
+            PyThread_release_lock(turns.lock)
+
+    def __dealloc__(self):
+        if self.turns is not None:
+            self.turns.thread = 0
+            PyThread_release_lock(self.turns.lock)

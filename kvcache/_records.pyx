@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 
+from kvcache._counts cimport blocks_of
 from kvcache._idmap cimport IdMap
 from kvcache._kernels cimport kvc_run
 from kvcache._pool cimport BlockPool
@@ -86,7 +87,7 @@ cdef class SequenceRecords:
     cdef int64_t blocks_for(self, int64_t num_tokens) except -1:
         if num_tokens < 0:
             raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
-        return (num_tokens + self.block_size - 1) // self.block_size
+        return blocks_of(num_tokens, self.block_size)
 
     cdef int refuse_taken(self, uint64_t seq_id) except -1:
         if self.rows.get(seq_id) >= 0:

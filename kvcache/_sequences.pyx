@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
 
+from kvcache._counts cimport blocks_of
 from kvcache._kernels cimport kvc_run, kvc_seq
 from kvcache._pool cimport BlockPool
 from kvcache._records cimport RUN_STRIDE, Sequence, SequenceRecords, position_of, run_length
@@ -136,7 +137,7 @@ cdef class SequenceRows(SequenceRecords):
             tail = self.block_size - last.stop
             blocks = tail > 0 and self.pool.refs[last.block] > 1
         if count > tail:
-            blocks += (count - tail + self.block_size - 1) // self.block_size
+            blocks += blocks_of(count - tail, self.block_size)
         return blocks
 
     cdef void extend_(self, int32_t row, int64_t count) noexcept nogil:
@@ -150,7 +151,7 @@ cdef class SequenceRows(SequenceRecords):
             self.add_blocks_(seq, count)
 
     cdef void add_blocks_(self, Sequence *seq, int64_t count) noexcept nogil:
-        cdef int64_t i, fresh = (count + self.block_size - 1) // self.block_size
+        cdef int64_t i, fresh = blocks_of(count, self.block_size)
         cdef kvc_run *runs = seq.runs + seq.num_runs
         self.pool.take_each(&runs[0].block, fresh, RUN_STRIDE)
         for i in range(fresh):

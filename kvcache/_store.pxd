@@ -11,13 +11,16 @@ cdef class BlockStore:
     cdef readonly int32_t num_blocks
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
     cdef size_t arena_bytes
-    cdef uint16_t *reached             # (num_blocks,) slots from here on are zero, and nobody's
+    # (num_blocks,) slots from here on are zero, and nobody's. Whatever writes bytes says so here, whoever owns the block:
+    # a slot that is handed out below this is cleared first.
+    cdef uint16_t *written_slots
     cdef readonly str key_dtype        # "f32", "f16", "q8", "q4", "q3" or "q2"
     cdef readonly str value_dtype
 
     # What callers hand in
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
+    cdef void say_written_(self, const kvc_run[::1] runs) noexcept
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
 
     cdef object new_rows(self, int64_t n)      # float32 (n, num_heads, head_dim), not filled

@@ -84,14 +84,14 @@ cdef class BlockStore:
             raise OutOfMemoryError(size, 0, "bytes")
         madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
         self.arena = <unsigned char *>arena
-        self.reached = <uint16_t *>calloc(max(num_blocks, 1), sizeof(uint16_t))
-        if self.reached == NULL:
+        self.written_slots = <uint16_t *>calloc(max(num_blocks, 1), sizeof(uint16_t))
+        if self.written_slots == NULL:
             raise OutOfMemoryError(2 * num_blocks, 0, "bytes")
 
     def __dealloc__(self):
         if self.arena != NULL:
             munmap(self.arena, max(self.arena_bytes, <size_t>1))
-        free(self.reached)
+        free(self.written_slots)
 
     # -- shape ----------------------------------------------------------------------------------------------
 
@@ -158,6 +158,7 @@ cdef class BlockStore:
         cdef const float[:, :, ::1] v = values
         self.represent_(k, v)
         if view.shape[0]:
+            self.say_written_(view)
             with nogil:
                 _kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
 
@@ -225,7 +226,7 @@ cdef class BlockStore:
                     _kernels.copy_slots(&self.layout, src, view[i, 0], view[i, 1], dst, view[i, 2], view[i, 3],
                                         view[i, 4])
         for i in range(view.shape[0]):
-            self.reached[view[i, 2]] = max(self.reached[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
+            self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
 
     def same_layout(self, BlockStore other not None):
         """Whether a block of the one is a block of the other, byte for byte."""
@@ -256,7 +257,7 @@ cdef class BlockStore:
             view = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_UINT8, self.layer_base(layer) + block * size)
             cnp.set_array_base(view, self)
             views.append(view)
-        self.reached[block] = <uint16_t>self.layout.block_size
+        self.written_slots[block] = <uint16_t>self.layout.block_size
         return views
 
     # -- below the shell ------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ cdef class BlockStore:
                 memcpy(base + targets[i] * size, base + sources[i] * size, size)
             base += self.num_blocks * size
         for i in range(n):    # what lies behind the tokens that are wanted has come along
-            self.reached[targets[i]] = self.reached[sources[i]]
+            self.written_slots[targets[i]] = self.written_slots[sources[i]]
 
     cdef void hand_out_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
         cdef int64_t run = num_runs, layer
@@ -302,11 +303,16 @@ cdef class BlockStore:
             block, stop = runs[run].block, runs[run].stop
             first = <int>max(<int64_t>runs[run].first, stop - count)
             count -= stop - first
-            if first < self.reached[block]:  # all that lies behind at once: the next tokens of this block are free
+            if first < self.written_slots[block]:  # all that lies behind at once: the next tokens of this block are free
                 for layer in range(self.num_layers):
                     _kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
-                                         self.reached[block] - first)
-            self.reached[block] = <uint16_t>stop
+                                         self.written_slots[block] - first)
+            self.written_slots[block] = <uint16_t>stop
+
+    cdef void say_written_(self, const kvc_run[::1] runs) noexcept:
+        cdef int64_t i
+        for i in range(runs.shape[0]):
+            self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
         cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row

@@ -149,6 +149,14 @@ class BlockIndex:
         finally:
             self.trie.unpin(node)
 
+    def refuse_named(self, ids: Tokens, blocks: Int32, name: Hashable) -> None:
+        """InvalidOperationError if one of `blocks` is cached, but not as the block of these tokens in this namespace."""
+        here, elsewhere = self.find(ids, name).blocks, self.cached[blocks]
+        elsewhere[: len(here)] &= here != blocks[: len(here)]
+        if elsewhere.any():
+            block = blocks[elsewhere.argmax()]
+            raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
+
     def insert(self, ids: Tokens, existing: int, blocks: Int32, name: Hashable) -> None:
         """Name `blocks`, whose references are now the index's, after the first `existing` blocks of `ids`."""
         size, count = self.block_size, existing + len(blocks)

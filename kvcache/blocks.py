@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_indices, as_integer, check_integers
+from kvcache._arrays import as_integer, check_integers
 from kvcache._guard import MendingLock, Parting
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -41,6 +42,7 @@ __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint32]
 
 
 class PrefixCache:
@@ -132,9 +134,15 @@ class PrefixCache:
                 raise
 
     def release(self, index: int) -> None:
-        """Let go of a block that `lookup` returned. InvalidOperationError if no lookup holds it."""
-        with self._lock:
-            self._index.holds.end_lookup(index)
+        """Release a block that `lookup` returned; inside another call of this thread, when that leaves.
+
+        Raises:
+            InvalidOperationError: no lookup holds it.
+        """
+        index = as_integer(index, "index")
+        if self._lock.inside and not self._index.holds.looked_up.get(index):
+            raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
+        self._lock.when_free(partial(self._index.holds.end_lookup, index))
 
     def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
         """The matched blocks as a session, which holds them until it is released or dropped."""
@@ -151,12 +159,14 @@ class PrefixCache:
             return session
 
     def close_session(self, session: CacheSession) -> None:
-        """Let go of what a session holds; nothing happens the second time, or to one made by hand."""
+        """Release what a session holds; nothing happens the second time, or to one made by hand.
+
+        Called inside another call of this cache on the same thread, it is done when that call leaves.
+        """
         if not isinstance(session, CacheSession):
             raise TypeError(f"expected a CacheSession, got {type(session).__name__}")
-        with self._lock:
-            if session._holds is self._index.holds:
-                self._index.holds.end(session._hold)
+        if session._holds is self._index.holds:
+            self._lock.when_free(partial(self._index.holds.end, session._hold))
 
     # -- insert ---------------------------------------------------------------------------------------------
 
@@ -174,14 +184,13 @@ class PrefixCache:
             InvalidOperationError: the blocks before it are not cached.
             OutOfMemoryError: every block is held.
         """
-        ids = as_tokens(token_ids)
-        end = block_start + self.block_size
-        if block_start < 0 or block_start % self.block_size or end > len(ids):
-            raise ValueError(
-                f"expected a full block of {len(ids)} tokens at a multiple of {self.block_size}, got {block_start}"
-            )
+        ids, start = as_tokens(token_ids), as_integer(block_start, "block_start")
+        end = start + self.block_size
+        if start < 0 or start % self.block_size or end > len(ids):
+            raise ValueError(f"expected a full block of {len(ids)} tokens at a multiple of {self.block_size}, got {start}")
+        k, v = self._rows([(keys, values)])
         with self._lock:
-            if not self.store(ids[:end], block_start, [(keys, values)], namespace):
+            if not self._store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
             return int(self._index.find(ids[:end], namespace).blocks[-1])
 
@@ -191,27 +200,36 @@ class PrefixCache:
         What would pass the last full block of the tokens is passed over; when nothing can be evicted any more,
         the rest is left out: the head of a prompt longer than the cache is kept.
         """
-        ids, size = as_tokens(token_ids), self.block_size
-        count = min(len(pairs), (len(ids) - block_start) // size)
-        if block_start < 0 or block_start % size:
-            raise ValueError(f"expected a multiple of {size} as block_start, got {block_start}")
+        ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
+        if start < 0 or start % size:
+            raise ValueError(f"expected a multiple of {size} as block_start, got {start}")
+        count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = (block_rows(self._store, [pair[i] for pair in pairs[:count]], self._head_dim) for i in (0, 1))
+        keys, values = self._rows(pairs[:count])
+        with self._lock:
+            return self._store_rows(ids[: start + count * size], start // size, keys, values, namespace)
+
+    def _rows(self, pairs: Sequence[Any]) -> tuple[list[Float32], list[Float32]]:
+        """Per layer the rows of K and of V of these blocks; ValueError unless the store can hold them."""
+        keys, values = (block_rows(self._store, [pair[i] for pair in pairs], self._head_dim) for i in (0, 1))
         for k, v in zip(keys, values, strict=True):
             self._store.represent(k, v)
-        first, ids = block_start // size, ids[: block_start + count * size]
-        with self._lock:
-            existing, room = self._index.open(ids, first, namespace, new=True)
-            if room:
-                blocks = self._pool.acquire(room)
-                try:
-                    write_blocks(self._store, blocks, keys, values, (existing - first) * size)
-                    self._index.insert(ids, existing, blocks, namespace)
-                except Exception:
-                    self._pool.release(blocks)
-                    raise
-            return existing + room - first
+        return keys, values
+
+    def _store_rows(
+        self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], namespace: Hashable
+    ) -> int:
+        existing, room = self._index.open(ids, first, namespace, new=True)
+        if room:
+            blocks = self._pool.acquire(room)
+            try:
+                write_blocks(self._store, blocks, keys, values, (existing - first) * self.block_size)
+                self._index.insert(ids, existing, blocks, namespace)
+            except Exception:
+                self._pool.release(blocks)
+                raise
+        return existing + room - first
 
     def adopt(self, token_ids: Any, block_ids: npt.ArrayLike, namespace: Hashable = None) -> int:
         """Cache the full blocks of a sequence by reference; how many of them are cached now.
@@ -222,20 +240,24 @@ class PrefixCache:
             block_ids: the blocks of its tokens, from the first on, at least the full ones.
 
         Raises:
-            InvalidOperationError: this cache has blocks of its own, not those of a paged cache.
-            ValueError: too few block ids.
+            InvalidOperationError: this cache has blocks of its own, not those of a paged cache; a block is cached
+                already, for another text or in another namespace.
+            ValueError: too few block ids; a block named twice.
             BlockNotFoundError: a block is not in use.
         """
         ids = as_tokens(token_ids)
         full = len(ids) // self.block_size
-        blocks = as_indices(block_ids, "block ids")[:full]
+        blocks = self._blocks._block_ids(block_ids)[:full]
         if not self._shared:
             raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
         if len(blocks) < full:
             raise ValueError(f"expected {full} block ids for {len(ids)} tokens, got {len(blocks)}")
+        if len(np.unique(blocks)) < full:
+            raise ValueError("expected each block once, got one twice")
         with self._lock:
-            known = self._blocks._in_use(blocks)
+            known = self._pool.in_use(blocks)
             ids = ids[: full * self.block_size]
+            self._index.refuse_named(ids, known, namespace)
             existing, room = self._index.open(ids, 0, namespace, new=False)
             if room:
                 adopted = known[existing : existing + room]
@@ -249,8 +271,9 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> int:
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
+        count = as_integer(num_blocks, "num_blocks")
         with self._lock:
-            return self._index.free_up(as_integer(num_blocks, "num_blocks"))
+            return self._index.free_up(count)
 
     def clear(self) -> None:
         """Forget every block; counters stay. What sessions hold stays readable until they are released."""
@@ -313,10 +336,11 @@ class PrefixCache:
 
     def get_block(self, index: int) -> CacheBlock | None:
         """A cached block, or one that is held, by its index; None if there is none."""
+        index = as_integer(index, "index")
+        if not 0 <= index < self._pool.num_blocks:
+            return None
         with self._lock:
             self._index.holds.settle()
-            if not 0 <= index < self._pool.num_blocks:
-                return None
             self._index.fetch_all()
             return self._block(index) if self._index.cached[index] or self._index.holds.counts[index] else None
 
@@ -397,4 +421,4 @@ class PrefixCache:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
             self._index.check()
-            self._blocks.check()
+            self._blocks._check()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcache._guard import AllLocks, MendingLock
 from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.segments import well_formed
 from kvcache.snapshot import Arena, Segments, Snapshot, write_snapshot
@@ -20,22 +21,21 @@ __all__ = ["load_blocks", "save_blocks"]
 
 def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> None:
     """Write every block that the caches name; raises as `PrefixCache.save`."""
-    _while_locked(caches, lambda: _save(path, model, caches))
+    with AllLocks(_locks(caches)):
+        _save(path, model, caches)
 
 
 def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> int:
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
-    _while_locked(caches, lambda: _load(path, model, caches))
-    return len(caches[0])
+    with AllLocks(_locks(caches)):
+        _load(path, model, caches)
+        return len(caches[0])
 
 
-def _while_locked(caches: Sequence[PrefixCache], run: Callable[[], None]) -> None:
-    # By with statements alone: no interrupt comes between taking a lock and knowing that it is to be given back.
-    if not caches:
-        run()
-        return
-    with caches[0]._lock:
-        _while_locked(caches[1:], run)
+def _locks(caches: Sequence[PrefixCache]) -> list[MendingLock]:
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("expected each cache once, got one twice")
+    return [cache._lock for cache in caches]
 
 
 def _save(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> None:

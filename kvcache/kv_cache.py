@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_flat, as_floats, as_integer
-from kvcache._guard import MendingLock
+from kvcache._guard import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 
@@ -172,7 +171,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         self._num_heads = num_heads
         self._writes = _Writes()  # shared, like all of this, by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
-        self._lock = MendingLock(threading.RLock(), self._writes.finish)
+        self._lock = MendingLock(CallLock(), self._writes.finish)
 
     # -- the live cache -------------------------------------------------------------------------------------
 

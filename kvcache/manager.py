@@ -6,7 +6,6 @@ Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_indices, as_integer, as_rows, as_scores
-from kvcache._guard import MendingLock
+from kvcache._arrays import as_floats, as_indices, as_integer, as_number, as_rows, as_scores, checked_scores
+from kvcache._guard import CallLock, MendingLock
 from kvcache._roster import add_to_all, evict_from_all
 from kvcache.eviction import pyramid_budgets
 from kvcache.manager_config import KVCacheConfig
@@ -61,7 +60,7 @@ class CacheManager:
         self._padding = -config.head_dim % 8
         self._entry_bytes = self._new_list(0).store.block_bytes // BLOCK_SIZE
         self._layers: dict[int, TokenList] = {}  # ascending; replaced, never changed
-        self._lock = MendingLock(threading.RLock(), self._keep_to_shares)
+        self._lock = MendingLock(CallLock(), self._keep_to_shares)
 
     def _new_list(self, num_slots: int) -> TokenList:
         config = self._config
@@ -147,10 +146,10 @@ class CacheManager:
         if self._padding:
             widths = ((0, 0), (0, 0), (0, self._padding))
             k, v = np.pad(k, widths, "edge"), np.pad(v, widths, "edge")
+        index = self._layer_index(layer_idx)
+        if len(k) == 0:
+            return
         with self._lock:
-            index = self._layer_index(layer_idx)
-            if len(k) == 0:
-                return
             entries, layers = self._layers.get(index), self._layers
             if entries is None:
                 shares = self._policy.shares(config.max_seq_len, sorted([*layers, index]))
@@ -185,9 +184,9 @@ class CacheManager:
             IndexError: no such layer, or no such entry.
             TypeError, ValueError: not integers in one dimension.
         """
-        wanted, config = as_indices(positions, "positions"), self._config
+        wanted, config, index = as_indices(positions, "positions"), self._config, self._layer_or_all(layer_idx)
         with self._lock:
-            lists = self._lists(layer_idx)
+            lists = self._lists(index)
             total = sum(map(len, lists))
             outside = wanted[(wanted < 0) | (wanted >= total)]
             if len(outside):
@@ -210,8 +209,9 @@ class CacheManager:
         Raises:
             IndexError: no such layer.
         """
+        index = self._layer_index(layer_idx)
         with self._lock:
-            entries = self._layers.get(self._layer_index(layer_idx))
+            entries = self._layers.get(index)
             return np.empty(0, np.int64) if entries is None else entries.roster.positions()
 
     def attention(
@@ -249,13 +249,14 @@ class CacheManager:
             raise ValueError(f"expected a multiple of {config.num_heads} query heads, got {q.shape[1]}")
         if not np.isfinite(q).all():
             raise ValueError("expected finite queries")
-        scale = config.head_dim**-0.5 if scale is None else scale
+        scale = config.head_dim**-0.5 if scale is None else as_number(scale, "scale")
         if not isfinite(scale):
             raise ValueError(f"expected a finite scale, got {scale}")
+        index = self._layer_index(layer_idx)
         if self._padding:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
         with self._lock:
-            entries = self._layers.get(self._layer_index(layer_idx))
+            entries = self._layers.get(index)
             n = 0 if entries is None else len(entries)
             if len(q) > n:
                 raise ValueError(f"expected at most {n} queries, one per entry, got {len(q)}")
@@ -281,12 +282,12 @@ class CacheManager:
             TypeError, ValueError: not an integer, negative.
             IndexError: no such layer.
         """
-        budget = as_integer(budget, "budget")
+        budget, index = as_integer(budget, "budget"), self._layer_or_all(layer_idx)
         if budget < 0:
             raise ValueError(f"expected budget >= 0, got {budget}")
         with self._lock:
-            if layer_idx is not None:
-                return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(layer_idx))
+            if index is not None:
+                return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))
             return self._evict(self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()}))
 
     def update_attention_scores(self, scores: npt.ArrayLike, layer_idx: int | None = None) -> None:
@@ -300,9 +301,10 @@ class CacheManager:
             TypeError, ValueError: not numbers, another length, not finite; sums that overflow.
             IndexError: no such layer.
         """
+        numbers, index = as_scores(scores), self._layer_or_all(layer_idx)
         with self._lock:
-            lists = self._lists(layer_idx)
-            added = as_scores(scores, sum(map(len, lists)))
+            lists = self._lists(index)
+            added = checked_scores(numbers, sum(map(len, lists)))
             parts = np.split(added, np.cumsum([len(entries) for entries in lists])[:-1])
             with np.errstate(over="ignore"):
                 if any(not np.isfinite(e.roster.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
@@ -316,8 +318,9 @@ class CacheManager:
         Raises:
             IndexError: no such layer.
         """
+        index = self._layer_index(layer_idx)
         with self._lock:
-            entries = self._layers.get(self._layer_index(layer_idx))
+            entries = self._layers.get(index)
             return np.empty(0, np.float64) if entries is None else entries.roster.scores()
 
     # -- layers ---------------------------------------------------------------------------------------------
@@ -328,10 +331,13 @@ class CacheManager:
             raise IndexError(f"expected a layer in [0, {'any' if layers is None else layers}), got {index}")
         return index
 
-    def _lists(self, layer_idx: int | None) -> list[TokenList]:
-        if layer_idx is None:
+    def _layer_or_all(self, layer_idx: int | None) -> int | None:
+        return None if layer_idx is None else self._layer_index(layer_idx)
+
+    def _lists(self, index: int | None) -> list[TokenList]:
+        if index is None:
             return list(self._layers.values())
-        entries = self._layers.get(self._layer_index(layer_idx))
+        entries = self._layers.get(index)
         return [] if entries is None else [entries]
 
     def check(self) -> None:

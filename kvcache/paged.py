@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_integer, check_integers
+from kvcache._arrays import as_floats, as_integer, as_number, check_integers
 from kvcache._attention import Attention
 from kvcache._seq_ids import as_seq_id, as_seq_ids
 from kvcache._store import BlockStore
@@ -93,13 +93,14 @@ class PagedKvCache(EvictableSequences):
         k, v = self._rows(keys, "keys"), self._rows(values, "values")
         if len(k) != len(v):
             raise ValueError(f"expected as many values as keys, {len(k)}, got {len(v)}")
+        layer, seq_id = as_integer(layer, "layer"), as_seq_id(seq_id)
+        first = None if start is None else as_integer(start, "start")
         with self._lock:
-            seq_id = as_seq_id(seq_id)
             n = self._table.num_tokens(seq_id)
-            start = n - len(k) if start is None else as_integer(start, "start")
-            if start < 0 or start + len(k) > n:
-                raise IndexError(f"expected tokens within [0, {n}), got [{start}, {start + len(k)})")
-            self._sequences.write(as_integer(layer, "layer"), seq_id, start, k, v)
+            first = n - len(k) if first is None else first
+            if first < 0 or first + len(k) > n:
+                raise IndexError(f"expected tokens within [0, {n}), got [{first}, {first + len(k)})")
+            self._sequences.write(layer, seq_id, first, k, v)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Store K and V of the last token of each of many sequences, all or nothing.
@@ -114,8 +115,9 @@ class PagedKvCache(EvictableSequences):
         k, v = self._rows(keys, "keys"), self._rows(values, "values")
         if len(k) != len(ids) or len(v) != len(ids):
             raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
+        layer = as_integer(layer, "layer")
         with self._lock:
-            self._sequences.write_batch(as_integer(layer, "layer"), ids, k, v)
+            self._sequences.write_batch(layer, ids, k, v)
 
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
@@ -123,15 +125,19 @@ class PagedKvCache(EvictableSequences):
         Raises:
             SequenceNotFoundError, IndexError: no such sequence, no such layer, tokens outside the sequence.
         """
+        layer, seq_id, start = as_integer(layer, "layer"), as_seq_id(seq_id), as_integer(start, "start")
+        stop = None if stop is None else as_integer(stop, "stop")
         with self._lock:
-            seq_id = as_seq_id(seq_id)
-            n = self._table.num_tokens(seq_id)
-            start, stop = as_integer(start, "start"), n if stop is None else as_integer(stop, "stop")
-            if not 0 <= start <= stop <= n:
-                raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
-            rows = self._sequences.read(as_integer(layer, "layer"), seq_id, start, stop)
-            self._table.touch(seq_id)
-            return rows
+            return self._read(layer, seq_id, start, stop)
+
+    def _read(self, layer: int, seq_id: int, start: int, stop: int | None) -> tuple[Float32, Float32]:
+        n = self._table.num_tokens(seq_id)
+        stop = n if stop is None else stop
+        if not 0 <= start <= stop <= n:
+            raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
+        rows = self._sequences.read(layer, seq_id, start, stop)
+        self._table.touch(seq_id)
+        return rows
 
     def attention(
         self,
@@ -175,15 +181,14 @@ class PagedKvCache(EvictableSequences):
             SequenceNotFoundError, IndexError: no such sequence, no such layer.
             TypeError, ValueError: other shapes or dtypes.
         """
-        if scale is not None and not isfinite(scale):
+        if scale is not None and not isfinite(scale := as_number(scale, "scale")):
             raise ValueError(f"expected a finite scale, got {scale}")
         if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # a step comes here once per layer
             layer = as_integer(layer, "layer")
-        with self._lock:
-            return self._attention.over_sequences(
-                self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
-                context_lens, return_lse,
-            )  # fmt: skip
+        return self._attention.over_sequences(
+            self._lock, self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out,
+            bool(return_scores), context_lens, bool(return_lse),
+        )  # fmt: skip
 
     def _rows(self, x: npt.ArrayLike, name: str) -> Float32:
         return as_floats(x, (None, self._store.num_heads, self._store.head_dim), name)
@@ -196,8 +201,8 @@ class PagedKvCache(EvictableSequences):
         Raises:
             SequenceNotFoundError: no such sequence.
         """
+        seq_id = as_seq_id(seq_id)
         with self._lock:
-            seq_id = as_seq_id(seq_id)
             uid = self._table.uid(seq_id)
             if uid < 0:
                 raise SequenceNotFoundError(seq_id)

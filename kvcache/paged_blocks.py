@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_indices
+from kvcache._guard import CallLock
 from kvcache._pool import BlockPool
 from kvcache._store import BlockStore
 from kvcache.errors import BlockNotFoundError
@@ -28,7 +28,7 @@ class PagedBlocks:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._pool = BlockPool(store.num_blocks)
-        self._lock = threading.RLock()
+        self._lock = CallLock()
         # Who holds references on the blocks (sequences, prefix caches), each a function -> int32 (num_blocks,).
         self._holders: list[Callable[[], Int32]] = []
 
@@ -110,11 +110,11 @@ class PagedBlocks:
             ValueError: not as many targets as sources.
             BlockNotFoundError: a block is not in use.
         """
+        src, dst = self._block_ids(sources), self._block_ids(targets)
+        if len(src) != len(dst):
+            raise ValueError(f"expected as many targets as sources, {len(src)}, got {len(dst)}")
         with self._lock:
-            src, dst = self._in_use(sources), self._in_use(targets)
-            if len(src) != len(dst):
-                raise ValueError(f"expected as many targets as sources, {len(src)}, got {len(dst)}")
-            self._store.copy_blocks(src, dst)
+            self._store.copy_blocks(self._pool.in_use(src), self._pool.in_use(dst))
 
     def check(self) -> None:
         """Verify that the pool is sound and each block has as many references as its holders say.
@@ -123,20 +123,7 @@ class PagedBlocks:
             AssertionError: naming what is wrong.
         """
         with self._lock:
-            self._pool.check()
-            wrong = np.flatnonzero(self._references() != self._pool.ref_counts())
-            assert not len(wrong), f"references held on blocks {wrong.tolist()} differ from their counts"
-
-    def _recount(self) -> None:
-        """Count references anew from who holds them."""
-        with self._lock:
-            self._pool.recount(self._references())
-
-    def _references(self) -> Int32:
-        held = np.zeros(self._pool.num_blocks, np.int32)
-        for holder in self._holders:
-            held += holder()
-        return held
+            self._check()
 
     def _block_ids(self, block_ids: npt.ArrayLike) -> Int32:
         ids = as_indices(block_ids, "block ids")
@@ -145,5 +132,19 @@ class PagedBlocks:
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
 
-    def _in_use(self, block_ids: npt.ArrayLike) -> Int32:
-        return self._pool.in_use(self._block_ids(block_ids))
+    # What follows is called with the lock held.
+
+    def _check(self) -> None:
+        self._pool.check()
+        wrong = np.flatnonzero(self._references() != self._pool.ref_counts())
+        assert not len(wrong), f"references held on blocks {wrong.tolist()} differ from their counts"
+
+    def _recount(self) -> None:
+        """Count references anew from who holds them."""
+        self._pool.recount(self._references())
+
+    def _references(self) -> Int32:
+        held = np.zeros(self._pool.num_blocks, np.int32)
+        for holder in self._holders:
+            held += holder()
+        return held

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import TypeVar
 
-from kvcache._arrays import as_integer
+from kvcache._arrays import as_integer, as_number
 from kvcache._seq_ids import as_seq_id
 from kvcache._store import BlockStore
 from kvcache.errors import InvalidOperationError
@@ -44,9 +45,10 @@ class EvictableSequences(PagedSequences):
         Raises:
             ValueError: NaN.
         """
-        if not threshold == threshold:
+        share = as_number(threshold, "threshold")
+        if isnan(share):
             raise ValueError("expected a threshold between 0 and 1, got nan")
-        self._threshold = min(1.0, max(0.0, float(threshold)))
+        self._threshold = min(1.0, max(0.0, share))
         return self
 
     @property
@@ -71,11 +73,12 @@ class EvictableSequences(PagedSequences):
             SequenceNotFoundError: no such sequence.
             ValueError: negative, or not below `levels` where the strategy names them.
         """
-        levels = self.eviction_strategy.levels
-        if as_integer(priority, "priority") < 0 or (levels is not None and priority >= levels):
-            raise ValueError(f"expected a priority in [0, {levels or 'any'}), got {priority}")
+        seq_id, priority = as_seq_id(seq_id), as_integer(priority, "priority")
         with self._lock:
-            self._table.set_priority(as_seq_id(seq_id), priority)
+            levels = self.eviction_strategy.levels
+            if priority < 0 or (levels is not None and priority >= levels):
+                raise ValueError(f"expected a priority in [0, {levels or 'any'}), got {priority}")
+            self._table.set_priority(seq_id, priority)
 
     def pin(self, seq_id: int) -> None:
         """Never evict this sequence until it was unpinned as often as pinned.
@@ -83,8 +86,9 @@ class EvictableSequences(PagedSequences):
         Raises:
             SequenceNotFoundError: no such sequence.
         """
+        seq_id = as_seq_id(seq_id)
         with self._lock:
-            self._table.pin(as_seq_id(seq_id))
+            self._table.pin(seq_id)
 
     def unpin(self, seq_id: int) -> None:
         """Take back one `pin`.
@@ -93,8 +97,9 @@ class EvictableSequences(PagedSequences):
             SequenceNotFoundError: no such sequence.
             InvalidOperationError: it is not pinned.
         """
+        seq_id = as_seq_id(seq_id)
         with self._lock:
-            self._table.unpin(as_seq_id(seq_id))
+            self._table.unpin(seq_id)
 
     def select_eviction_target(self) -> SeqId | None:
         """The sequence that `evict` would take; None when there is none that is not pinned."""
@@ -123,7 +128,8 @@ class EvictableSequences(PagedSequences):
         Raises:
             ValueError: NaN.
         """
-        if not target_util == target_util:
+        share = as_number(target_util, "target_util")
+        if isnan(share):
             raise ValueError("expected a utilization, got nan")
         with self._lock:
-            return list(map(SeqId, self._table.evict_to(target_util).tolist()))
+            return list(map(SeqId, self._table.evict_to(share).tolist()))

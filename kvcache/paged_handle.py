@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._arrays import as_integer
 from kvcache.errors import InvalidOperationError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 from kvcache.paged_info import SequenceInfo
@@ -31,19 +32,23 @@ class PagedKvCacheHandle(KvCacheHandle):
         self._uid = uid
 
     def _sequence(self) -> SequenceInfo:
-        info = self._cache.get_sequence(self._seq_id) if self.is_valid else None
+        with self._cache._lock:
+            return self._locked_sequence()
+
+    def _locked_sequence(self) -> SequenceInfo:
+        # The cache's lock is held.
+        info = self._cache._sequence_info(self._seq_id) if self.is_valid else None
         if info is None:
             raise InvalidOperationError(f"sequence {self._seq_id} of this handle was freed or evicted")
         return info
 
     @property
     def block_table(self) -> BlockTable:
-        with self._cache._lock:
-            info = self._sequence()
-            table = BlockTable(self._cache.block_size)
-            table.add_blocks(info.block_ids)
-            table.sequence_length = info.num_tokens
-            return table
+        info = self._sequence()
+        table = BlockTable(self._cache.block_size)
+        table.add_blocks(info.block_ids)
+        table.sequence_length = info.num_tokens
+        return table
 
     def block_table_mut(self) -> LiveBlockTable:
         """The live table; a longer `sequence_length` is an `append`, a shorter one a `truncate`."""
@@ -51,12 +56,13 @@ class PagedKvCacheHandle(KvCacheHandle):
         return LiveBlockTable(self._cache.block_size, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
+        count = as_integer(num_tokens, "num_tokens")
         with self._cache._lock:
-            more = num_tokens - self._sequence().num_tokens
+            more = count - self._locked_sequence().num_tokens
             if more > 0:
-                self._cache.append(self._seq_id, more)
+                self._cache._sequences.append(self._seq_id, more)
             else:
-                self._cache.truncate(self._seq_id, num_tokens)
+                self._cache._table.truncate(self._seq_id, count)
 
     def as_any(self) -> PagedKvCacheHandle:
         return self
@@ -84,26 +90,25 @@ class PagedKvCacheHandle(KvCacheHandle):
         return self.kv_cache(layer)[1]
 
     def kv_cache(self, layer: int) -> tuple[Float32, Float32]:
+        layer = as_integer(layer, "layer")
         with self._cache._lock:
-            self._sequence()
-            return self._cache.read(layer, self._seq_id)
+            self._locked_sequence()
+            return self._cache._read(layer, self._seq_id, 0, None)
 
     def clone_handle(self) -> PagedKvCacheHandle:
-        with self._cache._lock:
-            self._sequence()
-            return PagedKvCacheHandle(self._cache, self._seq_id, self._uid)
+        self._sequence()
+        return PagedKvCacheHandle(self._cache, self._seq_id, self._uid)
 
     def stats(self) -> CacheHandleStats:
-        with self._cache._lock:
-            info = self._sequence()
-            slots = info.num_blocks * self._cache.block_size
-            return CacheHandleStats(
-                memory_bytes=info.num_blocks * self._cache.block_memory_bytes,
-                blocks_allocated=info.num_blocks,
-                tokens_stored=info.num_tokens,
-                utilization=info.num_tokens / slots if slots else 0.0,
-                last_access=info.last_access,
-            )
+        info = self._sequence()
+        slots = info.num_blocks * self._cache.block_size
+        return CacheHandleStats(
+            memory_bytes=info.num_blocks * self._cache.block_memory_bytes,
+            blocks_allocated=info.num_blocks,
+            tokens_stored=info.num_tokens,
+            utilization=info.num_tokens / slots if slots else 0.0,
+            last_access=info.last_access,
+        )
 
     @property
     def is_valid(self) -> bool:

@@ -6,13 +6,16 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy.typing as npt
 
 from kvcache._arrays import as_indices, as_integer
 from kvcache._batch import BatchTable
-from kvcache._seq_ids import as_seq_id
+from kvcache._seq_ids import as_seq_id, as_seq_ids
 from kvcache._sequence_store import SequenceStore
 from kvcache._store import BlockStore
+from kvcache.errors import SequenceNotFoundError
 from kvcache.paged_blocks import PagedBlocks
 from kvcache.paged_info import BlockId, CsrBlockTable, SeqId, SequenceInfo
 
@@ -37,8 +40,8 @@ class PagedSequences(PagedBlocks):
             InvalidOperationError: the id is taken.
             OutOfMemoryError: too few blocks are free.
         """
+        seq_id, count = as_seq_id(seq_id), as_integer(num_tokens, "num_tokens")
         with self._lock:
-            seq_id, count = as_seq_id(seq_id), as_integer(num_tokens, "num_tokens")
             self._sequences.allocate(seq_id, count)
 
     def adopt(self, seq_id: int, block_ids: npt.ArrayLike, num_tokens: int) -> None:
@@ -53,8 +56,9 @@ class PagedSequences(PagedBlocks):
             ValueError: the number of blocks does not fit `num_tokens`.
             BlockNotFoundError: a block is not in use.
         """
+        seq_id, blocks, count = as_seq_id(seq_id), self._block_ids(block_ids), as_integer(num_tokens, "num_tokens")
         with self._lock:
-            self._table.adopt(as_seq_id(seq_id), self._block_ids(block_ids), num_tokens)
+            self._table.adopt(seq_id, blocks, count)
 
     def fork(self, src_seq: int, dst_seq: int) -> None:
         """Start `dst_seq` with the tokens of `src_seq`: every block shared until one of them writes to it.
@@ -63,8 +67,9 @@ class PagedSequences(PagedBlocks):
             InvalidOperationError: `dst_seq` is taken.
             SequenceNotFoundError: there is no `src_seq`.
         """
+        source, target = as_seq_id(src_seq), as_seq_id(dst_seq)
         with self._lock:
-            self._table.fork(as_seq_id(src_seq), as_seq_id(dst_seq))
+            self._table.fork(source, target)
 
     def swap(self, first_seq: int, second_seq: int) -> None:
         """Two sequences exchange their ids and handles: the way back to a fork. Takes no memory.
@@ -72,17 +77,23 @@ class PagedSequences(PagedBlocks):
         Raises:
             SequenceNotFoundError: one of them is not there.
         """
+        first, second = as_seq_id(first_seq), as_seq_id(second_seq)
         with self._lock:
-            self._table.swap(as_seq_id(first_seq), as_seq_id(second_seq))
+            self._table.swap(first, second)
 
     def free(self, seq_id: int) -> None:
         """End a sequence and let go of its blocks.
 
+        Called inside another call of this cache on the same thread (by a signal handler, by a finaliser), it is done
+        when that call leaves.
+
         Raises:
             SequenceNotFoundError: no such sequence.
         """
-        with self._lock:
-            self._table.free(as_seq_id(seq_id))
+        seq_id = as_seq_id(seq_id)
+        if self._lock.inside and seq_id not in self._table:
+            raise SequenceNotFoundError(seq_id)
+        self._lock.when_free(partial(self._table.free, seq_id))
 
     # -- tokens come and go ---------------------------------------------------------------------------------
 
@@ -93,8 +104,8 @@ class PagedSequences(PagedBlocks):
             SequenceNotFoundError: no such sequence.
             OutOfMemoryError: too few blocks are free, the copy counted.
         """
+        seq_id, count = as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens")
         with self._lock:
-            seq_id, count = as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens")
             self._sequences.append(seq_id, count)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
@@ -103,8 +114,9 @@ class PagedSequences(PagedBlocks):
         Raises:
             SequenceNotFoundError, ValueError: no such sequence; not between 0 and its length.
         """
+        seq_id, count = as_seq_id(seq_id), as_integer(num_tokens, "num_tokens")
         with self._lock:
-            self._table.truncate(as_seq_id(seq_id), as_integer(num_tokens, "num_tokens"))
+            self._table.truncate(seq_id, count)
 
     def keep_tokens(self, seq_id: int, indices: npt.ArrayLike) -> None:
         """Evict all tokens of a sequence but those at `indices` (ascending, among those alive).
@@ -114,8 +126,9 @@ class PagedSequences(PagedBlocks):
         Raises:
             SequenceNotFoundError, IndexError, ValueError: no such sequence; out of range; not ascending.
         """
+        seq_id, kept = as_seq_id(seq_id), as_indices(indices, "token indices")
         with self._lock:
-            self._table.keep(as_seq_id(seq_id), as_indices(indices, "token indices"))
+            self._table.keep(seq_id, kept)
 
     def apply_streaming_llm(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:
         """Keep exactly the first `sink_tokens` and the last `window_tokens` tokens; the number that left.
@@ -125,9 +138,10 @@ class PagedSequences(PagedBlocks):
         Raises:
             SequenceNotFoundError, ValueError: no such sequence; a negative count.
         """
+        seq_id = as_seq_id(seq_id)
+        sinks, window = as_integer(sink_tokens, "sink_tokens"), as_integer(window_tokens, "window_tokens")
         with self._lock:
-            sinks, window = as_integer(sink_tokens, "sink_tokens"), as_integer(window_tokens, "window_tokens")
-            return self._table.stream(as_seq_id(seq_id), sinks, window)
+            return self._table.stream(seq_id, sinks, window)
 
     def compact(self, seq_id: int) -> None:
         """Move scattered tokens into as few blocks as they need, bit for bit.
@@ -138,8 +152,9 @@ class PagedSequences(PagedBlocks):
             SequenceNotFoundError: no such sequence.
             OutOfMemoryError: too few blocks are free for the fresh ones.
         """
+        seq_id = as_seq_id(seq_id)
         with self._lock:
-            self._sequences.compact(as_seq_id(seq_id))
+            self._sequences.compact(seq_id)
 
     # -- many in one call -----------------------------------------------------------------------------------
 
@@ -153,9 +168,10 @@ class PagedSequences(PagedBlocks):
             InvalidOperationError, ValueError: an id is taken; one named twice; another number of lengths.
             OutOfMemoryError: too few blocks are free for all of them together.
         """
+        # Copies: both are read several times, and a finaliser may run in between.
+        ids, counts = as_seq_ids(seq_ids).copy(), as_indices(num_tokens, "token counts").copy()
         with self._lock:
-            counts = as_indices(num_tokens, "token counts")
-            self._sequences.allocate_batch(seq_ids, counts)
+            self._sequences.allocate_batch(ids, counts)
 
     def append_batch(self, seq_ids: npt.ArrayLike) -> None:
         """Room for one more token in each of many sequences, all or nothing.
@@ -164,8 +180,9 @@ class PagedSequences(PagedBlocks):
             SequenceNotFoundError, ValueError: no such sequence; one named twice.
             OutOfMemoryError: too few blocks are free for all of them together.
         """
+        ids = as_seq_ids(seq_ids)
         with self._lock:
-            self._sequences.append_batch(seq_ids)
+            self._sequences.append_batch(ids)
 
     def fork_batch(self, src_seqs: npt.ArrayLike, dst_seqs: npt.ArrayLike) -> None:
         """`fork` for many pairs, all or nothing; one source may have many forks.
@@ -174,17 +191,28 @@ class PagedSequences(PagedBlocks):
             InvalidOperationError, ValueError: a target is taken; one named twice; not as many sources as targets.
             SequenceNotFoundError: a source is not there.
         """
+        sources, targets = as_seq_ids(src_seqs).copy(), as_seq_ids(dst_seqs).copy()
         with self._lock:
-            self._table.fork_batch(src_seqs, dst_seqs)
+            self._table.fork_batch(sources, targets)
 
     def free_batch(self, seq_ids: npt.ArrayLike) -> None:
-        """End many sequences, all or nothing.
+        """End many sequences, all or nothing; inside another call of this thread, as `free`, when that leaves.
 
         Raises:
             SequenceNotFoundError, ValueError: no such sequence; one named twice.
         """
-        with self._lock:
-            self._table.free_batch(seq_ids)
+        ids = as_seq_ids(seq_ids).copy()
+        if self._lock.inside:
+            self._expect_each(ids.tolist())
+        self._lock.when_free(partial(self._table.free_batch, ids))
+
+    def _expect_each(self, ids: list[int]) -> None:
+        # Inside of another call: without the table's scratch.
+        for seq_id in ids:
+            if seq_id not in self._table:
+                raise SequenceNotFoundError(seq_id)
+        if len(set(ids)) < len(ids):
+            raise ValueError("expected each sequence once, got one twice")
 
     # -- which there are ------------------------------------------------------------------------------------
 
@@ -195,8 +223,9 @@ class PagedSequences(PagedBlocks):
 
     def __contains__(self, seq_id: int) -> bool:
         """Whether there is such a sequence; takes no memory."""
+        seq_id = as_seq_id(seq_id)
         with self._lock:
-            return as_seq_id(seq_id) in self._table
+            return seq_id in self._table
 
     def sequence_ids(self) -> list[SeqId]:
         """Every id, ascending."""
@@ -205,13 +234,16 @@ class PagedSequences(PagedBlocks):
 
     def get_sequence(self, seq_id: int) -> SequenceInfo | None:
         """A snapshot of one sequence, or None; not an access."""
+        seq_id = as_seq_id(seq_id)
         with self._lock:
-            seq_id = as_seq_id(seq_id)
-            if seq_id not in self._table:
-                return None
-            tokens, position, last_access, count, priority, _, _ = self._table.info(seq_id)
-            blocks = tuple(map(BlockId, self._table.blocks(seq_id).tolist()))
-            return SequenceInfo(SeqId(seq_id), tokens, position, blocks, last_access, count, priority)
+            return self._sequence_info(seq_id)
+
+    def _sequence_info(self, seq_id: int) -> SequenceInfo | None:
+        if seq_id not in self._table:
+            return None
+        tokens, position, last_access, count, priority, _, _ = self._table.info(seq_id)
+        blocks = tuple(map(BlockId, self._table.blocks(seq_id).tolist()))
+        return SequenceInfo(SeqId(seq_id), tokens, position, blocks, last_access, count, priority)
 
     def block_table(self, seq_ids: npt.ArrayLike) -> CsrBlockTable:
         """The block tables of several sequences as CSR arrays, as FlashInfer lays them out.
@@ -219,15 +251,10 @@ class PagedSequences(PagedBlocks):
         Raises:
             SequenceNotFoundError: no such sequence.
         """
+        ids = as_seq_ids(seq_ids)
         with self._lock:
-            return CsrBlockTable(*self._table.csr(seq_ids))
+            return CsrBlockTable(*self._table.csr(ids))
 
-    def check(self) -> None:
-        """Verify every invariant of pool, tables and references.
-
-        Raises:
-            AssertionError: naming the broken one.
-        """
-        with self._lock:
-            super().check()
-            self._table.check()
+    def _check(self) -> None:
+        super()._check()
+        self._table.check()

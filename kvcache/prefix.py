@@ -7,7 +7,6 @@ many entries share is there once, and a lookup finds the longest common prefix t
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._arrays import as_integer
-from kvcache._guard import MendingLock
+from kvcache._guard import CallLock, MendingLock
 from kvcache._tokens import as_tokens
 from kvcache.arena import Lease
 from kvcache.entry_index import EntryIndex
@@ -69,7 +68,7 @@ class PrefixKvCache:
         if not isinstance(self.config, PrefixCacheConfig):
             raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
         self._index = EntryIndex(self.config)
-        self._lock = MendingLock(threading.RLock(), self._mend)
+        self._lock = MendingLock(CallLock(), self._mend)
 
     def _mend(self) -> None:
         self._index.mend()

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._guard import CallLock
 from kvcache._roster import runs_of
 from kvcache._store import BlockStore
 from kvcache.snapshot import Arena
@@ -113,7 +113,7 @@ class PackedRows:
         self._empty = BlockStore(num_layers, 0, *self._settings)
         self._stores: list[tuple[int, BlockStore]] = []  # with the first slot of each
         # A write packs whole tiles anew, its neighbours' rows among them, which states may be reading.
-        self._lock = threading.Lock()
+        self._lock = CallLock()
         self.slot_bytes = self._empty.block_bytes // BLOCK_SIZE
 
     def grow(self, num_slots: int) -> None:
