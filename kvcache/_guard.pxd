@@ -42,7 +42,17 @@ cdef class Parting:
 cdef class Turns:
     cdef PyThread_type_lock lock
     cdef unsigned long thread    # that took the turn, or used it last; 0: nobody has it
+    cdef void *turn              # the `Turn` that is out, not counted as a reference: it says when it dies
+
+    cdef int give_back_(self) except -1
 
 
 cdef class Turn:
-    cdef Turns turns       # None: given back
+    cdef Turns turns             # None: given back
+    cdef readonly long long version    # of what its owner has left; -1: nothing yet
+
+
+cdef class CallInTurn:
+    cdef Turns turns
+    cdef MendingLock lock
+    cdef Turn turn               # of the call that is inside

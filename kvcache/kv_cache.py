@@ -336,7 +336,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
         with self._lock:
             if num_tokens < self.seq_len:
-                self.truncate(num_tokens)
+                self._writes.write([], (num_tokens, num_tokens))
             else:
                 self._writes.write([], (num_tokens, max(num_tokens, self._written)))
 

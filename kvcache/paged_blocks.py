@@ -116,6 +116,17 @@ class PagedBlocks:
         with self._lock:
             self._store.copy_blocks(self._pool.in_use(src), self._pool.in_use(dst))
 
+    def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
+        """How many sequences and prefix caches hold each of these blocks, int32 `(n,)`; 0 where it is free.
+
+        Raises:
+            TypeError, ValueError: not integers in one dimension.
+            BlockNotFoundError: no such block.
+        """
+        ids = self._block_ids(block_ids)
+        with self._lock:
+            return self._pool.ref_counts()[ids]
+
     def check(self) -> None:
         """Verify that the pool is sound and each block has as many references as its holders say.
 

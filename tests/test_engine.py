@@ -11,7 +11,7 @@ import pytest
 from engines import GOLDEN, GREEDY, PROMPT, assert_same_state, state
 
 from kvcache.engine import InferenceEngine, SamplingParams
-from kvcache.errors import InvalidOperationError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
 # ---------------------------------------------------------------- requests
 
@@ -256,12 +256,101 @@ def test_reseed(make):
 def test_interrupted_stream_says_so(engine):
     stream = engine.stream(PROMPT, GREEDY)
     next(stream)
-    expected = engine.generate(PROMPT[5:], GREEDY)
+    engine.prefill_from_pos(PROMPT[5:], 0)
     before = state(engine)
     with pytest.raises(InvalidOperationError, match="another call"):
         next(stream)
     assert_same_state(engine, before)
-    assert engine.generate(PROMPT[5:], GREEDY) == expected
+
+
+def test_a_second_stream_of_a_thread_is_refused_and_the_first_goes_on(engine):
+    expected = engine.generate(PROMPT, GREEDY)
+    stream = engine.stream(PROMPT, GREEDY)
+    got = [next(stream)]
+    for begin in (lambda: engine.generate(PROMPT[5:], GREEDY), lambda: next(engine.stream(PROMPT[5:], GREEDY))):
+        with pytest.raises(InvalidOperationError, match="stream"):
+            begin()
+    assert got + list(stream) == expected
+    assert engine.generate(PROMPT, GREEDY) == expected
+
+
+def test_a_stream_that_was_overtaken_gives_its_turn_back(engine):
+    expected = engine.generate(PROMPT, GREEDY)
+    stream = engine.stream(PROMPT, GREEDY)
+    next(stream)
+    engine.reset()
+    assert engine.generate(PROMPT, GREEDY) == expected
+    with pytest.raises(InvalidOperationError, match="another call"):
+        next(stream)
+
+
+def test_streams_of_other_threads_wait_for_their_turn(engine):
+    prompts = [PROMPT[i:] for i in range(5)]
+    expected = [engine.generate(prompt, GREEDY) for prompt in prompts]
+    found, failed = [[] for _ in prompts], []
+
+    def work(i):
+        try:
+            for _ in range(5):
+                found[i].append(list(engine.stream(prompts[i], GREEDY)))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert found == [[text] * 5 for text in expected]
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "exhaust", "fail"])
+def test_other_threads_wait_until_a_stream_ends(engine, end):
+    stream = engine.stream(PROMPT, GREEDY)
+    first, done = next(stream), []
+    other = threading.Thread(target=lambda: (engine.reset(), done.append(engine.generate(PROMPT, GREEDY))))
+    other.start()
+    other.join(0.05)
+    assert not done
+    if end == "close":
+        stream.close()
+    elif end == "drop":
+        del stream
+    elif end == "exhaust":
+        rest = list(stream)
+    else:
+        with pytest.raises(KeyError):
+            stream.throw(KeyError("of the caller"))
+    other.join(30)
+    assert done
+    assert done[0][0] == first
+    assert end != "exhaust" or [first, *rest] == done[0]
+
+
+def test_a_stream_may_go_on_in_another_thread(engine):
+    expected = engine.generate(PROMPT, GREEDY)
+    stream = engine.stream(PROMPT, GREEDY)
+    got = [next(stream)]
+    thread = threading.Thread(target=lambda: got.extend(stream))
+    thread.start()
+    thread.join()
+    assert got == expected
+    assert engine.generate(PROMPT, GREEDY) == expected
+
+
+def test_a_prompt_above_half_of_the_pool_runs_again_from_its_start(network):
+    engine = InferenceEngine(network, num_blocks=4, block_size=16)
+    tokens = np.tile(PROMPT, 2)
+    first = engine.prefill_from_pos(tokens[:52], 0)
+    for start in (0, 20, 51):
+        again = engine.prefill_from_pos(tokens[start:52], start)
+        np.testing.assert_allclose(again, first, rtol=0, atol=1e-4)
+        engine.check()
+    before = state(engine)
+    with pytest.raises(OutOfMemoryError):
+        engine.prefill_from_pos(tokens[:65], 0)
+    assert_same_state(engine, before)
 
 
 def test_a_step_between_interrupts_a_stream(engine):

@@ -2,6 +2,9 @@
 
 import gc
 import logging
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 
 from kvcache import OutOfMemoryError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine.sampling import Sampler
+from kvcache.errors import InvalidOperationError
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -327,15 +332,71 @@ def test_a_stream_that_is_dropped_releases_what_it_pinned(cached):
 
 
 def test_a_stream_ends_when_another_request_takes_the_engine(cached):
-    from kvcache.errors import InvalidOperationError
-
     stream = cached.stream(prompt(1, 40), GREEDY)
     next(stream)
+    with pytest.raises(InvalidOperationError, match="stream"):
+        cached.generate(prompt(2, 20), SHORT)
+    cached.inner.reset()
     other = cached.generate(prompt(2, 20), SHORT)
-    with pytest.raises(InvalidOperationError):
+    with pytest.raises(InvalidOperationError, match="another call"):
         list(stream)
+    del stream
     settled(cached)
     assert cached.generate(prompt(2, 20), SHORT) == other
+
+
+def test_an_answer_that_ends_with_a_stop_token_is_cached(network):
+    # Turn 2 of a chat reuses turn 1, whatever ended it.
+    tokens = prompt(1, 40)
+    plain = PrefixCachedEngine(InferenceEngine(network), 64)
+    answer = plain.generate(tokens, GREEDY)
+    stop = next(i for i in range(len(answer) - 1, 0, -1) if answer[i] not in answer[:i])
+    for params in (replace(GREEDY, max_tokens=stop), replace(GREEDY, stop_token_ids=(answer[stop],))):
+        cached = PrefixCachedEngine(InferenceEngine(network), 64)
+        assert cached.generate(tokens, params) == answer[:stop]
+        kept = 40 + stop - (params.stop_token_ids == ())  # the last token of max_tokens never ran
+        with cached.prefix_cache.prepare([*tokens, *answer[:stop], 1])[0] as session:
+            assert session.matched_prefix_len == kept // 16 * 16
+        settled(cached)
+
+
+def test_blocks_are_stored_under_the_tokens_that_they_are_of(network):
+    # A thread may lose the CPU anywhere between a step and its token: five threads with prompts of their own.
+    cached = PrefixCachedEngine(InferenceEngine(network), 64)
+    cold = InferenceEngine(network)
+    prompts = [prompt(i, 20 + 7 * i) for i in range(5)]
+    expected = [cold.generate(tokens, GREEDY) for tokens in prompts]
+    failed = []
+
+    class Slow(Sampler):
+        def sample(self, logits):
+            time.sleep(0.001 * (threading.get_ident() % 3))
+            return super().sample(logits)
+
+    def work(i):
+        for turn in range(4):
+            stream = cached.stream(prompts[i], GREEDY, namespace=i)
+            if turn % 2:
+                got = [token for token, _ in zip(stream, range(5), strict=False)]
+                stream.close()
+                good = got == expected[i][:5]
+            else:
+                good = list(stream) == expected[i]
+            failed.extend([] if good else [i])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcache.engine.engine.Sampler", Slow)
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    settled(cached)
+    for i, tokens in enumerate(prompts):
+        assert cached.generate([*tokens, *expected[i]], SHORT, namespace=i) == cold.generate(
+            [*tokens, *expected[i]], SHORT
+        )
 
 
 # -- random traffic -----------------------------------------------------------------------------------------

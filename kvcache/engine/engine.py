@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache._guard import MendingLock
+from kvcache._guard import CallInTurn, CallLock, MendingLock, Turn, Turns
 from kvcache.engine.arguments import natural
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
@@ -25,6 +24,8 @@ from kvcache.eviction import EvictionPolicy
 from kvcache.paged import PagedKvCache
 
 __all__ = ["InferenceEngine"]
+
+Tokens = NDArray[np.uint32]
 
 _DEFAULT_TOKENS = 8192  # the default pool holds the whole context, up to so many tokens
 _SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
@@ -128,7 +129,9 @@ class InferenceEngine:
             raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {residual_length}")
         else:
             self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
-        self._lock = MendingLock(threading.RLock(), self._sequence.mend)
+        self._lock = MendingLock(CallLock(), self._sequence.mend)
+        self._turns = Turns()  # of streams; `version` is that of the sequence
+        self._call = CallInTurn(self._turns, self._lock)
         self._prefilled = 0
         self._directory: Path | None = None
         self._tokenizer: Any = None
@@ -170,8 +173,9 @@ class InferenceEngine:
         Raises:
             OutOfMemoryError: the system refuses the memory; the old cache stays.
         """
-        with self._lock:
-            total = self.cache.total_blocks + natural("blocks", blocks)
+        more = natural("blocks", blocks)
+        with self._call:
+            total = self.cache.total_blocks + more
             self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}))
 
     # ---------------------------------------------------------------- what there is
@@ -303,23 +307,19 @@ class InferenceEngine:
             ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions.
             OutOfMemoryError: the cache is too small.
         """
-        tokens = self.stream(prompt_tokens, params)
-        with self._lock:
-            try:
-                return list(tokens)
-            except BaseException:
-                self.reset()
-                raise
+        tokens = self._checked(prompt_tokens)
+        return list(self._stream(tokens, *self._request(params), whole=True))
 
     def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
         """`generate`, token by token. Arguments are checked now, the prompt is run with the first `next`.
 
-        If another call changes the engine's sequence before the stream ends, its next token raises
-        InvalidOperationError.
+        From its first token to its last, or until it is closed or dropped, the stream has the engine: calls of other
+        threads wait for that. On the same thread, a second stream (or `generate`) raises InvalidOperationError, and so
+        does the next token of a stream whose sequence another call of that thread has changed. A stream may be
+        continued on another thread.
         """
-        tokens = as_tokens(prompt_tokens, self.config.vocab_size)
-        self._check_span(tokens, 0)
-        return self._stream(tokens, *self._request(params))
+        tokens = self._checked(prompt_tokens)
+        return self._stream(tokens, *self._request(params), whole=False)
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
@@ -334,8 +334,8 @@ class InferenceEngine:
         self._check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
         scores = np.empty(len(tokens) - 1, np.float32)
         chunk = max(1, min(self._sequence.chunk, _SCORE_FLOATS // self.config.vocab_size))
-        with self._lock:
-            self.reset()
+        with self._call:
+            self._sequence.clear()
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]
@@ -343,7 +343,7 @@ class InferenceEngine:
                     targets = tokens[start + 1 : start + 1 + len(piece)]
                     scores[start : start + len(piece)] = _log_probabilities(logits, targets)
             except BaseException:
-                self.reset()
+                self._sequence.clear()
                 raise
         return scores
 
@@ -351,7 +351,7 @@ class InferenceEngine:
 
     def reset(self) -> None:
         """Start an empty sequence. `prefill_token_count` goes on counting."""
-        with self._lock:
+        with self._call:
             self._sequence.clear()
 
     def begin(self, share: Share) -> int:
@@ -368,7 +368,7 @@ class InferenceEngine:
         Raises:
             InvalidOperationError: the engine evicts, so every layer has a sequence of its own.
         """
-        with self._lock:
+        with self._call:
             self._sequence.replace(share)
             return self._sequence.num_tokens
 
@@ -388,22 +388,15 @@ class InferenceEngine:
             OutOfMemoryError: the cache cannot hold them; found before anything is computed (by an engine that
                 evicts: before the piece that does not fit).
         """
-        tokens = as_tokens(tokens, self.config.vocab_size)
-        with self._lock:
-            pos = self._check_pos(pos)
-            self._check_span(tokens, pos)
-            logits: Float32 = self._sequence.extend(tokens, pos)[0]
-            self._prefilled += len(tokens)
-            return logits
+        tokens, pos = as_tokens(tokens, self.config.vocab_size), natural("pos", pos)
+        with self._call:
+            return self._prefill(tokens, pos)
 
     def decode_step(self, token: int, pos: int) -> Float32:
         """Run one token at position `pos`: `prefill_from_pos` of one token, but not counted as prefill."""
-        tokens = as_tokens((token,), self.config.vocab_size)
-        with self._lock:
-            pos = self._check_pos(pos)
-            self._check_span(tokens, pos)
-            logits: Float32 = self._sequence.extend(tokens, pos)[0]
-            return logits
+        tokens, pos = as_tokens((token,), self.config.vocab_size), natural("pos", pos)
+        with self._call:
+            return self._extend(tokens, pos)
 
     def decode(self, logits: Float32, params: SamplingParams | None = None, history: Any = ()) -> Iterator[int]:
         """Sample from `logits`, run the token, sample again: the loop of every request, after its prefill.
@@ -417,29 +410,67 @@ class InferenceEngine:
             history: the tokens so far, which the repetition penalty counts.
 
         Returns:
-            An iterator of new tokens, without the stop token. Raises InvalidOperationError if another call
-            changes the sequence meanwhile.
+            An iterator of new tokens, without the stop token: a stream as that of `stream`. Raises
+            InvalidOperationError if another call has changed the sequence meanwhile.
         """
-        history = as_tokens(history, self.config.vocab_size)
-        return self._decode(logits, *self._request(params), history, self.version)
+        version, history = self.version, as_tokens(history, self.config.vocab_size)
+        return self._decode_in_turn(version, logits, *self._request(params), history)
 
     # ---------------------------------------------------------------- inside
 
-    def _stream(self, tokens: NDArray[np.uint32], params: SamplingParams, rng: np.random.Generator) -> Iterator[int]:
-        with self._lock:
-            self.reset()
-            logits = self.prefill_from_pos(tokens, 0)
-            version = self.version
-        yield from self._decode(logits, params, rng, tokens, version)
+    # What follows, down to `_decode`, is called with the lock held, in a turn.
+
+    def _prefill(self, tokens: Tokens, pos: int) -> Float32:
+        logits = self._extend(tokens, pos)
+        self._prefilled += len(tokens)
+        return logits
+
+    def _extend(self, tokens: Tokens, pos: int) -> Float32:
+        """The logits after the last of `tokens`, which are run at positions from `pos` on."""
+        if pos > self._sequence.num_tokens:
+            raise ValueError(f"pos: expected at most the {self._sequence.num_tokens} tokens in the cache, got {pos}")
+        self._check_span(tokens, pos)
+        logits: Float32 = self._sequence.extend(tokens, pos)[0]
+        return logits
+
+    def _stream(
+        self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, *, whole: bool
+    ) -> Iterator[int]:
+        """A request; one that is `whole` leaves an empty sequence if it fails."""
+        turn = self._turns.take(self.version)
+        try:
+            with self._lock:
+                self._sequence.clear()
+                logits = self._prefill(tokens, 0)
+                turn.leave(self.version)
+            yield from self._decode(logits, params, rng, tokens, turn, [])
+        except BaseException:
+            if whole:
+                self._lock.when_free(self._sequence.clear)
+            raise
+        finally:
+            turn.give_back()
+
+    def _decode_in_turn(
+        self, version: int, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens
+    ) -> Iterator[int]:
+        turn = self._turns.take(self.version)
+        try:
+            turn.leave(version)
+            yield from self._decode(logits, params, rng, history, turn, [])
+        finally:
+            turn.give_back()
 
     def _decode(
         self,
         logits: Float32,
         params: SamplingParams,
         rng: np.random.Generator,
-        history: NDArray[np.uint32],
-        version: int,
+        history: Tokens,
+        turn: Turn,
+        text: list[int],
     ) -> Iterator[int]:
+        """Sampled tokens; each that is run is added to `text` in the step that adds it to the sequence."""
         sampler = Sampler(params, rng, self.config.vocab_size, history)
         stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
         for left in reversed(range(params.max_tokens)):
@@ -450,12 +481,17 @@ class InferenceEngine:
             if left == 0:
                 return
             with self._lock:
-                if self._sequence.version != version:
-                    raise InvalidOperationError("another call has changed the sequence that this stream continues")
+                turn.go_on(self.version)
                 if self._sequence.num_tokens == self._positions:
                     return
-                logits = self.decode_step(token, self._sequence.num_tokens)
-                version = self._sequence.version
+                logits = self._extend(np.array([token], np.uint32), self._sequence.num_tokens)
+                text.append(token)
+                turn.leave(self.version)
+
+    def _checked(self, prompt_tokens: Any) -> Tokens:
+        tokens = as_tokens(prompt_tokens, self.config.vocab_size)
+        self._check_span(tokens, 0)
+        return tokens
 
     def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
         """The parameters and the random numbers of a request, which is counted here."""
@@ -465,13 +501,7 @@ class InferenceEngine:
             self._requests += 1
         return params, np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
 
-    def _check_pos(self, pos: int) -> int:
-        pos = natural("pos", pos)
-        if pos > self._sequence.num_tokens:
-            raise ValueError(f"pos: expected at most the {self._sequence.num_tokens} tokens in the cache, got {pos}")
-        return pos
-
-    def _check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
+    def _check_span(self, tokens: Tokens, pos: int) -> None:
         limit = self._positions
         if not len(tokens):
             raise ValueError("tokens: expected at least one, got none")
@@ -482,7 +512,7 @@ class InferenceEngine:
             )
 
 
-def _log_probabilities(logits: Float32, targets: NDArray[np.uint32]) -> NDArray[np.float64]:
+def _log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:
     """log softmax of `logits` `(n, vocab)`, which are overwritten, at `targets` `(n,)`."""
     logits -= logits.max(axis=1, keepdims=True)
     chosen = logits[np.arange(len(targets)), targets].astype(np.float64)

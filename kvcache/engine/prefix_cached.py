@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache._guard import Turn
 from kvcache.blocks import PrefixCache
 from kvcache.blocks_info import CacheSession, PrefixCacheStats
 from kvcache.blocks_prefill import PrefixAwarePrefill
@@ -19,6 +22,7 @@ from kvcache.engine.newest import NewestGroups
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokens import as_tokens
+from kvcache.errors import InvalidOperationError
 from kvcache.paged import PagedKvCache
 
 __all__ = ["PrefixCachedEngine"]
@@ -91,30 +95,43 @@ class PrefixCachedEngine:
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
 
         Raises:
-            TypeError, ValueError: the caller's mistakes: tokens, parameters, length. Any other failure is
-                logged as a warning with its traceback and gives `[]`; with `strict` it is raised.
+            TypeError, ValueError: the caller's mistakes: tokens, parameters, length.
+            InvalidOperationError: a stream of this thread is open. Any other failure is logged as a warning with its
+                traceback and gives `[]`; with `strict` it is raised.
         """
-        stream = self.stream(prompt_tokens, params, namespace=namespace)
-        with self.inner._lock:
-            try:
-                return list(stream)
-            except BaseException as error:
-                self.inner.reset()
-                if self.strict or not isinstance(error, Exception):
-                    raise
-                logger.warning("generate failed and returns no tokens", exc_info=True)
-                return []
+        tokens, request = self._checked(prompt_tokens, params, namespace)
+        if not len(tokens):
+            return []
+        turn = self.inner._turns.take(self.inner.version)
+        try:
+            return list(self._stream(turn, tokens, *request, namespace, whole=True))
+        except Exception:
+            if self.strict:
+                raise
+            logger.warning("generate failed and returns no tokens", exc_info=True)
+            return []
+        finally:
+            turn.give_back()
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
     ) -> Iterator[int]:
-        """`generate`, token by token; arguments are checked now, and failures raise always."""
+        """`generate`, token by token; arguments are checked now, and failures raise always.
+
+        The stream has the engine until it ends or is closed or dropped, as that of `InferenceEngine.stream`. What it has
+        computed by then is cached.
+        """
+        tokens, request = self._checked(prompt_tokens, params, namespace)
+        return self._stream_in_turn(tokens, *request, namespace) if len(tokens) else iter(())
+
+    def _checked(
+        self, prompt_tokens: Any, params: SamplingParams | None, namespace: Hashable
+    ) -> tuple[Tokens, tuple[SamplingParams, np.random.Generator]]:
         hash(namespace)  # a TypeError now rather than in the middle
         tokens = as_tokens(prompt_tokens, self.inner.config.vocab_size)
-        if not len(tokens):
-            return iter(())
-        self.inner._check_span(tokens, 0)
-        return self._stream(tokens, *self.inner._request(params), namespace)
+        if len(tokens):
+            self.inner._check_span(tokens, 0)
+        return tokens, self.inner._request(params)
 
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters."""
@@ -165,31 +182,40 @@ class PrefixCachedEngine:
         if self.newest is not None:
             self.newest.check()
 
-    def _stream(
-        self,
-        tokens: Tokens,
-        params: SamplingParams,
-        rng: np.random.Generator,
-        namespace: Hashable,
+    def _stream_in_turn(
+        self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, namespace: Hashable
     ) -> Iterator[int]:
-        engine = self.inner
-        text = tokens.tolist()
-        version = -1
+        turn = self.inner._turns.take(self.inner.version)
+        try:
+            yield from self._stream(turn, tokens, params, rng, namespace, whole=False)
+        finally:
+            turn.give_back()
+
+    def _stream(
+        self, turn: Turn, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, namespace: Hashable, *,
+        whole: bool,
+    ) -> Iterator[int]:  # fmt: skip
+        """A request that has its turn; one that is `whole` leaves an empty sequence if it fails."""
+        engine, text = self.inner, tokens.tolist()
         with self.prefix_cache.prepare(tokens, namespace)[0] as session:
             try:
                 with engine._lock:
                     logits = self._prefill(tokens, session, namespace)
-                    version = engine.version
+                    turn.leave(engine.version)
                     self._store(text, namespace)
-                for token in engine._decode(logits, params, rng, tokens, version):
-                    version = engine.version
-                    text.append(token)
-                    yield token
+                yield from engine._decode(logits, params, rng, tokens, turn, text)
+            except BaseException:
+                if whole:
+                    engine._lock.when_free(engine._sequence.clear)
+                raise
             finally:
-                # What was computed is good however the stream ended, unless somebody else has the engine now.
-                with engine._lock:
-                    if engine.version == version:
-                        self._store(text, namespace)
+                # What was computed is good however the stream ended.
+                engine._lock.when_free(partial(self._store_if_unchanged, turn, text, namespace))
+
+    def _store_if_unchanged(self, turn: Turn, text: list[int], namespace: Hashable) -> None:
+        if self.inner.version == turn.version:
+            with suppress(InvalidOperationError):  # inside a call of the cache, where a stream was dropped: no reuse
+                self._store(text, namespace)
 
     def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
         """Start the sequence on the cached blocks and run the rest; the logits after the prompt."""
@@ -210,18 +236,18 @@ class PrefixCachedEngine:
             cache.adopt(seq_id, blocks, start)
             return start
 
-        engine.reset()
-        engine.begin(share)
+        engine._sequence.clear()
+        engine._sequence.replace(share)
         if engine._sequence.residual is not None and count:
             engine._sequence.residual.resume(rows)
         if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
             # Texts part here, as those of one system prompt do: the next one goes on from what is kept of the group.
-            engine.prefill_from_pos(tokens[start:end], start)
+            engine._prefill(tokens[start:end], start)
             self.newest.keep(tokens[:end], namespace)
             start = end
         if session.num_tokens == len(tokens) == start + 1:
-            return engine.decode_step(int(tokens[-1]), start)
-        return engine.prefill_from_pos(tokens[start:], start)
+            return engine._extend(tokens[-1:], start)
+        return engine._prefill(tokens[start:], start)
 
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Give the trie the full blocks of what is in the sequence, by reference."""

@@ -89,10 +89,15 @@ class ModelSequence(ABC):
         """The positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
 
     def _run_in_chunks(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
-        last = (len(tokens) - 1) // self.chunk * self.chunk
-        for start in range(0, last, self.chunk):
-            self._run(seq_id, tokens[start : start + self.chunk], pos + start, "none")
-        return self._run(seq_id, tokens[last:], pos + last, logits)
+        first, end = pos, pos + len(tokens)
+        while logits != "all" and (stop := self._piece_end(first)) < end:
+            self._run(seq_id, tokens[first - pos : stop - pos], first, "none")
+            first = stop
+        return self._run(seq_id, tokens[first - pos :], first, logits)
+
+    def _piece_end(self, first: int) -> int:
+        """Where the piece that begins at `first` ends, unless the text ends before."""
+        return first + self.chunk
 
     @abstractmethod
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
@@ -187,7 +192,13 @@ class LiveSequence(ModelSequence):
         self._become(fresh, num_tokens)
         self._restart_residual()
 
+    def _piece_end(self, first: int) -> int:
+        # At multiples of `chunk`, wherever the text is taken up: behind a cached prefix the pieces are those of a cold run.
+        return first + self.chunk - first % self.chunk
+
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
+        if pos < self.num_tokens:
+            self._make_room(pos, len(tokens))
         changing = nullcontext() if self.residual is None else self.residual.changing(pos)
         with self._cut(pos, pos + len(tokens)) as seq_id, changing:
             if len(tokens) > self.chunk:
@@ -223,6 +234,36 @@ class LiveSequence(ModelSequence):
 
     def positions(self, layer: int) -> NDArray[np.int64]:
         return np.arange(self.num_tokens)
+
+    def _make_room(self, pos: int, count: int) -> None:
+        """Where `count` tokens from `pos` on do not fit beside what stands there, give that up if they fit then.
+
+        Raises:
+            OutOfMemoryError: they do not; the sequence is as it was.
+        """
+        fork = 1 - self.seq_id
+        self.cache.fork(self.seq_id, fork)
+        try:
+            self.cache.truncate(fork, pos)
+            self._append(fork, count)
+        except OutOfMemoryError as error:
+            if error.requested > error.available + self._blocks_behind(pos):
+                raise
+        else:
+            return
+        finally:
+            self.cache.free(fork)
+        self.cache.truncate(self.seq_id, pos)
+        self.num_tokens = pos
+        self.version += 1
+        if self.residual is not None:
+            with self.residual.changing(pos):
+                pass
+
+    def _blocks_behind(self, pos: int) -> int:
+        """Blocks that this sequence alone holds, all of whose tokens stand at `pos` or later."""
+        blocks = self.cache.block_table([self.seq_id]).block_ids[-(-pos // self.cache.block_size) :]
+        return int((self.cache.reference_counts(blocks) == 1).sum())
 
     @contextmanager
     def _cut(self, pos: int, end: int) -> Iterator[int]:

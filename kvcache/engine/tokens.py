@@ -13,15 +13,16 @@ __all__ = ["as_tokens"]
 
 
 def as_tokens(tokens: Any, vocab_size: int) -> NDArray[np.uint32]:
-    """One-dimensional uint32 ids, each below `vocab_size`. A uint32 array is taken without a copy.
+    """One-dimensional uint32 ids, each below `vocab_size`, a copy: what was checked stays as it is.
 
     Raises:
         TypeError: not integers.
         ValueError: not one-dimensional, or an id is outside the vocabulary.
     """
     if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.size == 0:
-        return np.empty(0, np.uint32)  # an empty array is of floats unless its maker thought of it
+        return np.empty(0, np.uint32)  # `np.array([])` defaults to float64
     ids = _tokens.as_tokens(tokens)
+    ids = ids.copy() if ids is tokens else ids
     if len(ids) and int(ids.max()) >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
         raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1}, got {ids[first]} at index {first}")
