@@ -29,10 +29,10 @@ class DenseEvictingEngine:
         return [token.position for token in self.layers[layer]]
 
     def extend(self, tokens):
-        """Run tokens chunk by chunk; float logits of every token `(n, vocab)`."""
-        rows = []
-        for start in range(0, len(tokens), self.chunk):
-            piece = np.asarray(tokens[start : start + self.chunk], np.uint32)
+        """Run tokens in pieces that end at multiples of `chunk`; float logits of every token `(n, vocab)`."""
+        rows, tokens = [], np.asarray(tokens, np.uint32)
+        while len(tokens):
+            piece, tokens = np.split(tokens, [self.chunk - self.num_tokens % self.chunk])
             places = np.arange(self.num_tokens, self.num_tokens + len(piece))
 
             def attend(*args, places=places):

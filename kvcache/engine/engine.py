@@ -48,7 +48,7 @@ class InferenceEngine:
         seed: requests without a seed of their own derive one from this and from how many came before.
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
         num_blocks: size of the cache; by default enough for the whole context, but for 8192 tokens at most.
-        prefill_chunk: prompts run through the network in pieces of so many tokens.
+        prefill_chunk: prompts run through the network in pieces of at most so many tokens, which end at its multiples.
         residual_length: a query sees the newest tokens, those of its own group of so many (0 to 256), in f16, and only
             those before them as `dtype` packs them; see `residual.Residual`. By default 64 where K or V are q4 or q3,
             128 where one is q2, else 0, as with an eviction policy, which cannot have both.
@@ -387,6 +387,9 @@ class InferenceEngine:
             InvalidOperationError: `pos` is behind tokens that were evicted.
             OutOfMemoryError: the cache cannot hold them; found before anything is computed (by an engine that
                 evicts: before the piece that does not fit).
+
+        A failing call leaves the sequence as it was. Where the cache cannot hold the new tokens beside those from
+        `pos` on, it leaves the tokens before `pos`.
         """
         tokens, pos = as_tokens(tokens, self.config.vocab_size), natural("pos", pos)
         with self._call:

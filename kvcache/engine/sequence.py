@@ -89,15 +89,13 @@ class ModelSequence(ABC):
         """The positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
 
     def _run_in_chunks(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
+        # Pieces end at multiples of `chunk`, wherever the text is taken up: behind a cached prefix they are those of a
+        # cold run.
         first, end = pos, pos + len(tokens)
-        while logits != "all" and (stop := self._piece_end(first)) < end:
+        while logits != "all" and (stop := first + self.chunk - first % self.chunk) < end:
             self._run(seq_id, tokens[first - pos : stop - pos], first, "none")
             first = stop
         return self._run(seq_id, tokens[first - pos :], first, logits)
-
-    def _piece_end(self, first: int) -> int:
-        """Where the piece that begins at `first` ends, unless the text ends before."""
-        return first + self.chunk
 
     @abstractmethod
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
@@ -192,10 +190,6 @@ class LiveSequence(ModelSequence):
         self._become(fresh, num_tokens)
         self._restart_residual()
 
-    def _piece_end(self, first: int) -> int:
-        # At multiples of `chunk`, wherever the text is taken up: behind a cached prefix the pieces are those of a cold run.
-        return first + self.chunk - first % self.chunk
-
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
         if pos < self.num_tokens:
             self._make_room(pos, len(tokens))
@@ -244,15 +238,15 @@ class LiveSequence(ModelSequence):
         fork = 1 - self.seq_id
         self.cache.fork(self.seq_id, fork)
         try:
-            self.cache.truncate(fork, pos)
-            self._append(fork, count)
-        except OutOfMemoryError as error:
-            if error.requested > error.available + self._blocks_behind(pos):
+            try:
+                self.cache.truncate(fork, pos)
+                self._append(fork, count)
+                return
+            finally:
+                self.cache.free(fork)
+        except OutOfMemoryError:
+            if not self._fits_in_place(pos, count):
                 raise
-        else:
-            return
-        finally:
-            self.cache.free(fork)
         self.cache.truncate(self.seq_id, pos)
         self.num_tokens = pos
         self.version += 1
@@ -260,10 +254,14 @@ class LiveSequence(ModelSequence):
             with self.residual.changing(pos):
                 pass
 
-    def _blocks_behind(self, pos: int) -> int:
-        """Blocks that this sequence alone holds, all of whose tokens stand at `pos` or later."""
-        blocks = self.cache.block_table([self.seq_id]).block_ids[-(-pos // self.cache.block_size) :]
-        return int((self.cache.reference_counts(blocks) == 1).sum())
+    def _fits_in_place(self, pos: int, count: int) -> bool:
+        """Whether there are blocks for `count` tokens from `pos` on once what stands there is given up."""
+        size = self.cache.block_size
+        kept = -(-pos // size)
+        holders = self.cache.reference_counts(self.cache.block_table([self.seq_id]).block_ids)
+        copied = pos % size > 0 and holders[kept - 1] > 1
+        available = self.cache.free_block_count + int((holders[kept:] == 1).sum())
+        return -(-(pos + count) // size) - kept + copied <= available
 
     @contextmanager
     def _cut(self, pos: int, end: int) -> Iterator[int]:
