@@ -25,7 +25,7 @@ cdef class Attention:
                                   bint return_scores, bint return_lse)
     cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
     cdef cnp.ndarray result_(self, object out, cnp.ndarray q)
-    # Fills `seqs` and `rows`, with the table's lock held. int64 `lens` and `shown`, or None: one query each, all tokens.
+    # Fills `seqs` and `rows`, with the table's lock held. `lens`, `shown`: int64, or None: one query each, all tokens.
     cdef int describe_(self, SequenceTable table, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown,
                        int64_t num_queries) except -1
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,

@@ -78,7 +78,7 @@ cdef class Attention:
                 tokens.
             scale: a float, or None for `head_dim ** -0.5`.
             sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
-            out: float32, C-contiguous, like `queries`, apart from all other arguments, written; or None for a new array.
+            out: float32, C-contiguous, like `queries`, apart from all other arguments, written; None: a new array.
             return_scores: also return each token's attention mass, float32 `(total tokens seen,)`.
             context_lens: integers `(n,)`, how many of its first tokens each sequence shows; None is all.
             return_lse: also return the logarithm of each row's sum of exp(score), float32

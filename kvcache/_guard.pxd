@@ -1,16 +1,16 @@
 """Locks that one thread holds once, and what stays right when Python code runs between two lines.
 
 Python runs the caller's code at places that no source line shows: signal handlers between any two instructions,
-finalisers and weakref callbacks wherever an object is made or dropped, `__array__`, `__index__`, `__eq__` and `__hash__`
-where a value is converted or compared. Such code may call the object that is at work, on the same thread. So:
+finalisers and weakref callbacks wherever an object is made or dropped, `__array__`, `__index__`, `__eq__` and
+`__hash__` where a value is converted or compared. Such code may call the object that is at work, on the same thread:
 
     conversions      run before the lock is taken; then pointers are taken; then no Python code runs until the end
     a second call    of the thread that is inside is refused: InvalidOperationError, and nothing has changed
     a release        is never refused: inside another call it is queued, and done when that call leaves (`when_free`)
-    an exception     that leaves a call, whoever raised it, is followed by `mend`, which restores what was torn
+    an exception     that leaves a call, whatever raised it, is followed by `mend`, which restores what was torn
 
-What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock or a turn, and
-the note of an object that died.
+What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock or a turn,
+and the note of an object that died.
 """
 
 from cpython.pythread cimport PyThread_type_lock

@@ -130,9 +130,9 @@ cdef class MendingLock:
     """A `CallLock`, maybe shared, whose block ends with `mend()` when an exception leaves it.
 
     Whatever raised it (the call itself, Ctrl-C, a signal handler between two lines), nobody gets in before what is
-    guarded agrees again. `mend` is a bound method, whose object the lock does not keep alive; it must be good to call at
-    any time, any number of times, with the lock taken. Where it fails itself (memory, an interrupt), the next one in
-    calls it first.
+    guarded agrees again. `mend` is a bound method, whose object the lock does not keep alive; it may be called at any
+    time, any number of times, with the lock taken. Where it fails itself (memory, an interrupt), the next call to enter
+    runs it first.
 
     Args:
         core: the lock to take, a `CallLock`.
@@ -203,7 +203,7 @@ cdef class _Mended:
 cdef class AllLocks:
     """Several `MendingLock`s as one context manager: each core is taken once, in the order of creation.
 
-    So two threads that take some of the same locks, in whatever order they name them, never wait for each other for ever.
+    So two threads that take some of the same locks, in whatever order they name them, cannot wait for each other.
     """
 
     cdef list locks, cores, taken
@@ -269,9 +269,9 @@ cdef class Parting:
 
 
 cdef class Turns:
-    """One turn at a time over a state with a version, for what lasts longer than a call: a stream has its turn from its
-    first token to its last.
+    """One turn at a time over a state with a version, for what lasts longer than a call.
 
+    A stream has its turn from its first token to its last.
     A turn may be used and given back on any thread; one that is dropped is given back when it dies.
     """
 
@@ -298,7 +298,7 @@ cdef class Turns:
         if self.thread == PyThread_get_thread_ident():
             other = <Turn>self.turn
             if other.version == -1 or other.version == version:
-                raise InvalidOperationError("expected no other stream of this thread to be open on this engine, got one")
+                raise InvalidOperationError("expected no open stream of this thread on this engine, got one")
             other.give_back()
         acquire(self.lock, &self.thread)
         turn.turns, turn.version, self.turn = self, -1, <void *>turn
@@ -368,4 +368,8 @@ cdef class CallInTurn:
     def __exit__(self, kind, error, trace):
         cdef Turn turn = self.turn
         self.turn = None
-        self.lock.__exit__(kind, error, trace)    # `turn` dies thereafter
+        try:
+            self.lock.__exit__(kind, error, trace)
+        finally:
+            if turn is not None:
+                turn.give_back()

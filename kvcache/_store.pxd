@@ -11,8 +11,8 @@ cdef class BlockStore:
     cdef readonly int32_t num_blocks
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
     cdef size_t arena_bytes
-    # (num_blocks,) slots from here on are zero, and nobody's. Whatever writes bytes says so here, whoever owns the block:
-    # a slot that is handed out below this is cleared first.
+    # (num_blocks,) slots from here on are zero, and nobody's. Whatever writes bytes raises it, also in a block that
+    # no sequence owns: a slot below it is cleared when it is handed out.
     cdef uint16_t *written_slots
     cdef readonly str key_dtype        # "f32", "f16", "q8", "q4", "q3" or "q2"
     cdef readonly str value_dtype

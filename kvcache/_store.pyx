@@ -303,7 +303,7 @@ cdef class BlockStore:
             block, stop = runs[run].block, runs[run].stop
             first = <int>max(<int64_t>runs[run].first, stop - count)
             count -= stop - first
-            if first < self.written_slots[block]:  # all that lies behind at once: the next tokens of this block are free
+            if first < self.written_slots[block]:  # and all that lies behind: the block's next tokens cost nothing
                 for layer in range(self.num_layers):
                     _kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
                                          self.written_slots[block] - first)
