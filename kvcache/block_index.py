@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvcache._pool import BlockPool
 from kvcache._store import BlockStore
+from kvcache._texts import TextCounts
 from kvcache._trie import TokenTrie
 from kvcache.errors import InvalidOperationError
 from kvcache.ghosts import GhostTrie
@@ -66,10 +67,13 @@ class BlockIndex:
         self.reasons = dict.fromkeys(REASONS, 0)
         self.saved: SavedBlocks | None = None
         self._clock = 0
-        self._name_nothing(TokenTrie(block_size), GhostTrie(block_size, max_blocks))
+        self._name_nothing(TokenTrie(block_size), self._no_texts(), GhostTrie(block_size, max_blocks))
 
-    def _name_nothing(self, trie: TokenTrie, ghosts: GhostTrie) -> None:
-        self.trie, self._ghosts = trie, ghosts
+    def _no_texts(self) -> TextCounts:
+        return TextCounts(self.pool.num_blocks, self.block_size)
+
+    def _name_nothing(self, trie: TokenTrie, texts: TextCounts, ghosts: GhostTrie) -> None:
+        self.trie, self._texts, self._ghosts = trie, texts, ghosts
         self._roots: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
 
@@ -120,15 +124,17 @@ class BlockIndex:
     def _why(self, missing: Tokens, found: Match, name: Hashable) -> str:
         if self._ghosts.remembers(missing, name):
             return "evicted"
-        for other, root in self._roots.items():
-            if other != name and self.trie.match(root, missing)[1] == len(missing):
-                return "namespace"
+        last = int(found.blocks[-1]) if len(found.blocks) else -1
+        if self._texts.count(last, missing[-self.block_size :]):  # and not here, or it would have matched
+            return "namespace"
         return "shorter_than_block" if found.tail_tokens else "no_shared_prefix"
 
     # -- insert and evict -----------------------------------------------------------------------------------
 
-    def open(self, ids: Tokens, first: int, name: Hashable, new: bool) -> tuple[int, int]:
-        """`(existing, room)`: blocks of `ids` that are cached, and how many more may follow; evicts for these.
+    def open(self, ids: Tokens, first: int, name: Hashable, new: bool) -> tuple[int, int, int]:
+        """`(existing, last, room)`: blocks of `ids` that are cached, the last one (-1: none), and how many may follow.
+
+        Evicts for these.
 
         Raises:
             InvalidOperationError: fewer than `first` are cached; nothing was evicted.
@@ -140,12 +146,12 @@ class BlockIndex:
             raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
         wanted = len(ids) // self.block_size - existing
         if not existing:
-            return 0, self._make_room(wanted, new)
+            return 0, -1, self._make_room(wanted, new)
         # What is built on is used, and must not go to make room for what comes.
         node = self.trie.touch(found.node, existing * self.block_size)
         self.trie.pin(node)
         try:
-            return existing, self._make_room(wanted, new)
+            return existing, int(found.blocks[-1]), self._make_room(wanted, new)
         finally:
             self.trie.unpin(node)
 
@@ -157,12 +163,12 @@ class BlockIndex:
             block = blocks[elsewhere.argmax()]
             raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
 
-    def insert(self, ids: Tokens, existing: int, blocks: Int32, name: Hashable) -> None:
-        """Name `blocks`, whose references are now the index's, after the first `existing` blocks of `ids`."""
+    def insert(self, ids: Tokens, existing: int, last: int, blocks: Int32, name: Hashable) -> None:
+        """Name `blocks`, whose references are now the index's, behind the `existing` ones of `ids`, up to block `last`."""
         size, count = self.block_size, existing + len(blocks)
         values = np.concatenate([np.zeros(existing, np.int32), blocks])
         tokens = ids[existing * size : count * size].reshape(-1, size)
-        new = name not in self._roots
+        new, counted = name not in self._roots, False
         if new:
             root = self.trie.add_root()
             self._roots[name], self._names[root] = root, name
@@ -171,10 +177,14 @@ class BlockIndex:
             self.tokens[blocks] = tokens
             self.used[blocks] = self.born[blocks] = self._clock + 1
             self.cached[blocks] = True
+            self._texts.add(last, blocks, tokens)
+            counted = True
             self.trie.insert(self._roots[name], ids[: count * size], values)
         except Exception:
             for block in blocks.tolist():
                 self.cached[block] = False
+            if counted:
+                self._texts.drop(blocks)
             if new:
                 self._drop(self._roots[name])
             raise
@@ -216,6 +226,7 @@ class BlockIndex:
     def _let_go(self, root: int, blocks: Int32) -> None:
         """The trie names `blocks` no more; a namespace without blocks goes."""
         self.pool.release(blocks)
+        self._texts.drop(blocks)
         for block in blocks.tolist():  # one by one, which takes no memory
             self.cached[block] = False
         if self.saved is not None:
@@ -228,11 +239,12 @@ class BlockIndex:
         """Forget every block; counters stay, and so does what requests hold."""
         self.holds.settle()
         named = self.named()
-        trie, ghosts = TokenTrie(self.block_size), GhostTrie(self.block_size, self.max_blocks)
+        trie, texts = TokenTrie(self.block_size), self._no_texts()
+        ghosts = GhostTrie(self.block_size, self.max_blocks)
         trie.evicted = self.trie.evicted
         # First of all nothing is named: while a block is, it must be known what it waits for. The old trie lives on as
         # long as requests pin it.
-        self._name_nothing(trie, ghosts)
+        self._name_nothing(trie, texts, ghosts)
         self.pool.release(named)
         self.cached.fill(False)
         self.saved = None
@@ -241,7 +253,8 @@ class BlockIndex:
     def nbytes(self) -> int:
         """Bytes of the index: records of all blocks of the pool, the trie, and what was evicted not long ago."""
         records = (self.cached, self.used, self.born, self.tokens, self.holds.counts)
-        return sum(record.nbytes for record in records) + self.trie.nbytes + self._ghosts.nbytes
+        tries = self.trie.nbytes + self._ghosts.nbytes + self._texts.nbytes
+        return sum(record.nbytes for record in records) + tries
 
     # -- files ----------------------------------------------------------------------------------------------
 
@@ -291,7 +304,7 @@ class BlockIndex:
                 room -= kept[i]
         chosen = np.flatnonzero(kept)
         places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
-        empty = TokenTrie(size)
+        empty, no_texts = TokenTrie(size), self._no_texts()
         empty.evicted = self.trie.evicted
         blocks = self.pool.acquire(len(places))
         try:
@@ -303,12 +316,13 @@ class BlockIndex:
             for i, ids, slots in walk_back(segments, snapshot.firsts, chosen):
                 count = len(ids) // size - pages[i] + kept[i]
                 path, name = block_of[slots[::size][:count] // size], snapshot.names[segments.namespaces[i]]
-                existing = len(self.find(ids[: count * size], name).blocks)
-                self.insert(ids[: count * size], existing, path[existing:], name)
+                known = self.find(ids[: count * size], name).blocks
+                last = int(known[-1]) if len(known) else -1
+                self.insert(ids[: count * size], len(known), last, path[len(known) :], name)
                 self.used[path] = self._clock
             then()
         except BaseException:
-            self._name_nothing(empty, self._ghosts)
+            self._name_nothing(empty, no_texts, self._ghosts)
             self.pool.release(blocks)
             self.cached.fill(False)
             self.saved = None
@@ -330,8 +344,10 @@ class BlockIndex:
                 self.trie.drop_empty(root)
         self._roots = {name: root for root, name in self._names.items()}
         cached = np.zeros(self.pool.num_blocks, bool)
-        cached[self.named()] = True
+        named = self.named()
+        cached[named] = True
         self.cached = cached
+        self._texts.recount(named)
         self.holds.mend(self.trie)
         self._ghosts.mend()
         if self.saved is not None:
@@ -360,6 +376,7 @@ class BlockIndex:
         assert len(self) <= self.max_blocks, "prefix cache: more blocks than allowed"
         named = np.sort(self.named())
         assert np.array_equal(named, np.flatnonzero(self.cached)), "prefix cache: the trie names other blocks"
+        self._texts.check(named)
         waiting = np.empty(0, np.int32) if self.saved is None else self.saved.slots()
         assert self.cached[waiting].all(), "prefix cache: a block waits that is not cached"
         assert not self.holds.counts[waiting].any(), "prefix cache: a block waits that is held"

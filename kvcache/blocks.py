@@ -221,12 +221,12 @@ class PrefixCache:
     def _store_rows(
         self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], namespace: Hashable
     ) -> int:
-        existing, room = self._index.open(ids, first, namespace, new=True)
+        existing, last, room = self._index.open(ids, first, namespace, new=True)
         if room:
             blocks = self._pool.acquire(room)
             try:
                 write_blocks(self._store, blocks, keys, values, (existing - first) * self.block_size)
-                self._index.insert(ids, existing, blocks, namespace)
+                self._index.insert(ids, existing, last, blocks, namespace)
             except Exception:
                 self._pool.release(blocks)
                 raise
@@ -259,12 +259,12 @@ class PrefixCache:
             known = self._pool.in_use(blocks)
             ids = ids[: full * self.block_size]
             self._index.refuse_named(ids, known, namespace)
-            existing, room = self._index.open(ids, 0, namespace, new=False)
+            existing, last, room = self._index.open(ids, 0, namespace, new=False)
             if room:
                 adopted = known[existing : existing + room]
                 self._pool.retain(adopted)
                 try:
-                    self._index.insert(ids, existing, adopted, namespace)
+                    self._index.insert(ids, existing, last, adopted, namespace)
                 except Exception:
                     self._pool.release(adopted)
                     raise
