@@ -164,7 +164,7 @@ class BlockIndex:
             raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
 
     def insert(self, ids: Tokens, existing: int, last: int, blocks: Int32, name: Hashable) -> None:
-        """Name `blocks`, whose references are now the index's, behind the `existing` ones of `ids`, up to block `last`."""
+        """Name `blocks`, whose references become the index's, behind the first `existing` of `ids`, up to `last`."""
         size, count = self.block_size, existing + len(blocks)
         values = np.concatenate([np.zeros(existing, np.int32), blocks])
         tokens = ids[existing * size : count * size].reshape(-1, size)
