@@ -3,6 +3,13 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 
+cdef inline uint64_t mix(uint64_t x) noexcept nogil:
+    # The finaliser of splitmix64: ids are often 0, 1, 2, ... or multiples of a power of two.
+    x = (x ^ (x >> 30)) * <uint64_t>0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * <uint64_t>0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
 cdef class IdMap:
     cdef uint64_t *keys       # (capacity,) id in each slot
     cdef int32_t *values      # (capacity,) its row, -1 where the slot is empty

@@ -10,13 +10,6 @@ from libc.stdlib cimport free, malloc
 __all__ = ["IdMap"]
 
 
-cdef inline uint64_t mix(uint64_t x) noexcept nogil:
-    # The finaliser of splitmix64: ids are often 0, 1, 2, ... or multiples of a power of two.
-    x = (x ^ (x >> 30)) * <uint64_t>0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * <uint64_t>0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
 cdef class IdMap:
     """uint64 id -> int32 row >= 0."""
 

@@ -12,6 +12,7 @@ cdef class BlockPool:
     cdef readonly int32_t num_blocks
     cdef int32_t[::1] refs            # (num_blocks,) references held on each block; 0 is free
     cdef int32_t[::1] ring            # (num_blocks,) free ids, first freed first reused, from `head` on
+    cdef unsigned char[::1] marks     # (num_blocks,) scratch of one call, zero between calls
     cdef int32_t head                 # where in `ring` the next free id stands
     cdef readonly int32_t num_free
     cdef readonly int64_t total_allocations   # blocks handed out since the start

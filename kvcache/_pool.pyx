@@ -26,6 +26,7 @@ cdef class BlockPool:
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, np.int32)
         self.ring = np.arange(num_blocks, dtype=np.int32)
+        self.marks = np.zeros(num_blocks, np.uint8)
         self.head = 0
         self.num_free = num_blocks
 
@@ -112,7 +113,7 @@ cdef class BlockPool:
     @property
     def nbytes(self):
         """Bytes of this bookkeeping."""
-        return 8 * self.num_blocks
+        return 9 * self.num_blocks
 
     def acquire(self, n=1):
         """`n` free blocks, one reference each, as int32 `(n,)`.
@@ -174,6 +175,20 @@ cdef class BlockPool:
             if not 0 <= view[i] < self.num_blocks or self.refs[view[i]] == 0:
                 raise BlockNotFoundError(int(view[i]))
         return ids
+
+    def expect_each_once(self, blocks):
+        """ValueError names a block that stands twice among `blocks` (int32 `(n,)`, all of them in use)."""
+        cdef const int32_t[::1] view = blocks
+        cdef Py_ssize_t i, seen = view.shape[0]
+        for i in range(view.shape[0]):
+            if self.marks[view[i]]:
+                seen = i
+                break
+            self.marks[view[i]] = 1
+        for i in range(seen):
+            self.marks[view[i]] = 0
+        if seen < view.shape[0]:
+            raise ValueError(f"expected each block once, got {blocks[seen]} twice")
 
     def ref_count(self, block):
         """References held on `block`; 0 when it is free.

@@ -6,20 +6,11 @@ wrong, nothing else: K and V are never found this way.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from kvcache._idmap cimport IdMap
+from kvcache._idmap cimport IdMap, mix
 
 import numpy as np
 
 __all__ = ["TextCounts"]
-
-
-cdef uint64_t extended(uint64_t text, const uint32_t *tokens, int64_t n) noexcept nogil:
-    """The hash of a text with `n` more tokens: FNV-1a over whole tokens, mixed so that every bit counts."""
-    cdef int64_t i
-    for i in range(n):
-        text = (text ^ tokens[i]) * <uint64_t>0x100000001B3
-        text ^= text >> 29
-    return text
 
 
 cdef class TextCounts:
@@ -32,11 +23,31 @@ cdef class TextCounts:
 
     cdef IdMap counts           # hash of a text -> blocks that end it
     cdef uint64_t[::1] texts    # (num_blocks,) hash of the text that each counted block ends
+    cdef uint64_t[::1] factors  # (block_size,) odd, of the tokens of a block: their sum of products is its hash
     cdef int64_t block_size
+
+    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
+        """The hash of a text with one more block."""
+        cdef int64_t i
+        cdef uint64_t block = 1
+        for i in range(self.block_size):
+            block += self.factors[i] * tokens[i]
+        return mix(text + block)
+
+    cdef void count_one_more(self, uint64_t text) noexcept:
+        cdef int64_t slot = self.counts.slot_of(text)
+        if self.counts.values[slot] >= 0:
+            self.counts.values[slot] += 1
+        else:
+            self.counts.put(text, 1)
 
     def __init__(self, num_blocks, block_size):
         self.texts = np.zeros(num_blocks, np.uint64)
         self.block_size = block_size
+        self.factors = np.empty(block_size, np.uint64)
+        cdef int64_t i
+        for i in range(self.block_size):    # far from the hashes of short texts, which are `mix` of small numbers
+            self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
         self.counts = IdMap()
 
     def add(self, int32_t before, const int32_t[::1] blocks, const uint32_t[:, ::1] tokens):
@@ -52,9 +63,9 @@ cdef class TextCounts:
         cdef uint64_t text = self.texts[before] if before >= 0 else 0
         self.counts.reserve(self.counts.used + blocks.shape[0])
         for i in range(blocks.shape[0]):
-            text = extended(text, &tokens[i, 0], self.block_size)
+            text = self.extended(text, &tokens[i, 0])
             self.texts[blocks[i]] = text
-            self.counts.put(text, max(self.counts.get(text), 0) + 1)
+            self.count_one_more(text)
 
     def drop(self, const int32_t[::1] blocks):
         """Count these no more; takes no memory."""
@@ -70,17 +81,17 @@ cdef class TextCounts:
     def recount(self, const int32_t[::1] blocks):
         """Count these and no others; each was counted before, or was about to be."""
         cdef int64_t i
-        cdef uint64_t text
         self.counts = IdMap()
         self.counts.reserve(blocks.shape[0])
         for i in range(blocks.shape[0]):
-            text = self.texts[blocks[i]]
-            self.counts.put(text, max(self.counts.get(text), 0) + 1)
+            self.count_one_more(self.texts[blocks[i]])
 
     def count(self, int32_t before, const uint32_t[::1] tokens):
         """How many blocks end the text of the counted block `before` (-1: none) with these `block_size` tokens."""
         cdef uint64_t text = self.texts[before] if before >= 0 else 0
-        return max(self.counts.get(extended(text, &tokens[0], min(self.block_size, tokens.shape[0]))), 0)
+        if tokens.shape[0] != self.block_size:
+            raise ValueError(f"expected {self.block_size} tokens, got {tokens.shape[0]}")
+        return max(self.counts.get(self.extended(text, &tokens[0])), 0)
 
     @property
     def nbytes(self):

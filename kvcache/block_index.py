@@ -131,20 +131,27 @@ class BlockIndex:
 
     # -- insert and evict -----------------------------------------------------------------------------------
 
-    def open(self, ids: Tokens, first: int, name: Hashable, new: bool) -> tuple[int, int, int]:
+    def open(self, ids: Tokens, first: int, name: Hashable, blocks: Int32 | None = None) -> tuple[int, int, int]:
         """`(existing, last, room)`: blocks of `ids` that are cached, the last one (-1: none), and how many may follow.
 
-        Evicts for these.
+        Evicts for these: for those of `blocks`, which are in use, or for as many new ones, which must be free.
 
         Raises:
-            InvalidOperationError: fewer than `first` are cached; nothing was evicted.
+            InvalidOperationError: fewer than `first` are cached, or one of `blocks` is for another text or in another
+                namespace; nothing was evicted.
         """
         self.holds.settle()
         found = self._ready(ids, name)
         existing = len(found.blocks)
         if existing < first:
             raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
-        wanted = len(ids) // self.block_size - existing
+        if blocks is not None:
+            elsewhere = self.cached[blocks]
+            elsewhere[:existing] &= found.blocks != blocks[:existing]
+            if elsewhere.any():
+                block = blocks[elsewhere.argmax()]
+                raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
+        wanted, new = len(ids) // self.block_size - existing, blocks is None
         if not existing:
             return 0, -1, self._make_room(wanted, new)
         # What is built on is used, and must not go to make room for what comes.
@@ -154,14 +161,6 @@ class BlockIndex:
             return existing, int(found.blocks[-1]), self._make_room(wanted, new)
         finally:
             self.trie.unpin(node)
-
-    def refuse_named(self, ids: Tokens, blocks: Int32, name: Hashable) -> None:
-        """InvalidOperationError if one of `blocks` is cached and not the block of these tokens in this namespace."""
-        here, elsewhere = self.find(ids, name).blocks, self.cached[blocks]
-        elsewhere[: len(here)] &= here != blocks[: len(here)]
-        if elsewhere.any():
-            block = blocks[elsewhere.argmax()]
-            raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
 
     def insert(self, ids: Tokens, existing: int, last: int, blocks: Int32, name: Hashable) -> None:
         """Name `blocks`, whose references become the index's, behind the first `existing` of `ids`, up to `last`."""

@@ -221,7 +221,7 @@ class PrefixCache:
     def _store_rows(
         self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], namespace: Hashable
     ) -> int:
-        existing, last, room = self._index.open(ids, first, namespace, new=True)
+        existing, last, room = self._index.open(ids, first, namespace)
         if room:
             blocks = self._pool.acquire(room)
             try:
@@ -253,13 +253,11 @@ class PrefixCache:
             raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
         if len(blocks) < full:
             raise ValueError(f"expected {full} block ids for {len(ids)} tokens, got {len(blocks)}")
-        if len(np.unique(blocks)) < full:
-            raise ValueError("expected each block once, got one twice")
         with self._lock:
             known = self._pool.in_use(blocks)
+            self._pool.expect_each_once(known)
             ids = ids[: full * self.block_size]
-            self._index.refuse_named(ids, known, namespace)
-            existing, last, room = self._index.open(ids, 0, namespace, new=False)
+            existing, last, room = self._index.open(ids, 0, namespace, blocks=known)
             if room:
                 adopted = known[existing : existing + room]
                 self._pool.retain(adopted)
