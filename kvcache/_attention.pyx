@@ -48,9 +48,9 @@ cdef class Attention:
 
     def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
         """`over_sequences` for the tokens at one list of runs (dtype `RUN`), whatever sequence they are of."""
-        cdef unsigned char *base = self.store.layer_base(layer)
         cdef const kvc_run[::1] view = self.store.runs_(runs, -1)
         cdef cnp.ndarray q = self.queries_(queries, "queries")
+        cdef unsigned char *base = self.store.layer_base(layer)
         if q.shape[1] == 0 or q.shape[1] % self.store.layout.num_heads:
             raise ValueError(f"expected a multiple of {self.store.layout.num_heads} query heads, got {q.shape[1]}")
         cdef cnp.ndarray result = self.result_(out, q)
@@ -87,7 +87,6 @@ cdef class Attention:
         Raises:
             SequenceNotFoundError, IndexError, TypeError, ValueError: before anything has changed.
         """
-        cdef unsigned char *base = self.store.layer_base(layer)
         cdef double factor = 1.0 / sqrt(<double>self.store.layout.head_dim) if scale is None else scale
         cdef cnp.ndarray q = self.queries_(queries, "queries"), sinks = None, lens = None, shown = None
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
@@ -108,6 +107,7 @@ cdef class Attention:
                                 ("context_lens", shown)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"expected out apart from {name}, got the same memory")
+        cdef unsigned char *base = self.store.layer_base(layer)
         lock.enter()
         try:
             return self.attend_sequences_(table, base, q, sinks, ids, lens, shown, <float>factor, result, return_scores,

@@ -117,6 +117,20 @@ cdef class CallLock:
         finally:
             self.leave()
 
+    def hand_over(self, release):
+        """Run `release()` inside the lock without waiting: now if the lock is free, else its owner does at its end.
+
+        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits. What it
+        raises is passed over or reported as in `when_free`.
+        """
+        self.dues.append(release)
+        if self.owner == PyThread_get_thread_ident():
+            return
+        # Whoever holds the lock now leaves after this, and finds what is due.
+        if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.owner = PyThread_get_thread_ident()
+            self.leave()
+
 
 class _Unraisable:
     """What `sys.unraisablehook` takes."""
@@ -181,6 +195,10 @@ cdef class MendingLock:
             return
         with self:
             release()
+
+    def hand_over(self, release):
+        """As of `CallLock`; `mend()` follows an exception here, too."""
+        self.core.hand_over(_Mended(self, release))
 
 
 cdef class _Mended:

@@ -57,10 +57,10 @@ cdef class SequenceStore:
             as `BlockStore.write`, and OutOfMemoryError: too few blocks are free for the copies.
         """
         cdef BatchTable table = self.table
-        cdef unsigned char *base = self.store.layer_base(layer)
         cdef const float[:, :, ::1] k = keys
         cdef const float[:, :, ::1] v = values
         cdef int64_t first = start, count = k.shape[0], num_runs
+        cdef unsigned char *base = self.store.layer_base(layer)
         cdef int32_t row = table.row_of(seq_id)
         self.store.represent_(k, v)
         table.own_(row, first, first + count)
@@ -82,9 +82,9 @@ cdef class SequenceStore:
             but for copies of shared blocks, which change no sequence's content.
         """
         cdef BatchTable table = self.table
-        cdef unsigned char *base = self.store.layer_base(layer)
         cdef const float[:, :, ::1] k = keys
         cdef const float[:, :, ::1] v = values
+        cdef unsigned char *base = self.store.layer_base(layer)
         cdef int64_t i, n = seq_ids.shape[0], last
         cdef int32_t row
         self.store.represent_(k, v)
@@ -109,11 +109,11 @@ cdef class SequenceStore:
     def read(self, layer, uint64_t seq_id, start, stop):
         """Tokens `start`..`stop` of a sequence as `(keys, values)`, float32 `(n, num_heads, head_dim)` each."""
         cdef BatchTable table = self.table
-        cdef unsigned char *base = self.store.layer_base(layer)
-        cdef int64_t num_runs = table.slice_(table.row_of(seq_id), start, stop)
         keys, values = self.store.new_rows(stop - start), self.store.new_rows(stop - start)
         cdef float[:, :, ::1] k = keys
         cdef float[:, :, ::1] v = values
+        cdef unsigned char *base = self.store.layer_base(layer)
+        cdef int64_t num_runs = table.slice_(table.row_of(seq_id), start, stop)
         if num_runs:
             with nogil:
                 _kernels.read_runs(&self.store.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])

@@ -152,10 +152,10 @@ cdef class BlockStore:
             IndexError, ValueError: no such layer; runs outside the arena, another number of rows; values that
                 the format cannot hold.
         """
-        cdef unsigned char *base = self.layer_base(layer)
         cdef const kvc_run[::1] view = self.runs_(runs, keys.shape[0])
         cdef const float[:, :, ::1] k = keys
         cdef const float[:, :, ::1] v = values
+        cdef unsigned char *base = self.layer_base(layer)
         self.represent_(k, v)
         if view.shape[0]:
             self.say_written_(view)
@@ -168,12 +168,12 @@ cdef class BlockStore:
         Raises:
             IndexError, ValueError: no such layer; runs outside the arena.
         """
-        cdef unsigned char *base = self.layer_base(layer)
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
         keys, values = self.new_rows(n), self.new_rows(n)
         cdef float[:, :, ::1] k = keys
         cdef float[:, :, ::1] v = values
+        cdef unsigned char *base = self.layer_base(layer)
         if n:
             with nogil:
                 _kernels.read_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
@@ -181,11 +181,11 @@ cdef class BlockStore:
 
     def read_side(self, layer, runs, int side):
         """`read` of the keys alone, side 0, or of the values alone, side 1."""
-        cdef unsigned char *base = self.layer_base(layer)
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
         rows = self.new_rows(n)
         cdef float[:, :, ::1] x = rows
+        cdef unsigned char *base = self.layer_base(layer)
         if n:
             with nogil:
                 _kernels.read_runs(&self.layout, base, &view[0], view.shape[0], NULL if side else &x[0, 0, 0],

@@ -161,12 +161,12 @@ class PrefixCache:
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; nothing happens the second time, or to one made by hand.
 
-        Called inside another call of this cache on the same thread, it is done when that call leaves.
+        It waits for nothing: while another call of this cache runs, it is done when that call leaves.
         """
         if not isinstance(session, CacheSession):
             raise TypeError(f"expected a CacheSession, got {type(session).__name__}")
         if session._holds is self._index.holds:
-            self._lock.when_free(partial(self._index.holds.end, session._hold))
+            self._lock.hand_over(partial(self._index.holds.end, session._hold))
 
     # -- insert ---------------------------------------------------------------------------------------------
 

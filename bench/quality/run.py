@@ -155,7 +155,7 @@ class _Run:
         figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in reuse.FORMATS}
         self.data["reuse"] = figures
         self.table(
-            "Prefix reuse: logits and 32 greedy tokens after a hit against a cold run", reuse.HEADER, reuse.rows(figures),
+            "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER, reuse.rows(figures),
             "Pieces of other lengths add up in another order; a code of a quantised row can then round the other way.",
         )  # fmt: skip
 

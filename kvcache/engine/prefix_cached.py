@@ -210,7 +210,7 @@ class PrefixCachedEngine:
                 raise
             finally:
                 # What was computed is good however the stream ended.
-                engine._lock.when_free(partial(self._store_if_unchanged, turn, text, namespace))
+                engine._lock.hand_over(partial(self._store_if_unchanged, turn, text, namespace))
 
     def _store_if_unchanged(self, turn: Turn, text: list[int], namespace: Hashable) -> None:
         if self.inner.version == turn.version:
