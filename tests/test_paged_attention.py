@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from oracle import attention
+from small_paged import rows
 
 from kvcache import PagedKvCache
 from kvcache.errors import SequenceNotFoundError
@@ -105,3 +106,28 @@ def test_scores_belong_to_the_output(simd, queries):
     q = 300 * rng.standard_normal((queries, 2, 64)).astype(np.float32)
     _, mass = cache.attention(0, q, [0], query_lens=[queries], return_scores=True)
     np.testing.assert_allclose(mass.sum(), 2 * queries, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["queries", "sink_queries", "seq_ids", "query_lens", "context_lens"])
+def test_out_is_apart_from_every_other_argument(rng, name):
+    cache = PagedKvCache(8, 16, 1, 8, dtype="f32")
+    for seq in range(4):
+        cache.allocate(seq, 10)
+        cache.write(0, seq, *rows(rng, 20, 1).reshape(2, 10, 1, 8))
+    out = np.empty((4, 1, 8), np.float32)
+    arguments = {
+        "queries": rows(rng, 4, 1), "sink_queries": rows(rng, 4, 1), "seq_ids": np.arange(4, dtype=np.uint64),
+        "query_lens": np.ones(4, np.int64), "context_lens": np.full(4, 10),
+    }  # fmt: skip
+    want = cache.attention(0, **arguments)
+    np.testing.assert_array_equal(cache.attention(0, **arguments, out=out), want)
+    given = arguments[name]
+    # The last 8 bytes of `out` are its first.
+    memory = np.zeros(400, np.uint8)
+    out = memory[:128].view(np.float32).reshape(4, 1, 8)
+    inside = memory[120 : 120 + given.nbytes].view(given.dtype).reshape(given.shape)
+    inside[...] = given
+    before = memory.copy()
+    with pytest.raises(ValueError, match=f"apart from {name}"):
+        cache.attention(0, **arguments | {name: inside}, out=out)
+    np.testing.assert_array_equal(memory, before)
