@@ -18,8 +18,8 @@ slots. Whatever can be computed from something else is not in the file, so it ca
 A CRC-32 finds accidents: any error within 32 bits in a row, any other but one in 2**32. It does not stop whoever
 writes a file with the right checksums: such a file can say anything about K and V, and nothing else: whatever is in
 it, reading ends in a result or in SnapshotError. Memory is bounded by the size of the tables, and these by a fraction
-of the machine's memory. Tables larger than `_SMALL` are checked piece by piece, the cheap rules first, before any memory
-is taken for them: a sparse file of any size is refused after its first pieces.
+of the machine's memory. Tables larger than `_SMALL` are checked piece by piece, the cheap rules first, before memory is
+taken for them: a sparse file of any size is refused after its first pieces.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ def _refuse_unsupported(config: Mapping[str, Any], read: _Reader, family: _Famil
 def _rope(config: Mapping[str, Any], positions: int) -> Rope:
     """The rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    scaling = config.get(name) or {}
+    scaling = config.get(name)
+    scaling = {} if scaling is None else scaling
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{name}: expected an object, got {short(scaling)}")
     if any(isinstance(value, dict) for value in scaling.values()):

@@ -11,11 +11,12 @@ from kvcache._file import File
 from kvcache.errors import CheckpointError
 from kvcache.files import open_regular, read_at
 
-__all__ = ["MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json", "short"]
+__all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json", "short"]
 
 # More than 100 000 tensors of an index or of a header, about 100 bytes each; it bounds what parsing hostile JSON can
-# cost: less than half a GiB, and a second.
+# cost: less than half a GiB, and some seconds.
 MAX_JSON_BYTES = 16 * 2**20
+MAX_CONFIG_BYTES = 4 * 2**20  # of a configuration; most take some KiB
 _MAX_DIGITS = 400  # of one number: parsing takes time quadratic in them, and float64 ends at 309
 
 _shortened = reprlib.Repr()
@@ -48,9 +49,9 @@ def read_file(path: Path, most: int) -> bytearray:
         file.close()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises FileNotFoundError, or CheckpointError where it is not an object."""
-    data = read_file(path, MAX_JSON_BYTES)
+def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`. Raises FileNotFoundError, or CheckpointError for anything else, or more bytes."""
+    data = read_file(path, most)
     try:
         content = parse_json(data)
     except (ValueError, RecursionError) as error:

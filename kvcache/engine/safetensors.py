@@ -70,9 +70,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
                 f"{self.path}: truncated: expected a header of {length} bytes, got {max(size - 8, 0)}"
             )
         if length > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{self.path}: expected a header of at most {MAX_JSON_BYTES} bytes, got {length}"
-            )
+            raise CheckpointError(f"{self.path}: expected a header of at most {MAX_JSON_BYTES} bytes, got {length}")
         header = bytearray(length)
         self._read([header], 8, "header")
         self._tensors = _parse(header, 8 + length, size, self.path)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.config import ModelConfig
-from kvcache.engine.files import read_json, short
+from kvcache.engine.files import MAX_JSON_BYTES, read_json, short
 from kvcache.engine.linear import empty_matrices
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, OutOfMemoryError
@@ -29,6 +29,7 @@ Float32 = NDArray[np.float32]
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FEW = 4  # names in a message
+_MAX_NAME = 255  # characters of a file's name; no file system takes more
 _MAX_SHARDS = 512  # all of them stay open while a checkpoint is read; a process may have 1024 files open
 
 
@@ -191,12 +192,17 @@ class Checkpoint:
 def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
     """Which shard holds which tensor. The index is not trusted: names must stay in the directory."""
     index = directory / _INDEX
-    names = read_json(index).get("weight_map")
+    names = read_json(index, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files")
     shards: dict[str, SafetensorsFile] = {}
     for name, shard in names.items():
-        if not isinstance(shard, str) or shard in ("", "..") or {"/", "\\", "\0"} & set(shard):
+        if (
+            not isinstance(shard, str)
+            or shard in ("", ".", "..")
+            or len(shard) > _MAX_NAME
+            or {"/", "\\", "\0"} & set(shard)
+        ):
             raise CheckpointError(f"{index}: {name:.100}: expected the name of a file beside it, got {short(shard)}")
         if shard not in shards:
             if len(shards) == _MAX_SHARDS:
@@ -204,7 +210,7 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
             try:
                 shards[shard] = SafetensorsFile(directory / shard)
             except FileNotFoundError:
-                raise FileNotFoundError(f"{index}: expected the shard {shard:.100} beside it, found none") from None
+                raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none") from None
         if name not in shards[shard]:
             raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, found none")
     for shard, file in shards.items():
