@@ -247,7 +247,7 @@ class Snapshot:
             at += length
         name = bytes(parts[5]).decode("utf-8", "backslashreplace")
         if name != model:
-            raise SnapshotError(f"expected model {model!r}, got {name!r}")
+            raise SnapshotError(f"expected model {model!r}, got {name[:100]!r}")
         self.arenas = unpack_arenas(parts[0])
         self._read_names(bytes(parts[4]), num_names)
         self._read_segments(np.frombuffer(parts[1], SEGMENT), np.frombuffer(parts[2], "<u4"))
