@@ -8,21 +8,47 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_rows", "as_scores", "check_integers",
+    "as_array", "as_count", "as_flat", "as_floats", "as_indices", "as_integer", "as_integers",
+    "as_rows", "as_scores", "check_integers",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 
 
-def _as_array(x: Any, name: str) -> npt.NDArray[Any]:
-    if isinstance(x, np.ndarray):
+def as_array(x: Any, name: str) -> npt.NDArray[Any]:
+    """`x` as a plain NumPy array in native byte order, without a copy where it is one.
+
+    Raises:
+        TypeError: what NumPy cannot read as an array.
+        ValueError: an array with masked values, or a list of those; lists of different lengths.
+    """
+    if type(x) is np.ndarray and x.dtype.isnative:
         return x
-    if hasattr(x, "__array__") or not hasattr(x, "__dlpack__"):
-        return np.asarray(x)
-    try:
-        return np.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+    if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
+        try:
+            array: npt.NDArray[Any] = np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+    else:
+        if _has_masked(x):
+            raise ValueError(f"{name}: expected an array without masked values, got a masked one")
+        try:
+            array = np.asanyarray(x)
+        except (OverflowError, AttributeError, RuntimeError, RecursionError, BufferError) as error:
+            raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+        if _has_masked(array):
+            raise ValueError(f"{name}: expected an array without masked values, got a masked one")
+    array = array.view(np.ndarray)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _has_masked(x: Any) -> bool:
+    """Whether an array, or one in a list or tuple of lists, has a masked value; what is masked would be read."""
+    if isinstance(x, np.ma.MaskedArray):
+        return bool(np.ma.getmaskarray(x).any())
+    if isinstance(x, (list, tuple)):
+        return any(_has_masked(each) for each in x if isinstance(each, (list, tuple, np.ndarray)))
+    return False
 
 
 def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
@@ -37,7 +63,7 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         TypeError: not an array of floats.
         ValueError: another shape.
     """
-    array = _as_array(x, name)
+    array = as_array(x, name)
     if array.dtype != np.float32:
         # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
@@ -55,7 +81,7 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
 
 def as_flat(x: Any, name: str) -> Float32:
     """`x`, of any shape but a single number, as a float32 array of one dimension; raises as `as_floats`."""
-    array = _as_array(x, name)
+    array = as_array(x, name)
     return as_floats(array, (None,) * max(1, array.ndim), name).reshape(-1)
 
 
@@ -68,7 +94,7 @@ def as_rows(x: Any, num_heads: int, head_dim: int, name: str) -> Float32:
     Raises:
         TypeError, ValueError: not an array of floats; another shape.
     """
-    array = _as_array(x, name)
+    array = as_array(x, name)
     if array.ndim == 3:
         return as_floats(array, (None, num_heads, head_dim), name)
     row = num_heads * head_dim
@@ -82,7 +108,7 @@ def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
     Raises:
         TypeError, ValueError: not numbers; another shape; NaN or infinite.
     """
-    array = _as_array(x, "scores")
+    array = as_array(x, "scores")
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise TypeError(f"expected scores of a float dtype, got {array.dtype}")
     if array.shape != (length,):
@@ -94,12 +120,26 @@ def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
     return scores
 
 
+def as_count(value: Any, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: expected an int from {least} to {most}, got {_number(value)}")
+    return int(value)
+
+
+def _number(value: Any) -> str:
+    """An integer for a message; one of thousands of digits has no text."""
+    return str(value) if -(2**100) < value < 2**100 else "one beyond 100 bits"
+
+
 def as_integer(value: Any, name: str) -> int:
     """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"expected {name} below 2**63, got {value}")
+        raise ValueError(f"expected {name} below 2**63, got {_number(value)}")
     return int(value)
 
 
@@ -111,7 +151,7 @@ def check_integers(**values: Any) -> None:
 
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:
     """`x` as an integer array `(n,)` of whatever width it has; TypeError, ValueError if it is none."""
-    array = _as_array(x, name)
+    array = as_array(x, name)
     if array.ndim != 1:
         raise ValueError(f"expected {name} in one dimension, got shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_indices, as_integer, check_integers
+from kvcache._arrays import as_count, as_indices, as_integer, check_integers
 from kvcache._guard import MendingLock, Parting
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -89,8 +89,8 @@ class PrefixCache:
         needs room.
         """
         cache = cls.__new__(cls)
-        limit = paged.total_blocks if max_blocks is None else min(max_blocks, paged.total_blocks)
-        cache._own(paged, paged.head_dim, limit, shared=True)
+        most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
+        cache._own(paged, paged.head_dim, min(most, paged.total_blocks), shared=True)
         return cache
 
     def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, *, shared: bool) -> None:

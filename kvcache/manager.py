@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_indices, as_integer, as_rows, as_scores
+from kvcache._arrays import as_count, as_floats, as_indices, as_integer, as_rows, as_scores
 from kvcache._guard import MendingLock
 from kvcache._roster import add_to_all, evict_from_all
-from kvcache.eviction import pyramid_budgets
+from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.manager_config import KVCacheConfig
 from kvcache.token_list import BLOCK_SIZE, TokenList
 
@@ -113,12 +113,10 @@ class CacheManager:
         where `max_seq_len >= total_layers`.
 
         Raises:
-            TypeError, ValueError: not integers; `total_layers` below 1.
+            TypeError, ValueError: not integers; `total_layers` not from 1 to 4096.
             IndexError: no such layer.
         """
-        layer, layers = as_integer(layer_idx, "layer_idx"), as_integer(total_layers, "total_layers")
-        if layers < 1:
-            raise ValueError(f"expected total_layers >= 1, got {layers}")
+        layer, layers = as_integer(layer_idx, "layer_idx"), as_count(total_layers, "total_layers", 1, MAX_LAYERS)
         if not 0 <= layer < layers:
             raise IndexError(f"expected a layer in [0, {layers}), got {layer}")
         return pyramid_budgets(self._config.max_seq_len, layers)[layer]

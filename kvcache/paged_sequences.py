@@ -54,7 +54,7 @@ class PagedSequences(PagedBlocks):
             BlockNotFoundError: a block is not in use.
         """
         with self._lock:
-            self._table.adopt(as_seq_id(seq_id), self._block_ids(block_ids), num_tokens)
+            self._table.adopt(as_seq_id(seq_id), self._block_ids(block_ids), as_integer(num_tokens, "num_tokens"))
 
     def fork(self, src_seq: int, dst_seq: int) -> None:
         """Start `dst_seq` with the tokens of `src_seq`: every block shared until one of them writes to it.
