@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "as_array", "as_count", "as_flat", "as_floats", "as_indices", "as_integer", "as_integers",
-    "as_rows", "as_scores", "check_integers",
+    "as_array", "as_count", "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_number",
+    "as_rows", "as_scores", "check_integers", "is_integer",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
@@ -30,9 +31,9 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
         except (BufferError, RuntimeError, TypeError) as error:
             raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
     else:
-        if _has_masked(x):
-            raise ValueError(f"{name}: expected an array without masked values, got a masked one")
         try:
+            if _has_masked(x):
+                raise ValueError(f"{name}: expected an array without masked values, got a masked one")
             array = np.asanyarray(x)
         except (OverflowError, AttributeError, RuntimeError, RecursionError, BufferError) as error:
             raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
@@ -43,7 +44,7 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
 
 
 def _has_masked(x: Any) -> bool:
-    """Whether an array, or one in a list or tuple of lists, has a masked value; what is masked would be read."""
+    """Whether an array, or one in a list of lists, has a masked value, which would be read. RecursionError: a ring."""
     if isinstance(x, np.ma.MaskedArray):
         return bool(np.ma.getmaskarray(x).any())
     if isinstance(x, (list, tuple)):
@@ -120,9 +121,24 @@ def as_scores(x: Any, length: int) -> npt.NDArray[np.float64]:
     return scores
 
 
+def is_integer(value: Any) -> bool:
+    """Whether it is an int or a NumPy integer: no bool, and no duration, which NumPy counts among its integers."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+
+
+def as_number(value: Any, name: str) -> float:
+    """`value` as a float, NaN and infinite too; TypeError for what is no real number or a bool."""
+    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number below 2**1024, got a larger one") from None
+
+
 def as_count(value: Any, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
     """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if not is_integer(value):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if not least <= value <= most:
         raise ValueError(f"{name}: expected an int from {least} to {most}, got {_number(value)}")
@@ -136,7 +152,7 @@ def _number(value: Any) -> str:
 
 def as_integer(value: Any, name: str) -> int:
     """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if not is_integer(value):
         raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"expected {name} below 2**63, got {_number(value)}")

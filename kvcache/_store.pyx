@@ -62,11 +62,13 @@ cdef class BlockStore:
                  value_dtype="f32", rotate="auto"):
         cdef kvc_format key_format = <kvc_format>_kernels.format_code(key_dtype, "key_dtype")
         cdef kvc_format value_format = <kvc_format>_kernels.format_code(value_dtype, "value_dtype")
-        as_count(num_layers, "num_layers", 1, MOST)
-        as_count(num_blocks, "num_blocks", 0, MOST)
-        as_count(num_heads, "num_heads", 1, MOST)
-        as_count(block_size, "block_size", 1, 256)
-        if as_integer(head_dim, "head_dim") % 8 != 0 or not 8 <= head_dim <= 256:
+        # As ints: NumPy's wrap around, or raise OverflowError, where they are multiplied.
+        num_layers = as_count(num_layers, "num_layers", 1, MOST)
+        num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
+        num_heads = as_count(num_heads, "num_heads", 1, MOST)
+        block_size = as_count(block_size, "block_size", 1, 256)
+        head_dim = as_integer(head_dim, "head_dim")
+        if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
             raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
         if _kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
                                 _rotation(rotate, head_dim, key_dtype[0] == "q"),

@@ -75,7 +75,7 @@ class PrefixCache:
             max_blocks=max_blocks, block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )  # fmt: skip
-        padded = -(-head_dim // 8) * 8
+        padded, head_dim, max_blocks = -(-int(head_dim) // 8) * 8, int(head_dim), int(max_blocks)
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
         )
@@ -88,6 +88,8 @@ class PrefixCache:
         `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
         needs room.
         """
+        if not isinstance(paged, PagedBlocks):
+            raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
         most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
         cache._own(paged, paged.head_dim, min(most, paged.total_blocks), shared=True)
@@ -174,7 +176,7 @@ class PrefixCache:
             InvalidOperationError: the blocks before it are not cached.
             OutOfMemoryError: every block is held.
         """
-        ids = as_tokens(token_ids)
+        ids, block_start = as_tokens(token_ids), as_integer(block_start, "block_start")
         end = block_start + self.block_size
         if block_start < 0 or block_start % self.block_size or end > len(ids):
             raise ValueError(
@@ -191,7 +193,7 @@ class PrefixCache:
         What would pass the last full block of the tokens is passed over; when nothing can be evicted any more,
         the rest is left out: the head of a prompt longer than the cache is kept.
         """
-        ids, size = as_tokens(token_ids), self.block_size
+        ids, size, block_start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         count = min(len(pairs), (len(ids) - block_start) // size)
         if block_start < 0 or block_start % size:
             raise ValueError(f"expected a multiple of {size} as block_start, got {block_start}")
@@ -315,6 +317,7 @@ class PrefixCache:
         """A cached block, or one that is held, by its index; None if there is none."""
         with self._lock:
             self._index.holds.settle()
+            index = as_integer(index, "index")
             if not 0 <= index < self._pool.num_blocks:
                 return None
             self._index.fetch_all()

@@ -30,6 +30,8 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Prefi
 
 
 def _while_locked(caches: Sequence[PrefixCache], run: Callable[[], None]) -> None:
+    if any(not hasattr(cache, "_index") for cache in caches):
+        raise TypeError("beside: expected caches, got something else")
     # By with statements alone: no interrupt comes between taking a lock and knowing that it is to be given back.
     if not caches:
         run()

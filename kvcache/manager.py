@@ -282,6 +282,7 @@ class CacheManager:
         budget = as_integer(budget, "budget")
         if budget < 0:
             raise ValueError(f"expected budget >= 0, got {budget}")
+        budget = min(budget, self._config.max_seq_len)  # more is no limit, and a roster counts in 32 bits
         with self._lock:
             if layer_idx is not None:
                 return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(layer_idx))

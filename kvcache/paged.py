@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_integer, check_integers
+from kvcache._arrays import as_floats, as_integer, as_number, check_integers
 from kvcache._attention import Attention
 from kvcache._seq_ids import as_seq_id, as_seq_ids
 from kvcache._store import BlockStore
@@ -175,7 +175,7 @@ class PagedKvCache(EvictableSequences):
             SequenceNotFoundError, IndexError: no such sequence, no such layer.
             TypeError, ValueError: other shapes or dtypes.
         """
-        if scale is not None and not isfinite(scale):
+        if scale is not None and not isfinite(as_number(scale, "scale")):
             raise ValueError(f"expected a finite scale, got {scale}")
         if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # a step comes here once per layer
             layer = as_integer(layer, "layer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kvcache._arrays import as_integer
+from kvcache._arrays import as_integer, as_number
 from kvcache._seq_ids import as_seq_id
 from kvcache._store import BlockStore
 from kvcache.errors import InvalidOperationError
@@ -44,9 +44,10 @@ class EvictableSequences(PagedSequences):
         Raises:
             ValueError: NaN.
         """
+        threshold = as_number(threshold, "threshold")
         if not threshold == threshold:
             raise ValueError("expected a threshold between 0 and 1, got nan")
-        self._threshold = min(1.0, max(0.0, float(threshold)))
+        self._threshold = min(1.0, max(0.0, threshold))
         return self
 
     @property
@@ -123,6 +124,7 @@ class EvictableSequences(PagedSequences):
         Raises:
             ValueError: NaN.
         """
+        target_util = as_number(target_util, "target_util")
         if not target_util == target_util:
             raise ValueError("expected a utilization, got nan")
         with self._lock:

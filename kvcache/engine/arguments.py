@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache._arrays import as_number
 from kvcache.engine.files import short
 
 __all__ = ["natural", "number"]
@@ -16,7 +17,7 @@ __all__ = ["natural", "number"]
 def natural(name: str, value: Any, least: int = 0) -> int:
     """A whole number of at least `least`. Raises TypeError or ValueError naming the argument."""
     try:
-        if isinstance(value, (bool, np.ndarray)):
+        if isinstance(value, (bool, np.ndarray, np.timedelta64)):
             raise TypeError
         found = operator.index(value)
     except TypeError:
@@ -28,14 +29,7 @@ def natural(name: str, value: Any, least: int = 0) -> int:
 
 def number(name: str, value: Any, low: float, high: float, expected: str, *, above: bool = False) -> float:
     """A finite number from `low` (or, with `above`, more than that) to `high`; `expected` says so in words."""
-    if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.ma.MaskedArray)) or np.ndim(value):
-        raise TypeError(f"{name}: expected a number, got {short(value)}")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {short(value)}") from None
+    found = as_number(value, name)
     if not (math.isfinite(found) and low <= found <= high) or (above and found == low):
         raise ValueError(f"{name}: expected a finite number {expected}, got {short(value)}")
     return found

@@ -100,6 +100,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
         read = _Reader(config)
