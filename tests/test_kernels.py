@@ -122,6 +122,16 @@ def test_check_names_the_first_value_that_does_not_fit(simd, name, n):
             assert _kernels._check(y, name) == i
 
 
+@pytest.mark.parametrize("name", _kernels.FORMATS)
+@pytest.mark.parametrize(("slot", "count"), [(0, 16), (3, 1), (5, 9), (0, 0)])
+def test_slots_copied_onto_themselves_stay(rng, name, slot, count):
+    layout = _kernels.Layout(16, 2, 8, name, name)
+    arena = rng.integers(0, 256, 2 * layout.block_bytes).astype(np.uint8)
+    before = arena.copy()
+    _kernels._copy(layout, arena, 1, slot, 1, slot, count)
+    np.testing.assert_array_equal(arena, before)
+
+
 @pytest.mark.parametrize("name", ["f32", "f16"])
 @pytest.mark.parametrize(
     ("src", "dst"), [((0, 3), (1, 6)), ((0, 2), (0, 5)), ((1, 5), (1, 1)), ((1, 0), (0, 10))]
