@@ -20,6 +20,11 @@ typedef enum kvc_format { KVC_F32 = 0, KVC_F16, KVC_Q8, KVC_Q4, KVC_Q3, KVC_Q2 }
 
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
 
+/* The smallest |x| above the largest that f32 storage takes, 2^96. Attention sums weights times values before it divides
+ * by the sum of the weights: with weights of at most 1, 2^31 tokens of 2^96 make 2^127, below the largest float. Scores
+ * sum at most 256 products of a key and a scaled query: they are finite for scaled queries up to 2^23. */
+#define KVC_F32_OVERFLOW 0x1.000002p+96f
+
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
     int32_t block;
@@ -91,7 +96,8 @@ typedef struct kvc_kernels {
     /* The same way back. */
     void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
                       float *keys, float *values);
-    /* Index of the first value that is not finite or that the format cannot hold, or -1. */
+    /* Index of the first value that is not finite or that the format cannot hold, or -1. The largest magnitudes:
+     * f32 2^96 (KVC_F32_OVERFLOW), all others those that do not round to a half beyond 65504. */
     int64_t (*check_representable)(const float *, int64_t n, kvc_format);
     /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c),
      * quantised formats below 1 % over what they store (kvc_tiles.h). */
@@ -110,7 +116,8 @@ const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
 /* kvc_layout.c */
 int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, kvc_format key_format,
                     kvc_format value_format, int rotate_keys, int rotate_values);
-/* Moves stored codes, bit for bit, also between arenas of one layout; within one block ranges may overlap. */
+/* Moves stored codes, bit for bit, also between arenas of one layout; within one block ranges may overlap, and
+ * slots that are moved to where they are stay as they are. */
 void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t src_block, int src_slot,
                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count);
 /* Slots [slot, slot + count) of a block become rows of zeros. */

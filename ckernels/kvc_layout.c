@@ -59,6 +59,7 @@ void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, in
                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) {
     const unsigned char *src = src_arena + (size_t)src_block * layout->block_bytes;
     unsigned char *dst = dst_arena + (size_t)dst_block * layout->block_bytes;
+    if (src == dst && src_slot == dst_slot) return; /* memcpy must not be given one place twice */
     for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
         const kvc_rows rows = kvc_rows_of(layout, (kvc_side)side);
         const size_t stride = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;

@@ -83,10 +83,10 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
     }
 }
 
-/* f32 holds what is finite. All others keep halves, of the values or of the scale and minimum of a row, whose
+/* f32 holds what attention can sum. All others keep halves, of the values or of the scale and minimum of a row, whose
  * magnitudes are at most those of the row (also under the rotation, which is scaled by 1/head_dim). */
 int64_t KVC_FN(check_representable)(const float *x, int64_t n, kvc_format format) {
-    const float limit = format == KVC_F32 ? INFINITY : KVC_HALF_OVERFLOW;
+    const float limit = format == KVC_F32 ? KVC_F32_OVERFLOW : KVC_HALF_OVERFLOW;
     int64_t i = 0;
     for (; i + KVC_LANES <= n; i += KVC_LANES) {
         const int lane = f32v_first_not_below(f32v_load(x + i), limit);

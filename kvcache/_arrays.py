@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_number", "as_rows", "as_scores",
-    "check_integers", "checked_scores",
+    "as_array", "as_count", "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_number",
+    "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 
 
-def _as_array(x: Any, name: str) -> npt.NDArray[Any]:
-    if isinstance(x, np.ndarray):
+def as_array(x: Any, name: str) -> npt.NDArray[Any]:
+    """`x` as a plain NumPy array in native byte order, without a copy where it is one.
+
+    Raises:
+        TypeError: what NumPy cannot read as an array.
+        ValueError: an array with masked values, or a list of those; lists of different lengths.
+    """
+    if type(x) is np.ndarray and x.dtype.isnative:
         return x
-    if hasattr(x, "__array__") or not hasattr(x, "__dlpack__"):
-        return np.asarray(x)
-    try:
-        return np.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+    if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
+        try:
+            array: npt.NDArray[Any] = np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+    else:
+        try:
+            if _has_masked(x):
+                raise ValueError(f"{name}: expected an array without masked values, got a masked one")
+            array = np.asanyarray(x)
+        except (OverflowError, AttributeError, RuntimeError, RecursionError, BufferError) as error:
+            raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+        if _has_masked(array):
+            raise ValueError(f"{name}: expected an array without masked values, got a masked one")
+    array = array.view(np.ndarray)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _has_masked(x: Any) -> bool:
+    """Whether an array, or one in a list of lists, has a masked value, which would be read. RecursionError: a ring."""
+    if isinstance(x, np.ma.MaskedArray):
+        return bool(np.ma.getmaskarray(x).any())
+    if isinstance(x, (list, tuple)):
+        return any(_has_masked(each) for each in x if isinstance(each, (list, tuple, np.ndarray)))
+    return False
 
 
 def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
@@ -38,7 +64,7 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         TypeError: not an array of floats.
         ValueError: another shape.
     """
-    array = _as_array(x, name)
+    array = as_array(x, name)
     if array.dtype != np.float32:
         # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
@@ -56,7 +82,7 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
 
 def as_flat(x: Any, name: str) -> Float32:
     """`x`, of any shape but a single number, as a float32 array of one dimension; raises as `as_floats`."""
-    array = _as_array(x, name)
+    array = as_array(x, name)
     return as_floats(array, (None,) * max(1, array.ndim), name).reshape(-1)
 
 
@@ -69,7 +95,7 @@ def as_rows(x: Any, num_heads: int, head_dim: int, name: str) -> Float32:
     Raises:
         TypeError, ValueError: not an array of floats; another shape.
     """
-    array = _as_array(x, name)
+    array = as_array(x, name)
     if array.ndim == 3:
         return as_floats(array, (None, num_heads, head_dim), name)
     row = num_heads * head_dim
@@ -79,7 +105,7 @@ def as_rows(x: Any, num_heads: int, head_dim: int, name: str) -> Float32:
 
 def as_scores(x: Any) -> npt.NDArray[np.float64]:
     """Attention scores as float64, of any shape and value; TypeError for what are no numbers."""
-    array = _as_array(x, "scores")
+    array = as_array(x, "scores")
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise TypeError(f"expected scores of a float dtype, got {array.dtype}")
     return np.asarray(array, np.float64)
@@ -96,20 +122,42 @@ def checked_scores(scores: npt.NDArray[np.float64], length: int) -> npt.NDArray[
     return scores
 
 
-def as_integer(value: Any, name: str) -> int:
-    """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"expected {name} below 2**63, got {value}")
-    return int(value)
+def is_integer(value: Any) -> bool:
+    """Whether it is an int or a NumPy integer: no bool, and no duration, which NumPy counts among its integers."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def as_number(value: Any, name: str) -> float:
-    """`value` as a float; TypeError if it is no real number, a text among them."""
-    if isinstance(value, (str, bytes, bytearray)) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-    return float(value)
+    """`value` as a float, NaN and infinite too; TypeError for what is no real number or a bool."""
+    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number below 2**1024, got a larger one") from None
+
+
+def as_count(value: Any, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
+    if not is_integer(value):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: expected an int from {least} to {most}, got {_number(value)}")
+    return int(value)
+
+
+def _number(value: Any) -> str:
+    """An integer for a message; one of thousands of digits has no text."""
+    return str(value) if -(2**100) < value < 2**100 else "one beyond 100 bits"
+
+
+def as_integer(value: Any, name: str) -> int:
+    """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
+    if not is_integer(value):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"expected {name} below 2**63, got {_number(value)}")
+    return int(value)
 
 
 def check_integers(**values: Any) -> None:
@@ -120,7 +168,7 @@ def check_integers(**values: Any) -> None:
 
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:
     """`x` as an integer array `(n,)` of whatever width it has; TypeError, ValueError if it is none."""
-    array = _as_array(x, name)
+    array = as_array(x, name)
     if array.ndim != 1:
         raise ValueError(f"expected {name} in one dimension, got shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":

@@ -1,13 +1,12 @@
 """Locks, turns, and notes that are left by what dies; explained in _guard.pxd."""
 
 cimport cython
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.pythread cimport (
     NOWAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_get_thread_ident,
     PyThread_release_lock, PyThread_type_lock,
 )
 
-import sys
 from collections import deque
 from weakref import WeakMethod
 
@@ -89,7 +88,8 @@ cdef class CallLock:
                 except KvCacheError:
                     pass    # what it was to release has gone meanwhile
                 except Exception as error:
-                    sys.unraisablehook(_Unraisable(error, due))
+                    PyErr_SetObject(type(error), error)
+                    PyErr_WriteUnraisable(due)
                 self.dues.popleft()
         finally:
             self.owner = 0
@@ -120,24 +120,22 @@ cdef class CallLock:
     def hand_over(self, release):
         """Run `release()` inside the lock without waiting: now if the lock is free, else its owner does at its end.
 
-        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits. What it
-        raises is passed over or reported as in `when_free`.
+        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits. Errors are
+        treated as in `when_free`.
         """
-        self.dues.append(release)
-        if self.owner == PyThread_get_thread_ident():
+        cdef unsigned long me = PyThread_get_thread_ident()
+        if self.owner != me and PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.owner = me
+            try:
+                release()
+            finally:
+                self.leave()
             return
-        # Whoever holds the lock now leaves after this, and finds what is due.
-        if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            self.owner = PyThread_get_thread_ident()
+        self.dues.append(release)
+        # Whoever holds the lock now finds what is due when it leaves; if the lock has become free, this thread does.
+        if self.owner != me and PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.owner = me
             self.leave()
-
-
-class _Unraisable:
-    """What `sys.unraisablehook` takes."""
-
-    def __init__(self, error, due):
-        self.exc_type, self.exc_value, self.exc_traceback = type(error), error, error.__traceback__
-        self.err_msg, self.object = "Exception ignored in a release", due
 
 
 cdef class MendingLock:

@@ -1,5 +1,16 @@
 """The only file that calls the C kernels: picks the level, validates for Python, and passes on for Cython."""
 
+cdef extern from "Python.h":
+    ctypedef struct PyInterpreterState:
+        pass
+    PyInterpreterState *PyInterpreterState_Get()
+    PyInterpreterState *PyInterpreterState_Main()
+
+# Cython takes the GIL of the main interpreter wherever compiled code goes back to Python from code without it: in
+# another interpreter that waits for ever.
+if PyInterpreterState_Get() != PyInterpreterState_Main():
+    raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
+
 import os
 from contextlib import contextmanager
 

@@ -14,10 +14,13 @@ from kvcache._kernels cimport kvc_format, kvc_run
 
 import numpy as np
 
+from kvcache._arrays import as_count, as_integer
 from kvcache._sequences import RUN
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["BlockStore"]
+
+cdef object MOST = 2**31 - 1    # of layers, blocks and heads
 
 cnp.import_array()
 
@@ -34,7 +37,7 @@ def _rotation(rotate, head_dim, quantised):
     power_of_two = head_dim & (head_dim - 1) == 0
     if rotate is True and not power_of_two:
         raise ValueError(f"expected a head_dim that is a power of two for rotate=True, got {head_dim}")
-    if rotate not in (True, False, "auto"):
+    if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
         raise ValueError(f'expected rotate to be True, False or "auto", got {rotate!r}')
     return int(bool(rotate) and quantised and power_of_two)
 
@@ -59,15 +62,14 @@ cdef class BlockStore:
                  value_dtype="f32", rotate="auto"):
         cdef kvc_format key_format = <kvc_format>_kernels.format_code(key_dtype, "key_dtype")
         cdef kvc_format value_format = <kvc_format>_kernels.format_code(value_dtype, "value_dtype")
-        if not 1 <= block_size <= 256:
-            raise ValueError(f"expected 1 <= block_size <= 256, got {block_size}")
+        # As ints: NumPy's wrap around, or raise OverflowError, where they are multiplied.
+        num_layers = as_count(num_layers, "num_layers", 1, MOST)
+        num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
+        num_heads = as_count(num_heads, "num_heads", 1, MOST)
+        block_size = as_count(block_size, "block_size", 1, 256)
+        head_dim = as_integer(head_dim, "head_dim")
         if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
-            raise ValueError(f"expected head_dim to be a multiple of 8, at most 256, got {head_dim}")
-        if num_heads < 1 or num_layers < 1 or num_blocks < 0:
-            raise ValueError(
-                f"expected num_heads >= 1, num_layers >= 1, num_blocks >= 0, "
-                f"got {num_heads}, {num_layers}, {num_blocks}"
-            )
+            raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
         if _kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
                                 _rotation(rotate, head_dim, key_dtype[0] == "q"),
                                 _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
@@ -332,5 +334,6 @@ cdef class BlockStore:
                 row = bad // (keys.shape[1] * keys.shape[2])
                 value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
                 dtype = self.key_dtype if what == 0 else self.value_dtype
-                raise ValueError(f"expected {name} that {dtype} can hold, got {value} in row {row}")
+                most = "2**96" if dtype == "f32" else "65504"
+                raise ValueError(f"expected {name} that {dtype} can hold, up to {most}, got {value} in row {row}")
         return 0

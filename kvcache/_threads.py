@@ -35,6 +35,8 @@ def _waiting_shortly() -> Iterator[None]:
 
 
 with _waiting_shortly():
-    import numpy  # noqa: F401
-
+    # Before NumPy, which says less clearly that it does not load in a subinterpreter.
     from kvcache._kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+
+    # isort: split
+    import numpy  # noqa: F401

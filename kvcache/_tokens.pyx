@@ -13,6 +13,8 @@ import operator
 
 import numpy as np
 
+from kvcache._arrays import as_array
+
 cnp.import_array()
 
 cdef extern from "Python.h":
@@ -31,7 +33,7 @@ cdef cnp.ndarray uint32_tokens(object tokens):
         return from_sequence(tokens)
     if isinstance(tokens, (list, tuple, range)):
         return from_sequence(list(tokens))
-    return from_array(np.asarray(tokens))
+    return from_array(as_array(tokens, "tokens"))
 
 
 cdef cnp.ndarray from_sequence(object tokens):
@@ -68,7 +70,7 @@ cdef bint plain_ints(PyObject** items, Py_ssize_t n, uint32_t* out) noexcept:
 
 cdef object whole_number(object item):
     """An integer of another type (NumPy's) as int; bools, floats and the rest are refused."""
-    if not isinstance(item, BOOLS) and hasattr(item, "__index__"):
+    if not isinstance(item, (*BOOLS, np.ma.MaskedArray)) and hasattr(item, "__index__"):
         return operator.index(item)
     raise TypeError(f"expected token ids as integers, got {type(item).__name__}")
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_integer, check_integers
+from kvcache._arrays import as_count, as_integer, check_integers
 from kvcache._guard import MendingLock, Parting
 from kvcache._store import BlockStore
 from kvcache._tokens import as_tokens
@@ -77,7 +77,7 @@ class PrefixCache:
             max_blocks=max_blocks, block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )  # fmt: skip
-        padded = -(-head_dim // 8) * 8
+        padded, head_dim, max_blocks = -(-int(head_dim) // 8) * 8, int(head_dim), int(max_blocks)
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
         )
@@ -90,9 +90,11 @@ class PrefixCache:
         `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
         needs room.
         """
+        if not isinstance(paged, PagedBlocks):
+            raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
-        limit = paged.total_blocks if max_blocks is None else min(max_blocks, paged.total_blocks)
-        cache._own(paged, paged.head_dim, limit, shared=True)
+        most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
+        cache._own(paged, paged.head_dim, min(most, paged.total_blocks), shared=True)
         return cache
 
     def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, *, shared: bool) -> None:

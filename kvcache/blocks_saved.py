@@ -33,6 +33,8 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Prefi
 
 
 def _locks(caches: Sequence[PrefixCache]) -> list[MendingLock]:
+    if any(not hasattr(cache, "_index") for cache in caches):
+        raise TypeError("beside: expected caches, got something else")
     if len({id(cache) for cache in caches}) < len(caches):
         raise ValueError("expected each cache once, got one twice")
     return [cache._lock for cache in caches]

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from heapq import heapify, heapreplace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcache._arrays import as_count
 
 __all__ = ["EvictionPolicy", "EvictionStrategy", "Rule", "pyramid_budgets"]
+
+MAX_LAYERS = 4096  # of a network; the largest have a few hundred
+MAX_LEVELS = 2**31 - 1  # of priorities
+MAX_TOKENS = 2**62  # of sinks or of a window: sums of two stay within 64 bits
+
+# The rank of each strategy, and its arguments; the arguments of each policy.
+_STRATEGIES = {
+    "LRU": ("recency", ()),
+    "LFU": ("frequency", ()),
+    "LongestFirst": ("length", ()),
+    "Priority": ("priority", ("levels",)),
+    "StreamingLLM": ("recency", ("sink_tokens", "window_tokens")),
+}
+_POLICIES = {
+    "H2O": ("recent_fraction",),
+    "SlidingWindow": ("window", "sink"),
+    "StreamingLLM": ("window", "sink"),
+    "PyramidKV": ("recent_fraction", "total_layers"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +48,18 @@ class EvictionStrategy:
     levels: int | None = None
     sink_tokens: int | None = None
     window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        rank, arguments = _of_name(_STRATEGIES, self.name)
+        if self.rank != rank:
+            raise ValueError(f"rank: expected {rank!r} for {self.name}, got {self.rank!r:.100}")
+        _check_arguments(
+            self,
+            arguments,
+            levels=lambda value: as_count(value, "levels", 1, MAX_LEVELS),
+            sink_tokens=lambda value: as_count(value, "sink_tokens", 0, MAX_TOKENS),
+            window_tokens=lambda value: as_count(value, "window_tokens", 0, MAX_TOKENS),
+        )
 
     @classmethod
     def LRU(cls) -> EvictionStrategy:
@@ -45,10 +81,8 @@ class EvictionStrategy:
         """The sequence of the lowest priority, an int in [0, levels) set by `set_priority`, 0 at first.
 
         Raises:
-            ValueError: `levels` below 1.
+            TypeError, ValueError: `levels` not an int from 1 to 2**31 - 1.
         """
-        if levels < 1:
-            raise ValueError(f"expected levels >= 1, got {levels}")
         return cls("Priority", "priority", levels=levels)
 
     @classmethod
@@ -56,10 +90,8 @@ class EvictionStrategy:
         """Sequences leave as under LRU; `apply_streaming_llm` says which tokens of one stay (Xiao et al., 2023).
 
         Raises:
-            ValueError: a negative count.
+            TypeError, ValueError: a count that is not an int from 0 to 2**62.
         """
-        if sink_tokens < 0 or window_tokens < 0:
-            raise ValueError(f"expected counts >= 0, got sink {sink_tokens} and window {window_tokens}")
         return cls("StreamingLLM", "recency", sink_tokens=sink_tokens, window_tokens=window_tokens)
 
     def __str__(self) -> str:
@@ -92,6 +124,16 @@ class EvictionPolicy:
     sink: int | None = None
     total_layers: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_arguments(
+            self,
+            _of_name(_POLICIES, self.name),
+            recent_fraction=_fraction,
+            window=lambda value: as_count(value, "window", 1, MAX_TOKENS),
+            sink=lambda value: as_count(value, "sink", 0, MAX_TOKENS),
+            total_layers=lambda value: as_count(value, "total_layers", 1, MAX_LAYERS),
+        )
+
     @classmethod
     def H2O(cls, recent_fraction: float = 0.5) -> EvictionPolicy:
         """The most recent entries stay, and of the rest those of the highest score; ties go to the earliest.
@@ -104,9 +146,9 @@ class EvictionPolicy:
                 competes like any other, at 1 the oldest always leaves.
 
         Raises:
-            ValueError: a fraction outside [0, 1], or NaN.
+            TypeError, ValueError: not a number; a fraction outside [0, 1], or NaN.
         """
-        return cls("H2O", recent_fraction=_fraction(recent_fraction))
+        return cls("H2O", recent_fraction=recent_fraction)
 
     @classmethod
     def SlidingWindow(cls, window: int, sink: int) -> EvictionPolicy:
@@ -121,7 +163,7 @@ class EvictionPolicy:
         Raises:
             TypeError, ValueError: not integers; `window` below 1 or `sink` below 0.
         """
-        return cls("SlidingWindow", window=_count(window, "window", 1), sink=_count(sink, "sink", 0))
+        return cls("SlidingWindow", window=window, sink=sink)
 
     @classmethod
     def StreamingLLM(cls, sink_tokens: int, window_tokens: int) -> EvictionPolicy:
@@ -138,8 +180,8 @@ class EvictionPolicy:
         Raises:
             TypeError, ValueError: not integers; `sink_tokens` below 0 or `window_tokens` below 1.
         """
-        sink, window = _count(sink_tokens, "sink_tokens", 0), _count(window_tokens, "window_tokens", 1)
-        return cls("StreamingLLM", window=window, sink=sink)
+        sink = as_count(sink_tokens, "sink_tokens", 0, MAX_TOKENS)
+        return cls("StreamingLLM", window=as_count(window_tokens, "window_tokens", 1, MAX_TOKENS), sink=sink)
 
     @classmethod
     def PyramidKV(cls, total_layers: int, recent_fraction: float = 0.5) -> EvictionPolicy:
@@ -149,10 +191,9 @@ class EvictionPolicy:
         (2024), section 4: budgets fall from layer to layer in an arithmetic sequence.
 
         Raises:
-            TypeError, ValueError: `total_layers` not an integer of at least 1; a fraction outside [0, 1].
+            TypeError, ValueError: `total_layers` not an int from 1 to 4096; a fraction outside [0, 1].
         """
-        layers = _count(total_layers, "total_layers", 1)
-        return cls("PyramidKV", recent_fraction=_fraction(recent_fraction), total_layers=layers)
+        return cls("PyramidKV", recent_fraction=recent_fraction, total_layers=total_layers)
 
     @property
     def by_score(self) -> bool:
@@ -211,37 +252,58 @@ class EvictionPolicy:
         return f"{self.name}({layers}recent_fraction={self.recent_fraction})"
 
 
-@lru_cache(maxsize=64)
 def pyramid_budgets(budget: int, total_layers: int) -> tuple[int, ...]:
     """`budget` entries divided among layers in proportion to L, L - 1, ..., 1: never increasing, the sum exact.
 
     Each share is rounded down, and what is left goes to the largest remainders, then to the lowest layers. Every
     layer gets at least 1 where there are entries enough for that.
+
+    Raises:
+        TypeError, ValueError: not ints; a negative budget; layers not from 1 to 4096.
     """
+    return _pyramid(as_count(budget, "budget", 0, 2**80), as_count(total_layers, "total_layers", 1, MAX_LAYERS))
+
+
+@lru_cache(maxsize=64)
+def _pyramid(budget: int, total_layers: int) -> tuple[int, ...]:
     whole = total_layers * (total_layers + 1) // 2
     parts = [divmod(budget * weight, whole) for weight in range(total_layers, 0, -1)]
     budgets = [share for share, _ in parts]
     left = budget - sum(budgets)
     for layer in sorted(range(total_layers), key=lambda layer: -parts[layer][1])[:left]:
         budgets[layer] += 1
-    for layer in range(total_layers):
-        if budgets[layer] == 0 and budget >= total_layers:
-            most = max(budgets)
-            budgets[budgets.count(most) - 1] -= 1
-            budgets[layer] = 1
+    if budget >= total_layers:
+        # Layers without an entry take one of the largest share, of equals the highest layer.
+        largest = [(-share, -layer) for layer, share in enumerate(budgets)]
+        heapify(largest)
+        for layer in range(total_layers):
+            if budgets[layer] == 0:
+                share, giver = largest[0]
+                heapreplace(largest, (share + 1, giver))
+                budgets[-giver] -= 1
+                budgets[layer] = 1
     return tuple(budgets)
 
 
-def _count(value: int, name: str, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    value = value.__index__()
-    if value < least:
-        raise ValueError(f"expected {name} >= {least}, got {value}")
-    return value
+def _of_name(known: dict[str, Any], name: Any) -> Any:
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"name: expected one of {', '.join(known)}, got {name!r:.100}")
+    return known[name]
 
 
-def _fraction(value: float) -> float:
+def _check_arguments(made: Any, wanted: tuple[str, ...], **checks: Callable[[Any], Any]) -> None:
+    """Check the fields that are wanted, and store what the checks return; all others must be None."""
+    for name, check in checks.items():
+        value = getattr(made, name)
+        if name in wanted:
+            object.__setattr__(made, name, check(value))
+        elif value is not None:
+            raise ValueError(f"{name}: expected None for {made.name}, got {value!r:.100}")
+
+
+def _fraction(value: Any) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"recent_fraction: expected a number, got {type(value).__name__}")
     if not 0 <= value <= 1:
-        raise ValueError(f"expected a recent_fraction in [0, 1], got {value}")
+        raise ValueError(f"recent_fraction: expected a number from 0 to 1, got {value!r:.100}")
     return float(value)

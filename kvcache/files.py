@@ -1,16 +1,45 @@
-"""Bytes to and from a position of a file, whatever one system call takes; _file.pyx opens and replaces files."""
+"""Regular files opened to be read, and bytes to and from a position of a file, however little one system call takes.
+
+_file.pyx owns descriptors and replaces files.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["checksum", "read_at", "write_at"]
+from kvcache._file import File, kind_of
+
+__all__ = ["checksum", "open_regular", "read_at", "write_at"]
 
 _BUFFERS = 1000  # of one system call; the system takes 1024
 _BYTES = 1 << 30  # of one system call; the system takes just under 2**31
+
+
+def open_regular(path: str | os.PathLike[str], error: type[Exception]) -> tuple[File, int]:
+    """`(file, size)` of a regular file, opened to be read.
+
+    Any other kind of file is refused before it is opened, since opening a device can act on it, and again after that:
+    the descriptor says what was opened. Without O_NONBLOCK a FIFO would wait for a writer.
+
+    Args:
+        error: raised, with the path and the kind of file, for what is not a regular file.
+
+    Raises:
+        OSError: of the file system.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        file = File(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        status = os.fstat(file.fd)
+        if stat.S_ISREG(status.st_mode):
+            return file, status.st_size
+        mode = status.st_mode
+        file.close()
+    raise error(f"{os.fspath(path)}: expected a regular file, got {kind_of(mode)}")
 
 
 def _views(buffers: Iterable[Any]) -> list[memoryview]:

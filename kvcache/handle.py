@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache._arrays import as_integer
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]
@@ -53,7 +54,7 @@ class BlockTable:
     sequence_length: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
+        if as_integer(self.block_size, "block_size") < 1:
             raise ValueError(f"expected block_size >= 1, got {self.block_size}")
 
     @staticmethod
@@ -63,6 +64,7 @@ class BlockTable:
         Raises:
             ValueError: a negative length, or a block size below 1.
         """
+        length, block_size = as_integer(length, "length"), as_integer(block_size, "block_size")
         if length < 0 or block_size < 1:
             raise ValueError(f"expected length >= 0 and block_size >= 1, got {length} and {block_size}")
         return -(-length // block_size)
@@ -84,9 +86,9 @@ class BlockTable:
 
     def add_blocks(self, ids: Iterable[int]) -> None:
         """Append block ids, and running logical indices to them."""
-        for block in ids:
+        for block in [as_integer(each, "ids") for each in ids]:
             self.logical_to_physical.append(len(self.physical_blocks))
-            self.physical_blocks.append(int(block))
+            self.physical_blocks.append(block)
 
     def extend_sequence(self, num_tokens: int) -> None:
         """Count `num_tokens` more tokens.
@@ -95,6 +97,7 @@ class BlockTable:
             ValueError: a negative count.
             InvalidOperationError: more blocks are needed than there are; the length is as before.
         """
+        num_tokens = as_integer(num_tokens, "num_tokens")
         if num_tokens < 0:
             raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
         need = self.blocks_needed_for_length(self.sequence_length + num_tokens, self.block_size)
@@ -131,6 +134,7 @@ class LiveBlockTable(BlockTable):
 
     @sequence_length.setter
     def sequence_length(self, num_tokens: int) -> None:
+        num_tokens = as_integer(num_tokens, "sequence_length")
         if num_tokens != self.sequence_length:
             self._resize(num_tokens)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_flat, as_floats, as_integer
+from kvcache._arrays import as_count, as_flat, as_floats, as_integer
 from kvcache._guard import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
@@ -89,7 +89,7 @@ class CachedKvState:
     def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
         self._keys = [as_flat(layer, "keys") for layer in keys]
         self._values = [as_flat(layer, "values") for layer in values]
-        self._seq_len = as_integer(seq_len, "seq_len")
+        self._seq_len = seq_len = as_integer(seq_len, "seq_len")
         sizes = {len(layer) for layer in (*self._keys, *self._values)}
         if len(self._keys) != len(self._values) or len(sizes) > 1:
             raise ValueError("expected keys and values of as many layers, all of one length")
@@ -161,13 +161,15 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     """
 
     def __init__(self, num_layers: int, max_seq_len: int, kv_dim: int, *, num_heads: int = 1) -> None:
-        for name, value in (("num_layers", num_layers), ("max_seq_len", max_seq_len), ("kv_dim", kv_dim)):
-            if as_integer(value, name) < 1:
-                raise ValueError(f"expected {name} >= 1, got {value}")
-        if as_integer(num_heads, "num_heads") < 1 or kv_dim % num_heads:
+        num_layers, max_seq_len = as_count(num_layers, "num_layers", 1), as_count(max_seq_len, "max_seq_len", 1)
+        kv_dim, num_heads = as_count(kv_dim, "kv_dim", 1), as_integer(num_heads, "num_heads")
+        if num_heads < 1 or kv_dim % num_heads:
             raise ValueError(f"expected num_heads to divide kv_dim {kv_dim}, got {num_heads}")
-        self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
-        self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
+        try:
+            self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
+            self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
+        except (MemoryError, ValueError):  # NumPy says ValueError where the bytes pass 2**63
+            raise OutOfMemoryError(8 * num_layers * max_seq_len * kv_dim, 0, "bytes") from None
         self._num_heads = num_heads
         self._writes = _Writes()  # shared, like all of this, by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
@@ -213,8 +215,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
-        if as_integer(seq_len, "seq_len") < 0:
-            raise ValueError(f"expected a count of tokens >= 0, got {seq_len}")
+        seq_len = as_count(seq_len, "seq_len")
         with self._lock:
             kept = min(seq_len, self.seq_len)
             self._writes.write([], (kept, kept))
@@ -266,7 +267,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             TypeError, ValueError: other layers, lengths or dtypes, more than `max_seq_len` tokens, or values that are
                 not finite; nothing changes.
         """
-        if not 0 <= as_integer(seq_len, "seq_len") <= self.max_seq_len:
+        seq_len = as_integer(seq_len, "seq_len")
+        if not 0 <= seq_len <= self.max_seq_len:
             raise ValueError(f"expected at most {self.max_seq_len} tokens, got {seq_len}")
         if len(keys) != self.num_layers or len(values) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
@@ -332,6 +334,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return LiveBlockTable(self.max_seq_len, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
+        num_tokens = as_integer(num_tokens, "sequence_length")
         if num_tokens > self.max_seq_len:
             raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
         with self._lock:

@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_floats, as_indices, as_integer, as_number, as_rows, as_scores, checked_scores
+from kvcache._arrays import (
+    as_count,
+    as_floats,
+    as_indices,
+    as_integer,
+    as_number,
+    as_rows,
+    as_scores,
+    checked_scores,
+)
 from kvcache._guard import CallLock, MendingLock
 from kvcache._roster import add_to_all, evict_from_all
-from kvcache.eviction import pyramid_budgets
+from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.manager_config import KVCacheConfig
 from kvcache.token_list import BLOCK_SIZE, TokenList
 
@@ -112,12 +121,10 @@ class CacheManager:
         where `max_seq_len >= total_layers`.
 
         Raises:
-            TypeError, ValueError: not integers; `total_layers` below 1.
+            TypeError, ValueError: not integers; `total_layers` not from 1 to 4096.
             IndexError: no such layer.
         """
-        layer, layers = as_integer(layer_idx, "layer_idx"), as_integer(total_layers, "total_layers")
-        if layers < 1:
-            raise ValueError(f"expected total_layers >= 1, got {layers}")
+        layer, layers = as_integer(layer_idx, "layer_idx"), as_count(total_layers, "total_layers", 1, MAX_LAYERS)
         if not 0 <= layer < layers:
             raise IndexError(f"expected a layer in [0, {layers}), got {layer}")
         return pyramid_budgets(self._config.max_seq_len, layers)[layer]
@@ -285,6 +292,7 @@ class CacheManager:
         budget, index = as_integer(budget, "budget"), self._layer_or_all(layer_idx)
         if budget < 0:
             raise ValueError(f"expected budget >= 0, got {budget}")
+        budget = min(budget, self._config.max_seq_len)  # more is no limit, and a roster counts in 32 bits
         with self._lock:
             if index is not None:
                 return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))

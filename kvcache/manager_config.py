@@ -39,12 +39,16 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
-            if not 1 <= as_integer(getattr(self, name), name) <= most:
-                raise ValueError(f"expected {name} in [1, {most}], got {getattr(self, name)}")
+            number = as_integer(getattr(self, name), name)
+            if not 1 <= number <= most:
+                raise ValueError(f"expected {name} in [1, {most}], got {number}")
+            object.__setattr__(self, name, number)
         for name in ("quantization_bits", "key_bits", "value_bits"):
             bits = getattr(self, name)
-            if (bits is not None or name == "quantization_bits") and as_integer(bits, name) not in FORMATS:
-                raise ValueError(f"expected {name} to be 2, 3, 4 or 8, got {bits}")
+            if bits is not None or name == "quantization_bits":
+                if as_integer(bits, name) not in FORMATS:
+                    raise ValueError(f"expected {name} to be 2, 3, 4 or 8, got {bits}")
+                object.__setattr__(self, name, int(bits))
         if not isinstance(self.eviction_policy, EvictionPolicy):
             raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
         if self.eviction_policy.endless:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache._arrays import as_integer
+import numpy as np
+
+from kvcache._arrays import as_count, as_integer
 from kvcache._store import BlockStore
 
 __all__ = ["PrefixCacheConfig", "PrefixKvStats"]
@@ -25,7 +27,7 @@ class PrefixCacheConfig:
             that divides kv_dim. None: the whole row is one head. f32 and f16 rows need no heads.
 
     Raises:
-        ValueError: a negative limit, or a format that is not supported.
+        TypeError, ValueError: a limit that is not an int, or negative; a format that is not supported.
     """
 
     max_entries: int = 256
@@ -40,10 +42,11 @@ class PrefixCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_entries", "max_memory_bytes", "min_prefix_len"):
-            if as_integer(getattr(self, name), name) < 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+            object.__setattr__(self, name, as_count(getattr(self, name), name))
         if self.head_dim is not None:
-            as_integer(self.head_dim, "head_dim")
+            object.__setattr__(self, "head_dim", as_integer(self.head_dim, "head_dim"))
+        if not isinstance(self.partial_matches, (bool, np.bool_)):
+            raise TypeError(f"partial_matches: expected a bool, got {type(self.partial_matches).__name__}")
         # A store without blocks says what is supported; without head_dim, what a row will be is not known yet.
         BlockStore(1, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
 

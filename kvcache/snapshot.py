@@ -17,26 +17,37 @@ slots. Whatever can be computed from something else is not in the file, so it ca
 
 A CRC-32 finds accidents: any error within 32 bits in a row, any other but one in 2**32. It does not stop whoever
 writes a file with the right checksums: such a file can say anything about K and V, and nothing else: whatever is in
-it, reading ends in a result or in SnapshotError, and memory is bounded by the size of the file.
+it, reading ends in a result or in SnapshotError. Memory is bounded by the size of the tables, and these by a fraction
+of the machine's memory. Tables larger than `_SMALL` are checked piece by piece, the cheap rules first, before memory is
+taken for them: a sparse file of any size is refused after its first pieces.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import struct
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._file import File, Replacement
+from kvcache._file import Replacement
 from kvcache._pages import read_pages
 from kvcache.errors import SnapshotError
-from kvcache.files import checksum, read_at, write_at
+from kvcache.files import checksum, open_regular, read_at, write_at
 from kvcache.namespaces import decode_namespace, encode_namespace
+from kvcache.snapshot_tables import (
+    ARENA,
+    NO_PARENT,
+    SEGMENT,
+    Arena,
+    Segments,
+    aligned,
+    check_segments,
+    unpack_arenas,
+)
 
 __all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Segments", "Snapshot", "write_snapshot"]
 
@@ -50,116 +61,22 @@ KINDS = {"entries": 1, "blocks": 2}
 # magic, version, kind, bytes of the file, segments, tokens, pages, bytes of namespaces; arenas, namespaces, bytes of
 # the model's name, CRC-32 of all tables; CRC-32 of this header
 HEADER = struct.Struct("<8sIIQQQQQIIII52xI")
-# layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes
-ARENA = struct.Struct("<III4s4sBBHIQ28x")
-# How the bytes of a page lie, the same at every SIMD level. rows: [K, V][layer][token][channel]. blocks: [layer], each
-# as one block in ckernels/kvc.h.
-LAYOUTS = {"rows": 1, "blocks": 2}
-_SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
 _NAME = struct.Struct("<II")
-_NO_PARENT = 2**32 - 1
-_ARENA_ALIGNMENT, _PAGE_ALIGNMENT = 4096, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """How the K and V of some namespaces are stored.
-
-    Attributes:
-        num_layers, num_heads, head_dim: the shape of one token's K, and of its V.
-        key_dtype, value_dtype: storage formats.
-        rotate_keys, rotate_values: whether rows lie under a Hadamard rotation.
-        layout: "rows" or "blocks", see `LAYOUTS`.
-        page_tokens, page_bytes: slots of a page, and its bytes without what aligns the next one.
-    """
-
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    key_dtype: str
-    value_dtype: str
-    rotate_keys: bool
-    rotate_values: bool
-    layout: str
-    page_tokens: int
-    page_bytes: int
-
-    @property
-    def stride(self) -> int:
-        """Bytes from page to page."""
-        return _aligned(self.page_bytes, _PAGE_ALIGNMENT)
-
-    def _pack(self) -> bytes:
-        return ARENA.pack(
-            self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),
-            self.rotate_keys, self.rotate_values, LAYOUTS[self.layout], self.page_tokens, self.page_bytes,
-        )  # fmt: skip
-
-    @classmethod
-    def _unpack(cls, data: bytes) -> Arena:
-        layers, heads, dim, key, value, keys, values, layout, tokens, size = ARENA.unpack(data)
-        names = {number: name for name, number in LAYOUTS.items()}
-        if layout not in names or not size or not tokens or keys > 1 or values > 1:
-            raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {size}, {layout}")
-        key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))
-        return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
-
-    def expect(self, other: Arena) -> None:
-        """SnapshotError that names the first difference, if `other`, which was found, is not this one."""
-        for field in fields(self):
-            want, got = getattr(self, field.name), getattr(other, field.name)
-            if want != got:
-                raise SnapshotError(f"expected {field.name} {want}, got {got}")
-
-
-class Segments(NamedTuple):
-    """A token tree, see above.
-
-    Attributes:
-        namespaces, parents: indices of each segment's namespace and of its parent, -1 if none, int64 `(n,)`.
-        lengths: tokens of each segment, int64 `(n,)`.
-        marked: whether an entry ends there, bool `(n,)`.
-        tokens: of all segments, uint32.
-    """
-
-    namespaces: Int64
-    parents: Int64
-    lengths: Int64
-    marked: npt.NDArray[np.bool_]
-    tokens: UInt32
-
-    @classmethod
-    def none(cls) -> Segments:
-        """An empty tree."""
-        empty = np.empty(0, np.int64)
-        return cls(empty, empty, empty, np.empty(0, bool), np.empty(0, np.uint32))
-
-    def and_then(self, others: Segments, num_namespaces: int) -> Segments:
-        """These, which have so many namespaces, and then `others`, which have others."""
-        parents = np.where(others.parents >= 0, others.parents + len(self.lengths), -1)
-        moved = (others.namespaces + num_namespaces, parents, *others[2:])
-        return Segments(*(np.concatenate(pair) for pair in zip(self, moved, strict=True)))
-
-    def slots(self, arena_of: Int64, num_arenas: int) -> tuple[Int64, Int64]:
-        """First slot of each segment in its arena, and slots of each arena; `arena_of` by namespace."""
-        firsts, totals = np.zeros(len(self.lengths), np.int64), np.zeros(num_arenas, np.int64)
-        arenas = arena_of[self.namespaces]
-        np.add.at(totals, arenas, self.lengths)
-        order = np.argsort(arenas, kind="stable")
-        before = np.cumsum(totals) - totals  # in the arenas before
-        firsts[order] = np.cumsum(self.lengths[order]) - self.lengths[order] - before[arenas[order]]
-        return firsts, totals
-
-
-def _aligned(size: int, alignment: int) -> int:
-    return -(-size // alignment) * alignment
+_ARENA_ALIGNMENT = 4096
+_SMALL = 64 << 20  # bytes of tables that are read at once
+_PIECE = 1 << 20  # bytes of larger ones that are checked at a time, whole segments
+# Reading takes about ten times the size of the tables. K and V of a token take a hundred times the bytes of its tables,
+# so no cache that fits a machine has tables of a 16th of its memory.
+_PART_OF_MEMORY = 16
+_MAX_MODEL_BYTES = 1 << 16  # of a name that is not the expected one; it is shown in a message
+_MAX_ARENAS = 4096  # each takes an object of the cache
 
 
 def _places(arenas: Sequence[Arena], slots: Sequence[int], tables_end: int) -> tuple[list[int], list[int], int]:
     """Offset of each arena's first page, pages of each, and bytes of the file."""
     offsets, counts, end = [], [], tables_end
     for arena, number in zip(arenas, slots, strict=True):
-        offsets.append(_aligned(end, _ARENA_ALIGNMENT))
+        offsets.append(aligned(end, _ARENA_ALIGNMENT))
         counts.append(-(-int(number) // arena.page_tokens))
         end = offsets[-1] + counts[-1] * arena.stride
     return offsets, counts, end
@@ -187,12 +104,12 @@ def write_snapshot(
         OSError: of the file system.
     """
     names = b"".join(_NAME.pack(arena, len(data)) + data for arena, data in _encoded(namespaces))
-    table = np.empty(len(segments.lengths), _SEGMENT)
+    table = np.empty(len(segments.lengths), SEGMENT)
     table["namespace"], table["tokens"] = segments.namespaces, segments.lengths
-    table["parent"], table["marked"] = segments.parents & _NO_PARENT, segments.marked
+    table["parent"], table["marked"] = segments.parents & NO_PARENT, segments.marked
     arena_of = np.array([arena for arena, _ in namespaces], np.int64)
     _, slots = segments.slots(arena_of, len(arenas))
-    head = b"".join(arena._pack() for arena in arenas) + table.tobytes()
+    head = b"".join(arena.pack() for arena in arenas) + table.tobytes()
     tail = names + (name := model.encode())
     num_pages = sum(-(-int(n) // arena.page_tokens) for arena, n in zip(arenas, slots, strict=True))
     tables_end = HEADER.size + len(head) + 4 * len(segments.tokens) + 4 * num_pages + len(tail)
@@ -248,23 +165,19 @@ class Snapshot:
 
     def __init__(self, path: str | os.PathLike[str], kind: str, model: str) -> None:
         self.path = os.fspath(path)
-        # Without O_NONBLOCK, a pipe of this name would wait for a writer.
-        self._file = File(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._file, size = open_regular(path, SnapshotError)
         try:
-            self._open(kind, model)
+            self._open(kind, model, size)
         except BaseException as error:
             self._file.close()
             if isinstance(error, SnapshotError):
                 raise SnapshotError(f"{self.path}: {error}") from error
             raise
 
-    def _open(self, kind: str, model: str) -> None:
-        status = os.fstat(self._file.fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise SnapshotError("expected a regular file, got another kind of file")
+    def _open(self, kind: str, model: str, file_size: int) -> None:
         header = bytearray(HEADER.size)
-        if status.st_size < HEADER.size or not read_at(self._file.fd, [header], 0):
-            raise SnapshotError(f"expected at least {HEADER.size} bytes, got {status.st_size}")
+        if file_size < HEADER.size or not read_at(self._file.fd, [header], 0):
+            raise SnapshotError(f"expected at least {HEADER.size} bytes, got {file_size}")
         (
             magic, version, number, size, num_segments, num_tokens, num_pages, names_bytes,
             num_arenas, num_names, model_bytes, sum_of_tables, own,
@@ -275,14 +188,58 @@ class Snapshot:
             raise SnapshotError(f"expected version {VERSION}, got {version}")
         if checksum([header[:-4]]) != own:
             raise SnapshotError("expected a header with its checksum, got a damaged one")
-        if size != status.st_size:
-            raise SnapshotError(f"expected {size} bytes, got {status.st_size}")
+        if size != file_size:
+            raise SnapshotError(f"expected {size} bytes, got {file_size}")
         if number != KINDS[kind]:
             kinds = {number: name for name, number in KINDS.items()}
             raise SnapshotError(f"expected saved {kind}, got {kinds.get(number, number)}")
         sizes = [num_arenas * ARENA.size, num_segments * 16, num_tokens * 4, num_pages * 4, names_bytes, model_bytes]
         if HEADER.size + sum(sizes) > size:
             raise SnapshotError(f"expected tables of at most {size - HEADER.size} bytes, got {sum(sizes)}")
+        if num_arenas > _MAX_ARENAS:
+            raise SnapshotError(f"expected at most {_MAX_ARENAS} arenas, got {num_arenas}")
+        if num_segments > num_tokens or num_pages > num_tokens or num_names * (_NAME.size + 1) > names_bytes:
+            raise SnapshotError(
+                f"expected a token or more in each segment and page and a name in each namespace, got {num_segments} "
+                f"segments, {num_pages} pages, {num_tokens} tokens, {num_names} namespaces"
+            )
+        if model_bytes > max(_MAX_MODEL_BYTES, len(model.encode())):
+            raise SnapshotError(f"expected model {model!r}, got a name of {model_bytes} bytes")
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _PART_OF_MEMORY
+        if sum(sizes) > max(most, _SMALL):
+            raise SnapshotError(f"expected tables of at most {most} bytes on this machine, got {sum(sizes)}")
+        if sum(sizes) > _SMALL:
+            self._check_pieces(sizes, sum_of_tables)
+        try:
+            self._read_tables(sizes, sum_of_tables, model, num_names, num_pages, size)
+        except MemoryError:
+            if sum(sizes) <= _SMALL:
+                raise  # memory is short, whatever the file says
+            raise SnapshotError(f"expected tables that fit memory, got {sum(sizes)} bytes") from None
+
+    def _check_pieces(self, sizes: list[int], sum_of_tables: int) -> None:
+        """SnapshotError for tables with a wrong checksum, arena or segment, in a few MiB of memory."""
+        found, at, segment = 0, HEADER.size, 0
+        for part, length in enumerate(sizes):
+            step = _PIECE // ARENA.size * ARENA.size  # whole arenas and segments
+            for first in range(0, length, step):
+                piece = bytearray(min(step, length - first))
+                if not read_at(self._file.fd, [piece], at + first):
+                    raise SnapshotError("expected whole tables, got a file that has become shorter")
+                found = zlib.crc32(piece, found)
+                if part == 0:
+                    unpack_arenas(piece)
+                elif part == 1:
+                    table = np.frombuffer(piece, SEGMENT)
+                    check_segments(table, segment)
+                    segment += len(table)
+            at += length
+        if found != sum_of_tables:
+            raise SnapshotError("expected tables with their checksum, got damaged ones")
+
+    def _read_tables(
+        self, sizes: list[int], sum_of_tables: int, model: str, num_names: int, num_pages: int, size: int
+    ) -> None:
         tables = bytearray(sum(sizes))
         if not read_at(self._file.fd, [tables], HEADER.size) or checksum([tables]) != sum_of_tables:
             raise SnapshotError("expected tables with their checksum, got damaged ones")
@@ -292,12 +249,12 @@ class Snapshot:
             at += length
         name = bytes(parts[5]).decode("utf-8", "backslashreplace")
         if name != model:
-            raise SnapshotError(f"expected model {model!r}, got {name!r}")
-        self.arenas = [Arena._unpack(bytes(parts[0][i : i + ARENA.size])) for i in range(0, sizes[0], ARENA.size)]
+            raise SnapshotError(f"expected model {model!r}, got {name[:100]!r}")
+        self.arenas = unpack_arenas(parts[0])
         self._read_names(bytes(parts[4]), num_names)
-        self._read_segments(np.frombuffer(parts[1], _SEGMENT), np.frombuffer(parts[2], "<u4"))
+        self._read_segments(np.frombuffer(parts[1], SEGMENT), np.frombuffer(parts[2], "<u4"))
         self._checksums = np.frombuffer(parts[3], "<u4")
-        self.firsts, self.num_slots = self.segments.slots(self.arena_of, num_arenas)
+        self.firsts, self.num_slots = self.segments.slots(self.arena_of, len(self.arenas))
         self._offsets, counts, end = _places(self.arenas, self.num_slots.tolist(), HEADER.size + sum(sizes))
         if sum(counts) != num_pages or end != size:
             raise SnapshotError(f"expected {sum(counts)} pages in {end} bytes, got {num_pages} in {size}")
@@ -325,14 +282,12 @@ class Snapshot:
         self.arena_of = np.array(arenas, np.int64)
 
     def _read_segments(self, table: npt.NDArray[Any], tokens: UInt32) -> None:
+        check_segments(table, 0)
         spaces, lengths = table["namespace"].astype(np.int64), table["tokens"].astype(np.int64)
         parents = table["parent"].astype(np.int64)
-        parents[parents == _NO_PARENT] = -1
+        parents[parents == NO_PARENT] = -1
         inner = parents >= 0
-        if (
-            (spaces >= len(self.names)).any() or (parents >= np.arange(len(table))).any() or (lengths < 1).any()
-            or (table["marked"] > 1).any() or (spaces[parents[inner]] != spaces[inner]).any()
-        ):  # fmt: skip
+        if (spaces >= len(self.names)).any() or (spaces[parents[inner]] != spaces[inner]).any():
             raise SnapshotError("expected segments that follow their parents, got others")
         if int(lengths.sum()) != len(tokens):
             raise SnapshotError(f"expected {lengths.sum()} tokens, got {len(tokens)}")

@@ -1,9 +1,12 @@
 """Files that are replaced as a whole: the writer is killed, and the file system fails, at every step of it."""
 
 import errno
+import fcntl
 import os
+import random
 import resource
 import signal
+import socket
 import time
 
 import pytest
@@ -100,27 +103,177 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
     assert seen == {0, 1}
 
 
+def start(run):
+    """Fork a child that ends with 0 if nothing was raised; its id."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def temporaries(folder):
+    return [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
 @forks
-def test_a_writer_that_is_killed_at_any_time(tmp_path):
+def test_writers_that_are_killed_at_any_time(tmp_path, long):
+    """Always the old file or the new one, it can be loaded, and of what they leave behind no more than one stays."""
     path, caches = tmp_path / "cache", (cache_of(1), cache_of(2, 700))
-    contents = [content(cache, path) for cache in caches]
+    contents, tokens = [content(cache, path) for cache in caches], ([1] * 200, [2] * 700)
+    rng, left = random.Random(0), 0
 
     def save_for_ever():
         while True:
             for cache in caches:
                 cache.save(path)
 
-    for turn in range(25):
-        child = os.fork()
-        if child == 0:
-            try:
-                save_for_ever()
-            finally:
-                os._exit(0)
-        time.sleep(0.001 * (turn + 1))
+    for _ in range(2000 if long else 50):
+        child = start(save_for_ever)
+        time.sleep(rng.uniform(0.001, 0.03))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert path.read_bytes() in contents
+        found = contents.index(path.read_bytes())
+        loaded = PrefixKvCache()
+        assert loaded.load(path) == 1
+        assert loaded.lookup(tokens[found])[0] == len(tokens[found])
+        # The first save of this child has removed what the child before had left.
+        assert len(temporaries(tmp_path)) <= 2
+        left += bool(temporaries(tmp_path))
+    assert left, "no writer was killed while it wrote"
+    caches[0].save(path)
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@forks
+def test_writers_of_one_name_leave_each_other_alone(tmp_path, long):
+    """A file that is being written is never removed: of several writers, some of which are killed, the others go on."""
+    path, caches = tmp_path / "cache", (cache_of(1), cache_of(2, 700))
+    contents, rng = [content(cache, path) for cache in caches], random.Random(1)
+
+    def save_often():
+        for _ in range(15):
+            for cache in caches:
+                cache.save(path)
+
+    for _ in range(50 if long else 3):
+        writers, doomed = [start(save_often) for _ in range(3)], [start(save_often) for _ in range(3)]
+        for child in doomed:
+            time.sleep(rng.uniform(0.001, 0.02))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            assert path.read_bytes() in contents
+        assert [os.waitpid(child, 0)[1] for child in writers] == [0, 0, 0]
+        caches[0].save(path)
+        assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_only_temporaries_of_dead_writers_of_this_name_are_removed(tmp_path):
+    path, cache = tmp_path / "cache", cache_of(1)
+    others = [".cache.0123456.tmp", ".cache.0123456g.tmp", ".cache2.01234567.tmp", "cache.01234567.tmp", ".cache.tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    (tmp_path / ".cache.aaaaaaaa.tmp").mkdir()
+    os.mkfifo(tmp_path / ".cache.bbbbbbbb.tmp")
+    (tmp_path / ".cache.cccccccc.tmp").symlink_to(tmp_path / others[0])
+    kept = set(os.listdir(tmp_path))
+    for name in (".cache.01234567.tmp", ".cache.89abcdef.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    with open(tmp_path / ".cache.dddddddd.tmp", "wb") as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        cache.save(path)
+        assert set(os.listdir(tmp_path)) == {*kept, "cache", ".cache.dddddddd.tmp"}
+    cache.save(path)
+    assert set(os.listdir(tmp_path)) == {*kept, "cache"}
+
+
+def test_a_sweeper_between_the_creation_of_a_file_and_its_lock(tmp_path, monkeypatch):
+    """The name is gone, or its lock is taken: the writer takes another name."""
+    path, cache, flock, taken = tmp_path / "cache", cache_of(1), fcntl.flock, []
+
+    def late(fd, how):
+        if len(taken) < 2:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if taken:
+                os.unlink(name)
+            else:
+                other = os.open(name, os.O_RDWR)
+                flock(other, fcntl.LOCK_EX)
+                taken.append(other)
+                return flock(fd, how)
+            taken.append(None)
+        return flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    cache.save(path)
+    os.close(taken[0])
+    assert len(taken) == 2
+    assert os.listdir(tmp_path) == ["cache"]
+    assert PrefixKvCache().load(path) == 1
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Files are written as ever, and nothing is swept, for it cannot be known who lives."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / ".cache.01234567.tmp").touch()
+    cache_of(1).save(tmp_path / "cache")
+    assert sorted(os.listdir(tmp_path)) == [".cache.01234567.tmp", "cache"]
+
+
+def bind(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+SPECIAL = {
+    "a FIFO": os.mkfifo,
+    "a directory": os.mkdir,
+    "a socket": bind,
+    "a device": lambda path: path.symlink_to("/dev/null"),
+    "a symbolic link": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, kind, linked):
+    path = tmp_path / "folder" / "cache"
+    path.parent.mkdir()
+    SPECIAL[kind](path)
+    before = os.lstat(path)
+    if linked:
+        (tmp_path / "link").symlink_to(path)
+    with pytest.raises(FileExistsError, match=rf"expected a regular file or none, got {kind}") as caught:
+        cache_of(1).save(tmp_path / "link" if linked else path)
+    assert caught.value.errno == errno.EEXIST
+    assert os.lstat(path) == before
+    assert os.listdir(path.parent) == ["cache"]
+
+
+def test_what_becomes_a_directory_meanwhile_is_not_replaced(tmp_path):
+    path = tmp_path / "cache"
+    with pytest.raises(FileExistsError, match="got a FIFO"), Replacement(path):
+        os.mkfifo(path)
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_names_of_bytes(tmp_path):
+    with Replacement(os.fsencode(tmp_path / "cache")) as fd:
+        write_at(fd, [b"content"], 0)
+    assert (tmp_path / "cache").read_bytes() == b"content"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "disk full"), KeyboardInterrupt(), MemoryError()], ids=repr)

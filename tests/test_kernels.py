@@ -105,18 +105,31 @@ def test_write_and_read_stay_inside_their_arrays(simd, rng, at_end, name):
         np.testing.assert_array_equal(keys, values)
 
 
+BEYOND_F32 = [float(np.nextafter(np.float32(2.0**96), np.float32(np.inf))), -1e38, 3.4e38]
+
+
 @pytest.mark.parametrize("name", ["f16", "f32", "q4"])
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 17, 31, 33, 100])
 def test_check_names_the_first_value_that_does_not_fit(simd, name, n):
-    x = copy_guarded(np.full(n, 65519.996 if name != "f32" else 3.4e38, np.float32))
+    x = copy_guarded(np.full(n, 65519.996 if name != "f32" else 2.0**96, np.float32))
     x[::2] *= -1
     assert _kernels._check(x, name) == -1
-    bad = [np.nan, np.inf, -np.inf] + ([65520.0, -65520.0, 1e30] if name != "f32" else [])
+    bad = [np.nan, np.inf, -np.inf] + ([65520.0, -65520.0, 1e30] if name != "f32" else BEYOND_F32)
     for value in bad:
         for i in range(n):
             y = copy_guarded(x)
             y[i], y[i + 1 :: 3] = value, np.nan
             assert _kernels._check(y, name) == i
+
+
+@pytest.mark.parametrize("name", _kernels.FORMATS)
+@pytest.mark.parametrize(("slot", "count"), [(0, 16), (3, 1), (5, 9), (0, 0)])
+def test_slots_copied_onto_themselves_stay(rng, name, slot, count):
+    layout = _kernels.Layout(16, 2, 8, name, name)
+    arena = rng.integers(0, 256, 2 * layout.block_bytes).astype(np.uint8)
+    before = arena.copy()
+    _kernels._copy(layout, arena, 1, slot, 1, slot, count)
+    np.testing.assert_array_equal(arena, before)
 
 
 @pytest.mark.parametrize("name", ["f32", "f16"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 
 import ml_dtypes
@@ -12,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_files import NAMES, entry, pack, pack_arrays
 
-from kvcache.engine.safetensors import MAX_HEADER_BYTES, SafetensorsFile
+from kvcache.engine import safetensors
+from kvcache.engine.files import MAX_JSON_BYTES
+from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, KvCacheError
 
 
@@ -66,13 +70,48 @@ def test_special_values_keep_their_bits(write):
         np.testing.assert_array_equal(file.read(name), array.astype(np.float32))
 
 
-def test_aligned_float32_is_not_copied(write):
-    array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    raw = json.dumps({"w": entry("F32", [3, 4], 0, 48)}).encode()
-    file = SafetensorsFile(write(pack(raw + b" " * (-len(raw) % 8), array.tobytes())))
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+def test_values_are_no_longer_those_of_the_file(write, dtype):
+    """What is written into the file later does not reach what was read from it."""
+    array = np.arange(12).reshape(3, 4).astype(dtype)
+    path = write(pack_arrays({"w": array}))
+    file = SafetensorsFile(path)
     first, second = file.read("w"), file.read("w")
-    assert np.shares_memory(first, second)
-    assert not first.flags.writeable
+    assert not np.shares_memory(first, second)
+    path.write_bytes(path.read_bytes()[: -array.nbytes] + b"\xff" * array.nbytes)
+    np.testing.assert_array_equal(first, array.astype(np.float32))
+    assert not np.array_equal(file.read("w"), first)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("order", "CF")
+@pytest.mark.parametrize("band", [8, 52, 1 << 20])
+def test_a_file_that_is_cut_short_while_it_is_read(write, monkeypatch, dtype, order, band):
+    """At every length: the values, or an error that names file and tensor."""
+    array = np.random.default_rng(0).standard_normal((9, 3)).astype(dtype)
+    content = pack_arrays({"first": array, "second": array})
+    path = write(content)
+    monkeypatch.setattr(safetensors, "_BAND_BYTES", band)
+    file = SafetensorsFile(path)
+    out = np.empty((9, 3), np.float32, order=order)
+    for size in range(len(content), len(content) - array.nbytes - 1, -1):
+        os.truncate(path, size)
+        file.read_into("first", out)
+        np.testing.assert_array_equal(out, array.astype(np.float32))
+        if size < len(content):
+            with pytest.raises(CheckpointError, match=r"model.safetensors: second: truncated: expected \d+ bytes at"):
+                file.read_into("second", out)
+
+
+def test_a_read_that_fails_names_file_and_tensor(write, monkeypatch):
+    file = SafetensorsFile(write(pack_arrays({"w": np.ones(3, np.float32)})))
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(safetensors, "read_at", fail)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: w: Input/output error"):
+        file.read("w")
 
 
 def test_empty_and_scalar_tensors(write):
@@ -97,7 +136,8 @@ HOSTILE = {
     "not UTF-8": (pack(b'{"\xff": 1}'), "damaged header"),
     "UTF-16": (pack("{}".encode("utf-16")), "damaged header"),
     "nested too deep": (pack(b"[" * 100_000), "damaged header"),
-    "number of 5000 digits": (pack(b'{"a": ' + b"9" * 5000 + b"}"), "damaged header"),
+    "number of 5000 digits": (pack(b'{"a": ' + b"9" * 5000 + b"}"), "damaged header.*5000"),
+    "fraction of millions of digits": (pack(b'{"a": 0.' + b"9" * 8_000_000 + b"}"), "damaged header.*8000002"),
     "not a number": (pack(b'{"a": NaN}'), "damaged header"),
     "an array": (pack([]), "expected a JSON object"),
     "duplicate tensor": (
@@ -142,7 +182,7 @@ def test_header_beyond_the_bound_is_not_read(tmp_path):
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**40 + 8)  # sparse
-    with pytest.raises(CheckpointError, match=f"at most {MAX_HEADER_BYTES}"):
+    with pytest.raises(CheckpointError, match=f"at most {MAX_JSON_BYTES}"):
         SafetensorsFile(path)
 
 

@@ -8,7 +8,7 @@ import pytest
 from contents import state
 from saved_caches import SIZE, blocks, entries, get, put, refuse
 
-from kvcache import snapshot
+from kvcache import files as files_module
 from kvcache._file import File
 
 HEADER, MODEL = 128, "this one"
@@ -164,7 +164,7 @@ def test_a_page_that_the_disk_does_not_give(tmp_path, kind, monkeypatch):
     put(saved, None, [1] * 4 * SIZE)
     saved.save(tmp_path / "cache")
     files = []
-    monkeypatch.setattr(snapshot, "File", lambda *arguments: files.append(File(*arguments)) or files[-1])
+    monkeypatch.setattr(files_module, "File", lambda *arguments: files.append(File(*arguments)) or files[-1])
     assert loaded.load(tmp_path / "cache") > 0
 
     unreadable = os.open(tmp_path / "cache", os.O_WRONLY)

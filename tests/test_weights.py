@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 from tensor_files import pack, pack_arrays
 
-from kvcache.engine import ModelConfig, Transformer
+from kvcache.engine import InferenceEngine, ModelConfig, Transformer, weights
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.engine.weights import Checkpoint
-from kvcache.errors import CheckpointError
+from kvcache.errors import CheckpointError, OutOfMemoryError
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -179,6 +180,64 @@ def test_truncated_shard(shards):
         Transformer.from_pretrained(folder)
 
 
+def computed(model):
+    """Logits of a text, through every weight."""
+    engine = InferenceEngine(model)
+    return engine.prefill_from_pos(np.arange(40, dtype=np.uint32), 0)
+
+
+@pytest.mark.parametrize("source", ["llama_biases", "llama_linear_tied_sharded_f16", "llama_llama3_bf16", "qwen3_tied"])
+def test_no_change_of_a_file_reaches_a_network(tmp_path, source):
+    """The weights are the process's own memory: no file is mapped or open once they are loaded."""
+    shutil.copytree(GOLDEN / source, tmp_path, dirs_exist_ok=True)
+    model = Transformer.from_pretrained(tmp_path)
+    want = computed(model)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [name for name in opened if name.startswith(str(tmp_path))]
+    for path in tmp_path.iterdir():
+        size = path.stat().st_size
+        with path.open("r+b") as file:  # the same inode, as `cp` writes it
+            file.write(b"\xff" * size)
+        np.testing.assert_array_equal(computed(model), want)
+        os.truncate(path, 0)
+        np.testing.assert_array_equal(computed(model), want)
+
+
+@pytest.mark.parametrize("source", ["llama", "llama_biases", "qwen3_tied"])
+def test_weights_are_read_only(source):
+    arrays = list(Transformer.from_pretrained(GOLDEN / source).weights.arrays())
+    assert len(arrays) >= 15
+    assert not any(array.flags.writeable for array in arrays)
+    with pytest.raises(ValueError, match="read-only"):
+        arrays[0][0] = 1
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read(shards, monkeypatch):
+    folder, weight_map, _ = shards
+    shard = weight_map["model.norm.weight"]
+    read_into = SafetensorsFile.read_into
+
+    def cut(self, name, out):
+        os.truncate(folder / shard, 100)
+        read_into(self, name, out)
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", cut)
+    with pytest.raises(CheckpointError, match=rf"{shard}: model\.\S+: truncated: expected \d+ bytes"):
+        Transformer.from_pretrained(folder)
+
+
+def test_weights_that_no_memory_is_left_for(checkpoint, monkeypatch):
+    _, _, save = checkpoint
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(weights, "empty_matrices", refuse)
+    with pytest.raises(OutOfMemoryError, match="bytes"):
+        Transformer.from_pretrained(save())
+
+
 def test_every_golden_tensor_is_used():
     """The shapes that a network requires add up to what the files hold."""
     for folder in GOLDEN.glob("*/golden.npz"):
@@ -189,9 +248,9 @@ def test_every_golden_tensor_is_used():
             for file in map(SafetensorsFile, folder.parent.glob("*.safetensors"))
             for name in file
         )
-        weights = model.weights
-        arrays = [weights.embedding, weights.norm] + ([] if config.tie_word_embeddings else [weights.head])
-        for layer in weights.layers:
+        found = model.weights
+        arrays = [found.embedding, found.norm] + ([] if config.tie_word_embeddings else [found.head])
+        for layer in found.layers:
             arrays += [
                 layer.input_norm, layer.qkv, layer.qkv_bias, layer.output, layer.output_bias,
                 layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias,

@@ -6,13 +6,13 @@ keys are those of the transformers library, because files are written with them 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcache.engine.files import read_json, short
 from kvcache.engine.rope import Rope
 from kvcache.errors import CheckpointError
 
@@ -45,6 +45,7 @@ _MODEL_TYPES = {
 }
 _MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
 _MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
+_LEAST_BETA = 1e-6  # of YaRN, turns over the context: keeps its wavelengths finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,15 @@ class ModelConfig:
         config = read_json(directory / "config.json")
         generation = directory / "generation_config.json"
         # Both files may name the end of a text; the one about generation is the one to follow.
-        if generation.is_file() and (eos := read_json(generation).get("eos_token_id")) is not None:
+        if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
             config = {**config, "eos_token_id": eos}
         return cls.from_dict(config)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
         read = _Reader(config)
@@ -138,19 +141,6 @@ class ModelConfig:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises FileNotFoundError, or CheckpointError where it is not an object."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"expected a checkpoint directory with {path.name}, got none at {path}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
 class _Reader:
     """Typed reads of one JSON object; every complaint names the key. A null counts as absent."""
 
@@ -165,7 +155,7 @@ class _Reader:
                 raise CheckpointError(f"{self._where}{key}: expected {expected}, got nothing")
             return default
         if not accept(value):
-            raise CheckpointError(f"{self._where}{key}: expected {expected}, got {value!r}")
+            raise CheckpointError(f"{self._where}{key}: expected {expected}, got {short(value)}")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -195,10 +185,10 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if not named:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
-            raise CheckpointError(f"model_type: expected one of {', '.join(_MODEL_TYPES)}, got {model_type!r}")
+            raise CheckpointError(f"model_type: expected one of {', '.join(_MODEL_TYPES)}, got {short(model_type)}")
         return _MODEL_TYPES[model_type]
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in _FAMILIES:
-        raise CheckpointError(f"architectures: expected one of {known}, got {named!r}")
+        raise CheckpointError(f"architectures: expected one of {known}, got {short(named)}")
     return named[0]
 
 
@@ -206,41 +196,44 @@ def _refuse_unsupported(config: Mapping[str, Any], read: _Reader, family: _Famil
     """Raise for every option that would change the result and is not built."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act: expected 'silu', got {activation!r}")
+        raise CheckpointError(f"hidden_act: expected 'silu', got {short(activation)}")
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
-            raise CheckpointError(f"{key}: expected an unquantised checkpoint, got {config[key]!r}")
+            raise CheckpointError(f"{key}: expected an unquantised checkpoint, got {short(config[key])}")
     slides = read.flag("use_sliding_window", False) if family.window_switch else True
     window = config.get("sliding_window", family.sliding_window) if slides else None
     if window is not None and (type(window) is not int or window < positions):
-        raise CheckpointError(f"sliding_window: expected none, or at least all {positions} positions, got {window!r}")
+        raise CheckpointError(
+            f"sliding_window: expected none, or at least all {positions} positions, got {short(window)}"
+        )
     kinds = config.get("layer_types")
     allowed = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if kinds is not None and not (isinstance(kinds, list) and all(kind in allowed for kind in kinds)):
-        raise CheckpointError(f"layer_types: expected only 'full_attention', got {kinds!r}")
+        raise CheckpointError(f"layer_types: expected only 'full_attention', got {short(kinds)}")
 
 
 def _rope(config: Mapping[str, Any], positions: int) -> Rope:
     """The rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    scaling = config.get(name) or {}
+    scaling = config.get(name)
+    scaling = {} if scaling is None else scaling
     if not isinstance(scaling, dict):
-        raise CheckpointError(f"{name}: expected an object, got {scaling!r}")
+        raise CheckpointError(f"{name}: expected an object, got {short(scaling)}")
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise CheckpointError(f"{name}: expected one kind for all layers, got one per layer type: {scaling!r}")
+        raise CheckpointError(f"{name}: expected one kind for all layers, got one per layer type: {short(scaling)}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"partial_rotary_factor: expected 1, got {partial!r}")
+        raise CheckpointError(f"partial_rotary_factor: expected 1, got {short(partial)}")
 
     read = _Reader(scaling, f"{name}.")
     theta = read.number("rope_theta", _Reader(config).number("rope_theta", 10000.0, at_least=1.0), at_least=1.0)
     if theta <= 1:
-        raise CheckpointError(f"rope_theta: expected more than 1, got {theta!r}")
+        raise CheckpointError(f"rope_theta: expected more than 1, got {theta}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return Rope(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise CheckpointError(f"{name}.rope_type: expected default, linear, llama3 or yarn, got {kind!r}")
+        raise CheckpointError(f"{name}.rope_type: expected default, linear, llama3 or yarn, got {short(kind)}")
     if kind == "linear":
         return Rope(kind="linear", theta=theta, factor=read.number("factor", at_least=1.0))
 
@@ -248,14 +241,14 @@ def _rope(config: Mapping[str, Any], positions: int) -> Rope:
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
         if low >= high:
-            raise CheckpointError(f"{name}: expected low_freq_factor < high_freq_factor, got {low!r} and {high!r}")
+            raise CheckpointError(f"{name}: expected low_freq_factor < high_freq_factor, got {low} and {high}")
         factor = read.number("factor", at_least=1.0)
         return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
     factor = read.number("factor", max(positions / original, 1.0), at_least=1.0)
     fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
-    if not 0 < slow <= fast:
-        raise CheckpointError(f"{name}: expected 0 < beta_slow <= beta_fast, got {slow!r} and {fast!r}")
+    if not _LEAST_BETA <= slow <= fast:
+        raise CheckpointError(f"{name}: expected {_LEAST_BETA:g} <= beta_slow <= beta_fast, got {slow} and {fast}")
     return Rope(
         "yarn",
         theta,
@@ -289,5 +282,5 @@ def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int and 0 <= token < 2**32 for token in ids):
-        raise CheckpointError(f"eos_token_id: expected token ids, got {eos!r}")
+        raise CheckpointError(f"eos_token_id: expected token ids, got {short(eos)}")
     return tuple(sorted(set(ids)))

@@ -73,6 +73,7 @@ class PrefixCachedEngine:
             raise ValueError(f"max_cache_blocks: expected at least 0, got {max_cache_blocks}")
         if engine.eviction_policy is not None:
             raise ValueError("engine: expected one without eviction_policy: a prefix with holes cannot be shared")
+        max_cache_blocks = int(max_cache_blocks)
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)

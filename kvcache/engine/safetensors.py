@@ -11,7 +11,6 @@ NumPy has no bfloat16, and the reader must refuse a hostile header before it cos
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,15 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json, short
 from kvcache.errors import CheckpointError
+from kvcache.files import read_at
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
 
 Float32 = NDArray[np.float32]
 
-# The format allows 100 MB. A tensor takes about 100 bytes of header, so this describes more than 100 000 of
-# them, and it bounds what parsing hostile JSON can cost.
-MAX_HEADER_BYTES = 16 * 2**20
 _MAX_RANK = 32
 _MAX_BYTES = 2**62
 
@@ -40,7 +38,7 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_BAND = 256  # rows converted at a time on their way into columns
+_BAND_BYTES = 1 << 20  # read and converted at a time: it stays in the second-level cache
 
 
 class TensorInfo(NamedTuple):
@@ -53,32 +51,29 @@ class TensorInfo(NamedTuple):
 
 
 class SafetensorsFile(Mapping[str, TensorInfo]):
-    """One file, mapped into memory; a mapping from tensor names to where they lie.
+    """One file; a mapping from tensor names to where they lie.
 
-    Opening reads and checks the whole header and no data. Raises FileNotFoundError, or CheckpointError that
-    names the file, the tensor and what is wrong with it.
+    Opening reads and checks the whole header and no data. Tensors are read into memory of their own, never mapped: what
+    happens to the file later changes no value. The file stays open as long as this lives.
+
+    Raises FileNotFoundError, or CheckpointError that names the file, the tensor and what is wrong with it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            size = self.path.stat().st_size
-            with self.path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if size < 8 or length > size - 8:
-                    raise CheckpointError(
-                        f"{self.path}: truncated: expected a header of {length} bytes, got {max(size - 8, 0)}"
-                    )
-                if length > MAX_HEADER_BYTES:
-                    raise CheckpointError(
-                        f"{self.path}: expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}"
-                    )
-                header = file.read(length)
-        except IsADirectoryError:
-            raise CheckpointError(f"{self.path}: expected a file, got a directory") from None
+        self._file, size = open_file(self.path)
+        first = bytearray(min(size, 8))
+        self._read([first], 0, "header")
+        length = int.from_bytes(first, "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{self.path}: truncated: expected a header of {length} bytes, got {max(size - 8, 0)}"
+            )
+        if length > MAX_JSON_BYTES:
+            raise CheckpointError(f"{self.path}: expected a header of at most {MAX_JSON_BYTES} bytes, got {length}")
+        header = bytearray(length)
+        self._read([header], 8, "header")
         self._tensors = _parse(header, 8 + length, size, self.path)
-        # Mapped, not read: tensors are converted straight from where they lie.
-        self._bytes = np.memmap(self.path, np.uint8, "r", shape=(size,))
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._tensors[name]
@@ -90,49 +85,70 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def read(self, name: str) -> Float32:
-        """The tensor as float32: a read-only view of the file if stored so and aligned, else a new array."""
-        stored = self._stored(name)
-        if stored.dtype == np.float32 and stored.flags.aligned:
-            return stored
-        out = np.empty(stored.shape, np.float32)
+        """The tensor as a new float32 array."""
+        out = np.empty(self[name].shape, np.float32)
         self.read_into(name, out)
         return out
 
     def read_into(self, name: str, out: Float32) -> None:
-        """Convert the tensor into `out`, float32 of its shape in any memory order, with no copy but of some rows."""
-        stored = self._stored(name)
-        if out.flags.c_contiguous or not len(out):
-            _convert(stored, out)
-            return
-        # Some rows at a time are widened, then spread over the columns: several times as fast as both at once.
-        rows = np.empty((min(_BAND, len(out)), *out.shape[1:]), np.float32)
-        for first in range(0, len(out), _BAND):
-            band = rows[: len(out) - first]
-            _convert(stored[first : first + _BAND], band)
-            out[first : first + _BAND] = band
+        """Read the tensor into `out`, float32 of its shape in any memory order; it takes `_BAND_BYTES` beside that.
 
-    def _stored(self, name: str) -> NDArray[Any]:
+        Raises CheckpointError if the file has become shorter, or cannot be read; `out` is undefined then.
+        """
         info = self[name]
         if info.dtype not in _LOADABLE:
             raise CheckpointError(f"{self.path}: {name}: expected F32, F16 or BF16, got {info.dtype}")
-        count = math.prod(info.shape)
-        if not count:  # which may lie at the very end, where NumPy finds no buffer
-            return np.empty(info.shape, _LOADABLE[info.dtype])
-        stored: NDArray[Any] = np.frombuffer(self._bytes, _LOADABLE[info.dtype], count, info.start)
-        return stored.reshape(info.shape)
+        if not out.size:
+            return
+        dtype, at = np.dtype(_LOADABLE[info.dtype]), info.start
+        if out.flags.c_contiguous:
+            flat = out.reshape(-1)
+            if dtype == np.float32:
+                self._read([flat], at, name)
+                return
+            count = min(_BAND_BYTES // dtype.itemsize, flat.size)
+            stored = np.empty(count, dtype)
+            for first in range(0, flat.size, count):
+                piece = stored[: flat.size - first]
+                self._read([piece], at + first * dtype.itemsize, name)
+                _convert(piece, flat[first : first + count])
+            return
+        # Some rows at a time are widened, then spread over the columns: several times as fast as both at once.
+        row_values = out.size // len(out)
+        count = min(max(1, _BAND_BYTES // (4 * row_values)), len(out))
+        stored = np.empty((count, *out.shape[1:]), dtype)
+        rows = stored if dtype == np.float32 else np.empty(stored.shape, np.float32)
+        for first in range(0, len(out), count):
+            piece, band = stored[: len(out) - first], rows[: len(out) - first]
+            self._read([piece], at + first * row_values * dtype.itemsize, name)
+            if band is not piece:
+                _convert(piece, band)
+            out[first : first + count] = band
+
+    def _read(self, buffers: list[Any], offset: int, name: str) -> None:
+        """Fill buffers from `offset` on; CheckpointError that names what was to be read."""
+        try:
+            whole = read_at(self._file.fd, buffers, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error.strerror}") from error
+        if not whole:
+            size = sum(memoryview(buffer).nbytes for buffer in buffers)
+            raise CheckpointError(
+                f"{self.path}: {name}: truncated: expected {size} bytes at {offset}, the file ends before"
+            )
 
 
 def _convert(stored: NDArray[Any], out: Float32) -> None:
-    if stored.dtype == np.uint16:  # BF16, the upper half of a float32
+    if stored.dtype == np.dtype("<u2"):  # BF16, the upper half of a float32
         np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         out[...] = stored
 
 
-def _parse(header: bytes, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:
+def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:
     """Check a header against the size of its file; tensors in the order of their names in it."""
     try:
-        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        entries = parse_json(header)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged header: {error}") from None
     if not isinstance(entries, dict):
@@ -160,42 +176,22 @@ def _entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
         raise CheckpointError(f"{path}: {name}: expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise CheckpointError(f"{path}: {name}: expected a known dtype, got {_short(dtype)}")
+        raise CheckpointError(f"{path}: {name}: expected a known dtype, got {short(dtype)}")
     if not _naturals(shape) or len(shape) > _MAX_RANK:
-        raise CheckpointError(f"{path}: {name}: expected a shape of whole numbers, got {_short(shape)}")
+        raise CheckpointError(f"{path}: {name}: expected a shape of whole numbers, got {short(shape)}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{path}: {name}: expected data_offsets [start, stop], got {_short(offsets)}")
+        raise CheckpointError(f"{path}: {name}: expected data_offsets [start, stop], got {short(offsets)}")
     start, stop = offsets
     # Zeros left out: NumPy cannot make an array of shape (0, 2**62) either.
     if math.prod(size for size in shape if size) > _MAX_BYTES // 8:
-        raise CheckpointError(f"{path}: {name}: expected a size that fits memory, got shape {_short(shape)}")
+        raise CheckpointError(f"{path}: {name}: expected a size that fits memory, got shape {short(shape)}")
     bits = math.prod(shape) * _BITS[dtype]
     if bits != (stop - start) * 8:
         raise CheckpointError(
-            f"{path}: {name}: expected {-(-bits // 8)} bytes for {dtype} {_short(shape)}, got {stop - start}"
+            f"{path}: {name}: expected {-(-bits // 8)} bytes for {dtype} {short(shape)}, got {stop - start}"
         )
     return TensorInfo(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _naturals(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_BYTES for value in values)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys must differ: of two tensors with one name, which one would be meant?"""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"duplicate key {_short(key)}")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _short(value: Any) -> str:
-    """`repr`, cut to a line: what came may be megabytes of hostile input."""
-    text = f"{value!r:.100}" if isinstance(value, str) else repr(value[:8] if isinstance(value, list) else value)
-    return text if len(text) <= 120 else text[:117] + "..."

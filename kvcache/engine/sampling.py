@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.arguments import natural, number
+from kvcache.engine.files import short
 
 __all__ = ["Sampler", "SamplingParams"]
 
@@ -59,7 +60,7 @@ class SamplingParams:
         try:
             stops = tuple(natural("stop_token_ids", token) for token in self.stop_token_ids)
         except TypeError:
-            raise TypeError(f"stop_token_ids: expected whole numbers, got {self.stop_token_ids!r}") from None
+            raise TypeError(f"stop_token_ids: expected whole numbers, got {short(self.stop_token_ids)}") from None
         store(self, "stop_token_ids", stops)
 
 

@@ -1,23 +1,26 @@
 """The weights of a network, from a checkpoint directory to the matrices of the forward pass.
 
 Everything is checked before anything is allocated: which tensors there must be, their shapes, their dtypes.
-Then tensors are converted one by one, straight into their place in the fused matrices, which lie in memory as
-products read them fastest.
+Then tensors are read and converted one by one, straight into their place in the fused matrices, which lie in memory as
+products read them fastest. All weights lie in memory of their own, read-only: no later change of a file reaches them.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.config import ModelConfig, read_json
+from kvcache.engine.config import ModelConfig
+from kvcache.engine.files import MAX_JSON_BYTES, read_json, short
 from kvcache.engine.linear import empty_matrices
 from kvcache.engine.safetensors import SafetensorsFile
-from kvcache.errors import CheckpointError
+from kvcache.errors import CheckpointError, OutOfMemoryError
 
 __all__ = ["Checkpoint", "LayerWeights", "Weights"]
 
@@ -26,6 +29,8 @@ Float32 = NDArray[np.float32]
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FEW = 4  # names in a message
+_MAX_NAME = 255  # characters of a file's name; no file system takes more
+_MAX_SHARDS = 512  # all of them stay open while a checkpoint is read; a process may have 1024 files open
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +77,22 @@ class Weights:
         Raises:
             FileNotFoundError: no safetensors files, or a shard is missing.
             CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype.
+            OutOfMemoryError: the weights take more bytes than the machine has, or than can be allocated.
         """
         checkpoint = Checkpoint(directory)
         checkpoint.require(_expected(config), optional=_holds_nothing_new)
+        # A sparse file of any size costs nothing; reading it would take the memory of all processes.
+        size = 4 * sum(math.prod(shape) for _, shape in _expected(config))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > memory:
+            raise OutOfMemoryError(size, memory, "bytes")
+        try:
+            return cls._read(checkpoint, config)
+        except MemoryError:
+            raise OutOfMemoryError(size, 0, "bytes") from None
+
+    @classmethod
+    def _read(cls, checkpoint: Checkpoint, config: ModelConfig) -> Weights:
         shapes = _matrix_shapes(config)
         if config.tie_word_embeddings:  # by rows, for that is how tokens look theirs up
             matrices = empty_matrices(shapes * config.num_layers)
@@ -83,7 +101,7 @@ class Weights:
             *matrices, head = empty_matrices([*shapes * config.num_layers, (config.vocab_size, config.hidden_size)])
             embedding = checkpoint.read("model.embed_tokens.weight")
             checkpoint.fill(head, ["lm_head.weight"])
-        return cls(
+        weights = cls(
             embedding=embedding,
             layers=tuple(
                 _layer(checkpoint, f"model.layers.{i}.", config, *matrices[len(shapes) * i : len(shapes) * (i + 1)])
@@ -92,6 +110,15 @@ class Weights:
             norm=checkpoint.read("model.norm.weight"),
             head=head,
         )
+        for array in weights.arrays():
+            array.flags.writeable = False
+        return weights
+
+    def arrays(self) -> Iterator[Float32]:
+        """Every array, those that two names share more than once."""
+        yield from (self.embedding, self.norm, self.head)
+        for layer in self.layers:
+            yield from (array for field in fields(layer) if (array := getattr(layer, field.name)) is not None)
 
 
 class Checkpoint:
@@ -101,10 +128,10 @@ class Checkpoint:
         directory = Path(directory)
         self.directory = directory
         self._files: dict[str, SafetensorsFile] = {}
-        if (directory / _SINGLE).is_file():
+        if (directory / _SINGLE).exists():
             file = SafetensorsFile(directory / _SINGLE)
             self._files = dict.fromkeys(file, file)
-        elif (directory / _INDEX).is_file():
+        elif (directory / _INDEX).exists():
             self._files = _sharded(directory)
         else:
             others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern))
@@ -143,7 +170,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: {_some('unexpected', unexpected)}")
 
     def read(self, name: str) -> Float32:
-        """The tensor as float32, a read-only view of the file where possible."""
+        """The tensor as a new float32 array."""
         return self._files[name].read(name)
 
     def stack(self, names: list[str]) -> Float32:
@@ -165,23 +192,31 @@ class Checkpoint:
 def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
     """Which shard holds which tensor. The index is not trusted: names must stay in the directory."""
     index = directory / _INDEX
-    names = read_json(index).get("weight_map")
+    names = read_json(index, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files")
     shards: dict[str, SafetensorsFile] = {}
     for name, shard in names.items():
-        if not isinstance(shard, str) or shard in ("", "..") or {"/", "\\", "\0"} & set(shard):
-            raise CheckpointError(f"{index}: {name}: expected the name of a file beside it, got {shard!r}")
+        if (
+            not isinstance(shard, str)
+            or shard in ("", ".", "..")
+            or len(shard) > _MAX_NAME
+            or {"/", "\\", "\0"} & set(shard)
+        ):
+            raise CheckpointError(f"{index}: {name:.100}: expected the name of a file beside it, got {short(shard)}")
         if shard not in shards:
-            if not (directory / shard).is_file():
-                raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none")
-            shards[shard] = SafetensorsFile(directory / shard)
+            if len(shards) == _MAX_SHARDS:
+                raise CheckpointError(f"{index}: expected at most {_MAX_SHARDS} shards, got more")
+            try:
+                shards[shard] = SafetensorsFile(directory / shard)
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none") from None
         if name not in shards[shard]:
-            raise CheckpointError(f"{directory / shard}: expected the tensor {name}, found none")
+            raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, found none")
     for shard, file in shards.items():
         for name in file:
             if names.get(name) != shard:
-                raise CheckpointError(f"{directory / shard}: {name}: the index does not place it in this file")
+                raise CheckpointError(f"{directory / shard}: {name:.100}: the index does not place it in this file")
     return {name: shards[shard] for name, shard in names.items()}
 
 
@@ -270,4 +305,5 @@ def _layer(
 
 def _some(what: str, names: list[str]) -> str:
     """A list of names for a message, the first few of them."""
-    return f"{what} tensors: {', '.join(names[:_FEW])}{' and more' if len(names) > _FEW else ''}"
+    listed = ", ".join(f"{name:.100}" for name in names[:_FEW])
+    return f"{what} tensors: {listed}{' and more' if len(names) > _FEW else ''}"

@@ -126,7 +126,7 @@ static void expect_written(const world *w, const sequence *q, kvc_side side, con
 
 /* What a format cannot hold is found where it is, at every level; zero then stands there. */
 static void make_representable(source *s, float *x, size_t n, kvc_format format) {
-    const float limit = format == KVC_F32 ? INFINITY : 65520.0f;
+    const float limit = format == KVC_F32 ? KVC_F32_OVERFLOW : 65520.0f;
     size_t bad = 0;
     for (int found = 0; bad < n; found++) {
         while (bad < n && fabsf(x[bad]) < limit) bad++;

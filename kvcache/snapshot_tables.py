@@ -1,0 +1,140 @@
+"""The tables of a saved cache: arenas and segments, as values and as bytes; snapshot.py says how a file holds them."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import SnapshotError
+
+__all__ = [
+    "ARENA", "LAYOUTS", "NO_PARENT", "SEGMENT", "Arena", "Segments", "aligned", "check_segments", "unpack_arenas",
+]  # fmt: skip
+
+UInt32 = npt.NDArray[np.uint32]
+Int64 = npt.NDArray[np.int64]
+
+# layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes
+ARENA = struct.Struct("<III4s4sBBHIQ28x")
+# How the bytes of a page lie, the same at every SIMD level. rows: [K, V][layer][token][channel]. blocks: [layer], each
+# as one block in ckernels/kvc.h.
+LAYOUTS = {"rows": 1, "blocks": 2}
+SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
+NO_PARENT = 2**32 - 1
+_PAGE_ALIGNMENT = 64
+
+
+def aligned(size: int, alignment: int) -> int:
+    """`size`, rounded up."""
+    return -(-size // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """How the K and V of some namespaces are stored.
+
+    Attributes:
+        num_layers, num_heads, head_dim: the shape of one token's K, and of its V.
+        key_dtype, value_dtype: storage formats.
+        rotate_keys, rotate_values: whether rows lie under a Hadamard rotation.
+        layout: "rows" or "blocks", see `LAYOUTS`.
+        page_tokens, page_bytes: slots of a page, and its bytes without what aligns the next one.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    key_dtype: str
+    value_dtype: str
+    rotate_keys: bool
+    rotate_values: bool
+    layout: str
+    page_tokens: int
+    page_bytes: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from page to page."""
+        return aligned(self.page_bytes, _PAGE_ALIGNMENT)
+
+    def pack(self) -> bytes:
+        """As a file holds it."""
+        return ARENA.pack(
+            self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),
+            self.rotate_keys, self.rotate_values, LAYOUTS[self.layout], self.page_tokens, self.page_bytes,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Arena:
+        """From the bytes of one; SnapshotError where they contradict each other."""
+        layers, heads, dim, key, value, keys, values, layout, tokens, size = ARENA.unpack(data)
+        names = {number: name for name, number in LAYOUTS.items()}
+        if layout not in names or not size or not tokens or keys > 1 or values > 1:
+            raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {size}, {layout}")
+        if not layers * heads * dim or size < tokens * layers * heads * dim // 2:  # K and V of 2 bits a channel
+            raise SnapshotError(f"expected pages of {layers} x {heads} x {dim} channels or more, got {size} bytes")
+        key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))
+        return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
+
+    def expect(self, other: Arena) -> None:
+        """SnapshotError that names the first difference, if `other`, which was found, is not this one."""
+        for field in fields(self):
+            want, got = getattr(self, field.name), getattr(other, field.name)
+            if want != got:
+                raise SnapshotError(f"expected {field.name} {want}, got {got}")
+
+
+class Segments(NamedTuple):
+    """A token tree, see snapshot.py.
+
+    Attributes:
+        namespaces, parents: indices of each segment's namespace and of its parent, -1 if none, int64 `(n,)`.
+        lengths: tokens of each segment, int64 `(n,)`.
+        marked: whether an entry ends there, bool `(n,)`.
+        tokens: of all segments, uint32.
+    """
+
+    namespaces: Int64
+    parents: Int64
+    lengths: Int64
+    marked: npt.NDArray[np.bool_]
+    tokens: UInt32
+
+    @classmethod
+    def none(cls) -> Segments:
+        """An empty tree."""
+        empty = np.empty(0, np.int64)
+        return cls(empty, empty, empty, np.empty(0, bool), np.empty(0, np.uint32))
+
+    def and_then(self, others: Segments, num_namespaces: int) -> Segments:
+        """These, which have so many namespaces, and then `others`, which have others."""
+        parents = np.where(others.parents >= 0, others.parents + len(self.lengths), -1)
+        moved = (others.namespaces + num_namespaces, parents, *others[2:])
+        return Segments(*(np.concatenate(pair) for pair in zip(self, moved, strict=True)))
+
+    def slots(self, arena_of: Int64, num_arenas: int) -> tuple[Int64, Int64]:
+        """First slot of each segment in its arena, and slots of each arena; `arena_of` by namespace."""
+        firsts, totals = np.zeros(len(self.lengths), np.int64), np.zeros(num_arenas, np.int64)
+        arenas = arena_of[self.namespaces]
+        np.add.at(totals, arenas, self.lengths)
+        order = np.argsort(arenas, kind="stable")
+        before = np.cumsum(totals) - totals  # in the arenas before
+        firsts[order] = np.cumsum(self.lengths[order]) - self.lengths[order] - before[arenas[order]]
+        return firsts, totals
+
+
+def unpack_arenas(data: bytearray | memoryview) -> list[Arena]:
+    """The arenas of a table. SnapshotError for one that is none."""
+    return [Arena.unpack(bytes(data[first : first + ARENA.size])) for first in range(0, len(data), ARENA.size)]
+
+
+def check_segments(table: npt.NDArray[Any], first: int) -> None:
+    """SnapshotError for segments, the first of them number `first`, without tokens or that precede their parents."""
+    parents = table["parent"]
+    early = (parents != NO_PARENT) & (parents >= np.arange(first, first + len(table)))
+    if (table["tokens"] < 1).any() or (table["marked"] > 1).any() or early.any():
+        raise SnapshotError("expected segments that follow their parents, got others")

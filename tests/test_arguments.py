@@ -1,0 +1,281 @@
+"""Counts, numbers and masked arrays: the same rules for every argument, and limits that end what would not end."""
+
+import time
+
+import numpy as np
+import pytest
+
+from kvcache import (
+    CachedKvState,
+    CacheManager,
+    EvictionPolicy,
+    EvictionStrategy,
+    KvCache,
+    KVCacheConfig,
+    KvCacheError,
+    OutOfMemoryError,
+    PagedKvCache,
+    PrefixCache,
+    PrefixKvCache,
+    SamplingParams,
+    merge_attention,
+)
+from kvcache.eviction import pyramid_budgets
+
+NO_COUNTS = [2.5, 4.0, float("nan"), True, np.True_, "4", None, 1j, np.float32(4), np.array(4), np.timedelta64(4, "s")]
+COUNTS = {
+    "Priority": EvictionStrategy.Priority,
+    "strategy, sinks": lambda n: EvictionStrategy.StreamingLLM(n, 8),
+    "strategy, window": lambda n: EvictionStrategy.StreamingLLM(4, n),
+    "levels": lambda n: EvictionStrategy("Priority", "priority", levels=n),
+    "SlidingWindow, window": lambda n: EvictionPolicy.SlidingWindow(n, 1),
+    "SlidingWindow, sink": lambda n: EvictionPolicy.SlidingWindow(8, n),
+    "policy, sinks": lambda n: EvictionPolicy.StreamingLLM(n, 8),
+    "policy, window": lambda n: EvictionPolicy.StreamingLLM(4, n),
+    "PyramidKV": EvictionPolicy.PyramidKV,
+    "window": lambda n: EvictionPolicy("SlidingWindow", window=n, sink=1),
+    "pyramid_budgets, budget": lambda n: pyramid_budgets(n, 4),
+    "pyramid_budgets, layers": lambda n: pyramid_budgets(4, n),
+    "pyramid_budget": lambda n: CacheManager(KVCacheConfig(16, 2, 8)).pyramid_budget(0, n),
+    "max_blocks": lambda n: PrefixCache.over(PagedKvCache(8, 4, 2, 8), n),
+    "adopt": lambda n: adopt(n),
+    "top_k": lambda n: SamplingParams(top_k=n),
+    "max_tokens": lambda n: SamplingParams(max_tokens=n),
+    "num_blocks": lambda n: PagedKvCache(n, 4, 2, 8),
+    "num_layers": lambda n: PagedKvCache(8, 4, 2, 8, num_layers=n),
+}
+
+
+def adopt(num_tokens):
+    cache = PagedKvCache(8, 4, 2, 8)
+    cache.allocate(1, 4)
+    cache.adopt(9, [0], num_tokens)
+    assert cache.get_sequence(9).num_tokens == num_tokens
+    cache.check()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_ints(name):
+    for number in (4, np.int64(4), np.uint8(4)):
+        COUNTS[name](number)
+    for value in NO_COUNTS:
+        if value is None and name == "max_blocks":
+            continue
+        with pytest.raises(TypeError, match=r"int|whole number"):
+            COUNTS[name](value)
+    with pytest.raises((ValueError, KvCacheError)):
+        COUNTS[name](-1)
+
+
+SIZES = [2**31, 2**32, 2**40, 2**62, 2**63, 2**64, 10**5000, -(2**31), -(2**63), -(10**30)]
+
+
+@pytest.mark.parametrize("number", SIZES, ids=range(len(SIZES)))
+def test_no_size_overflows(number):
+    """Whatever a size is, it is refused by name, or the memory for it is."""
+    sizes = ("num_blocks", "block_size", "num_heads", "head_dim")
+    for at, name in enumerate(sizes):
+        given = [8, 16, 2, 8]
+        given[at] = number
+        with pytest.raises((ValueError, OutOfMemoryError), match=rf"{name}|memory"):
+            PagedKvCache(*given)
+    with pytest.raises((ValueError, OutOfMemoryError), match=r"num_layers|memory"):
+        PagedKvCache(8, 16, 2, 8, num_layers=number)
+    for at in range(5):
+        given = [8, 4, 2, 2, 8]
+        given[at] = number
+        with pytest.raises((ValueError, OutOfMemoryError)):
+            PrefixCache(*given)
+    for at in range(3):
+        for make, good in ((KvCache, [2, 4, 16]), (KVCacheConfig, [16, 2, 8])):
+            given = list(good)
+            given[at] = number
+            with pytest.raises((ValueError, OutOfMemoryError)):
+                make(*given)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("LRU", "frequency"), ("lru", "recency"), (3, "recency"), ("LRU", "recency", 4), ("Priority", "priority"),
+        ("StreamingLLM", "recency", None, 4), ("StreamingLLM", "recency", 3, 4, 5), ("Priority", "priority", 0),
+        ("LRU", ["recency"]), (["LRU"], "recency"), ("Priority", "priority", 2**31),
+    ],
+)  # fmt: skip
+def test_strategies_that_no_factory_makes(arguments):
+    with pytest.raises((TypeError, ValueError)):
+        EvictionStrategy(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("H2O",), ("h2o", 0.5), ("H2O", 1.5), ("H2O", float("nan")), ("H2O", True), ("H2O", "0.5"), ("H2O", 0.5, 3),
+        ("SlidingWindow", None, 3), ("SlidingWindow", 0.5, 3, 4), ("PyramidKV", 0.5), ("H2O", 0.5, None, None, 4),
+        (None, 0.5), ("PyramidKV", 0.5, None, None, 4097), ("SlidingWindow", None, 2**63, 0), ("H2O", 10**400),
+    ],
+)  # fmt: skip
+def test_policies_that_no_factory_makes(arguments):
+    with pytest.raises((TypeError, ValueError)):
+        EvictionPolicy(*arguments)
+
+
+@pytest.mark.parametrize("layers", [4097, 2**31, 2**63, 10**30])
+def test_pyramids_of_too_many_layers(layers):
+    for make in (COUNTS["PyramidKV"], COUNTS["pyramid_budget"], COUNTS["pyramid_budgets, layers"]):
+        with pytest.raises(ValueError, match="total_layers: expected an int from 1 to 4096"):
+            make(layers)
+
+
+def slow_pyramid(budget, layers):
+    """As the definition says, in quadratic time."""
+    whole = layers * (layers + 1) // 2
+    parts = [divmod(budget * weight, whole) for weight in range(layers, 0, -1)]
+    budgets = [share for share, _ in parts]
+    for layer in sorted(range(layers), key=lambda layer: -parts[layer][1])[: budget - sum(budgets)]:
+        budgets[layer] += 1
+    for layer in range(layers):
+        if budgets[layer] == 0 and budget >= layers:
+            giver = budgets.count(max(budgets)) - 1
+            budgets[giver] -= 1
+            budgets[layer] = 1
+    return tuple(budgets)
+
+
+def test_pyramids_are_those_of_the_definition():
+    for layers in (1, 2, 3, 5, 8, 13, 40):
+        for budget in (*range(120), 1000, 4097):
+            assert pyramid_budgets(budget, layers) == slow_pyramid(budget, layers)
+
+
+def test_the_largest_pyramid_takes_no_time():
+    for budget in (4096, 5000, 100_000, 2**62):
+        times = []
+        for more in range(3):  # each another one, since they are remembered
+            start = time.perf_counter()
+            assert sum(pyramid_budgets(budget + more, 4096)) == budget + more
+            times.append(time.perf_counter() - start)
+        assert min(times) < 0.05
+
+
+# -- masked arrays ------------------------------------------------------------------------------------------
+
+ROWS, LINE = np.ones((4, 2, 8), np.float32), np.ones(16, np.float32)
+
+
+def paged():
+    cache = PagedKvCache(16, 4, 2, 8, dtype="f32")
+    cache.allocate(1, 4)
+    cache.write(0, 1, ROWS, ROWS)
+    return cache
+
+
+def manager():
+    found = CacheManager(KVCacheConfig(16, 2, 8))
+    found.append(LINE, LINE)
+    return found
+
+
+def kv_cache():
+    return KvCache(1, 4, 16)
+
+
+PAIRS = ([np.ones(64, np.float32)], [np.ones(64, np.float32)])
+# Each takes an array of this value: where every other argument is right.
+ARRAYS = {
+    "keys": (ROWS, lambda x: paged().write(0, 1, x, ROWS)),
+    "values": (ROWS, lambda x: paged().write(0, 1, ROWS, x)),
+    "batch keys": (ROWS[:1], lambda x: paged().write_batch(0, [1], x, ROWS[:1])),
+    "queries": (ROWS, lambda x: paged().attention(0, x, [1], query_lens=[4])),
+    "sink queries": (ROWS, lambda x: paged().attention(0, ROWS, [1], query_lens=[4], sink_queries=x)),
+    "sequence ids": (np.array([1]), lambda x: paged().append_batch(x)),
+    "uint64 ids": (np.array([1], np.uint64), lambda x: paged().block_table(x)),
+    "query_lens": (np.array([4]), lambda x: paged().attention(0, ROWS, [1], query_lens=x)),
+    "context_lens": (np.array([4]), lambda x: paged().attention(0, ROWS[:1], [1], context_lens=x)),
+    "token indices": (np.array([0, 2]), lambda x: paged().keep_tokens(1, x)),
+    "block ids": (np.array([0]), lambda x: paged().adopt(9, x, 4)),
+    "counts": (np.array([3]), lambda x: paged().allocate_batch([7], x)),
+    "tokens": (np.arange(4), lambda x: PrefixKvCache().lookup(x)),
+    "uint32 tokens": (np.arange(4, dtype=np.uint32), lambda x: PrefixKvCache().lookup(x)),
+    "one row": (LINE, lambda x: kv_cache().store_kv(0, x, LINE)),
+    "a state": (LINE, lambda x: CachedKvState([x], [LINE], 1)),
+    "a snapshot": (LINE, lambda x: kv_cache().restore_from_snapshot([x], [LINE], 1)),
+    "a block": (PAIRS[0][0], lambda x: PrefixCache(8, 4, 1, 2, 8).store([1, 2, 3, 4], 0, [([x], PAIRS[1])])),
+    "an entry": (LINE, lambda x: manager().append(x, LINE)),
+    "scores": (np.ones(1), lambda x: manager().update_attention_scores(x)),
+    "positions": (np.array([0]), lambda x: manager().get(x)),
+    "entries' queries": (ROWS[:1], lambda x: manager().attention(x)),
+    "outputs": (ROWS, lambda x: merge_attention(x, ROWS[..., 0], ROWS, ROWS[..., 0])),
+    "log-sum-exps": (ROWS[..., 0], lambda x: merge_attention(ROWS, x, ROWS, ROWS[..., 0])),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_what_is_masked_is_not_read(name):
+    array, call = ARRAYS[name]
+    call(array)
+    call(np.ma.array(array, mask=False))
+    call(np.ma.array(array))
+    one = np.zeros(array.shape, bool)
+    one.reshape(-1)[-1] = True
+    for mask in (one, True):
+        hidden = np.ma.array(array, mask=mask)
+        with pytest.raises(ValueError, match="without masked values"):
+            call(hidden)
+        with pytest.raises((ValueError, TypeError)):
+            call([hidden])
+        if array.ndim > 1:
+            with pytest.raises(ValueError, match="without masked values"):
+                call(list(hidden))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_numbers_of_any_byte_order(order):
+    cache = paged()
+    cache.write(0, 1, (2 * ROWS).astype(order + "f4"), ROWS.astype(order + "f8"))
+    np.testing.assert_array_equal(cache.read(0, 1)[0], 2 * ROWS)
+    cache.append_batch(np.array([1], order + "u8"))
+    assert cache.get_sequence(1).num_tokens == 5
+    index = PrefixKvCache()
+    index.store_snapshot(np.arange(4, dtype=order + "u4"), CachedKvState([np.ones(64, "f4")], [np.ones(64, "f4")], 4))
+    assert index.lookup([0, 1, 2, 3])[0] == 4
+
+
+# -- magnitudes ---------------------------------------------------------------------------------------------
+
+LARGEST = 2.0**96
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_values_as_large_as_f32_storage_takes_average_to_themselves(simd, sign):
+    """Weights times values are summed before they are divided: 5000 of the largest are far from the largest float."""
+    count = 5000
+    cache = PagedKvCache(400, 16, 1, 16, dtype="f32")
+    cache.allocate(1, count)
+    rows = np.full((count, 1, 16), sign * LARGEST, np.float32)
+    cache.write(0, 1, np.zeros_like(rows), rows)
+    for queries in (1, 40):
+        out = cache.attention(0, np.ones((queries, 1, 16), np.float32), [1], query_lens=[queries])
+        np.testing.assert_allclose(out, sign * LARGEST, rtol=1e-5)
+
+
+def test_keys_as_large_as_f32_storage_takes_have_finite_scores(simd):
+    cache = PagedKvCache(4, 16, 1, 256, dtype="f32")
+    cache.allocate(1, 40)
+    keys = np.full((40, 1, 256), LARGEST, np.float32)
+    cache.write(0, 1, keys, np.ones_like(keys))
+    out, mass = cache.attention(0, np.full((1, 1, 256), 2.0**22, np.float32), [1], scale=1.0, return_scores=True)
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+    np.testing.assert_allclose(mass, 1 / 40, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nextafter(np.float32(LARGEST), np.float32(np.inf)), -1e38, 3.4e38, np.inf, np.nan])
+def test_larger_values_are_refused(bad):
+    cache = paged()
+    before = cache.read(0, 1)
+    worse = ROWS.copy()
+    worse[2, 1, 3] = bad
+    for pair in ((worse, ROWS), (ROWS, worse)):
+        with pytest.raises(ValueError, match=r"that f32 can hold, up to 2\*\*96, got .* in row 2"):
+            cache.write(0, 1, *pair)
+    np.testing.assert_array_equal(cache.read(0, 1), before)

@@ -1,0 +1,79 @@
+"""Every public call with every hostile value in place of each of its arguments.
+
+A call must end with a result or with one of a few errors, soon; the object must be sound after it and go on to work.
+`hostile_caches` and `hostile_makers` list, for each public class and function, how it is made and how it is called when
+all is right.
+"""
+
+import itertools
+import random
+import time
+import warnings
+
+import hostile_caches
+import hostile_makers
+import pytest
+from hostile_target import Target
+from hostile_values import VALUES
+
+SOON = 10  # seconds for a call, on a busy machine; all but a few take less than a millisecond
+TARGETS = {
+    name.lower(): target
+    for module in (hostile_caches, hostile_makers)
+    for name, target in vars(module).items()
+    if isinstance(target, Target)
+}
+
+
+def single(target):
+    """Each hostile value in place of each argument of each call."""
+    for name, (_, arguments) in target.calls.items():
+        for place, value in itertools.product(range(len(arguments)), VALUES):
+            yield name, {place: value}
+
+
+def several(target, count):
+    """Hostile values in place of some arguments, at random."""
+    rng = random.Random(0)
+    names = [name for name, (_, arguments) in target.calls.items() if len(arguments) > 1]
+    for _ in range(count if names else 0):
+        name = rng.choice(names)
+        places = range(len(target.calls[name][1]))
+        yield name, {place: rng.choice(list(VALUES)) for place in rng.sample(places, rng.randrange(2, len(places) + 1))}
+
+
+CALLS = sum(len(arguments) * len(VALUES) for target in TARGETS.values() for _, arguments in target.calls.values())
+assert CALLS >= 12_500, CALLS
+
+
+def attack(target, cases):
+    it = target.make()
+    for name, chosen in cases:
+        call, good = target.calls[name]
+        given = [VALUES[chosen[place]]() if place in chosen else good[place] for place in range(len(good))]
+        what = f"{name}: {chosen}"
+        start = time.monotonic()
+        try:
+            call(it, *given)
+        except target.errors:
+            if hasattr(it, "check"):
+                it.check()
+        except BaseException as error:
+            raise AssertionError(f"{what} raised {type(error).__name__}: {error!s:.200}") from error
+        else:
+            target.works(it)
+            it = target.make()
+        assert time.monotonic() - start < SOON, f"{what} took {time.monotonic() - start:.1f} s"
+    target.works(it)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.filterwarnings("ignore")
+def test_hostile_arguments(name, long, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a text may be the name of a file
+    target = TARGETS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attack(target, single(target))
+        if long:
+            attack(target, several(target, 20_000))
