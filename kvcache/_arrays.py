@@ -141,8 +141,10 @@ def as_count(value: Any, name: str, least: int = 0, most: int = 2**63 - 1) -> in
     """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
     if not is_integer(value):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if not least <= value <= most:
-        raise ValueError(f"{name}: expected an int from {least} to {most}, got {_number(value)}")
+    if value < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {_number(value)}")
+    if value > most:
+        raise ValueError(f"{name}: expected an int <= {most}, got {_number(value)}")
     return int(value)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import check_integers
+from kvcache._arrays import as_count
 from kvcache._guard import Parting
 from kvcache.holds import Holds
 
@@ -33,7 +33,8 @@ class CacheBlock:
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-        check_integers(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+        num_layers, num_kv_heads = as_count(num_layers, "num_layers"), as_count(num_kv_heads, "num_kv_heads")
+        head_dim, block_size = as_count(head_dim, "head_dim"), as_count(block_size, "block_size")
         self._floats = num_layers * num_kv_heads * head_dim * block_size
         self._rows: tuple[list[Float32], list[Float32]] | None = None
         size = num_kv_heads * head_dim * block_size
