@@ -76,9 +76,10 @@ typedef struct kvc_item {
     int64_t first_score; /* of the sequence, in scores */
     int64_t row, row_stop;
     int64_t token, token_stop;
+    int64_t segments; /* of the whole context */
     int32_t head, head_stop;
-    int32_t part, parts; /* of the context: parts > 1 leaves partial results to be combined */
-    float *partial;      /* parts > 1: (heads * rows) of (head_dim padded to 16, maximum, sum, 14 unused) */
+    int32_t part, parts; /* of the context, each whole segments: parts > 1 leaves results to be combined */
+    float *results;      /* parts > 1: of each segment of the context, as in kvc_segment.h */
     float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
 } kvc_item;
 
@@ -96,7 +97,7 @@ typedef struct kvc_kernels {
     /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c),
      * quantised formats below 1 % over what they store (kvc_tiles.h). */
     void (*attend_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
-    /* Exact sum of the parts of one split item (given its part 0) into out and norms. */
+    /* Results of all segments of a split context into out, lse and norms: this part's share of the rows. */
     void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
     /* The weights of tokens [token, token_stop), over all rows and heads, from norms into scores. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);

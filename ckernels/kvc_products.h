@@ -18,6 +18,8 @@
 #include "kvc_simd.h"
 
 #define KVC_PANEL (KVC_TILE_VECS * KVC_LANES)
+#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES)
+enum { KVC_LANE_BITS = KVC_LANES == 16 ? 4 : KVC_LANES == 8 ? 3 : KVC_LANES == 4 ? 2 : 0 };
 _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
@@ -102,53 +104,74 @@ INLINE void dot_chunk(kvc_format format, int dim, int rows, int tokens, const fl
     }
 }
 
-/* Rows of floats -> panels, KVC_LANES x KVC_LANES transposed at a time. */
+/* Rows of floats -> panels, KVC_LANES x KVC_LANES transposed at a time; dimensions in the order of panel_tile. */
 INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size_t offset, float *panels) {
+    const int steps = STEPS(dim);
     for (int t = 0; t < tokens; t += KVC_LANES) {
-        float *panel = panels + t / KVC_PANEL * KVC_PANEL * dim + t % KVC_PANEL;
-        for (int d = 0; d < dim; d += KVC_LANES) {
+        float *panel = panels + t / KVC_PANEL * KVC_PANEL * steps * KVC_LANES + t % KVC_PANEL;
+        for (int step = 0; step < steps; step++) {
             f32v square[KVC_LANES];
             UNROLL
             for (int i = 0; i < KVC_LANES; i++) {
-                square[i] = load_dims((const float *)(k[t + i] + offset), d, dim);
+                square[i] = load_dims((const float *)(k[t + i] + offset), step * KVC_LANES, dim);
             }
             f32v_transpose(square);
             UNROLL
             for (int i = 0; i < KVC_LANES; i++) {
-                if (d + i < dim) f32v_store(panel + (d + i) * KVC_PANEL, square[i]);
+                f32v_store(panel + (i * steps + step) * KVC_PANEL, square[i]);
             }
         }
     }
 }
 
+/* The sums of dimensions lane, lane + KVC_LANES, .. are made one lane after the other and added as f32v_sums does:
+ * sums[n] waits for the sum of as many lanes, 2^n, on its right. */
 INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
-    f32v sums[KVC_TILE_ROWS][KVC_TILE_VECS];
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-        UNROLL
-        for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_zero();
-    }
-    for (int d = 0; d < dim; d++) {
-        f32v k_v[KVC_TILE_VECS];
-        UNROLL
-        for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + d * KVC_PANEL + v * KVC_LANES);
+    const int steps = STEPS(dim);
+    f32v left[KVC_LANE_BITS + 1][KVC_TILE_ROWS][KVC_TILE_VECS];
+    for (int lane = 0; lane < KVC_LANES; lane++) {
+        f32v sums[KVC_TILE_ROWS][KVC_TILE_VECS];
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const f32v q_v = f32v_set1(q[r * q_stride + d]);
             UNROLL
-            for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_fma(q_v, k_v[v], sums[r][v]);
+            for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_zero();
+        }
+        for (int step = 0; step < steps; step++, panel += KVC_PANEL) {
+            f32v k_v[KVC_TILE_VECS];
+            UNROLL
+            for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + v * KVC_LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                const f32v q_v = f32v_set1(q[r * q_stride + step * KVC_LANES + lane]);
+                UNROLL
+                for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_fma(q_v, k_v[v], sums[r][v]);
+            }
+        }
+        int n = 0;
+        for (; lane >> n & 1; n++) {
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                UNROLL
+                for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_add(left[n][r][v], sums[r][v]);
+            }
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            UNROLL
+            for (int v = 0; v < KVC_TILE_VECS; v++) left[n][r][v] = sums[r][v];
         }
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
         UNROLL
-        for (int v = 0; v < KVC_TILE_VECS; v++) f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, sums[r][v]);
+        for (int v = 0; v < KVC_TILE_VECS; v++)
+            f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, left[KVC_LANE_BITS][r][v]);
     }
 }
 
 INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const float *panels,
                         float *s) {
-    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * dim) {
+    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * STEPS(dim) * KVC_LANES) {
         int r = 0;
 #define PANEL_ROWS(n)                 \
     for (; r + (n) <= rows; r += (n)) \

@@ -5,7 +5,8 @@
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
- *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i,
+ *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i, made of
+ *   neighbours, then of neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
  *   load8/store8 (and _half): 8 floats, where a vector is wider than 8.
  * i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane:
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),

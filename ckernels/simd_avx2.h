@@ -134,7 +134,6 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 0
-#define KVC_UNIT_ROWS 8 /* for more, floats are as fast */
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
 

@@ -1,0 +1,56 @@
+/* kvc_segment.h - what a segment of the context leaves for each row, and how segments become one result.
+ *
+ *   context    | segment 0: KVC_SEGMENT tokens | segment 1 | ... | the last one, maybe shorter |
+ *   results    acc [head][row][padded]; largest, sum [head][row]          one segment, n = heads * rows
+ *
+ * The online softmax of a segment starts from nothing, and segments are merged in the order of the text, always by
+ * merge_results: at the end of each where one item takes them all, at the end of the call where several do. So the
+ * bits of a row depend neither on the threads nor on the rows beside it. A segment of which a row sees nothing
+ * changes none.
+ *
+ * 512 tokens: shorter ones cost decode of few bits TODO, longer ones leave too few pieces for the threads.
+ */
+#ifndef KVC_SEGMENT_H
+#define KVC_SEGMENT_H
+
+#include "kvc_attend.h"
+#include "kvc_simd.h"
+
+#include <string.h>
+
+#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST still -inf */
+
+typedef struct results {
+    float *acc, *largest, *sum;
+} results;
+
+/* In kvc_result_floats(rows) floats. */
+static results results_at(float *floats, int64_t rows, int padded) {
+    float *largest = floats + rows * padded;
+    return (results){floats, largest, largest + (rows + 15) / 16 * 16};
+}
+
+static void clear_results(results r, int rows, int padded) {
+    memset(r.acc, 0, (size_t)rows * (size_t)padded * sizeof(float));
+    for (int i = 0; i < rows; i++) r.largest[i] = LOWEST, r.sum[i] = 0.0f;
+}
+
+/* Rows [first, stop) of a segment join those of the segments before it. */
+static void merge_results(results segment, int first, int stop, int padded, results total) {
+    for (int i = first; i < stop; i++) {
+        if (segment.sum[i] == 0.0f) continue;
+        const float here = segment.largest[i], before = total.largest[i], most = here > before ? here : before;
+        const f32v factor = f32v_exp2(f32v_set1(here - most)), old_factor = f32v_exp2(f32v_set1(before - most));
+        const float *from = segment.acc + (size_t)i * (size_t)padded;
+        float *to = total.acc + (size_t)i * (size_t)padded;
+        for (int d = 0; d < padded; d += KVC_LANES) {
+            const f32v joining = f32v_mul(f32v_load(from + d), factor);
+            f32v_store(to + d, f32v_fma(f32v_load(to + d), old_factor, joining));
+        }
+        const f32v sum = f32v_mul(f32v_set1(segment.sum[i]), factor);
+        total.sum[i] = f32v_max_of(f32v_fma(f32v_set1(total.sum[i]), old_factor, sum));
+        total.largest[i] = most;
+    }
+}
+
+#endif
