@@ -26,7 +26,7 @@ static void mask_row(const chunk *c, int64_t seen, int lanes, float *w) {
 }
 
 /* Scores -> weights 2^(score - largest), masked; largest, sum and alpha brought up to date. */
-static void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
+NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
@@ -129,12 +129,16 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
     write_rows(&j, j.total, 0, heads * j.rows);
 }
 
+/* Where the share of a part begins, in whole vectors of maxima and sums. */
+static int share_of(int rows, int64_t part, int parts) {
+    return part == parts ? rows : (int)((rows + 15) / 16 * part / parts * 16);
+}
+
 void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     job j;
     start(&j, args, item);
     const int rows = (item->head_stop - item->head) * j.rows;
-    const int first = (int)((int64_t)rows * item->part / item->parts);
-    const int stop = (int)((int64_t)rows * (item->part + 1) / item->parts);
+    const int first = share_of(rows, item->part, item->parts), stop = share_of(rows, item->part + 1, item->parts);
     const int64_t floats = kvc_result_floats(j.layout, rows);
     const results total = results_at(item->results, rows, j.padded);
     for (int64_t s = 1; s < item->segments; s++)

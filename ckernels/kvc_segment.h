@@ -32,24 +32,30 @@ static results results_at(float *floats, int64_t rows, int padded) {
 
 static void clear_results(results r, int rows, int padded) {
     memset(r.acc, 0, (size_t)rows * (size_t)padded * sizeof(float));
-    for (int i = 0; i < rows; i++) r.largest[i] = LOWEST, r.sum[i] = 0.0f;
+    for (int i = 0; i < (rows + 15) / 16 * 16; i++) r.largest[i] = LOWEST, r.sum[i] = 0.0f;
 }
 
-/* Rows [first, stop) of a segment join those of the segments before it. */
+/* Rows [first, stop) of a segment join those of the segments before it; first a multiple of 16, and stop too or the
+ * end of all rows. Where a row sees nothing of the segment, 2^(LOWEST - largest) = 0 or both sums are 0. */
 static void merge_results(results segment, int first, int stop, int padded, results total) {
-    for (int i = first; i < stop; i++) {
-        if (segment.sum[i] == 0.0f) continue;
-        const float here = segment.largest[i], before = total.largest[i], most = here > before ? here : before;
-        const f32v factor = f32v_exp2(f32v_set1(here - most)), old_factor = f32v_exp2(f32v_set1(before - most));
-        const float *from = segment.acc + (size_t)i * (size_t)padded;
-        float *to = total.acc + (size_t)i * (size_t)padded;
-        for (int d = 0; d < padded; d += KVC_LANES) {
-            const f32v joining = f32v_mul(f32v_load(from + d), factor);
-            f32v_store(to + d, f32v_fma(f32v_load(to + d), old_factor, joining));
+    for (int i = first; i < stop; i += KVC_LANES) {
+        float factors[KVC_LANES], old_factors[KVC_LANES];
+        const f32v here = f32v_load(segment.largest + i), before = f32v_load(total.largest + i);
+        const f32v most = f32v_max(here, before), sum = f32v_load(segment.sum + i);
+        const f32v factor = f32v_exp2(f32v_sub(here, most)), old_factor = f32v_exp2(f32v_sub(before, most));
+        f32v_store(factors, factor);
+        f32v_store(old_factors, old_factor);
+        f32v_store(total.sum + i, f32v_fma(f32v_load(total.sum + i), old_factor, f32v_mul(sum, factor)));
+        f32v_store(total.largest + i, most);
+        for (int r = 0; r < KVC_LANES && i + r < stop; r++) {
+            const size_t at = (size_t)(i + r) * (size_t)padded;
+            const f32v factor_v = f32v_set1(factors[r]), old_v = f32v_set1(old_factors[r]);
+            if (segment.sum[i + r] == 0.0f) continue;
+            for (int d = 0; d < padded; d += KVC_LANES) {
+                const f32v joining = f32v_mul(f32v_load(segment.acc + at + d), factor_v);
+                f32v_store(total.acc + at + d, f32v_fma(f32v_load(total.acc + at + d), old_v, joining));
+            }
         }
-        const f32v sum = f32v_mul(f32v_set1(segment.sum[i]), factor);
-        total.sum[i] = f32v_max_of(f32v_fma(f32v_set1(total.sum[i]), old_factor, sum));
-        total.largest[i] = most;
     }
 }
 

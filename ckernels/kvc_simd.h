@@ -27,6 +27,7 @@
 #define KVC_STR(x) KVC_STR2(x)
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 32")
 
 #if defined(KVC_AVX512)

@@ -4,6 +4,7 @@
 #define KVC_LANES 8
 #define KVC_TILE_ROWS 6
 #define KVC_TILE_VECS 2
+#define KVC_PANEL_LANES 2
 #define KVC_DOT_SUMS 8
 
 typedef __m256 f32v;

@@ -4,6 +4,7 @@
 #define KVC_LANES 16
 #define KVC_TILE_ROWS 12
 #define KVC_TILE_VECS 2
+#define KVC_PANEL_LANES 2
 #define KVC_DOT_SUMS 16
 
 typedef __m512 f32v;

@@ -4,6 +4,7 @@
 #define KVC_LANES 4
 #define KVC_TILE_ROWS 6
 #define KVC_TILE_VECS 4
+#define KVC_PANEL_LANES 1
 #define KVC_DOT_SUMS 16
 
 typedef float32x4_t f32v;
