@@ -53,7 +53,12 @@ typedef struct kvc_seq {
     int64_t hidden_tokens; /* 0 to num_tokens */
 } kvc_seq;
 
-/* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs. */
+/* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs.
+ *
+ * The bits of a row of out and lse depend on its query, the scale, the tokens that the query sees, sink_tokens, the
+ * layout and the level: not on the other queries and sequences of the call, on tokens that it does not see, or on the
+ * number of threads. Where K and V both lie in tiles (kvc_quant.h) they depend on the runs of those tokens too, but not
+ * on which blocks these are. scores, which are sums over queries, do not depend on the number of threads. */
 typedef struct kvc_attend_args {
     const kvc_layout *layout;
     const unsigned char *arena; /* of one layer */
@@ -77,7 +82,7 @@ typedef struct kvc_item {
     int64_t row, row_stop;
     int64_t token, token_stop;
     int64_t segments; /* of the whole context */
-    int32_t head, head_stop;
+    int32_t head, head_stop; /* KV heads */
     int32_t part, parts; /* of the context, each whole segments: parts > 1 leaves results to be combined */
     float *results;      /* parts > 1: of each segment of the context, as in kvc_segment.h */
     float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */

@@ -3,7 +3,11 @@
  * Online softmax (Milakov and Gimelshein, 2018) over chunks of KVC_CHUNK tokens, in powers of two: scores
  * come out of the product already times log2(e). For each row: the largest score so far, the sum of
  * 2^(score - largest), and the accumulator of V, both rescaled by alpha = 2^(old largest - new largest) when
- * a chunk joins.
+ * a chunk joins. Every segment of the context starts anew (kvc_segment.h).
+ *
+ * A row has the same bits in every call. Chunks begin where the sequence says; scores and mixed values are sums in one
+ * order however many rows there are (kvc_products.h) or of whole numbers (kvc_tiles.h); what a row does not see has
+ * score -inf and weight 0, and a chunk or segment of nothing else has alpha = 2^0 = 1 and adds 0.
  *
  * Error against float64 over the same K and V, f32 and f16: at most 5e-6 of the largest output, for up to 8k
  * tokens and scores of ordinary size; a score s adds its own float32 rounding, about 2^-22 |s|, to the

@@ -7,7 +7,7 @@
 enum {
     KVC_CHUNK =
         128, /* tokens whose scores are held at once; twice that is no faster and fetches too far ahead */
-    KVC_SEGMENT = 1024, /* tokens whose sums are made apart from the others' (kvc_segment.h) */
+    KVC_SEGMENT = 1024, /* tokens, from the first of the sequence on, that are summed up apart (kvc_segment.h) */
     KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
     KVC_NEAR_VALUES = 4, /* tokens that the mixing product brings into the L1 cache before it reads them */
     KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and as many behind it as products fetch */

@@ -26,48 +26,51 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     }
 }
 
-/* Each product once per format and, through inlining, head_dim: 64 and 128 as constants, the rest as a bound. Not
- * inlined into one large function, where the compiler runs out of registers for the addresses. */
-
+/* One function per (format, head_dim): 64 and 128 as constants, the rest as a bound. */
 #define WITH_DIM(dim, call)     \
     switch (dim) {              \
     case 64: call(64); break;   \
     case 128: call(128); break; \
     default: call(dim); break;  \
     }
-#define DOTS(name, format)                                                                                  \
-    NOINLINE void name(int dim, int rows, int tokens, const float *q, int q_stride,                         \
-                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {          \
-        WITH_DIM(dim, DOTS_OF_##format)                                                                     \
-    }
-#define DOTS_OF_KVC_F32(dim) dot_chunk(KVC_F32, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
-#define DOTS_OF_KVC_F16(dim) dot_chunk(KVC_F16, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
-DOTS(dots_f32, KVC_F32)
-DOTS(dots_f16, KVC_F16)
 
-NOINLINE void panels(int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k,
-                     size_t offset, float *space, float *s) {
-#define PANELS(dim)                               \
-    pack_panels(dim, tokens, k, offset, space); \
-    panel_chunk(dim, rows, tokens, q, q_stride, space, s)
-    WITH_DIM(dim, PANELS)
-#undef PANELS
+#define DOTS(format, dim) dot_chunk(format, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
+#define DOTS_F32(dim) DOTS(KVC_F32, dim)
+#define DOTS_F16(dim) DOTS(KVC_F16, dim)
+NOINLINE void dots_f32(int dim, int rows, int tokens, const float *q, int q_stride,
+                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
+    WITH_DIM(dim, DOTS_F32)
+}
+NOINLINE void dots_f16(int dim, int rows, int tokens, const float *q, int q_stride,
+                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
+    WITH_DIM(dim, DOTS_F16)
 }
 
-#define MIX(name, tile_rows, format)                                                                        \
-    NOINLINE void name(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,        \
-                       size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {   \
-        WITH_DIM(dim, MIX_OF_##name)                                                                        \
-    }
-#define MIX_OF_mix_few_f32(dim) \
-    mix_chunk(0, KVC_F32, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
-#define MIX_OF_mix_few_f16(dim) \
-    mix_chunk(0, KVC_F16, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
-#define MIX_OF_mix_many(dim) \
-    mix_chunk(KVC_TILE_ROWS, KVC_F32, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
-MIX(mix_few_f32, 0, KVC_F32)
-MIX(mix_few_f16, 0, KVC_F16)
-MIX(mix_many, KVC_TILE_ROWS, KVC_F32)
+#define PANELS(dim)                             \
+    pack_panels(dim, tokens, k, offset, space); \
+    panel_chunk(dim, rows, tokens, q, q_stride, space, s)
+NOINLINE void panels(int dim, int rows, int tokens, const float *q, int q_stride,
+                     const unsigned char *const *k, size_t offset, float *space, float *s) {
+    WITH_DIM(dim, PANELS)
+}
+
+#define MIX(tile_rows, format, dim) \
+    mix_chunk(tile_rows, format, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
+#define MIX_F32(dim) MIX(0, KVC_F32, dim)
+#define MIX_F16(dim) MIX(0, KVC_F16, dim)
+#define MIX_MANY(dim) MIX(KVC_TILE_ROWS, KVC_F32, dim)
+NOINLINE void mix_f32(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
+    WITH_DIM(dim, MIX_F32)
+}
+NOINLINE void mix_f16(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
+    WITH_DIM(dim, MIX_F16)
+}
+NOINLINE void mix_many(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                       size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
+    WITH_DIM(dim, MIX_MANY)
+}
 
 #if defined(KVC_HAVE_DOTS)
 static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows, int head) {
@@ -174,9 +177,9 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
     if (!few)
         mix_many(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
     else if (stage || j->v_rows.bits == 32)
-        mix_few_f32(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
+        mix_f32(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
     else
-        mix_few_f16(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
+        mix_f16(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
 }
 
 #endif

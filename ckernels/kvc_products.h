@@ -8,6 +8,9 @@
  *
  * Few rows (decode): K and V come straight from the block, each row once; scores are dot products along dim.
  * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
+ * Both give the same bits. A score is KVC_LANES sums, of dimensions lane, lane + KVC_LANES, .., each in this order
+ * and from zero, and these are added as f32v_sums does: the lanes of a vector in dot products, one after the other
+ * in panels. A mixed value is a sum over the tokens in their order, whatever the tile.
  * Sums of a chunk start from zero and join the accumulator once, so rounding grows with the square root of
  * KVC_CHUNK + chunks, not of tokens.
  */
@@ -18,7 +21,7 @@
 #include "kvc_simd.h"
 
 #define KVC_PANEL (KVC_TILE_VECS * KVC_LANES)
-#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES)
+#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES) /* dimensions that a lane sums, with those of padding */
 #define KVC_PANEL_ROWS (KVC_TILE_ROWS / KVC_PANEL_LANES)
 enum { KVC_LANE_BITS = KVC_LANES == 16 ? 4 : KVC_LANES == 8 ? 3 : KVC_LANES == 4 ? 2 : 0 };
 _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
@@ -173,7 +176,7 @@ INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const
     }
 }
 
-/* left[n] is the sum over 2^n lanes groups that waits for that of as many on its right. */
+/* Groups of lanes one after the other: left[n], the sum of 2^n groups, waits for that of as many on its right. */
 INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
     const int steps = STEPS(dim), groups = KVC_LANES / KVC_PANEL_LANES;
     f32v left[KVC_LANE_BITS + 1][KVC_PANEL_ROWS][KVC_TILE_VECS], sums[KVC_PANEL_ROWS][KVC_TILE_VECS];

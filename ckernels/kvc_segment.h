@@ -8,7 +8,11 @@
  * bits of a row depend neither on the threads nor on the rows beside it. A segment of which a row sees nothing
  * changes none.
  *
- * 512 tokens: shorter ones cost decode of few bits TODO, longer ones leave too few pieces for the threads.
+ * 1,024 tokens: each segment costs decode in q4, the fastest format, 1 % where it has 1,024 and 2.5 % where it has
+ * 512. The threads still have enough pieces, for a unit of few segments is cut by heads too (kvc_parallel.c).
+ *
+ * The results of a unit in parts take (head_dim + 2) floats per segment, row and head: at head_dim 128 and 4 rows per
+ * head about 1/500 of the K and V, in f32, that they are of.
  */
 #ifndef KVC_SEGMENT_H
 #define KVC_SEGMENT_H

@@ -13,6 +13,8 @@
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
  * and the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
+ *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: fewer rows
+ *                                   in a tile, and fewer sums that wait in memory for others
  *   KVC_DOT_SUMS                    accumulators of the product over few rows
  */
 #ifndef KVC_SIMD_H
@@ -27,6 +29,7 @@
 #define KVC_STR(x) KVC_STR2(x)
 
 #define INLINE static inline __attribute__((always_inline))
+/* A product of its own: several in one function leave the compiler too few registers for their addresses. */
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 32")
 
