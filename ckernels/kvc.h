@@ -58,7 +58,12 @@ typedef struct kvc_seq {
     int64_t hidden_tokens; /* 0 to num_tokens */
 } kvc_seq;
 
-/* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs. */
+/* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs.
+ *
+ * The bits of a row of out and lse depend on its query, the scale, the tokens that the query sees, sink_tokens, the
+ * layout and the level: not on the other queries and sequences of the call, on tokens that it does not see, or on the
+ * number of threads. Where K and V both lie in tiles (kvc_quant.h) they depend on the runs of those tokens too, but not
+ * on which blocks these are. scores, which are sums over queries, do not depend on the number of threads. */
 typedef struct kvc_attend_args {
     const kvc_layout *layout;
     const unsigned char *arena; /* of one layer */
@@ -81,9 +86,10 @@ typedef struct kvc_item {
     int64_t first_score; /* of the sequence, in scores */
     int64_t row, row_stop;
     int64_t token, token_stop;
-    int32_t head, head_stop;
-    int32_t part, parts; /* of the context: parts > 1 leaves partial results to be combined */
-    float *partial;      /* parts > 1: (heads * rows) of (head_dim padded to 16, maximum, sum, 14 unused) */
+    int64_t segments; /* of the whole context */
+    int32_t head, head_stop; /* KV heads */
+    int32_t part, parts; /* of the context, each whole segments: parts > 1 leaves results to be combined */
+    float *results;      /* parts > 1: of each segment of the context, as in kvc_segment.h */
     float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
 } kvc_item;
 
@@ -102,7 +108,7 @@ typedef struct kvc_kernels {
     /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c),
      * quantised formats below 1 % over what they store (kvc_tiles.h). */
     void (*attend_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
-    /* Exact sum of the parts of one split item (given its part 0) into out and norms. */
+    /* Results of all segments of a split context into out, lse and norms: this part's share of the rows. */
     void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
     /* The weights of tokens [token, token_stop), over all rows and heads, from norms into scores. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);

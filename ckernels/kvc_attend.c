@@ -3,7 +3,11 @@
  * Online softmax (Milakov and Gimelshein, 2018) over chunks of KVC_CHUNK tokens, in powers of two: scores
  * come out of the product already times log2(e). For each row: the largest score so far, the sum of
  * 2^(score - largest), and the accumulator of V, both rescaled by alpha = 2^(old largest - new largest) when
- * a chunk joins.
+ * a chunk joins. Every segment of the context starts anew (kvc_segment.h).
+ *
+ * A row has the same bits in every call. Chunks begin where the sequence says; scores and mixed values are sums in one
+ * order however many rows there are (kvc_products.h) or of whole numbers (kvc_tiles.h); what a row does not see has
+ * score -inf and weight 0, and a chunk or segment of nothing else has alpha = 2^0 = 1 and adds 0.
  *
  * Error against float64 over the same K and V, f32 and f16: at most 5e-6 of the largest output, for up to 8k
  * tokens and scores of ordinary size; a score s adds its own float32 rounding, about 2^-22 |s|, to the
@@ -25,10 +29,8 @@ static void mask_row(const chunk *c, int64_t seen, int lanes, float *w) {
     for (; lane < lanes; lane++) w[lane] = -INFINITY;
 }
 
-static float exp2_of(float x) { return f32v_max_of(f32v_exp2(f32v_set1(x))); }
-
 /* Scores -> weights 2^(score - largest), masked; largest, sum and alpha brought up to date. */
-static void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
+NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
@@ -42,18 +44,19 @@ static void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, in
             f32v_store(w + t, w_v);
             sum_v = f32v_add(sum_v, w_v);
         }
-        j->alpha[r] = exp2_of(largest[r] - max);
+        j->alpha[r] = f32v_max_of(f32v_exp2(f32v_set1(largest[r] - max)));
         sum[r] = sum[r] * j->alpha[r] + f32v_sum_of(sum_v);
         largest[r] = max;
     }
 }
 
-/* acc / sum of one (head, row) to its place in out. */
+/* acc / sum of one (head, row) to its place in out. Zeros lose their sign: it may be that of a product with the
+ * weight 0 of a token that the row does not see. */
 static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
     const size_t pair = pair_index(j, head, row);
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     float *out = j->args->out + pair * (size_t)j->dim;
-    for (int d = 0; d < j->dim; d++) out[d] = acc[d] * inverse;
+    for (int d = 0; d < j->dim; d++) out[d] = acc[d] * inverse + 0.0f;
     if (j->v_rows.rotated) KVC_FN(hadamard)(out, j->dim);
     if (j->args->lse) j->args->lse[pair] = sum > 0.0f ? largest * (float)LN2 + logf(sum) : -INFINITY;
     if (j->item->norms) {
@@ -62,21 +65,31 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     }
 }
 
-static void finish(const job *j) {
-    const int heads = j->item->head_stop - j->item->head;
-    const size_t stride = (size_t)j->padded + KVC_PARTIAL_EXTRA;
-    for (int i = 0; i < heads * j->rows; i++) {
-        const float *acc = j->acc + (size_t)i * (size_t)j->padded;
-        if (j->item->parts == 1) {
-            write_row(j, j->item->head + i / j->rows, j->item->row + i % j->rows, acc, j->largest[i],
-                      j->sum[i]);
-        } else {
-            float *partial = j->item->partial + (size_t)i * stride;
-            memcpy(partial, acc, (size_t)j->padded * sizeof(float));
-            partial[j->padded] = j->largest[i];
-            partial[j->padded + 1] = j->sum[i];
-        }
+/* Rows [first, stop) of all heads, numbered head by head. */
+static void write_rows(const job *j, results total, int first, int stop) {
+    for (int i = first; i < stop; i++) {
+        write_row(j, j->item->head + i / j->rows, j->item->row + i % j->rows,
+                  total.acc + (size_t)i * (size_t)j->padded, total.largest[i], total.sum[i]);
     }
+}
+
+static void begin_segment(job *j, int64_t token) {
+    const int rows = (j->item->head_stop - j->item->head) * j->rows;
+    if (j->item->parts > 1) {
+        const int64_t floats = kvc_result_floats(j->layout, rows);
+        j->segment = results_at(j->item->results + token / KVC_SEGMENT * floats, rows, j->padded);
+    }
+    clear_results(j->segment, rows, j->padded);
+}
+
+static void end_segment(job *j) {
+    if (j->item->parts > 1) return;
+    if (j->merged++) {
+        merge_results(j->segment, 0, (j->item->head_stop - j->item->head) * j->rows, j->padded, j->total);
+        return;
+    }
+    const results first = j->segment;
+    j->segment = j->total, j->total = first;
 }
 
 /* Head h of the item over one chunk. While K is read V is fetched, then the K that is read next. */
@@ -90,8 +103,8 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (size_t)j->v_rows.bits / 8};
     const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (size_t)j->k_rows.bits / 8};
     const int lanes = score_chunk(j, now, head, index, j->rows, v, next);
-    softmax_rows(j, now, item->row, j->rows, lanes, j->largest + index, j->sum + index);
-    mix_values(j, now, head, j->rows, lanes, j->acc + index * (size_t)j->padded, k, next);
+    softmax_rows(j, now, item->row, j->rows, lanes, j->segment.largest + index, j->segment.sum + index);
+    mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->padded, k, next);
 }
 
 void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
@@ -99,10 +112,7 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
     start(&j, args, item);
     take_scratch(&j, scratch);
     const int heads = item->head_stop - item->head;
-    const size_t per_head = (size_t)j.rows * (size_t)j.padded;
     for (int h = 0; h < heads; h++) pack_queries(&j, item->head + h, item->row, j.rows, (size_t)(h * j.rows));
-    memset(j.acc, 0, (size_t)heads * per_head * sizeof(float));
-    for (int i = 0; i < heads * j.rows; i++) j.largest[i] = LOWEST, j.sum[i] = 0.0f;
 
     chunk chunks[2];
     chunks[0].lanes = chunks[1].lanes = 0;
@@ -112,31 +122,32 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
         next_chunk(&j, &at, &chunks[0]);
     }
     for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
+        const chunk *now = &chunks[turn], *next = &chunks[turn ^ 1];
+        if (begins_segment(now)) begin_segment(&j, now->piece[0].first);
         next_chunk(&j, &at, &chunks[turn ^ 1]);
-        for (int h = 0; h < heads; h++) attend_chunk(&j, &chunks[turn], &chunks[turn ^ 1], h);
+        for (int h = 0; h < heads; h++) attend_chunk(&j, now, next, h);
+        if (!next->lanes || begins_segment(next)) end_segment(&j);
     }
-    finish(&j);
+    if (item->parts > 1) return;
+    if (!j.merged) clear_results(j.total, heads * j.rows, j.padded);
+    write_rows(&j, j.total, 0, heads * j.rows);
+}
+
+/* Where the share of a part begins, in whole vectors of maxima and sums. */
+static int share_of(int rows, int64_t part, int parts) {
+    return part == parts ? rows : (int)((rows + 15) / 16 * part / parts * 16);
 }
 
 void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     job j;
     start(&j, args, item);
-    const int heads = item->head_stop - item->head;
-    const size_t stride = (size_t)j.padded + KVC_PARTIAL_EXTRA, part = stride * (size_t)(heads * j.rows);
-    for (int i = 0; i < heads * j.rows; i++) {
-        const float *first = item->partial + (size_t)i * stride;
-        float acc[KVC_MAX_HEAD_DIM] = {0}, largest = LOWEST, sum = 0.0f;
-        for (int p = 0; p < item->parts; p++) {
-            const float other = first[(size_t)p * part + j.padded];
-            largest = other > largest ? other : largest;
-        }
-        for (int p = 0; p < item->parts; p++) {
-            const float *from = first + (size_t)p * part, factor = exp2_of(from[j.padded] - largest);
-            sum += factor * from[j.padded + 1];
-            for (int d = 0; d < j.dim; d++) acc[d] += factor * from[d];
-        }
-        write_row(&j, item->head + i / j.rows, item->row + i % j.rows, acc, largest, sum);
-    }
+    const int rows = (item->head_stop - item->head) * j.rows;
+    const int first = share_of(rows, item->part, item->parts), stop = share_of(rows, item->part + 1, item->parts);
+    const int64_t floats = kvc_result_floats(j.layout, rows);
+    const results total = results_at(item->results, rows, j.padded);
+    for (int64_t s = 1; s < item->segments; s++)
+        merge_results(results_at(item->results + s * floats, rows, j.padded), first, stop, j.padded, total);
+    write_rows(&j, total, first, stop);
 }
 
 /* Weights of one chunk and row block, added over rows; scores as the sequence numbers them. */
@@ -167,7 +178,6 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
         for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
             const int rows =
                 item->row_stop - row < KVC_ITEM_ROWS ? (int)(item->row_stop - row) : KVC_ITEM_ROWS;
-            j.units = meets_units(&j, rows); /* as in attend_item: the norms are of its scores */
             pack_queries(&j, head, row, rows, 0);
             cursor at = seek(j.seq, item->token);
             while (at.token < item->token_stop && at.token < visible(&j, row + rows - 1)) {

@@ -7,6 +7,7 @@
 enum {
     KVC_CHUNK =
         128, /* tokens whose scores are held at once; twice that is no faster and fetches too far ahead */
+    KVC_SEGMENT = 1024, /* tokens, from the first of the sequence on, that are summed up apart (kvc_segment.h) */
     KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
     KVC_NEAR_VALUES = 4, /* tokens that the mixing product brings into the L1 cache before it reads them */
     KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and as many behind it as products fetch */
@@ -15,8 +16,8 @@ enum {
         16, /* up to so many rows, one item takes all heads, block by block as they lie in memory */
     KVC_ITEM_ROWS =
         96, /* most rows of an item: a multiple of every tile; q and accumulators 96 KB at head_dim 128 */
-    KVC_PARTIAL_EXTRA = 16, /* floats behind a partial accumulator: maximum, sum, 14 unused */
 };
+_Static_assert(KVC_SEGMENT % KVC_CHUNK == 0, "a segment is whole chunks");
 
 static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
 
@@ -25,6 +26,13 @@ static inline int64_t kvc_seen_tokens(const kvc_seq *seq, int64_t query) {
     const int64_t own = seq->num_tokens - seq->num_queries + query + 1;
     const int64_t shown = seq->num_tokens - seq->hidden_tokens;
     return own < 0 ? 0 : own < shown ? own : shown;
+}
+
+static inline int64_t kvc_num_segments(int64_t tokens) { return (tokens + KVC_SEGMENT - 1) / KVC_SEGMENT; }
+
+/* Floats that one segment leaves for so many rows: accumulators, maxima, sums; a multiple of 16. */
+static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) {
+    return rows * kvc_padded_dim(layout) + 2 * ((rows + 15) / 16 * 16);
 }
 
 /* A query row in digits. */
@@ -45,13 +53,13 @@ static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
     return few > KVC_ITEM_ROWS ? few : KVC_ITEM_ROWS;
 }
 
-/* One thread's scratch in floats: q, sink q, both in digits, accumulators, maxima and sums of every (head,
- * row); then, for one head, the scores of a chunk and their factors; K panels and staged rows, or weights in
- * digits. */
+/* One thread's scratch in floats: q, sink q, both in digits, what a segment leaves and what all left so far, of
+ * every (head, row); then, for one head, the scores of a chunk and their factors; K panels and staged rows, or
+ * weights in digits. */
 static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
     const int64_t dim = kvc_padded_dim(layout), rows = kvc_item_max_rows(layout);
-    return rows * (3 * dim + 2 + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
-           KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
+    return rows * (2 * dim + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
+           2 * kvc_result_floats(layout, rows) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
 }
 
 _Static_assert(KVC_ITEM_ROWS * sizeof(unit_weights) <= 2 * KVC_CHUNK * 32 * sizeof(float),

@@ -26,13 +26,51 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     }
 }
 
-/* One function per (format, head_dim) through inlining: 64 and 128 as constants, the rest as a bound. */
+/* One function per (format, head_dim): 64 and 128 as constants, the rest as a bound. */
 #define WITH_DIM(dim, call)     \
     switch (dim) {              \
     case 64: call(64); break;   \
     case 128: call(128); break; \
     default: call(dim); break;  \
     }
+
+#define DOTS(format, dim) dot_chunk(format, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
+#define DOTS_F32(dim) DOTS(KVC_F32, dim)
+#define DOTS_F16(dim) DOTS(KVC_F16, dim)
+NOINLINE void dots_f32(int dim, int rows, int tokens, const float *q, int q_stride,
+                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
+    WITH_DIM(dim, DOTS_F32)
+}
+NOINLINE void dots_f16(int dim, int rows, int tokens, const float *q, int q_stride,
+                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
+    WITH_DIM(dim, DOTS_F16)
+}
+
+#define PANELS(dim)                             \
+    pack_panels(dim, tokens, k, offset, space); \
+    panel_chunk(dim, rows, tokens, q, q_stride, space, s)
+NOINLINE void panels(int dim, int rows, int tokens, const float *q, int q_stride,
+                     const unsigned char *const *k, size_t offset, float *space, float *s) {
+    WITH_DIM(dim, PANELS)
+}
+
+#define MIX(tile_rows, format, dim) \
+    mix_chunk(tile_rows, format, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
+#define MIX_F32(dim) MIX(0, KVC_F32, dim)
+#define MIX_F16(dim) MIX(0, KVC_F16, dim)
+#define MIX_MANY(dim) MIX(KVC_TILE_ROWS, KVC_F32, dim)
+NOINLINE void mix_f32(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
+    WITH_DIM(dim, MIX_F32)
+}
+NOINLINE void mix_f16(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
+    WITH_DIM(dim, MIX_F16)
+}
+NOINLINE void mix_many(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                       size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
+    WITH_DIM(dim, MIX_MANY)
+}
 
 #if defined(KVC_HAVE_DOTS)
 static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows, int head) {
@@ -91,7 +129,7 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
 
 /* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
  * no meaning. Returns the lanes written. */
-static int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
+NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
                        const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
     if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
@@ -108,25 +146,17 @@ static int score_chunk(const job *j, const chunk *c, int head, size_t index, int
         stage_rows(j, c, j->k_rows, head, staged);
         k = staged, offset = 0;
     }
-#define FEW_F32(dim) dot_chunk(KVC_F32, dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead)
-#define FEW_F16(dim) dot_chunk(KVC_F16, dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead)
-#define MANY(dim)                                   \
-    pack_panels(dim, tokens, k, offset, j->panels); \
-    panel_chunk(dim, rows, tokens, q, j->padded, j->panels, j->weights)
     if (!few)
-        WITH_DIM(j->dim, MANY)
+        panels(j->dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
     else if (stage || j->k_rows.bits == 32)
-        WITH_DIM(j->dim, FEW_F32)
+        dots_f32(j->dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead);
     else
-        WITH_DIM(j->dim, FEW_F16)
-#undef FEW_F32
-#undef FEW_F16
-#undef MANY
+        dots_f16(j->dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead);
     return tokens;
 }
 
 /* acc = acc * alpha + weights V. */
-static void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
+NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
                        ahead_rows ahead, const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
     if (j->units) {
@@ -144,21 +174,12 @@ static void mix_values(const job *j, const chunk *c, int head, int rows, int tok
         v = staged, offset = 0;
     }
     if (!few) ahead.rows = NULL;
-#define MIX(tile_rows, format, dim) \
-    mix_chunk(tile_rows, format, dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead)
-#define FEW_F32(dim) MIX(0, KVC_F32, dim)
-#define FEW_F16(dim) MIX(0, KVC_F16, dim)
-#define MANY(dim) MIX(KVC_TILE_ROWS, KVC_F32, dim)
     if (!few)
-        WITH_DIM(j->dim, MANY)
+        mix_many(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
     else if (stage || j->v_rows.bits == 32)
-        WITH_DIM(j->dim, FEW_F32)
+        mix_f32(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
     else
-        WITH_DIM(j->dim, FEW_F16)
-#undef MIX
-#undef FEW_F32
-#undef FEW_F16
-#undef MANY
+        mix_f16(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
 }
 
 #endif

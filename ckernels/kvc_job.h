@@ -4,9 +4,9 @@
 
 #include "kvc_attend.h"
 #include "kvc_kernels.h"
+#include "kvc_segment.h"
 #include "kvc_tiles.h"
 
-#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST still -inf */
 #define LOG2E 1.4426950408889634
 #define LN2 0.6931471805599453
 
@@ -18,7 +18,7 @@ typedef struct piece {
     int lane; /* of the chunk, where the first of them stands */
 } piece;
 
-/* Consecutive tokens of the text on at most KVC_CHUNK lanes, all before or all behind the sinks. */
+/* Consecutive tokens of one segment on at most KVC_CHUNK lanes, all before or all behind the end of the sinks. */
 typedef struct chunk {
     int lanes, pieces, sink;
     piece piece[KVC_CHUNK];
@@ -41,8 +41,9 @@ typedef struct job {
     int units; /* K and V lie in tiles and meet integers, not floats */
     kvc_rows k_rows, v_rows;
     size_t k_row_bytes, v_row_bytes;
-    float *q, *sink_q, *acc;          /* [head][row][padded] */
-    float *largest, *sum;             /* [head][row] */
+    float *q, *sink_q;                /* [head][row][padded] */
+    results segment, total;           /* of the segment at work, and of those before it */
+    int merged;                       /* segments that are in total */
     float *weights, *alpha;           /* [row][KVC_CHUNK], [row] */
     float *panels, *stage;            /* [KVC_CHUNK * padded] each */
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
@@ -79,12 +80,14 @@ static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     c->lanes += count;
 }
 
-/* The next tokens of the item, as many as fit; c->lanes is 0 behind the last. */
+/* The next tokens of the item, as many as fit; c->lanes is 0 behind the last. Where chunks begin depends on the
+ * sequence alone, and where the last one ends is no matter: lanes that a row does not see add 0. */
 static void next_chunk(const job *j, cursor *at, chunk *c) {
-    int64_t stop = j->item->token_stop;
+    const int64_t sinks = j->seq->sink_tokens, segment_stop = (at->token / KVC_SEGMENT + 1) * KVC_SEGMENT;
+    int64_t stop = j->item->token_stop < segment_stop ? j->item->token_stop : segment_stop;
     c->lanes = c->pieces = 0;
-    c->sink = j->args->sink_queries && at->token < j->seq->sink_tokens;
-    if (c->sink && stop > j->seq->sink_tokens) stop = j->seq->sink_tokens;
+    c->sink = j->args->sink_queries && at->token < sinks;
+    if (at->token < sinks && stop > sinks) stop = sinks;
     while (at->token < stop && c->lanes < KVC_CHUNK) {
         while (at->slot == at->run->stop) at->run++, at->slot = at->run->first;
         int count = at->run->stop - at->slot;
@@ -100,15 +103,7 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     }
 }
 
-/* Whether so many rows at once meet K and V in integers. */
-static int meets_units(const job *j, int rows) {
-#if defined(KVC_HAVE_DOTS)
-    return j->k_rows.tiled && j->v_rows.tiled && (rows <= KVC_UNIT_ROWS || KVC_UNIT_ROWS == KVC_ITEM_ROWS);
-#else
-    (void)j, (void)rows;
-    return 0;
-#endif
-}
+static int begins_segment(const chunk *c) { return c->piece[0].first % KVC_SEGMENT == 0; }
 
 static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     const kvc_layout *layout = args->layout;
@@ -125,7 +120,9 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     j->v_rows = kvc_rows_of(layout, KVC_VALUES);
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
     j->v_row_bytes = kvc_row_bytes(j->v_rows);
-    j->units = meets_units(j, j->rows);
+#if defined(KVC_HAVE_DOTS)
+    j->units = j->k_rows.tiled && j->v_rows.tiled;
+#endif
 }
 
 /* Deals the thread's scratch out; an item that only combines what others left needs none. */
@@ -134,16 +131,15 @@ static void take_scratch(job *j, void *scratch) {
     float *free = scratch;
     j->q = free, free += rows * j->padded;
     j->sink_q = free, free += rows * j->padded;
-    j->acc = free, free += rows * j->padded;
+    j->segment = results_at(free, rows, j->padded), free += kvc_result_floats(j->layout, rows);
+    j->total = results_at(free, rows, j->padded), free += kvc_result_floats(j->layout, rows);
     j->unit_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
     j->unit_sink_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
     j->unit_w = (unit_weights *)free;
     j->panels = free, free += KVC_CHUNK * j->padded;
     j->stage = free, free += KVC_CHUNK * j->padded;
     j->weights = free, free += KVC_ITEM_ROWS * KVC_CHUNK;
-    j->alpha = free, free += KVC_ITEM_ROWS;
-    j->largest = free, free += rows;
-    j->sum = free;
+    j->alpha = free;
 }
 
 /* Where row r of KV head h lies in queries and out, counted in (query, query head) pairs. */

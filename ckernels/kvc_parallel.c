@@ -1,10 +1,11 @@
 /* kvc_parallel.c - cuts an attention call into items for the threads; the only file that knows OpenMP.
  *
  *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
- *   unit     -> parts of the context, when a unit is more than a thread's fair share
+ *   unit     -> parts of the context, when a unit is more than a thread's fair share: whole segments; where there
+ *               are too few of them, a unit of few rows has fewer heads
  *
- * The items depend on the call and the number of threads, never on timing, and no two write the same place:
- * the result is the same each time. Scratch: [items][norms][partials][one piece per thread].
+ * No two items write the same place, and how a call is cut changes no bit of its result (kvc_segment.h).
+ * Scratch: [items][norms][results of segments][one piece per thread].
  */
 #if defined(__linux__)
 #define _GNU_SOURCE /* sched_getcpu */
@@ -21,7 +22,8 @@
 
 enum {
     PIECES_PER_THREAD = 4,     /* so that threads which start late or run slowly still end together */
-    MIN_PART_TOKENS = 256,     /* below this, combining costs more than a thread gives */
+    MIN_PIECE_WORK = 1 << 11,  /* key-row products of an item that are worth its start */
+    MIN_SCORE_TOKENS = 256,    /* the same of an item of scores */
     MIN_THREAD_WORK = 1 << 14, /* key-row products of 3 to 11 ns: several times what waking a thread takes */
 };
 
@@ -32,11 +34,11 @@ typedef struct plan {
     int32_t num_query_heads;
     int64_t fair_share; /* key-row products of one piece */
     int64_t work;       /* of the whole call */
-    int64_t num_items, num_score_items, partial_floats, total_queries;
+    int64_t num_items, num_score_items, result_floats, total_queries;
 } plan;
 
 typedef struct unit { /* rows and heads that share their tokens */
-    int64_t row, row_stop, tokens;
+    int64_t row, row_stop, tokens, segments;
     int32_t head, head_stop, parts;
 } unit;
 
@@ -54,25 +56,41 @@ static int64_t seq_rows(const plan *p, const kvc_seq *seq) {
     return seq->num_queries * (p->num_query_heads / p->layout->num_heads);
 }
 
+static int64_t num_pieces(const plan *p, int64_t work) {
+    return p->fair_share ? ceil_div(work, p->fair_share) : 1;
+}
+
+/* Into how many units the heads of few rows go: one, unless the context has too few segments for the threads. */
+static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
+    const int64_t tokens = kvc_seen_tokens(seq, seq->num_queries - 1), segments = kvc_num_segments(tokens);
+    const int64_t pieces = num_pieces(p, tokens * seq_rows(p, seq) * p->layout->num_heads);
+    if (pieces <= segments || !segments) return 1;
+    const int64_t groups = ceil_div(pieces, segments);
+    return groups < p->layout->num_heads ? groups : p->layout->num_heads;
+}
+
 static int64_t num_units(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq);
-    if (rows <= KVC_FEW_ROWS) return rows > 0;
+    if (rows <= KVC_FEW_ROWS) return rows > 0 ? num_head_groups(p, seq) : 0;
     return ceil_div(rows, KVC_ITEM_ROWS) * p->layout->num_heads;
 }
 
-static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index) {
+static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t units) {
     const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads;
-    unit u = {0, rows, 0, 0, p->layout->num_heads, 1};
+    unit u = {.row_stop = rows};
     if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V, and the last rows see most */
         const int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
         u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
         u.row = (blocks - 1 - index % blocks) * KVC_ITEM_ROWS;
         u.row_stop = u.row + KVC_ITEM_ROWS < rows ? u.row + KVC_ITEM_ROWS : rows;
+    } else {
+        u.head = (int32_t)(p->layout->num_heads * index / units);
+        u.head_stop = (int32_t)(p->layout->num_heads * (index + 1) / units);
     }
     u.tokens = kvc_seen_tokens(seq, (u.row_stop - 1) / group);
-    const int64_t work = u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
-    int64_t parts = p->fair_share ? ceil_div(work, p->fair_share) : 1;
-    if (parts > u.tokens / MIN_PART_TOKENS) parts = u.tokens / MIN_PART_TOKENS;
+    u.segments = kvc_num_segments(u.tokens);
+    const int64_t pieces = num_pieces(p, u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head));
+    const int64_t parts = pieces < u.segments ? pieces : u.segments;
     u.parts = parts < 1 ? 1 : (int32_t)parts;
     return u;
 }
@@ -80,14 +98,14 @@ static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index) {
 static int64_t num_score_parts(const plan *p, const kvc_seq *seq, int num_threads) {
     const int64_t seen = seq->num_tokens - seq->hidden_tokens;
     const int64_t share = ceil_div(seen, (int64_t)num_threads * PIECES_PER_THREAD);
-    const int64_t tokens = share < MIN_PART_TOKENS ? MIN_PART_TOKENS : share;
+    const int64_t tokens = share < MIN_SCORE_TOKENS ? MIN_SCORE_TOKENS : share;
     (void)p;
     return ceil_div(seen, tokens);
 }
 
-static size_t unit_floats(const plan *p, const unit *u) {
-    return (size_t)((u->row_stop - u->row) * (u->head_stop - u->head)) *
-           (size_t)(kvc_padded_dim(p->layout) + KVC_PARTIAL_EXTRA);
+/* What the segments of a unit in parts leave. */
+static int64_t unit_floats(const plan *p, const unit *u) {
+    return u->segments * kvc_result_floats(p->layout, (u->row_stop - u->row) * (u->head_stop - u->head));
 }
 
 static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs, int num_query_heads,
@@ -97,16 +115,19 @@ static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num
         p.total_queries += seqs[s].num_queries;
         p.num_score_items += num_score_parts(&p, &seqs[s], num_threads);
         for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
-            const unit u = unit_at(&p, &seqs[s], i);
+            const unit u = unit_at(&p, &seqs[s], i, n);
             p.work += u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
         }
     }
-    if (num_threads > 1) p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
+    if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* else uncut */
+        p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
+        if (p.fair_share < MIN_PIECE_WORK) p.fair_share = MIN_PIECE_WORK;
+    }
     for (int64_t s = 0; s < num_seqs; s++) {
         for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
-            const unit u = unit_at(&p, &seqs[s], i);
+            const unit u = unit_at(&p, &seqs[s], i, n);
             p.num_items += u.parts;
-            if (u.parts > 1) p.partial_floats += (int64_t)unit_floats(&p, &u) * u.parts;
+            if (u.parts > 1) p.result_floats += unit_floats(&p, &u);
         }
     }
     return p;
@@ -121,7 +142,7 @@ static size_t items_bytes(const plan *p) {
 static size_t norms_bytes(const plan *p) {
     return align64((size_t)p->total_queries * (size_t)p->num_query_heads * 2 * sizeof(float));
 }
-static size_t partials_bytes(const plan *p) { return align64((size_t)p->partial_floats * sizeof(float)); }
+static size_t results_bytes(const plan *p) { return align64((size_t)p->result_floats * sizeof(float)); }
 static size_t thread_bytes(const plan *p) {
     return align64((size_t)kvc_thread_scratch_floats(p->layout) * sizeof(float));
 }
@@ -129,15 +150,15 @@ static size_t thread_bytes(const plan *p) {
 size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                 int num_query_heads, int num_threads) {
     const plan p = make_plan(layout, seqs, num_seqs, num_query_heads, num_threads);
-    return 64 + items_bytes(&p) + norms_bytes(&p) + partials_bytes(&p) +
+    return 64 + items_bytes(&p) + norms_bytes(&p) + results_bytes(&p) +
            (size_t)num_threads * thread_bytes(&p);
 }
 
-static void list_items(const plan *p, kvc_item *items, float *norms, float *partials) {
+static void list_items(const plan *p, kvc_item *items, float *norms, float *results) {
     int64_t first_query = 0;
     for (int64_t s = 0; s < p->num_seqs; first_query += p->seqs[s].num_queries, s++) {
         for (int64_t i = 0, n = num_units(p, &p->seqs[s]); i < n; i++) {
-            const unit u = unit_at(p, &p->seqs[s], i);
+            const unit u = unit_at(p, &p->seqs[s], i, n);
             for (int32_t part = 0; part < u.parts; part++, items++) {
                 *items = (kvc_item){.seq = s,
                                     .first_query = first_query,
@@ -145,13 +166,16 @@ static void list_items(const plan *p, kvc_item *items, float *norms, float *part
                                     .row_stop = u.row_stop,
                                     .head = u.head,
                                     .head_stop = u.head_stop,
+                                    .segments = u.segments,
                                     .part = part,
                                     .parts = u.parts,
+                                    .results = u.parts > 1 ? results : NULL,
                                     .norms = norms};
-                items->token = u.tokens * part / u.parts;
-                items->token_stop = u.tokens * (part + 1) / u.parts;
-                if (u.parts > 1) items->partial = partials, partials += unit_floats(p, &u);
+                const int64_t stop = u.segments * (part + 1) / u.parts * KVC_SEGMENT;
+                items->token = u.segments * part / u.parts * KVC_SEGMENT;
+                items->token_stop = stop < u.tokens ? stop : u.tokens;
             }
+            if (u.parts > 1) results += unit_floats(p, &u);
         }
     }
 }
@@ -194,7 +218,7 @@ static void attend_at(const call *c, int64_t i, int thread) {
 }
 
 static void combine_at(const call *c, int64_t i) {
-    if (c->items[i].parts > 1 && c->items[i].part == 0) c->kernels->combine_parts(c->args, &c->items[i]);
+    if (c->items[i].parts > 1) c->kernels->combine_parts(c->args, &c->items[i]);
 }
 
 static void score_at(const call *c, int64_t i, int thread) {
@@ -260,10 +284,10 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     unsigned char *base = (unsigned char *)align64((size_t)scratch);
     c.items = (kvc_item *)base;
     c.norms = (float *)(base + items_bytes(&c.plan));
-    float *partials = (float *)((unsigned char *)c.norms + norms_bytes(&c.plan));
-    c.own = (unsigned char *)partials + partials_bytes(&c.plan);
+    float *results = (float *)((unsigned char *)c.norms + norms_bytes(&c.plan));
+    c.own = (unsigned char *)results + results_bytes(&c.plan);
     c.own_bytes = thread_bytes(&c.plan);
-    list_items(&c.plan, c.items, args->scores ? c.norms : NULL, partials);
+    list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
 #if defined(_OPENMP)
     if (num_threads > 1 && c.plan.work >= MIN_THREAD_WORK) {
         run_threads(&c, num_threads);

@@ -8,6 +8,9 @@
  *
  * Few rows (decode): K and V come straight from the block, each row once; scores are dot products along dim.
  * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
+ * Both give the same bits. A score is KVC_LANES sums, of dimensions lane, lane + KVC_LANES, .., each in this order
+ * and from zero, and these are added as f32v_sums does: the lanes of a vector in dot products, one after the other
+ * in panels. A mixed value is a sum over the tokens in their order, whatever the tile.
  * Sums of a chunk start from zero and join the accumulator once, so rounding grows with the square root of
  * KVC_CHUNK + chunks, not of tokens.
  */
@@ -18,6 +21,9 @@
 #include "kvc_simd.h"
 
 #define KVC_PANEL (KVC_TILE_VECS * KVC_LANES)
+#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES) /* dimensions that a lane sums, with those of padding */
+#define KVC_PANEL_ROWS (KVC_TILE_ROWS / KVC_PANEL_LANES)
+enum { KVC_LANE_BITS = KVC_LANES == 16 ? 4 : KVC_LANES == 8 ? 3 : KVC_LANES == 4 ? 2 : 0 };
 _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
@@ -38,10 +44,7 @@ INLINE void fetch_ahead(ahead_rows ahead, int token, int d) {
 
 /* From there into the L1 cache, some tokens before it is read: what the hardware's own prefetcher, which follows
  * one row at a time, does too late. */
-INLINE void fetch_near(kvc_format format, const unsigned char *row, int d) {
-    const int at = d * (format == KVC_F32 ? 4 : 2);
-    if (at % 64 == 0) __builtin_prefetch(row + at, 0, 3);
-}
+INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 3); }
 
 INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
     return format == KVC_F32 ? load_dims((const float *)row, d, dim)
@@ -55,17 +58,24 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
     f32v sums[KVC_DOT_SUMS];
     UNROLL
     for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
-    for (int d = 0; d < dim; d += KVC_LANES) {
-        f32v q_v[4];
+    const int line = format == KVC_F32 ? 16 : 32; /* values: constants say where one begins */
+    for (int start = 0; start < dim; start += line) {
         UNROLL
-        for (int r = 0; r < rows; r++) q_v[r] = f32v_load(q + r * q_stride + d);
-        UNROLL
-        for (int t = 0; t < tokens; t++) {
-            const f32v k_v = load_row(format, k[t] + offset, d, dim);
-            fetch_near(format, k[t + tokens] + offset, d);
-            if (ahead.rows) fetch_ahead(ahead, first + t, d);
+        for (int i = 0; i < line; i += KVC_LANES) {
+            const int d = start + i;
+            if (d >= dim) break;
+            f32v q_v[4];
             UNROLL
-            for (int r = 0; r < rows; r++) sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
+            for (int r = 0; r < rows; r++) q_v[r] = f32v_load(q + r * q_stride + d);
+            UNROLL
+            for (int t = 0; t < tokens; t++) {
+                const f32v k_v = load_row(format, k[t] + offset, d, dim);
+                if (i == 0) fetch_near(k[t + tokens] + offset + (size_t)d * (64 / (size_t)line));
+                if (ahead.rows && i % 16 == 0) fetch_ahead(ahead, first + t, d);
+                UNROLL
+                for (int r = 0; r < rows; r++)
+                    sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
+            }
         }
     }
     float lanes[KVC_DOT_SUMS];
@@ -102,59 +112,106 @@ INLINE void dot_chunk(kvc_format format, int dim, int rows, int tokens, const fl
     }
 }
 
+/* Where a panel has the KVC_PANEL values of dimension step * KVC_LANES + lane: in the order of panel_tile. */
+INLINE int panel_at(int steps, int step, int lane) {
+    return ((lane / KVC_PANEL_LANES * steps + step) * KVC_PANEL_LANES + lane % KVC_PANEL_LANES) * KVC_PANEL;
+}
+
 /* Rows of floats -> panels, KVC_LANES x KVC_LANES transposed at a time. */
 INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size_t offset, float *panels) {
+    const int steps = STEPS(dim);
     for (int t = 0; t < tokens; t += KVC_LANES) {
-        float *panel = panels + t / KVC_PANEL * KVC_PANEL * dim + t % KVC_PANEL;
-        for (int d = 0; d < dim; d += KVC_LANES) {
+        float *panel = panels + t / KVC_PANEL * KVC_PANEL * steps * KVC_LANES + t % KVC_PANEL;
+        for (int step = 0; step < steps; step++) {
             f32v square[KVC_LANES];
             UNROLL
             for (int i = 0; i < KVC_LANES; i++) {
-                square[i] = load_dims((const float *)(k[t + i] + offset), d, dim);
+                square[i] = load_dims((const float *)(k[t + i] + offset), step * KVC_LANES, dim);
             }
             f32v_transpose(square);
             UNROLL
-            for (int i = 0; i < KVC_LANES; i++) {
-                if (d + i < dim) f32v_store(panel + (d + i) * KVC_PANEL, square[i]);
-            }
+            for (int i = 0; i < KVC_LANES; i++) f32v_store(panel + panel_at(steps, step, i), square[i]);
         }
     }
 }
 
-INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
-    f32v sums[KVC_TILE_ROWS][KVC_TILE_VECS];
+/* The sum over the steps of each of KVC_PANEL_LANES lanes, and of these sums, as f32v_sums adds them. */
+INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const float *panel,
+                        f32v sums[KVC_PANEL_ROWS][KVC_TILE_VECS]) {
+    f32v each[KVC_PANEL_LANES][KVC_PANEL_ROWS][KVC_TILE_VECS];
     UNROLL
-    for (int r = 0; r < rows; r++) {
-        UNROLL
-        for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_zero();
-    }
-    for (int d = 0; d < dim; d++) {
-        f32v k_v[KVC_TILE_VECS];
-        UNROLL
-        for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + d * KVC_PANEL + v * KVC_LANES);
+    for (int i = 0; i < KVC_PANEL_LANES; i++) {
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const f32v q_v = f32v_set1(q[r * q_stride + d]);
             UNROLL
-            for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_fma(q_v, k_v[v], sums[r][v]);
+            for (int v = 0; v < KVC_TILE_VECS; v++) each[i][r][v] = f32v_zero();
+        }
+    }
+    for (int step = 0; step < steps; step++, q += KVC_LANES) {
+        UNROLL
+        for (int i = 0; i < KVC_PANEL_LANES; i++, panel += KVC_PANEL) {
+            f32v k_v[KVC_TILE_VECS];
+            UNROLL
+            for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + v * KVC_LANES);
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                const f32v q_v = f32v_set1(q[r * q_stride + i]);
+                UNROLL
+                for (int v = 0; v < KVC_TILE_VECS; v++) each[i][r][v] = f32v_fma(q_v, k_v[v], each[i][r][v]);
+            }
         }
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
         UNROLL
-        for (int v = 0; v < KVC_TILE_VECS; v++) f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, sums[r][v]);
+        for (int v = 0; v < KVC_TILE_VECS; v++) {
+            UNROLL
+            for (int apart = 1; apart < KVC_PANEL_LANES; apart *= 2) {
+                UNROLL
+                for (int i = 0; i < KVC_PANEL_LANES; i += 2 * apart)
+                    each[i][r][v] = f32v_add(each[i][r][v], each[i + apart][r][v]);
+            }
+            sums[r][v] = each[0][r][v];
+        }
+    }
+}
+
+/* Groups of lanes one after the other: left[n], the sum of 2^n groups, waits for that of as many on its right. */
+INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
+    const int steps = STEPS(dim), groups = KVC_LANES / KVC_PANEL_LANES;
+    f32v left[KVC_LANE_BITS + 1][KVC_PANEL_ROWS][KVC_TILE_VECS], sums[KVC_PANEL_ROWS][KVC_TILE_VECS];
+    for (int g = 0; g < groups; g++, q += KVC_PANEL_LANES, panel += steps * KVC_PANEL_LANES * KVC_PANEL) {
+        panel_lanes(rows, steps, q, q_stride, panel, sums);
+        int n = 0;
+        for (; g >> n & 1; n++) {
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                UNROLL
+                for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_add(left[n][r][v], sums[r][v]);
+            }
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            UNROLL
+            for (int v = 0; v < KVC_TILE_VECS; v++) {
+                if (g + 1 < groups)
+                    left[n][r][v] = sums[r][v];
+                else
+                    f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, sums[r][v]);
+            }
+        }
     }
 }
 
 INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const float *panels,
                         float *s) {
-    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * dim) {
+    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * STEPS(dim) * KVC_LANES) {
         int r = 0;
 #define PANEL_ROWS(n)                 \
     for (; r + (n) <= rows; r += (n)) \
         panel_tile(n, dim, q + r * q_stride, q_stride, panels, s + r * KVC_CHUNK + t);
-        PANEL_ROWS(KVC_TILE_ROWS)
-        PANEL_ROWS(4)
+        PANEL_ROWS(KVC_PANEL_ROWS)
+        PANEL_ROWS(2)
         PANEL_ROWS(1)
 #undef PANEL_ROWS
     }
@@ -175,7 +232,8 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
         UNROLL
         for (int i = 0; i < vecs; i++) {
             v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
-            fetch_near(format, v[t + KVC_NEAR_VALUES] + offset, d + i * KVC_LANES);
+            const size_t at = (size_t)(d + i * KVC_LANES) * (format == KVC_F32 ? 4 : 2);
+            if (at % 64 == 0) fetch_near(v[t + KVC_NEAR_VALUES] + offset + at);
             if (ahead.rows) fetch_ahead(ahead, t, d + i * KVC_LANES);
         }
         UNROLL

@@ -5,13 +5,16 @@
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
- *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i,
+ *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i, made of
+ *   neighbours, then of neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
  *   load8/store8 (and _half): 8 floats, where a vector is wider than 8.
  * i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane:
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
  * and the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
+ *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: fewer rows
+ *                                   in a tile, and fewer sums that wait in memory for others
  *   KVC_DOT_SUMS                    accumulators of the product over few rows
  */
 #ifndef KVC_SIMD_H
@@ -26,6 +29,8 @@
 #define KVC_STR(x) KVC_STR2(x)
 
 #define INLINE static inline __attribute__((always_inline))
+/* A product of its own: several in one function leave the compiler too few registers for their addresses. */
+#define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 32")
 
 #if defined(KVC_AVX512)

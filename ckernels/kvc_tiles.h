@@ -184,7 +184,7 @@ INLINE void unit_dot_rows(int bits, int dim, int rows, const unit_query *q, cons
 #undef DOT_ROWS
 }
 
-static void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
+NOINLINE void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
                      const unsigned char *ahead) {
     switch (bits) {
     case 8: unit_dot_rows(8, dim, rows, q, tile, s, ahead); break;
@@ -214,7 +214,7 @@ INLINE void quantise_row(int bits, int lanes, const float *w, const float *scale
     to->base = f32v_sum_of(base_v) - (bits == 8 ? 0.0f : centre_of(bits) * to->scale * sum);
 }
 
-static void quantise_weights(int bits, int rows, int lanes, const float *w, const float *scales,
+NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, const float *scales,
                              const float *middles, unit_weights *to) {
 #define ROWS(bits) \
     for (int r = 0; r < rows; r++) quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r);
@@ -300,7 +300,7 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
 #undef MIX_ROWS
 }
 
-static void unit_mix(int bits, int dim, int rows, int tiles, const unit_weights *w,
+NOINLINE void unit_mix(int bits, int dim, int rows, int tiles, const unit_weights *w,
                      const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                      const unsigned char *const *ahead) {
     switch (bits) {

@@ -4,6 +4,7 @@
 #define KVC_LANES 8
 #define KVC_TILE_ROWS 6
 #define KVC_TILE_VECS 2
+#define KVC_PANEL_LANES 2
 #define KVC_DOT_SUMS 8
 
 typedef __m256 f32v;
@@ -134,7 +135,6 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 0
-#define KVC_UNIT_ROWS 8 /* for more, floats are as fast */
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
 

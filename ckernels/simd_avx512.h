@@ -4,6 +4,7 @@
 #define KVC_LANES 16
 #define KVC_TILE_ROWS 12
 #define KVC_TILE_VECS 2
+#define KVC_PANEL_LANES 2
 #define KVC_DOT_SUMS 16
 
 typedef __m512 f32v;
@@ -107,14 +108,14 @@ INLINE void f32v_transpose(f32v r[16]) {
 INLINE f32v f32v_sums(const f32v r[16]) {
     f32v t[8], u[4];
     UNROLL
-    for (int i = 0; i < 8; i++) { /* per quarter: (r0, r1, r0, r1) */
-        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]),
-                             _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+    for (int i = 0; i < 8; i++) { /* per quarter: (r0, r0, r1, r1) */
+        t[i] = _mm512_add_ps(_mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0x88),
+                             _mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0xdd));
     }
     UNROLL
     for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */
-        u[i] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44),
-                             _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
+        u[i] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x88),
+                             _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xdd));
     }
     const f32v lo =
         _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
@@ -147,7 +148,6 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 1
-#define KVC_UNIT_ROWS 96 /* two dot products per 64 codes beat four multiply-adds, however many rows */
 #define KVC_UNIT_DOT_ROWS 4
 #define KVC_UNIT_MIX_ROWS 4
 

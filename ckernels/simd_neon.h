@@ -4,6 +4,7 @@
 #define KVC_LANES 4
 #define KVC_TILE_ROWS 6
 #define KVC_TILE_VECS 4
+#define KVC_PANEL_LANES 1
 #define KVC_DOT_SUMS 16
 
 typedef float32x4_t f32v;
@@ -99,7 +100,6 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 1
 #define KVC_SHARED_DIGITS 0
-#define KVC_UNIT_ROWS 96 /* 8 dot products per 64 codes beat 16 multiply-adds, however many rows */
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
 

@@ -6,6 +6,7 @@
 #define KVC_LANES 1
 #define KVC_TILE_ROWS 4
 #define KVC_TILE_VECS 4
+#define KVC_PANEL_LANES 1
 #define KVC_DOT_SUMS 4
 
 typedef float f32v;

@@ -157,6 +157,10 @@ class PagedKvCache(EvictableSequences):
 
         Causal: the last query of a sequence stands on its last token, the one before on the token before.
 
+        A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
+        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees
+        and the SIMD level; in quantised formats also on the slots of these tokens within their blocks.
+
         Args:
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads;
                 query head h reads KV head h // (num_query_heads / num_heads).

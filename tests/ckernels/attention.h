@@ -160,6 +160,34 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
     return 1;
 }
 
+/* One query in a call of its own, with another number of threads: the same bits at every level. */
+static void expect_same_alone(const question *q, int seq, int64_t query, int64_t first, const answer *answers) {
+    const int dim = q->world->layout.head_dim;
+    const size_t heads = (size_t)q->query_heads, row = (size_t)(first + query) * heads;
+    question alone = *q;
+    kvc_seq *of = &alone.seqs[0];
+    *of = q->seqs[seq];
+    of->num_tokens -= of->num_queries - 1 - query;
+    if (of->num_tokens <= 0) return;
+    const int64_t shown = q->seqs[seq].num_tokens - of->hidden_tokens;
+    of->hidden_tokens = of->num_tokens > shown ? of->num_tokens - shown : 0;
+    of->num_queries = 1;
+    alone.num_seqs = 1, alone.queries = 1, alone.tokens = of->num_tokens - of->hidden_tokens;
+    alone.threads = q->threads % 3 + 1, alone.has_scores = 0;
+    alone.q.at = (float *)q->q.at + row * (size_t)dim;
+    alone.sink_q.at = (float *)q->sink_q.at + row * (size_t)dim;
+    for (int level = 0; level < num_levels(); level++) {
+        answer again = {.kernels = level_at(level), .question = &alone};
+        ask(&again);
+        const float *out = (const float *)answers[level].out.at + row * (size_t)dim;
+        const float *lse = (const float *)answers[level].lse.at + row;
+        if (memcmp(again.out.at, out, heads * (size_t)dim * sizeof *out) ||
+            (q->world->lse && memcmp(again.lse.at, lse, heads * sizeof *lse)))
+            fail("%s: query %d has other bits alone", again.kernels->name, (int)query);
+        give_back(&again.out), give_back(&again.scores), give_back(&again.lse);
+    }
+}
+
 static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score,
                             const answer *answers) {
     const kvc_seq *of = &q->seqs[seq];
@@ -175,6 +203,8 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
         for (int head = 0; head < q->query_heads; head++)
             ordinary &= expect_row(q, seq, query, first_query, head, answers, weights, total, error);
     }
+    for (int64_t i = 0; ordinary && i < 3 && i < of->num_queries; i++)
+        expect_same_alone(q, seq, of->num_queries - 1 - i * (of->num_queries - 1) / 2, first_query, answers);
     for (int level = 0; q->has_scores && ordinary && level < num_levels(); level++) {
         const float *scores = (const float *)answers[level].scores.at + first_score;
         for (int64_t t = 0; t < of->num_tokens - of->hidden_tokens; t++) {

@@ -7,6 +7,7 @@
  *   rows read        equal bit for bit to the twin's (twin.h); what was written, within the format's error
  *   attention, lse   within the error of twin.h where slots and queries are ordinary: finite, then, too. Elsewhere it
  *                    may be anything, but ends, stays inside its memory, and leaves other sequences alone
+ *   one query        alone, with another number of threads, the same bits, where all that it sees is ordinary
  *   Gaussian data    5e-6 of the largest output in f32 and f16, 1 % of the row quantised, as the kernels promise
  *
  * Memory is exact (memory.h). With -DCALLERS=n, n threads make each attention call at once and must agree bit for bit.
