@@ -334,7 +334,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return LiveBlockTable(self.max_seq_len, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
-        num_tokens = as_integer(num_tokens, "sequence_length")
+        num_tokens = as_count(num_tokens, "sequence_length")
         if num_tokens > self.max_seq_len:
             raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
         with self._lock:
