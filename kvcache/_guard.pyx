@@ -57,7 +57,7 @@ cdef class CallLock:
         self.lock = PyThread_allocate_lock()
         if self.lock == NULL:
             raise MemoryError("no memory for a lock")
-        self.dues = deque()
+        self.dues, self.torn = deque(), []
         _locks_made += 1
         self.order = _locks_made
 
@@ -78,19 +78,61 @@ cdef class CallLock:
     cdef int enter(self) except -1:
         if self.owner == PyThread_get_thread_ident():
             raise InvalidOperationError("expected no call of this object to be running on this thread, got one")
-        return acquire(self.lock, &self.owner)
+        acquire(self.lock, &self.owner)
+        if self.torn:
+            try:
+                self.make_good()
+            except BaseException:
+                self.leave()
+                raise
+        return 0
+
+    cdef int make_good(self) except -1:
+        cdef MendingLock lock
+        while self.torn:
+            lock = self.torn[0]
+            lock.make_good()
+        return 0
+
+    cdef bint enter_to_release(self, object release) except -1:
+        if self.owner == PyThread_get_thread_ident():
+            self.dues.append(release)
+            return False
+        try:
+            self.enter()
+        except (KvCacheError, MemoryError):    # What is torn cannot be mended now: inside of a call of another object, say.
+            self.dues.append(release)
+            return False
+        return True
 
     cdef int leave(self) except -1:
+        # A handler may run in a release and raise any exception. So each release gets a second try, on objects that were
+        # mended. If that works, the exception was not the release's own, and leaves when all of them are done.
+        first, foreign = None, None
         try:
             while self.dues:
                 due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
+                whole = not self.torn
                 try:
+                    if not whole:
+                        self.make_good()
+                        whole = True
                     due()
-                except KvCacheError:
-                    pass    # what it was to release has gone meanwhile
                 except Exception as error:
-                    sys.unraisablehook(_Unraisable(error, due))
+                    if first is None:
+                        first = error
+                        continue
+                    if not whole:
+                        break    # nothing can be mended now: the next one in does it, and these releases when it leaves
+                    if not isinstance(error, KvCacheError):    # else what it was to release has gone meanwhile
+                        sys.unraisablehook(_Unraisable(error, due))
+                else:
+                    if foreign is None and not isinstance(first, MemoryError):
+                        foreign = first
+                first = None
                 self.dues.popleft()
+            if foreign is not None:
+                raise foreign
         finally:
             self.owner = 0
             PyThread_release_lock(self.lock)
@@ -105,17 +147,14 @@ cdef class CallLock:
     def when_free(self, release):
         """Run `release()` inside the lock: now, or, where this thread is inside already, when it leaves.
 
-        `release` may run a second time if an interrupt strikes in it. What it raises is raised here if it runs now;
-        later, a `KvCacheError` is passed over, and any other exception is given to `sys.unraisablehook`.
+        `release` may run a second time if an exception leaves it. What it raises is raised here if it runs now; later, if
+        it raises twice, a `KvCacheError` is passed over, and any other exception is given to `sys.unraisablehook`.
         """
-        if self.owner == PyThread_get_thread_ident():
-            self.dues.append(release)
-            return
-        self.enter()
-        try:
-            release()
-        finally:
-            self.leave()
+        if self.enter_to_release(release):
+            try:
+                release()
+            finally:
+                self.leave()
 
 
 class _Unraisable:
@@ -147,22 +186,21 @@ cdef class MendingLock:
         """Whether this thread holds the lock."""
         return self.core.owner == PyThread_get_thread_ident()
 
+    cdef int tear(self) except -1:
+        if self not in self.core.torn:
+            self.core.torn.append(self)
+        return 0
+
     cdef int make_good(self) except -1:
-        self.torn = True
+        self.tear()
         mend = self.mend()
         if mend is not None:
             mend()
-        self.torn = False
+        self.core.torn.remove(self)
         return 0
 
     def __enter__(self):
         self.core.enter()
-        if self.torn:
-            try:
-                self.make_good()
-            except BaseException:
-                self.core.leave()
-                raise
 
     def __exit__(self, kind, error, trace):
         try:
@@ -176,11 +214,13 @@ cdef class MendingLock:
 
     def when_free(self, release):
         """As of `CallLock`; `mend()` follows an exception here, too."""
-        if self.inside:
-            self.core.dues.append(_Mended(self, release))
-            return
-        with self:
-            release()
+        if self.core.enter_to_release(_Mended(self, release)):
+            try:
+                release()
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
+            self.core.leave()
 
 
 cdef class _Mended:
@@ -196,7 +236,7 @@ cdef class _Mended:
         try:
             self.release()
         except BaseException:
-            self.lock.torn = True
+            self.lock.tear()
             raise
 
 
@@ -212,13 +252,6 @@ cdef class AllLocks:
         self.locks = list(locks)
         self.cores = sorted({lock.core for lock in self.locks}, key=lambda core: core.order)
         self.taken = []
-
-    cdef int mend_all(self, bint only_torn) except -1:
-        cdef MendingLock lock
-        for lock in self.locks:
-            if lock.torn or not only_torn:
-                lock.make_good()
-        return 0
 
     cdef int leave_all(self) except -1:
         cdef CallLock core
@@ -237,19 +270,20 @@ cdef class AllLocks:
             for core in self.cores:
                 core.enter()
                 self.taken.append(core)
-            self.mend_all(only_torn=True)
         except BaseException:
             self.leave_all()
             raise
 
     def __exit__(self, kind, error, trace):
         cdef MendingLock lock
+        cdef CallLock core
         try:
             if error is not None:
-                for lock in self.locks:    # until one could be mended it is torn
-                    lock.torn = True
+                for lock in self.locks:
+                    lock.tear()
                 try:
-                    self.mend_all(only_torn=True)
+                    for core in self.cores:
+                        core.make_good()
                 except Exception:
                     pass    # `error` goes on its way; the next one in mends
         finally:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache._guard import Parting
+from kvcache.errors import OutOfMemoryError
 from kvcache.rows import BLOCK_SIZE, Rows
 from kvcache.saved import SavedRows
 
@@ -130,8 +130,12 @@ class RowArena:
     def drop(self, slots: Int32) -> None:
         """The trie lets go of `slots`, in the order in which they left it."""
         self.leaving.append(slots)
-        with suppress(MemoryError):  # then the next call does it
+        try:
             self.settle(count=True)
+        except OutOfMemoryError:  # of a signal handler: this call fails
+            raise
+        except MemoryError:
+            pass  # then the next call does it
 
     def _give(self, slots: Int32) -> None:
         self.free[self.num_free : self.num_free + len(slots)] = slots
