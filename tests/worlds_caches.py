@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.random  # now, not where a handler may strike
 from contents import pairs, state
 from reentry import Via, World, pure, release
 
