@@ -89,9 +89,15 @@ class PrefixCache:
 
         `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
         needs room.
+
+        Raises:
+            TypeError, ValueError: not an integer; negative.
         """
         cache = cls.__new__(cls)
-        limit = paged.total_blocks if max_blocks is None else min(max_blocks, paged.total_blocks)
+        limit = paged.total_blocks if max_blocks is None else as_integer(max_blocks, "max_blocks")
+        if limit < 0:
+            raise ValueError(f"expected max_blocks >= 0, got {limit}")
+        limit = min(limit, paged.total_blocks)
         cache._own(paged, paged.head_dim, limit, shared=True)
         return cache
 

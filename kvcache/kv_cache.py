@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,7 +90,7 @@ class CachedKvState:
     def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
         self._keys = [as_flat(layer, "keys") for layer in keys]
         self._values = [as_flat(layer, "values") for layer in values]
-        self._seq_len = as_integer(seq_len, "seq_len")
+        self._seq_len = seq_len = as_integer(seq_len, "seq_len")
         sizes = {len(layer) for layer in (*self._keys, *self._values)}
         if len(self._keys) != len(self._values) or len(sizes) > 1:
             raise ValueError("expected keys and values of as many layers, all of one length")
@@ -157,18 +158,26 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         num_layers, max_seq_len, kv_dim: at least 1 each; kv_dim is KV heads times head_dim.
         num_heads: KV heads, a divisor of kv_dim: how the rows are shown by the `KvCacheHandle` members.
 
+    Raises:
+        TypeError, ValueError: a setting that is not supported.
+        OutOfMemoryError: the system refuses the memory.
+
     Calls on one cache, whatever handles they come through, are serialised.
     """
 
     def __init__(self, num_layers: int, max_seq_len: int, kv_dim: int, *, num_heads: int = 1) -> None:
-        for name, value in (("num_layers", num_layers), ("max_seq_len", max_seq_len), ("kv_dim", kv_dim)):
-            if as_integer(value, name) < 1:
+        named = (("num_layers", num_layers), ("max_seq_len", max_seq_len), ("kv_dim", kv_dim))
+        shape = tuple(as_integer(value, name) for name, value in named)
+        for (name, _), value in zip(named, shape, strict=True):
+            if value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
-        if as_integer(num_heads, "num_heads") < 1 or kv_dim % num_heads:
+        self._num_heads = as_integer(num_heads, "num_heads")
+        if self._num_heads < 1 or shape[2] % self._num_heads:
             raise ValueError(f"expected num_heads to divide kv_dim {kv_dim}, got {num_heads}")
-        self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
-        self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
-        self._num_heads = num_heads
+        try:
+            self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        except MemoryError as error:
+            raise OutOfMemoryError(8 * prod(shape), 0, "bytes") from error
         self._writes = _Writes()  # shared, like all of this, by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
         self._lock = MendingLock(CallLock(), self._writes.finish)
@@ -213,7 +222,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
-        if as_integer(seq_len, "seq_len") < 0:
+        seq_len = as_integer(seq_len, "seq_len")
+        if seq_len < 0:
             raise ValueError(f"expected a count of tokens >= 0, got {seq_len}")
         with self._lock:
             kept = min(seq_len, self.seq_len)
@@ -266,7 +276,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             TypeError, ValueError: other layers, lengths or dtypes, more than `max_seq_len` tokens, or values that are
                 not finite; nothing changes.
         """
-        if not 0 <= as_integer(seq_len, "seq_len") <= self.max_seq_len:
+        seq_len = as_integer(seq_len, "seq_len")
+        if not 0 <= seq_len <= self.max_seq_len:
             raise ValueError(f"expected at most {self.max_seq_len} tokens, got {seq_len}")
         if len(keys) != self.num_layers or len(values) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
@@ -332,6 +343,9 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return LiveBlockTable(self.max_seq_len, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
+        num_tokens = as_integer(num_tokens, "num_tokens")
+        if num_tokens < 0:
+            raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
         if num_tokens > self.max_seq_len:
             raise OutOfMemoryError(num_tokens, self.max_seq_len, "tokens")
         with self._lock:

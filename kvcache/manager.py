@@ -285,6 +285,7 @@ class CacheManager:
         budget, index = as_integer(budget, "budget"), self._layer_or_all(layer_idx)
         if budget < 0:
             raise ValueError(f"expected budget >= 0, got {budget}")
+        budget = min(budget, self._config.max_seq_len)  # nothing leaves from there on
         with self._lock:
             if index is not None:
                 return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))

@@ -120,7 +120,7 @@ class InferenceEngine:
         self._sequence: ModelSequence
         if residual_length is None:
             residual_length = default_length(key_dtype or dtype, value_dtype or dtype) if budgets is None else 0
-        self._residual_length = natural("residual_length", residual_length)
+        self._residual_length = residual_length = natural("residual_length", residual_length)
         if residual_length > 256:
             raise ValueError(f"residual_length: expected at most 256, got {residual_length}")
         if budgets is None:
