@@ -128,8 +128,12 @@ def is_integer(value: Any) -> bool:
 
 
 def as_number(value: Any, name: str) -> float:
-    """`value` as a float, NaN and infinite too; TypeError for what is no real number or a bool."""
-    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Real):
+    """`value` as a float, NaN and infinite too; TypeError for what is no real number, and for a bool.
+
+    Any object with `__float__` is one, as are arrays without a dimension.
+    """
+    real = isinstance(value, numbers.Real) or (hasattr(value, "__float__") and not getattr(value, "shape", ()))
+    if isinstance(value, (bool, np.timedelta64)) or not real:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     try:
         return float(value)

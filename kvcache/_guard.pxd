@@ -7,7 +7,8 @@ finalisers and weakref callbacks wherever an object is made or dropped, `__array
     conversions      run before the lock is taken; then pointers are taken; then no Python code runs until the end
     a second call    of the thread that is inside is refused: InvalidOperationError, and nothing has changed
     a release        is never refused: inside another call it is queued, and done when that call leaves (`when_free`)
-    an exception     that leaves a call, whatever raised it, is followed by `mend`, which restores what was torn
+    an exception     that leaves a call, whatever raised it, is followed by `mend`, which restores what was torn; where
+                     `mend` fails too, it runs again before anything else happens under the lock
 
 What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock or a turn,
 and the note of an object that died.
@@ -20,18 +21,23 @@ cdef class CallLock:
     cdef PyThread_type_lock lock
     cdef unsigned long owner    # the thread that is inside; 0: none
     cdef readonly long long order    # of creation: several locks are taken in ascending order
-    cdef object dues            # a deque of functions: releases that came while their thread was inside
+    cdef object dues            # a deque of functions: releases that wait until the thread that is inside leaves
+    cdef list torn              # the `MendingLock`s on this one whose objects have to be mended
 
-    cdef int enter(self) except -1      # or InvalidOperationError
-    cdef int leave(self) except -1      # settles what is due
+    cdef int enter(self) except -1      # or InvalidOperationError; mends what is torn
+    cdef int leave(self) except -1      # does the releases that are due
+    cdef int make_good(self) except -1  # mends what is torn
+    cdef object attempt(self, object due)    # does a release; the exception that it raised, or None
+    cdef bint enter_to_release(self, object release, bint wait) except -1    # False: it is due
+    cdef int run_to_release(self, object release, bint wait) except -1
 
 
 cdef class MendingLock:
     cdef readonly CallLock core    # several objects may share one
     cdef object mend       # a weak bound method: makes all that the lock guards agree again
-    cdef readonly bint torn    # an exception has left, and nothing has mended yet
 
-    cdef int make_good(self) except -1
+    cdef int tear(self) except -1         # an exception has left: `mend` must run
+    cdef int make_good(self) except -1    # runs it
 
 
 cdef class Parting:

@@ -56,7 +56,7 @@ cdef class CallLock:
         self.lock = PyThread_allocate_lock()
         if self.lock == NULL:
             raise MemoryError("no memory for a lock")
-        self.dues = deque()
+        self.dues, self.torn = deque(), []
         _locks_made += 1
         self.order = _locks_made
 
@@ -77,24 +77,79 @@ cdef class CallLock:
     cdef int enter(self) except -1:
         if self.owner == PyThread_get_thread_ident():
             raise InvalidOperationError("expected no call of this object to be running on this thread, got one")
-        return acquire(self.lock, &self.owner)
+        acquire(self.lock, &self.owner)
+        if self.torn:
+            try:
+                self.make_good()
+            except BaseException:
+                self.leave()
+                raise
+        return 0
+
+    cdef int make_good(self) except -1:
+        cdef MendingLock lock
+        while self.torn:
+            lock = self.torn[0]
+            lock.make_good()
+        return 0
 
     cdef int leave(self) except -1:
+        # A signal handler may raise any exception inside a release, so each one gets a second try. If that works, the
+        # exception was the handler's, and leaves when all releases are done.
+        foreign = None
         try:
             while self.dues:
                 due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
-                try:
-                    due()
-                except KvCacheError:
-                    pass    # what it was to release has gone meanwhile
-                except Exception as error:
+                first = self.attempt(due)
+                error = None if first is None else self.attempt(due)
+                if error is None:
+                    if foreign is None and not isinstance(first, MemoryError):
+                        foreign = first
+                elif self.attempt(self._nothing) is not None:
+                    break    # nothing can be mended now: the next call does it, and these releases when it leaves
+                elif not isinstance(error, KvCacheError):    # else what it was to release has gone meanwhile
                     PyErr_SetObject(type(error), error)
                     PyErr_WriteUnraisable(due)
                 self.dues.popleft()
+            if foreign is not None:
+                raise foreign
         finally:
             self.owner = 0
             PyThread_release_lock(self.lock)
         return 0
+
+    cdef object attempt(self, object due):
+        try:
+            self.make_good()
+            due()
+        except Exception as error:
+            return error
+        return None
+
+    def _nothing(self):
+        """A release of nothing, which fails where something cannot be mended."""
+
+    cdef bint enter_to_release(self, object release, bint wait) except -1:
+        cdef unsigned long me = PyThread_get_thread_ident()
+        if self.owner == me:
+            self.dues.append(release)
+            return False
+        if wait:
+            acquire(self.lock, &self.owner)
+        elif PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.owner = me
+        else:
+            self.dues.append(release)
+            # The thread that is inside finds what is due when it leaves; has it left, this thread does it.
+            if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+                self.owner = me
+                self.leave()
+            return False
+        if self.attempt(self._nothing) is None:
+            return True
+        self.dues.append(release)
+        self.leave()
+        return False
 
     def __enter__(self):
         self.enter()
@@ -105,37 +160,25 @@ cdef class CallLock:
     def when_free(self, release):
         """Run `release()` inside the lock: now, or, where this thread is inside already, when it leaves.
 
-        `release` may run a second time if an interrupt strikes in it. What it raises is raised here if it runs now;
-        later, a `KvCacheError` is passed over, and any other exception is given to `sys.unraisablehook`.
+        `release` may run a second time if an exception leaves it. What it raises is raised here if it runs now. If it
+        runs later and raises twice, a `KvCacheError` is passed over, and any other goes to `sys.unraisablehook`.
         """
-        if self.owner == PyThread_get_thread_ident():
-            self.dues.append(release)
-            return
-        self.enter()
-        try:
-            release()
-        finally:
-            self.leave()
+        self.run_to_release(release, True)
 
     def hand_over(self, release):
-        """Run `release()` inside the lock without waiting: now if the lock is free, else its owner does at its end.
+        """`when_free` without waiting: now if the lock is free, else when whoever is inside leaves.
 
-        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits. Errors are
-        treated as in `when_free`.
+        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits.
         """
-        cdef unsigned long me = PyThread_get_thread_ident()
-        if self.owner != me and PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            self.owner = me
+        self.run_to_release(release, False)
+
+    cdef int run_to_release(self, object release, bint wait) except -1:
+        if self.enter_to_release(release, wait):
             try:
                 release()
             finally:
                 self.leave()
-            return
-        self.dues.append(release)
-        # Whoever holds the lock now finds what is due when it leaves; if the lock has become free, this thread does.
-        if self.owner != me and PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            self.owner = me
-            self.leave()
+        return 0
 
 
 cdef class MendingLock:
@@ -159,22 +202,26 @@ cdef class MendingLock:
         """Whether this thread holds the lock."""
         return self.core.owner == PyThread_get_thread_ident()
 
+    cdef int tear(self) except -1:
+        if self not in self.core.torn:
+            self.core.torn.append(self)
+        return 0
+
     cdef int make_good(self) except -1:
-        self.torn = True
+        self.tear()
         mend = self.mend()
         if mend is not None:
             mend()
-        self.torn = False
+        self.core.torn.remove(self)
         return 0
+
+    @property
+    def torn(self):
+        """Whether an exception has left, and nothing has mended yet."""
+        return self in self.core.torn
 
     def __enter__(self):
         self.core.enter()
-        if self.torn:
-            try:
-                self.make_good()
-            except BaseException:
-                self.core.leave()
-                raise
 
     def __exit__(self, kind, error, trace):
         try:
@@ -188,15 +235,11 @@ cdef class MendingLock:
 
     def when_free(self, release):
         """As of `CallLock`; `mend()` follows an exception here, too."""
-        if self.inside:
-            self.core.dues.append(_Mended(self, release))
-            return
-        with self:
-            release()
+        self.core.run_to_release(_Mended(self, release), True)
 
     def hand_over(self, release):
         """As of `CallLock`; `mend()` follows an exception here, too."""
-        self.core.hand_over(_Mended(self, release))
+        self.core.run_to_release(_Mended(self, release), False)
 
 
 cdef class _Mended:
@@ -212,7 +255,11 @@ cdef class _Mended:
         try:
             self.release()
         except BaseException:
-            self.lock.torn = True
+            self.lock.tear()
+            try:
+                self.lock.core.make_good()
+            except Exception:
+                pass    # the next one in mends
             raise
 
 
@@ -228,13 +275,6 @@ cdef class AllLocks:
         self.locks = list(locks)
         self.cores = sorted({lock.core for lock in self.locks}, key=lambda core: core.order)
         self.taken = []
-
-    cdef int mend_all(self, bint only_torn) except -1:
-        cdef MendingLock lock
-        for lock in self.locks:
-            if lock.torn or not only_torn:
-                lock.make_good()
-        return 0
 
     cdef int leave_all(self) except -1:
         cdef CallLock core
@@ -253,19 +293,20 @@ cdef class AllLocks:
             for core in self.cores:
                 core.enter()
                 self.taken.append(core)
-            self.mend_all(only_torn=True)
         except BaseException:
             self.leave_all()
             raise
 
     def __exit__(self, kind, error, trace):
         cdef MendingLock lock
+        cdef CallLock core
         try:
             if error is not None:
-                for lock in self.locks:    # until one could be mended it is torn
-                    lock.torn = True
+                for lock in self.locks:
+                    lock.tear()
                 try:
-                    self.mend_all(only_torn=True)
+                    for core in self.cores:
+                        core.make_good()
                 except Exception:
                     pass    # `error` goes on its way; the next one in mends
         finally:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache._guard import Parting
+from kvcache.errors import OutOfMemoryError
 from kvcache.rows import BLOCK_SIZE, Rows
 from kvcache.saved import SavedRows
 
@@ -130,8 +130,12 @@ class RowArena:
     def drop(self, slots: Int32) -> None:
         """The trie lets go of `slots`, in the order in which they left it."""
         self.leaving.append(slots)
-        with suppress(MemoryError):  # then the next call does it
+        try:
             self.settle(count=True)
+        except OutOfMemoryError:  # of a signal handler: this call fails
+            raise
+        except MemoryError:
+            pass  # then the next call does it
 
     def _give(self, slots: Int32) -> None:
         self.free[self.num_free : self.num_free + len(slots)] = slots
@@ -238,14 +242,14 @@ class RowArena:
         self.settle(count=True)
         stored = np.zeros(self.num_slots, np.int32)
         np.add.at(stored, held, 1)
-        assert np.array_equal(stored, self.stored), "arena: the trie's slots are not those stored, or some twice"
+        assert (stored == self.stored).all(), "arena: the trie's slots are not those stored, or some twice"
         assert self.saved is None or self.stored[self.saved.slots()].all(), "arena: a slot waits that is not stored"
         leased = np.zeros(self.num_slots, np.int32)
         for slots, counted in self.leases.values():
             assert counted, "arena: a lease was passed over"
             leased[slots] += 1
-        assert np.array_equal(leased, self.leased), "arena: leases do not add up"
+        assert (leased == self.leased).all(), "arena: leases do not add up"
         free = np.zeros(self.num_slots, bool)
         free[self.free[: self.num_free]] = True
         assert np.count_nonzero(free) == self.num_free, "arena: a slot is free twice"
-        assert np.array_equal(free, ~self.stored & (self.leased == 0)), "arena: free + used != total"
+        assert (free == (~self.stored & (self.leased == 0))).all(), "arena: free + used != total"

@@ -373,8 +373,9 @@ class BlockIndex:
         assert self.trie.roots() == sorted(self._names), "prefix cache: roots differ"
         assert {name: root for root, name in self._names.items()} == self._roots, "prefix cache: names differ"
         assert len(self) <= self.max_blocks, "prefix cache: more blocks than allowed"
+        # Not by np.array_equal, for which any exception, also of a signal handler, is a difference.
         named = np.sort(self.named())
-        assert np.array_equal(named, np.flatnonzero(self.cached)), "prefix cache: the trie names other blocks"
+        assert named.tolist() == np.flatnonzero(self.cached).tolist(), "prefix cache: the trie names other blocks"
         self._texts.check(named)
         waiting = np.empty(0, np.int32) if self.saved is None else self.saved.slots()
         assert self.cached[waiting].all(), "prefix cache: a block waits that is not cached"

@@ -89,6 +89,9 @@ class PrefixCache:
 
         `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
         needs room.
+
+        Raises:
+            TypeError, ValueError: not an integer; negative.
         """
         if not isinstance(paged, PagedBlocks):
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")

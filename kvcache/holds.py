@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache._pool import BlockPool
 from kvcache._trie import TokenTrie
-from kvcache.errors import InvalidOperationError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
 __all__ = ["Holds"]
 
@@ -78,6 +78,8 @@ class Holds:
             hold.trie.unpin(hold.node)
         try:
             self.counts[hold.blocks] = self.counts[hold.blocks] - 1
+        except OutOfMemoryError:  # of a signal handler: this call fails
+            raise
         except MemoryError:  # whoever lets go because memory is short must be able to
             counts = self.counts.data
             for block in hold.blocks.data:

@@ -157,6 +157,10 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         num_layers, max_seq_len, kv_dim: at least 1 each; kv_dim is KV heads times head_dim.
         num_heads: KV heads, a divisor of kv_dim: how the rows are shown by the `KvCacheHandle` members.
 
+    Raises:
+        TypeError, ValueError: a setting that is not supported.
+        OutOfMemoryError: the system refuses the memory.
+
     Calls on one cache, whatever handles they come through, are serialised.
     """
 

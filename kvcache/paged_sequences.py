@@ -202,9 +202,14 @@ class PagedSequences(PagedBlocks):
             SequenceNotFoundError, ValueError: no such sequence; one named twice.
         """
         ids = as_seq_ids(seq_ids).copy()
-        if self._lock.inside:
-            self._expect_each(ids.tolist())
-        self._lock.when_free(partial(self._table.free_batch, ids))
+        if not self._lock.inside:
+            self._lock.when_free(partial(self._table.free_batch, ids))
+            return
+        numbers = ids.tolist()
+        self._expect_each(numbers)
+        # One by one: those that another release frees before it is their turn do not keep the others.
+        for seq_id in numbers:
+            self._lock.when_free(partial(self._table.free, seq_id))
 
     def _expect_each(self, ids: list[int]) -> None:
         # Inside of another call: without the table's scratch.

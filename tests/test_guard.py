@@ -127,14 +127,38 @@ def test_whatever_leaves_is_followed_by_mending(error):
         assert books.mended == 2
 
 
-def test_a_release_that_fails_is_mended_by_the_next_call(monkeypatch):
-    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
-    books = Books()
+def test_a_release_that_fails_is_mended_and_tried_again(monkeypatch):
+    seen = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: seen.append(unraisable.exc_type))
+    books, tries = Books(), []
+
+    def fail(times):
+        tries.append(books.mended)
+        if len(tries) <= times:
+            raise TimeoutError
+
     with books.lock:
-        books.lock.when_free(lambda: 1 / 0)
-    assert books.lock.torn
+        books.lock.when_free(lambda: fail(9))
+    assert (tries, books.lock.torn, seen) == ([0, 1], False, [TimeoutError])
+    tries.clear()
+    with pytest.raises(TimeoutError), books.lock:  # the second try works: the error was that of a signal handler
+        books.lock.when_free(lambda: fail(1))
+    assert len(tries) == 2
+    assert not books.lock.inside
+
+
+def test_releases_wait_until_what_is_torn_can_be_mended():
+    books, done = Books(), []
+    books.fails = True
+    with pytest.raises(TimeoutError), books.lock:
+        books.lock.when_free(lambda: done.append(1))
+        raise TimeoutError
+    books.lock.hand_over(lambda: done.append(2))
+    assert not done
+    books.fails = False
     with books.lock:
-        assert books.mended == 1
+        assert not done
+    assert done == [1, 2]
 
 
 def test_many_locks_in_one_order_each_core_once():

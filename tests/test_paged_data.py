@@ -173,3 +173,20 @@ def test_the_copy_of_a_shared_block_reads_as_zeros_behind_what_was_kept():
         assert not keys[count:].any()
         assert not values[count:].any()
     cache.check()
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_tokens_of_a_block_that_a_sequence_adopted_beyond_its_tokens_are_gone_when_it_is_free(batch):
+    """What was written there was not noted, and the next owner of the block read it."""
+    cache = PagedKvCache(1, 4, 1, 8, dtype="f32")
+    cache.allocate(1, 2)
+    cache.adopt(2, [0], 4)
+    cache.free(1)
+    ones = np.ones((4, 1, 8), np.float32)
+    if batch:
+        cache.write_batch(0, [2], ones[:1], ones[:1])
+    else:
+        cache.write(0, 2, ones, ones)
+    cache.free(2)
+    cache.allocate(3, 4)
+    assert not any(side.any() for side in cache.read(0, 3))

@@ -1,0 +1,40 @@
+"""Calls from inside of calls, whoever makes them: arguments, signal handlers, the collector; see reentry.py.
+
+Each world runs in a process of its own, which ends itself with all stacks where it hangs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FAST
+
+TESTS = Path(__file__).parent
+WORLDS = [
+    f"{path.stem}.{name}"
+    for path in sorted(TESTS.glob("worlds_*.py"))
+    for name in re.findall(r"^class (\w+World)\(", path.read_text(), re.M)
+]
+
+
+@pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_from_inside(tmp_path, long, world):
+    rounds, seconds = (30, 20) if long else (1, 0.3 if FAST else 0.6)
+    paths = os.pathsep.join([str(TESTS), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "reentry.py"), world, str(rounds), str(seconds), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths, "KVCACHE_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
+    print(done.stdout[-2000:])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", done.stdout)
+    assert counts, "the world did not come to its end"
+    calls, inside, refused, handlers = map(int, counts.groups())
+    assert calls > 100
+    assert inside > 1000
+    assert refused > 100, "no call was made inside of a call"
+    assert handlers > 20
