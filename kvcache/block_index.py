@@ -150,7 +150,7 @@ class BlockIndex:
             self.trie.unpin(node)
 
     def refuse_named(self, ids: Tokens, blocks: Int32, name: Hashable) -> None:
-        """InvalidOperationError if one of `blocks` is cached, but not as the block of these tokens in this namespace."""
+        """InvalidOperationError if one of `blocks` is cached, but not as that of these tokens in this namespace."""
         here, elsewhere = self.find(ids, name).blocks, self.cached[blocks]
         elsewhere[: len(here)] &= here != blocks[: len(here)]
         if elsewhere.any():

@@ -193,7 +193,8 @@ class PrefixCache:
         ids, start = as_tokens(token_ids), as_integer(block_start, "block_start")
         end = start + self.block_size
         if start < 0 or start % self.block_size or end > len(ids):
-            raise ValueError(f"expected a full block of {len(ids)} tokens at a multiple of {self.block_size}, got {start}")
+            size = self.block_size
+            raise ValueError(f"expected a full block of {len(ids)} tokens at a multiple of {size}, got {start}")
         k, v = self._rows([(keys, values)])
         with self._lock:
             if not self._store_rows(ids[:end], start // self.block_size, k, v, namespace):

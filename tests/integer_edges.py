@@ -419,8 +419,8 @@ ARRAYS = [
 ]  # fmt: skip
 
 
-# Calls that fail until eviction.py, _arrays.py and the constructor of _store.pyx check their numbers: PyramidKV computes
-# a budget for each of so many layers. To be emptied then.
+# Calls that fail until eviction.py, _arrays.py and the constructor of _store.pyx check their numbers: PyramidKV
+# computes a budget for each of so many layers. To be emptied then.
 # And the constructors take NumPy's scalars as they are, or pass numbers on that the store's 32 bits do not hold.
 KNOWN = {
     "pyramid_budget layers", "manager PyramidKV", "pyramid engine", "manager max_seq_len", "blocks_needed size",
@@ -442,8 +442,10 @@ def negatives(it):
             value = getattr(stats, name)
             if isinstance(value, (int, float)) and value < 0:
                 found.append(f"{name} {value}")
-    for name in ("num_sequences", "free_block_count", "used_block_count", "utilization", "used_memory_bytes",
-                 "num_tokens", "memory_bytes", "allocated_bytes", "memory_usage", "seq_len", "pinned_blocks"):  # fmt: skip
+    for name in (
+        "num_sequences", "free_block_count", "used_block_count", "utilization", "used_memory_bytes", "num_tokens",
+        "memory_bytes", "allocated_bytes", "memory_usage", "seq_len", "pinned_blocks",
+    ):  # fmt: skip
         value = getattr(it, name, 0)
         if isinstance(value, (int, float)) and value < 0:
             found.append(f"{name} {value}")

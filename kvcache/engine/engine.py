@@ -19,7 +19,7 @@ from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.paged import PagedKvCache
 

@@ -118,8 +118,8 @@ class PrefixCachedEngine:
     ) -> Iterator[int]:
         """`generate`, token by token; arguments are checked now, and failures raise always.
 
-        The stream has the engine until it ends or is closed or dropped, as that of `InferenceEngine.stream`. What it has
-        computed by then is cached.
+        The stream has the engine until it ends or is closed or dropped, as that of `InferenceEngine.stream`. What it
+        has computed by then is cached.
         """
         tokens, request = self._checked(prompt_tokens, params, namespace)
         return self._stream_in_turn(tokens, *request, namespace) if len(tokens) else iter(())
