@@ -1,7 +1,7 @@
-"""Every integer that a caller may pass, at the edges of all integer types: what `test_integer_edges.py` runs in a process.
+"""Every integer that a caller may pass, at the edges of all integer types; `test_integer_edges.py` runs it.
 
-Each call ends in a result or in an error of the documented kinds, soon, without memory in proportion to a hostile number,
-and leaves its object sound. The process has little memory, so that what takes it is found.
+Each call ends in a result or in an error of the documented kinds, soon, without memory in proportion to a hostile
+number, and leaves its object sound. The process has little memory, so that what takes it is found.
 
     python tests/integer_edges.py all|some [LABEL]
 """
@@ -419,14 +419,14 @@ ARRAYS = [
 ]  # fmt: skip
 
 
-# Calls that fail until eviction.py, _arrays.py and the constructor of _store.pyx check their numbers: PyramidKV computes a
-# budget for each of so many layers. To be emptied then.
+# Calls that fail until eviction.py, _arrays.py and the constructor of _store.pyx check their numbers: PyramidKV
+# computes a budget for each of so many layers. To be emptied then.
 # And the constructors take NumPy's scalars as they are, or pass numbers on that the store's 32 bits do not hold.
 KNOWN = {
     "pyramid_budget layers", "manager PyramidKV", "pyramid engine", "manager max_seq_len", "blocks_needed size",
     "PagedKvCache blocks", "PagedKvCache heads", "PagedKvCache layers", "PagedKvCache layers and heads",
-    "PrefixCache blocks", "PrefixCache layers", "PrefixCache heads", "InferenceEngine num_blocks", "evicting num_blocks",
-    "from_pretrained", "enlarge", "PrefixCachedEngine",
+    "PrefixCache blocks", "PrefixCache layers", "PrefixCache heads", "InferenceEngine num_blocks",
+    "evicting num_blocks", "from_pretrained", "enlarge", "PrefixCachedEngine",
 }  # fmt: skip
 
 
@@ -442,8 +442,10 @@ def negatives(it):
             value = getattr(stats, name)
             if isinstance(value, (int, float)) and value < 0:
                 found.append(f"{name} {value}")
-    for name in ("num_sequences", "free_block_count", "used_block_count", "utilization", "used_memory_bytes", "num_tokens",
-                 "memory_bytes", "allocated_bytes", "memory_usage", "seq_len", "pinned_blocks"):  # fmt: skip
+    for name in (
+        "num_sequences", "free_block_count", "used_block_count", "utilization", "used_memory_bytes", "num_tokens",
+        "memory_bytes", "allocated_bytes", "memory_usage", "seq_len", "pinned_blocks",
+    ):  # fmt: skip
         value = getattr(it, name, 0)
         if isinstance(value, (int, float)) and value < 0:
             found.append(f"{name} {value}")
@@ -533,8 +535,10 @@ def main(_, only=""):
             seen.add((head, problem.splitlines()[-1][:40]))
             print(problem[:1200])
     print("slowest:", {label: round(took, 1) for label, took in slowest.most_common(6)})
-    print(f"{sum(tries.outcomes.values()) + len(tries.problems)} calls, {tries.outcomes['results']} results, "
-          f"{tries.outcomes['refused']} refused, {len(tries.problems)} problems")
+    print(
+        f"{sum(tries.outcomes.values()) + len(tries.problems)} calls, {tries.outcomes['results']} results, "
+        f"{tries.outcomes['refused']} refused, {len(tries.problems)} problems"
+    )
     return bool(tries.problems)
 
 

@@ -1,6 +1,6 @@
 """Pairs of calls that take several locks, in two threads: what `test_lock_order.py` runs in a process of its own.
 
-    python tests/lock_order.py PAIR ROUNDS FOLDER
+python tests/lock_order.py PAIR ROUNDS FOLDER
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls from inside of calls: what `test_reentrancy.py` runs in a process of its own.
 
-A world (worlds_*.py) is an object, or several that share locks, with every public call on them. Each call is disturbed by
-other calls of the same world:
+A world (worlds_*.py) is an object, or several that share locks, with every public call on them. Each call is disturbed
+by other calls of the same world:
 
     arguments   objects that call when they are converted, hashed or compared; networks, `share` and `reclaim` that call
     lines       a call between any two lines of `kvcache/`, where a signal handler could run
@@ -10,8 +10,8 @@ other calls of the same world:
     signals     calls by the handler of a real timer, thousands of times
     timeouts    the same with handlers whose errors leave the handler
 
-Whatever happens, a call ends in its result, in an error of the documented kinds or in the error of the handler; releases
-are never refused; all objects pass `check()`, hold what was written to them, and nothing is leaked.
+Whatever happens, a call ends in its result, in an error of the documented kinds or in the error of the handler;
+releases are never refused; all objects pass `check()`, hold what was written to them, and nothing is leaked.
 
     python tests/reentry.py WORLD ROUNDS SECONDS
 """
@@ -439,7 +439,9 @@ class Run:
     def arguments(self, every):
         """Every call inside of the conversions of every other one; or of some."""
         for outer in self.names:
-            some = self.names if every else random.Random(outer).sample(self.names, min(3 * self.rounds, len(self.names)))
+            some = (
+                self.names if every else random.Random(outer).sample(self.names, min(3 * self.rounds, len(self.names)))
+            )
             for inner in some:
                 world = self.make(1)
                 via = world.via if world.via.action else Via()
@@ -600,8 +602,10 @@ def main(world, rounds, seconds, path):
     mark("timeouts", handled)
     for problem in run.problems[:12]:
         print(problem[-3000:])
-    print(f"{name}: {run.calls} calls, {run.inner} inside, {run.refused} refused, {handled} handlers, "
-          f"{len(run.problems)} problems")
+    print(
+        f"{name}: {run.calls} calls, {run.inner} inside, {run.refused} refused, {handled} handlers, "
+        f"{len(run.problems)} problems"
+    )
     return bool(run.problems)
 
 

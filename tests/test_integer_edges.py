@@ -1,4 +1,4 @@
-"""Every integer argument at the edges of all integer types, in a process that has little memory; see integer_edges.py."""
+"""Every integer argument at the edges of all integer types, in a process with little memory; see integer_edges.py."""
 
 import os
 import re
@@ -12,8 +12,8 @@ TESTS = Path(__file__).parent
 def test_every_integer_at_every_edge(long):
     paths = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(
-        [sys.executable, str(TESTS / "integer_edges.py"), "all" if long else "some"], env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True, text=True, timeout=1200,
+        [sys.executable, str(TESTS / "integer_edges.py"), "all" if long else "some"],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     counts = re.search(r"(\d+) calls, (\d+) results, (\d+) refused, 0 problems", done.stdout)

@@ -1,4 +1,4 @@
-"""Calls that take the locks of several objects, in two threads and in both orders: no deadlock, and contents as written."""
+"""Calls that take the locks of several objects, in two threads, in both orders: no deadlock, contents as written."""
 
 import itertools
 import os

@@ -27,7 +27,8 @@ def test_calls_from_inside(tmp_path, long, world):
     paths = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(
         [sys.executable, str(TESTS / "reentry.py"), world, str(rounds), str(seconds), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": paths, "KVCACHE_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=3600,
+        env=os.environ | {"PYTHONPATH": paths, "KVCACHE_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

@@ -12,7 +12,6 @@ from kvcache import (
     CacheManager,
     EvictionPolicy,
     EvictionStrategy,
-    InvalidOperationError,
     KvCache,
     KVCacheConfig,
     PagedKvCache,
@@ -276,7 +275,13 @@ class PagedWorld(Prefixes, World):
     @pure
     def reports(self, via):
         it = self.cache
-        return it.total_blocks, it.used_memory_bytes, it.eviction_threshold, str(it.eviction_strategy), it.needs_eviction
+        return (
+            it.total_blocks,
+            it.used_memory_bytes,
+            it.eviction_threshold,
+            str(it.eviction_strategy),
+            it.needs_eviction,
+        )
 
     @pure
     def stats(self, via):
@@ -438,7 +443,9 @@ class PagedWorld(Prefixes, World):
             for layer in range(2):
                 for side in cache._store.read(layer, runs):
                     tags = side[:, 0, [0, 3, 4, 5, 6, 7]]
-                    assert seq >= 1000 or np.isin(tags, (0, seq % 10)).all(), f"sequence {seq} has rows of {np.unique(tags)}"
+                    assert seq >= 1000 or np.isin(tags, (0, seq % 10)).all(), (
+                        f"sequence {seq} has rows of {np.unique(tags)}"
+                    )
                     if seq < 100:
                         told = side[:, 0, 1]
                         right = (told == positions) | (told == -1) | (side[:, 0, 0] == 0)
@@ -447,7 +454,9 @@ class PagedWorld(Prefixes, World):
             for block in session.block_indices:
                 held = self.prefix.get_block(block)
                 assert held.token_ids[0] // 1000 == session.tag, "a block of another text"
-                assert all(np.isin(layer[3::DIM], (0, session.tag)).all() for layer in held.keys), "rows of another text"
+                assert all(np.isin(layer[3::DIM], (0, session.tag)).all() for layer in held.keys), (
+                    "rows of another text"
+                )
 
     def _finish(self):
         cache = self.cache

@@ -47,7 +47,9 @@ class EngineWorld(World):
     @classmethod
     def _remember(cls, key):
         if key not in cls.answers:
-            cls.answers[key] = [InferenceEngine(MODEL, prefill_chunk=16, **cls.options).generate(p, GREEDY) for p in PROMPTS]
+            cls.answers[key] = [
+                InferenceEngine(MODEL, prefill_chunk=16, **cls.options).generate(p, GREEDY) for p in PROMPTS
+            ]
 
     def _face(self):
         return self.engine
