@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 __all__ = [
     "as_array", "as_count", "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_number",
-    "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer",
+    "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer", "plain_int",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
@@ -145,11 +145,17 @@ def as_count(value: Any, name: str, least: int = 0, most: int = 2**63 - 1) -> in
     """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
     if not is_integer(value):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {_number(value)}")
-    if value > most:
-        raise ValueError(f"{name}: expected an int <= {most}, got {_number(value)}")
-    return int(value)
+    number = plain_int(value)
+    if number < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {_number(number)}")
+    if number > most:
+        raise ValueError(f"{name}: expected an int <= {most}, got {_number(number)}")
+    return number
+
+
+def plain_int(value: Any) -> int:
+    """The number that an int or a NumPy integer is, whatever a subclass makes of its operators."""
+    return int.__add__(value, 0) if isinstance(value, int) else int(value)
 
 
 def _number(value: Any) -> str:
@@ -161,9 +167,10 @@ def as_integer(value: Any, name: str) -> int:
     """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
     if not is_integer(value):
         raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"expected {name} below 2**63, got {_number(value)}")
-    return int(value)
+    number = plain_int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"expected {name} below 2**63, got {_number(number)}")
+    return number
 
 
 def check_integers(**values: Any) -> None:

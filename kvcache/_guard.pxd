@@ -6,6 +6,8 @@ finalisers and weakref callbacks wherever an object is made or dropped, `__array
 
     conversions      run before the lock is taken; then pointers are taken; then no Python code runs until the end
     a second call    of the thread that is inside is refused: InvalidOperationError, and nothing has changed
+    a wait           is refused where it could last for ever: a thread that holds a lock waits for those of a lower
+                     level alone, and on one level for those made later (`CallLock`)
     a release        is never refused: inside another call it is queued, and done when that call leaves (`when_free`)
     an exception     that leaves a call, whatever raised it, is followed by `mend`, which restores what was torn; where
                      `mend` fails too, it runs again before anything else happens under the lock
@@ -20,10 +22,14 @@ from cpython.pythread cimport PyThread_type_lock
 cdef class CallLock:
     cdef PyThread_type_lock lock
     cdef unsigned long owner    # the thread that is inside; 0: none
-    cdef readonly long long order    # of creation: several locks are taken in ascending order
+    cdef readonly int level          # of what it guards: an engine's is above that of its caches
+    cdef readonly long long order    # of creation
+    cdef void *outer                 # the lock that its owner took before and still holds; NULL: none
     cdef object dues            # a deque of functions: releases that wait until the thread that is inside leaves
     cdef list torn              # the `MendingLock`s on this one whose objects have to be mended
 
+    cdef bint take(self, bint wait) except -1    # False: it is not to be had; InvalidOperationError: never
+    cdef bint comes_before(self, CallLock other)
     cdef int enter(self) except -1      # or InvalidOperationError; mends what is torn
     cdef int leave(self) except -1      # does the releases that are due
     cdef int make_good(self) except -1  # mends what is torn

@@ -3,7 +3,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 class CallLock:
+    level: int
     order: int
+    def __init__(self, level: int = 1) -> None: ...
     @property
     def core(self) -> CallLock: ...
     @property

@@ -21,6 +21,20 @@ cdef extern from "pythread.h" nogil:
         PY_LOCK_INTR
     PyLockStatus PyThread_acquire_lock_timed(PyThread_type_lock, long long microseconds, int interruptible)
 
+# The lock that this thread took last of those that it holds.
+cdef extern from *:
+    """
+    static _Thread_local void *kvc_innermost_lock = NULL;
+    """
+    void *kvc_innermost_lock
+
+cdef inline void *innermost() noexcept nogil:
+    return kvc_innermost_lock
+
+cdef inline void set_innermost(void *lock) noexcept nogil:
+    global kvc_innermost_lock
+    kvc_innermost_lock = lock
+
 cdef long long _locks_made = 0
 
 
@@ -44,14 +58,19 @@ cdef int acquire(PyThread_type_lock lock, unsigned long *owner) except -1:
 cdef class CallLock:
     """A lock that its owner cannot take twice: a second call of the thread that is inside raises.
 
-    Attributes:
-        order: ascending with creation; whoever takes several locks takes them in this order.
+    Locks are waited for in one order, so that threads cannot wait for each other: from higher levels to lower ones, and
+    on one level in the order of their creation. Only code that runs in the middle of a call, a signal handler or a
+    finaliser, comes in another order. It gets the lock if that is free.
+
+    Args:
+        level: 2 for an engine, 1 for a cache, 0 for what is inside a cache.
 
     Raises, where it is taken:
-        InvalidOperationError: this thread is inside already.
+        InvalidOperationError: this thread is inside already, or holds a lock that comes later and would have to wait.
     """
 
-    def __cinit__(self):
+    def __cinit__(self, int level=1):
+        self.level = level
         global _locks_made
         self.lock = PyThread_allocate_lock()
         if self.lock == NULL:
@@ -74,10 +93,28 @@ cdef class CallLock:
         """Whether this thread holds the lock."""
         return self.owner == PyThread_get_thread_ident()
 
-    cdef int enter(self) except -1:
-        if self.owner == PyThread_get_thread_ident():
+    cdef bint take(self, bint wait) except -1:
+        cdef void *held = innermost()
+        cdef unsigned long me = PyThread_get_thread_ident()
+        if self.owner == me:
             raise InvalidOperationError("expected no call of this object to be running on this thread, got one")
-        acquire(self.lock, &self.owner)
+        if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.owner = me
+        elif not wait:
+            return False
+        elif held != NULL and not (<CallLock>held).comes_before(self):
+            raise InvalidOperationError("expected no other call of this thread to be running, got one")
+        else:
+            acquire(self.lock, &self.owner)
+        self.outer = held
+        set_innermost(<void *>self)
+        return True
+
+    cdef bint comes_before(self, CallLock other):
+        return self.level > other.level or (self.level == other.level and self.order < other.order)
+
+    cdef int enter(self) except -1:
+        self.take(True)
         if self.torn:
             try:
                 self.make_good()
@@ -114,6 +151,7 @@ cdef class CallLock:
             if foreign is not None:
                 raise foreign
         finally:
+            set_innermost(self.outer)
             self.owner = 0
             PyThread_release_lock(self.lock)
         return 0
@@ -130,25 +168,16 @@ cdef class CallLock:
         """A release of nothing, which fails where something cannot be mended."""
 
     cdef bint enter_to_release(self, object release, bint wait) except -1:
-        cdef unsigned long me = PyThread_get_thread_ident()
-        if self.owner == me:
-            self.dues.append(release)
-            return False
-        if wait:
-            acquire(self.lock, &self.owner)
-        elif PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            self.owner = me
-        else:
-            self.dues.append(release)
-            # The thread that is inside finds what is due when it leaves; has it left, this thread does it.
-            if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-                self.owner = me
-                self.leave()
-            return False
-        if self.attempt(self._nothing) is None:
+        try:
+            taken = self.take(wait)
+        except InvalidOperationError:
+            taken = False
+        if taken and self.attempt(self._nothing) is None:
             return True
         self.dues.append(release)
-        self.leave()
+        # The thread that is inside finds what is due when it leaves; has it left, this thread does it.
+        if taken or (not self.inside and self.take(False)):
+            self.leave()
         return False
 
     def __enter__(self):
@@ -273,7 +302,7 @@ cdef class AllLocks:
 
     def __init__(self, locks):
         self.locks = list(locks)
-        self.cores = sorted({lock.core for lock in self.locks}, key=lambda core: core.order)
+        self.cores = sorted({lock.core for lock in self.locks}, key=lambda core: (-core.level, core.order))
         self.taken = []
 
     cdef int leave_all(self) except -1:
@@ -348,7 +377,8 @@ cdef class Turns:
         version than `version`, the one that the state has now, is taken away from it.
 
         Raises:
-            InvalidOperationError: this thread has a turn out, and has not been overtaken.
+            InvalidOperationError: this thread has a turn out, and has not been overtaken; or it would have to wait and
+                holds a lock.
         """
         cdef Turn turn = Turn.__new__(Turn)
         cdef Turn other
@@ -357,7 +387,11 @@ cdef class Turns:
             if other.version == -1 or other.version == version:
                 raise InvalidOperationError("expected no open stream of this thread on this engine, got one")
             other.give_back()
-        acquire(self.lock, &self.thread)
+        if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            if innermost() != NULL:    # the stream that has the turn may need what this thread holds
+                raise InvalidOperationError("expected no other call of this thread to be running, got one")
+            acquire(self.lock, &self.thread)
+        self.thread = PyThread_get_thread_ident()
         turn.turns, turn.version, self.turn = self, -1, <void *>turn
         return turn
 

@@ -12,7 +12,7 @@ from kvcache._arrays cimport is_plain
 
 import numpy as np
 
-from kvcache._arrays import as_integers, is_integer
+from kvcache._arrays import as_integers, is_integer, plain_int
 
 cnp.import_array()
 
@@ -63,6 +63,7 @@ def as_seq_id(seq_id):
     """One id as an int in [0, 2**64); TypeError for what is no integer, ValueError for one out of range."""
     if not is_integer(seq_id):
         raise TypeError(f"expected a sequence id, an int, got {type(seq_id).__name__}")
-    if not 0 <= seq_id < 1 << 64:
-        raise ValueError(f"expected a sequence id in [0, 2**64), got {seq_id}")
-    return int(seq_id)
+    number = plain_int(seq_id)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"expected a sequence id in [0, 2**64), got {number}")
+    return number

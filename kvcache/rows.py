@@ -113,7 +113,7 @@ class PackedRows:
         self._empty = BlockStore(num_layers, 0, *self._settings)
         self._stores: list[tuple[int, BlockStore]] = []  # with the first slot of each
         # A write packs whole tiles anew, its neighbours' rows among them, which states may be reading.
-        self._lock = CallLock()
+        self._lock = CallLock(level=0)
         self.slot_bytes = self._empty.block_bytes // BLOCK_SIZE
 
     def grow(self, num_slots: int) -> None:

@@ -150,9 +150,12 @@ def test_a_release_that_fails_is_mended_and_tried_again(monkeypatch):
 def test_releases_wait_until_what_is_torn_can_be_mended():
     books, done = Books(), []
     books.fails = True
-    with pytest.raises(TimeoutError), books.lock:
+    def fail():
         books.lock.when_free(lambda: done.append(1))
         raise TimeoutError
+
+    with pytest.raises(TimeoutError), books.lock:
+        fail()
     books.lock.hand_over(lambda: done.append(2))
     assert not done
     books.fails = False
@@ -190,6 +193,52 @@ def test_two_threads_that_name_locks_in_two_orders():
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_no_thread_waits_for_a_lock_out_of_order():
+    engine, cache, later = CallLock(level=2), CallLock(), CallLock()
+    for first, second in ((engine, cache), (cache, later)):
+        with first, second:  # the order in which they are waited for
+            pass
+        with second, first:  # another, and nobody is inside
+            pass
+        entered, go_on = threading.Event(), threading.Event()
+
+        def inside(first=first, second=second, entered=entered, go_on=go_on):
+            with first:
+                entered.set()
+                go_on.wait()
+                with second:
+                    pass
+
+        thread = threading.Thread(target=inside)
+        with second:
+            thread.start()
+            entered.wait()
+            with pytest.raises(InvalidOperationError, match="no other call"), first:
+                pass
+            done = []
+            first.when_free(lambda done=done: done.append(1))
+            go_on.set()
+        thread.join()
+        assert done == [1]
+
+
+def test_a_turn_is_not_waited_for_inside_of_a_call():
+    turns, cache = Turns(), CallLock()
+    turn = turns.take(0)
+
+    def inside():
+        with cache, pytest.raises(InvalidOperationError, match="no other call"):
+            turns.take(0)
+        return True
+
+    thread, done = in_a_thread(inside)
+    thread.join()
+    assert done == [True]
+    turn.give_back()
+    with cache:
+        turns.take(0).give_back()
 
 
 def test_a_turn_is_one_at_a_time():

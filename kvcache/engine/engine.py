@@ -129,7 +129,7 @@ class InferenceEngine:
             raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {residual_length}")
         else:
             self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
-        self._lock = MendingLock(CallLock(), self._sequence.mend)
+        self._lock = MendingLock(CallLock(level=2), self._sequence.mend)
         self._turns = Turns()  # of streams; `version` is that of the sequence
         self._call = CallInTurn(self._turns, self._lock)
         self._prefilled = 0
