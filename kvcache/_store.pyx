@@ -75,7 +75,7 @@ cdef class BlockStore:
                                 _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
             raise ValueError(f"expected a supported layout, got head_dim {head_dim} with {key_dtype} and {value_dtype}")
         self.num_layers, self.num_blocks = num_layers, num_blocks
-        self.key_dtype, self.value_dtype = key_dtype, value_dtype
+        self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
         size = int(self.layout.block_bytes) * num_blocks * num_layers
         cdef void *arena = MAP_FAILED
         if size < 1 << 62:
