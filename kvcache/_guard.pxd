@@ -31,7 +31,8 @@ cdef class CallLock:
     cdef bint take(self, bint wait) except -1    # False: it is not to be had; InvalidOperationError: never
     cdef bint comes_before(self, CallLock other)
     cdef int enter(self) except -1      # or InvalidOperationError; mends what is torn
-    cdef int leave(self) except -1      # does the releases that are due
+    cdef int settle(self) except -1     # does the releases that are due
+    cdef int leave(self) except -1      # the same, and gives the lock back
     cdef int make_good(self) except -1  # mends what is torn
     cdef object attempt(self, object due)    # does a release; the exception that it raised, or None
     cdef bint enter_to_release(self, object release, bint wait) except -1    # False: it is due

@@ -70,8 +70,8 @@ cdef class CallLock:
     """
 
     def __cinit__(self, int level=1):
-        self.level = level
         global _locks_made
+        self.level = level
         self.lock = PyThread_allocate_lock()
         if self.lock == NULL:
             raise MemoryError("no memory for a lock")
@@ -115,9 +115,10 @@ cdef class CallLock:
 
     cdef int enter(self) except -1:
         self.take(True)
-        if self.torn:
+        if self.torn or self.dues:    # what failed when the last call left comes first
             try:
                 self.make_good()
+                self.settle()
             except BaseException:
                 self.leave()
                 raise
@@ -130,26 +131,30 @@ cdef class CallLock:
             lock.make_good()
         return 0
 
-    cdef int leave(self) except -1:
+    cdef int settle(self) except -1:
         # A signal handler may raise any exception inside a release, so each one gets a second try. If that works, the
         # exception was the handler's, and leaves when all releases are done.
         foreign = None
+        while self.dues:
+            due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
+            first = self.attempt(due)
+            error = None if first is None else self.attempt(due)
+            if error is None:
+                if foreign is None and not isinstance(first, MemoryError):
+                    foreign = first
+            elif self.attempt(self._nothing) is not None:
+                break    # nothing can be mended now: the next call does it, and then these releases
+            elif not isinstance(error, KvCacheError):    # else what it was to release has gone meanwhile
+                PyErr_SetObject(type(error), error)
+                PyErr_WriteUnraisable(due)
+            self.dues.popleft()
+        if foreign is not None:
+            raise foreign
+        return 0
+
+    cdef int leave(self) except -1:
         try:
-            while self.dues:
-                due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
-                first = self.attempt(due)
-                error = None if first is None else self.attempt(due)
-                if error is None:
-                    if foreign is None and not isinstance(first, MemoryError):
-                        foreign = first
-                elif self.attempt(self._nothing) is not None:
-                    break    # nothing can be mended now: the next call does it, and these releases when it leaves
-                elif not isinstance(error, KvCacheError):    # else what it was to release has gone meanwhile
-                    PyErr_SetObject(type(error), error)
-                    PyErr_WriteUnraisable(due)
-                self.dues.popleft()
-            if foreign is not None:
-                raise foreign
+            self.settle()
         finally:
             set_innermost(self.outer)
             self.owner = 0
@@ -293,7 +298,7 @@ cdef class _Mended:
 
 
 cdef class AllLocks:
-    """Several `MendingLock`s as one context manager: each core is taken once, in the order of creation.
+    """Several `MendingLock`s as one context manager: each core is taken once, in the order that `CallLock` demands.
 
     So two threads that take some of the same locks, in whatever order they name them, cannot wait for each other.
     """
@@ -357,8 +362,7 @@ cdef class Parting:
 cdef class Turns:
     """One turn at a time over a state with a version, for what lasts longer than a call.
 
-    A stream has its turn from its first token to its last.
-    A turn may be used and given back on any thread; one that is dropped is given back when it dies.
+    A stream has its turn from its first token to its last. A turn may be used and given back on any thread; one that is dropped is given back when it dies.
     """
 
     def __cinit__(self):

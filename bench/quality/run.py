@@ -151,7 +151,7 @@ class _Run:
             print(pictures.draw_stream(runs, fresh, self.options.plot))
 
     def reuse(self) -> None:
-        splits = 25 if self.quick else 500
+        splits = 25 if self.quick else 120
         figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in reuse.FORMATS}
         self.data["reuse"] = figures
         self.table(

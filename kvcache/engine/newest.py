@@ -8,7 +8,7 @@ and answers end, and those in which texts part; when there are too many, those g
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import gcd
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvcache.blocks import PrefixCache
 from kvcache.engine.protocols import Float32
 from kvcache.engine.residual import Residual
+from kvcache.errors import SequenceNotFoundError
 
 __all__ = ["NewestGroups"]
 
@@ -91,8 +92,8 @@ class NewestGroups:
             self._free()
 
     def _free(self) -> None:
-        if 0 in self._paged:
-            self._paged.free(0)
+        with suppress(SequenceNotFoundError):
+            self._paged.free(0)  # a release: if it cannot be done now, it is before the next call
 
 
 def _name(before: Tokens, namespace: Hashable) -> Hashable:
