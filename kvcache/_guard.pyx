@@ -362,7 +362,8 @@ cdef class Parting:
 cdef class Turns:
     """One turn at a time over a state with a version, for what lasts longer than a call.
 
-    A stream has its turn from its first token to its last. A turn may be used and given back on any thread; one that is dropped is given back when it dies.
+    A stream has its turn from its first token to its last. A turn may be used and given back on any thread; one that
+    is dropped is given back when it dies.
     """
 
     def __cinit__(self):
