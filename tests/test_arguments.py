@@ -22,6 +22,8 @@ from kvcache import (
 )
 from kvcache.eviction import pyramid_budgets
 
+pytestmark = pytest.mark.no_level
+
 NO_COUNTS = [2.5, 4.0, float("nan"), True, np.True_, "4", None, 1j, np.float32(4), np.array(4), np.timedelta64(4, "s")]
 COUNTS = {
     "Priority": EvictionStrategy.Priority,

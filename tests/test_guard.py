@@ -8,6 +8,8 @@ import pytest
 from kvcache._guard import AllLocks, CallInTurn, CallLock, MendingLock, Turns
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
+pytestmark = pytest.mark.no_level
+
 
 class Books:
     """Something that a `MendingLock` guards."""
@@ -150,6 +152,7 @@ def test_a_release_that_fails_is_mended_and_tried_again(monkeypatch):
 def test_releases_wait_until_what_is_torn_can_be_mended():
     books, done = Books(), []
     books.fails = True
+
     def fail():
         books.lock.when_free(lambda: done.append(1))
         raise TimeoutError

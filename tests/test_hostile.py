@@ -16,6 +16,8 @@ import pytest
 from hostile_target import Target
 from hostile_values import VALUES
 
+pytestmark = pytest.mark.no_level
+
 SOON = 10  # seconds for a call, on a busy machine; all but a few take less than a millisecond
 TARGETS = {
     name.lower(): target

@@ -19,6 +19,8 @@ with open({path!r}, "w") as file:
 """
 RUN = """
 import sys, warnings
+
+pytestmark = pytest.mark.no_level
 warnings.simplefilter("ignore")
 code = {code!r}
 if {first}:

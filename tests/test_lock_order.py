@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import FAST
 
+pytestmark = pytest.mark.no_level
+
 SEARCHED = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 PAIRS = ["saves", "saves_over_one", "states", "engines", "engine_and_cache", "engine_and_save"]
 

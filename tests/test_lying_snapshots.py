@@ -9,6 +9,8 @@ from pathlib import Path
 import lying_snapshots
 import pytest
 
+pytestmark = pytest.mark.no_level
+
 SOON = 20  # seconds, on a busy machine
 
 

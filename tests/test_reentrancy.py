@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import FAST
 
+pytestmark = pytest.mark.no_level
+
 TESTS = Path(__file__).parent
 WORLDS = [
     f"{path.stem}.{name}"
@@ -23,7 +25,7 @@ WORLDS = [
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("world", WORLDS)
 def test_calls_from_inside(tmp_path, long, world):
-    rounds, seconds = (30, 20) if long else (1, 0.3 if FAST else 0.6)
+    rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
     paths = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(
         [sys.executable, str(TESTS / "reentry.py"), world, str(rounds), str(seconds), str(tmp_path)],

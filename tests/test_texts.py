@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvcache import PrefixCache
 from kvcache._texts import TextCounts
 
+pytestmark = pytest.mark.no_level
+
 BLOCKS, SIZE = 12, 2
 PAGES = st.lists(st.integers(0, 2), min_size=SIZE, max_size=SIZE)
 
