@@ -12,11 +12,15 @@ finalisers and weakref callbacks wherever an object is made or dropped, `__array
     an exception     that leaves a call, whatever raised it, is followed by `mend`, which restores what was torn; where
                      `mend` fails too, it runs again before anything else happens under the lock
 
-What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock or a turn,
-and the note of an object that died.
+What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock, and the note
+of an object that died.
 """
 
 from cpython.pythread cimport PyThread_type_lock
+
+# Waits for a lock and notes this thread as its owner, both at once; signal handlers run while it waits.
+cdef int acquire(PyThread_type_lock lock, unsigned long *owner) except -1
+cdef void *innermost() noexcept nogil    # the `CallLock` that this thread took last and holds; NULL: it holds none
 
 
 cdef class CallLock:
@@ -50,22 +54,3 @@ cdef class MendingLock:
 cdef class Parting:
     cdef object notes      # a deque
     cdef object key        # what is appended to it when this dies
-
-
-cdef class Turns:
-    cdef PyThread_type_lock lock
-    cdef unsigned long thread    # that took the turn, or used it last; 0: nobody has it
-    cdef void *turn              # the `Turn` that is out, not counted as a reference: it says when it dies
-
-    cdef int give_back_(self) except -1
-
-
-cdef class Turn:
-    cdef Turns turns             # None: given back
-    cdef readonly long long version    # of what its owner has left; -1: nothing yet
-
-
-cdef class CallInTurn:
-    cdef Turns turns
-    cdef MendingLock lock
-    cdef Turn turn               # of the call that is inside

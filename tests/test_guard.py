@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from kvcache._guard import AllLocks, CallInTurn, CallLock, MendingLock, Turns
+from kvcache._guard import AllLocks, CallLock, MendingLock
+from kvcache._turns import CallInTurn, Turns
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
 pytestmark = pytest.mark.no_level

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache._guard import CallInTurn, CallLock, MendingLock, Turn, Turns
+from kvcache._guard import CallLock, MendingLock
+from kvcache._turns import CallInTurn, Turn, Turns
 from kvcache.engine.arguments import natural
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer

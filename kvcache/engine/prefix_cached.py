@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache._guard import Turn
+from kvcache._turns import Turn
 from kvcache.blocks import PrefixCache
 from kvcache.blocks_info import CacheSession, PrefixCacheStats
 from kvcache.blocks_prefill import PrefixAwarePrefill
