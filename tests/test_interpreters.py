@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.no_level
+
 OURS = "kvcache: expected the main interpreter, got a subinterpreter"
 CYTHONS = "Interpreter change detected - this module can only be loaded into one interpreter per process."
 CODE = """
@@ -19,8 +21,6 @@ with open({path!r}, "w") as file:
 """
 RUN = """
 import sys, warnings
-
-pytestmark = pytest.mark.no_level
 warnings.simplefilter("ignore")
 code = {code!r}
 if {first}:
