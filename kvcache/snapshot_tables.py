@@ -113,8 +113,9 @@ class Segments(NamedTuple):
     def and_then(self, others: Segments, num_namespaces: int) -> Segments:
         """These, which have so many namespaces, and then `others`, which have others."""
         parents = np.where(others.parents >= 0, others.parents + len(self.lengths), -1)
-        moved = (others.namespaces + num_namespaces, parents, *others[2:])
-        return Segments(*(np.concatenate(pair) for pair in zip(self, moved, strict=True)))
+        moved: tuple[npt.NDArray[Any], ...] = (others.namespaces + num_namespaces, parents, *others[2:])
+        mine: tuple[npt.NDArray[Any], ...] = tuple(self)
+        return Segments(*(np.concatenate(pair) for pair in zip(mine, moved, strict=True)))
 
     def slots(self, arena_of: Int64, num_arenas: int) -> tuple[Int64, Int64]:
         """First slot of each segment in its arena, and slots of each arena; `arena_of` by namespace."""
