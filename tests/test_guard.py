@@ -72,6 +72,7 @@ def test_a_release_is_handed_over_to_the_thread_that_is_inside():
     lock, done = CallLock(), []
     with lock:
         thread, handed = in_a_thread(lambda: lock.hand_over(lambda: done.append(threading.get_ident())))
+        thread.join()  # it waits for nothing
         assert handed
         assert not done
         waiting, later = in_a_thread(lambda: lock.when_free(lambda: done.append("later")))
