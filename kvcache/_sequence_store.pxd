@@ -18,4 +18,3 @@ cdef class SequenceStore:
     # And of all sequences of the table's last batch call, `counts[i]` tokens each; None is one.
     cdef void hand_out_each_(self, int64_t n, const int64_t[::1] counts) noexcept
     cdef void copy_on_write_(self) noexcept
-    cdef void say_written_(self, int64_t num_runs) noexcept      # the first runs of `table.cut` are about to be written

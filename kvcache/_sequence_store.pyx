@@ -1,10 +1,9 @@
 """The K and V of sequences: what a table's changes mean for the bytes of a store; see _sequence_store.pxd."""
 
-from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvcache cimport _kernels
 from kvcache._batch cimport BatchTable
-from kvcache._kernels cimport kvc_run
 from kvcache._records cimport Sequence
 from kvcache._store cimport BlockStore
 
@@ -68,7 +67,8 @@ cdef class SequenceStore:
         self.copy_on_write_()
         num_runs = table.slice_(row, first, first + count)
         if num_runs:
-            self.say_written_(num_runs)
+            # A sequence may have adopted more tokens of a block than were handed out there.
+            self.store.say_written_(table.cut, num_runs)
             with nogil:
                 _kernels.write_runs(&self.store.layout, base, table.cut, num_runs, &k[0, 0, 0], &v[0, 0, 0])
         table.touch_(row)
@@ -104,7 +104,8 @@ cdef class SequenceStore:
         for i in range(n):
             row = table.picked[i]
             last = table.seqs[row].num_tokens
-            self.say_written_(table.slice_(row, last - 1, last))
+            table.slice_(row, last - 1, last)
+            self.store.say_written_(table.cut, 1)
             _kernels.write_runs(&self.store.layout, base, table.cut, 1, &k[i, 0, 0], &v[i, 0, 0])
             table.touch_(row)
 
@@ -138,14 +139,6 @@ cdef class SequenceStore:
         for i in range(n):
             seq = &table.seqs[table.picked[i]]
             store.hand_out_(seq.runs, seq.num_runs, 1 if counts is None else counts[i])
-
-    cdef void say_written_(self, int64_t num_runs) noexcept:
-        # A sequence may have adopted more tokens of a block than were handed out there.
-        cdef uint16_t *written = self.store.written_slots
-        cdef kvc_run *cut = self.table.cut
-        cdef int64_t i
-        for i in range(num_runs):
-            written[cut[i].block] = max(written[cut[i].block], cut[i].stop)
 
     cdef void copy_on_write_(self) noexcept:
         cdef BatchTable table = self.table

@@ -20,7 +20,7 @@ cdef class BlockStore:
     # What callers hand in
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
-    cdef void say_written_(self, const kvc_run[::1] runs) noexcept
+    cdef void say_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
 
     cdef object new_rows(self, int64_t n)      # float32 (n, num_heads, head_dim), not filled

@@ -160,7 +160,7 @@ cdef class BlockStore:
         cdef unsigned char *base = self.layer_base(layer)
         self.represent_(k, v)
         if view.shape[0]:
-            self.say_written_(view)
+            self.say_written_(&view[0], view.shape[0])
             with nogil:
                 _kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
 
@@ -311,9 +311,9 @@ cdef class BlockStore:
                                          self.written_slots[block] - first)
             self.written_slots[block] = <uint16_t>stop
 
-    cdef void say_written_(self, const kvc_run[::1] runs) noexcept:
+    cdef void say_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil:
         cdef int64_t i
-        for i in range(runs.shape[0]):
+        for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
     cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:

@@ -32,8 +32,8 @@ cdef class Turns:
     def take(self, long long version):
         """The turn, as soon as it is free.
 
-        Where this thread has one out it would wait for itself. A turn whose owner was overtaken, which has left another
-        version than `version`, the one that the state has now, is taken away from it.
+        A thread that has a turn out would wait for itself, so that raises. But if another call has changed the state
+        since (its version is `version` now, and the turn has left another), the old turn is given back first.
 
         Raises:
             InvalidOperationError: this thread has a turn out, and has not been overtaken; or it would have to wait and

@@ -47,7 +47,8 @@ class PagedKvCache(EvictableSequences):
         TypeError, ValueError: a setting that is not supported.
         OutOfMemoryError: the system refuses the memory.
 
-    Calls on one cache are serialised; the kernels run without the GIL.
+    Calls on one cache are serialised; the kernels run without the GIL. A call inside of another one on the same thread
+    (from a signal handler or a finaliser) raises InvalidOperationError; `free` and `free_batch` are done when it ends.
     """
 
     def __init__(

@@ -38,7 +38,8 @@ class InferenceEngine:
     `generate`, `stream` and `score` start a new sequence; `prefill_from_pos` and `decode_step` go on with the
     one there is. Calls are serialised, so threads may share an engine.
 
-    Failing calls are atomic: `prefill_from_pos`, `decode_step` and `begin` leave the sequence as it was.
+    Failing calls are atomic: `prefill_from_pos`, `decode_step` and `begin` leave the sequence as it was, except where
+    `prefill_from_pos` has no memory for both the old tokens and the new ones (see there).
     `generate`, `stream` and `score` check their arguments first and then give up the old sequence, since two
     would need twice the memory. A failure after that (memory, the network) leaves `generate` and `score` with
     an empty sequence, and `stream` with the tokens that it has delivered.
@@ -306,6 +307,7 @@ class InferenceEngine:
 
         Raises:
             ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions.
+            InvalidOperationError: a stream of this thread is open.
             OutOfMemoryError: the cache is too small.
         """
         tokens = self._checked(prompt_tokens)
