@@ -76,7 +76,7 @@ class build_kernels(build_ext):
         for extension in self.extensions:
             extension.extra_compile_args += flags + COUNT + ["-O0"] * COVERAGE
             extension.extra_link_args += links + COUNT
-            extension.extra_objects += kernels if extension.name == "kvcache._kernels" else []
+            extension.extra_objects += kernels if extension.name == "kvcache.core.kernels" else []
         super().build_extensions()
 
     def _kernel(self, common, source, folder, special):
@@ -110,8 +110,9 @@ GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * 
 MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 INCLUDE = ["ckernels", numpy.get_include()]
 EXTENSIONS = [
-    Extension(f"kvcache.{path.stem}", [str(path)], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)
-    for path in sorted(Path("kvcache").glob("_*.pyx"))
+    Extension(module, [source], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)
+    for source in sorted(map(str, Path("kvcache").rglob("*.pyx")))
+    for module in [source.removesuffix(".pyx").replace(os.sep, ".")]
 ]
 MODULES = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, build_dir=GENERATED, emit_linenums=COVERAGE)
 if COVERAGE:

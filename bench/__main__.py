@@ -6,17 +6,17 @@ import argparse
 import importlib
 import sys
 
-from bench.report import environment
+from bench.support.report import environment
 
 # name -> (module, what it shows). A module has `add_arguments(parser)` and `main(options) -> int`.
 BENCHES = {
-    "kernels": ("bench.kernels", "attention and writes beside the machine's ceilings, NumPy, PyTorch, llama.cpp"),
-    "engine": ("bench.engine", "decode, prefill and first token beside transformers, llama.cpp and OpenVINO GenAI"),
-    "formats": ("bench.formats", "storage formats: bytes and precision, from real caches"),
+    "kernels": ("bench.core.kernels", "attention and writes beside the machine's ceilings and rivals"),
+    "engine": ("bench.engine.engine", "decode, prefill and first token beside transformers, llama.cpp, OpenVINO"),
+    "formats": ("bench.core.formats", "storage formats: bytes and precision, from real caches"),
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
-    "saved": ("bench.saved", "a saved prefix cache: load and first token beside the prefill"),
-    "structures": ("bench.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
-    "trace": ("bench.trace", "a serving trace through the prefix cache: hit rate over capacity, by eviction policy"),
+    "saved": ("bench.saved.saved", "a saved prefix cache: load and first token beside the prefill"),
+    "structures": ("bench.trie.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
+    "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
 }
 
 EPILOG = """\

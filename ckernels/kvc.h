@@ -1,7 +1,7 @@
 /* kvc.h - the contract between the kernels and their callers.
  *
  * Pure C11, little-endian: no Python, no allocation, no globals. Every function is total on validated input:
- * the caller (kvcache/_kernels.pyx and _store.pyx) checks shapes, ranges and finiteness once, the kernels never.
+ * the caller (kvcache/core/kernels.pyx and _store.pyx) checks shapes, ranges and finiteness once, the kernels never.
  *
  * WHERE A TOKEN'S KV LIES
  *

@@ -4,10 +4,7 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 """
 
 # First of all: it says how threads wait, which libraries read when they are loaded.
-from kvcache._threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
-from kvcache.blocks import PrefixCache
-from kvcache.blocks_info import CacheBlock, CacheSession, PrefixCacheStats
-from kvcache.blocks_prefill import PrefixAwarePrefill
+from kvcache.core.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.errors import (
     BlockNotFoundError,
@@ -20,15 +17,18 @@ from kvcache.errors import (
 )
 from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
-from kvcache.kv_cache import CachedKvState, KvCache, KvCacheAccess
-from kvcache.manager import CacheManager
-from kvcache.manager_config import KVCacheConfig
-from kvcache.merging import merge_attention
-from kvcache.paged import PagedKvCache
-from kvcache.paged_handle import PagedKvCacheHandle
-from kvcache.paged_info import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
-from kvcache.prefix import PrefixKvCache
-from kvcache.prefix_info import PrefixCacheConfig, PrefixKvStats
+from kvcache.lists.config import KVCacheConfig
+from kvcache.lists.manager import CacheManager
+from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.handle import PagedKvCacheHandle
+from kvcache.paged.merging import merge_attention
+from kvcache.paged.reports import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
+from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
+from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
+from kvcache.prefix.prefill import PrefixAwarePrefill
+from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
+from kvcache.prefix.states import PrefixKvCache
 
 __version__ = "0.1.0"
 

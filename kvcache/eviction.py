@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache._arrays import as_count
+from kvcache.core.arguments import as_count
 
 __all__ = ["EvictionPolicy", "EvictionStrategy", "Rule", "pyramid_budgets"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._arrays import as_integer
+from kvcache.core.arguments import as_integer
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]

@@ -7,7 +7,6 @@ KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing alloc
 
 import gc
 import os
-from pathlib import Path
 
 # Before NumPy is loaded: on a busy machine BLAS waits for its own threads, spinning, and takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -16,11 +15,12 @@ import numpy as np
 import pytest
 from engines import DenseEngine
 from hypothesis import HealthCheck, settings
+from pace import FAST
+from places import GOLDEN
 
-from kvcache import _kernels
+from kvcache.core import kernels
 from kvcache.engine import InferenceEngine, Transformer
 
-FAST = os.environ.get("KVCACHE_TESTS") == "fast"
 # No test fails on time, however busy the machine is.
 settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
@@ -52,11 +52,11 @@ def collect_only_what_is_new():
     gc.freeze()
 
 
-@pytest.fixture(params=_kernels.simd_levels())
+@pytest.fixture(params=kernels.simd_levels())
 def simd(request):
     """Each SIMD level of this CPU in turn; what runs is asked from the table itself, not from the request."""
-    with _kernels.use_simd(request.param):
-        assert _kernels.simd_level() == request.param
+    with kernels.use_simd(request.param):
+        assert kernels.simd_level() == request.param
         yield request.param
 
 
@@ -69,7 +69,7 @@ def long(request):
 @pytest.fixture(scope="session")
 def network():
     """The network of a golden checkpoint; whoever wants it to fail wraps it."""
-    return Transformer.from_pretrained(Path(__file__).parent / "golden" / "llama")
+    return Transformer.from_pretrained(GOLDEN / "llama")
 
 
 @pytest.fixture(params=[DenseEngine, InferenceEngine])

@@ -11,7 +11,7 @@ import numpy as np
 from kvcache import InferenceEngine
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
-from kvcache.paged import PagedKvCache
+from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["RandomEngine", "Recorder", "attention_mass", "demo_model", "log_softmax"]
 

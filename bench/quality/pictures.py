@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.plot import pyplot, save
 from bench.quality.endless import BIN, bins
+from bench.support.plot import pyplot, save
 
 __all__ = ["draw_budgets", "draw_formats", "draw_mass", "draw_stream"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.demo_names import TEMPLATES, name_pieces, unseen_name
+from bench.demo.names import TEMPLATES, name_pieces, unseen_name
 from bench.quality.heldout import Heldout
 
 __all__ = ["LENGTH", "Prompt", "make_prompts"]

@@ -17,7 +17,7 @@ import numpy as np
 from bench.quality import endless, eviction, formats, heldout, outliers, pictures, presses, reuse
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
-from bench.report import environment, markdown, text_table
+from bench.support.report import environment, markdown, text_table
 
 __all__ = ["add_arguments", "main"]
 

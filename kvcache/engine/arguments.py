@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache._arrays import as_number
+from kvcache.core.arguments import as_number
 from kvcache.engine.files import short
 
 __all__ = ["natural", "number"]

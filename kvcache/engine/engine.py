@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache._guard import CallLock, MendingLock
-from kvcache._turns import CallInTurn, Turn, Turns
+from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.arguments import natural
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
@@ -20,9 +19,10 @@ from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
+from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
-from kvcache.paged import PagedKvCache
+from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]
 

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._roster import Roster
 from kvcache.engine.arguments import natural
 from kvcache.engine.protocols import Float32, Logits, Model
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
-from kvcache.paged import PagedKvCache
+from kvcache.lists.roster import Roster
+from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
 

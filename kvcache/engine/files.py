@@ -7,9 +7,9 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from kvcache._file import File
+from kvcache.core.descriptors import File
+from kvcache.core.files import open_regular, read_at
 from kvcache.errors import CheckpointError
-from kvcache.files import open_regular, read_at
 
 __all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json", "short"]
 

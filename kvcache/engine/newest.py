@@ -14,10 +14,10 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.blocks import PrefixCache
 from kvcache.engine.protocols import Float32
 from kvcache.engine.residual import Residual
 from kvcache.errors import SequenceNotFoundError
+from kvcache.prefix.blocks import PrefixCache
 
 __all__ = ["NewestGroups"]
 

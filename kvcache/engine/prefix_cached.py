@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache._turns import Turn
-from kvcache.blocks import PrefixCache
-from kvcache.blocks_info import CacheSession, PrefixCacheStats
-from kvcache.blocks_prefill import PrefixAwarePrefill
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.newest import NewestGroups
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokens import as_tokens
+from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
-from kvcache.paged import PagedKvCache
+from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.prefill import PrefixAwarePrefill
+from kvcache.prefix.sessions import CacheSession, PrefixCacheStats
 
 __all__ = ["PrefixCachedEngine"]
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.protocols import Float32, NetworkConfig
-from kvcache.merging import blend
-from kvcache.paged import PagedKvCache
+from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.merging import blend
 
 __all__ = ["LENGTHS", "Residual", "default_length"]
 

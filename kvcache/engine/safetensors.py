@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.files import read_at
 from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json, short
 from kvcache.errors import CheckpointError
-from kvcache.files import read_at
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcache.engine.protocols import Attend, Float32, Logits, Model
 from kvcache.engine.residual import Residual
 from kvcache.errors import KvCacheError, OutOfMemoryError
-from kvcache.paged import PagedKvCache
+from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["LiveSequence", "ModelSequence", "Share"]
 

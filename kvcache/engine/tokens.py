@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache import _tokens
+from kvcache.core.tokens import as_tokens as as_ids
 
 __all__ = ["as_tokens"]
 
@@ -21,7 +21,7 @@ def as_tokens(tokens: Any, vocab_size: int) -> NDArray[np.uint32]:
     """
     if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.size == 0:
         return np.empty(0, np.uint32)  # `np.array([])` defaults to float64
-    ids = _tokens.as_tokens(tokens)
+    ids = as_ids(tokens)
     ids = ids.copy() if ids is tokens else ids
     if len(ids) and int(ids.max()) >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))

@@ -1,0 +1,170 @@
+"""The demo model's card, filled in from what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CARD = """\
+---
+license: mit
+language: en
+tags: [llama, code, demo]
+---
+
+# The demo model of kvcache
+
+A very small language model of the Llama architecture, there so that a KV-cache engine has something true to
+run and to measure quality on. It reads and continues Python source in the style of CPython's standard
+library, and it copies names and passages that stand earlier in its context. It is a measuring device, not
+an assistant.
+
+| | |
+|---|---|
+| Parameters | {parameters:,} (tied embeddings), bf16, {megabytes:.1f} MB |
+| Shape | {layers} layers, hidden {hidden}, SwiGLU {mlp} |
+| Attention | {heads} query heads and {kv_heads} KV heads of {head_dim} |
+| Positions | rotary, theta {theta:g}, context {context} |
+| Vocabulary | {vocab}, byte-level BPE, lossless on any text; `<|endoftext|>` separates documents |
+| Layout | Hugging Face `LlamaForCausalLM`; largest logit difference to it in f32: {logit_difference} |
+
+## Data
+
+The `*.py` files of the standard library of CPython {library}, its tests included, under the PSF License
+Version 2 (PSF-2.0): {training_files:,} files, {training_mb:.1f} MB, of which {library_mb:.1f} MB are the
+library itself and the rest tests. Left out: installed packages, machine-generated tables (charmap codecs,
+entity lists, documentation topics) and the build configuration of the machine. The tokenizer was
+trained on the same files. The text itself is not part of this package; the weights are under the MIT
+license, as the project is.
+
+Three augmentations, made from the same text, force copying over a distance: in some
+documents one to four recurring identifiers are replaced throughout by a made-up name ("renamed"), and in some
+sequences spans of 32 to 256 tokens are repeated at a random later place ("repeating"), or
+made-up names are planted into short stretches that come again at a random later place ("planted"; half of
+these names are random vocabulary pieces, as in the test below). The mixture:
+
+| from step | library per test file | documents renamed | sequences repeating | sequences planted |
+|---|---|---|---|---|
+{mixture}
+
+**Held out** as whole modules, with their tests (which are used for nothing): {modules}. These are
+{heldout_files} files of {heldout_bytes:,} bytes ({heldout_tokens:,} tokens, {bytes_per_token:.2f} bytes per
+token); `heldout.json` lists them.
+
+## Training
+
+{steps:,} steps of {batch_tokens:,} tokens: {tokens_m:.1f} M tokens, {passes:.2f} passes over the weighted
+corpus, in {minutes:g} minutes on {threads} cores of an {processor} that had other work to do at the same
+time, with PyTorch {torch}. Muon (rate {muon_lr:g}) for the matrices, Adam (rate {adam_lr:g}) for embeddings
+and norms; the rates fell linearly to nearly nothing from step
+{decay_from:,} on. Sequences: {lengths}.
+Products in bf16, master weights in f32. The run was stopped and resumed a few times, and both the mixture and
+the time allotted were changed on the way; the script as it stands uses the last mixture from the start.
+
+## Quality
+
+Measured on the weights as shipped, rounded to bf16, with products in f32.
+
+**Bits per byte of the held-out modules** (lower is better; windows overlap by half, so that every token but
+those at the start of a file is predicted from at least half of the context):
+
+| | bits per byte |
+|---|---|
+{bpb_rows}
+| `xz -9`, all files as one | {xz_concatenated:.3f} |
+| `xz -9`, file by file | {xz_per_file:.3f} |
+| `xz -9`, as one, given the whole training text in front | {xz_after:.3f} |
+
+Per module at context {context}: {per_module}.
+
+**Copying a name seen once.** A line that defines a name stands in held-out text; some way further on the
+line begins again, up to the name, and the model has to say the name. Names are three to five random
+vocabulary pieces run together, and occur nowhere in the training or held-out text; on average they are
+{name_tokens:.1f} tokens long. The distance is counted from the end of the name to the place where it has to
+come again (mean over {prompts} prompts each). *Whole name*: greedy decoding gives all of its tokens.
+*Token*: tokens predicted right, given the right ones before. *Without*: the same prompts without the
+defining line, which is what chance and guessing reach.
+
+| distance (tokens) | whole name | first token | token | whole, without | token, without |
+|---|---|---|---|---|---|
+{copy_rows}
+
+## What it cannot do
+
+Copying fades with distance, as the table shows, and hardly works over nearly the whole context; bits per byte
+is the better measure there.
+
+It knows nothing but this corpus: no other languages, no facts, no instructions, no chat. Its code looks
+like Python and does not work. It has never seen more than {context} tokens at once. Results on it show
+whether a change to a cache keeps or loses what a model reads from its context; they do not carry over in
+size to large models.
+
+## Made by
+
+```
+python bench/demo/train.py --stdlib <lib/python3.13> --minutes {minutes:g} --out kvcache/demo
+python bench/demo/evaluate.py --stdlib <lib/python3.13> --model kvcache/demo --run demo-train/run.json
+```
+
+The schedule follows the clock, so that another run gives another model, of about this quality on such a
+machine. The numbers above are written by the second command; `evaluation.json` has them in full."""
+
+
+def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
+    """Write README.md beside the weights."""
+    config = json.loads((path / "config.json").read_text())
+    run = result["training"]
+    held = json.loads((path / "heldout.json").read_text())
+    difference = result["transformers_max_logit_difference"]
+    per_module = sorted(result["bits_per_byte_per_module"].items(), key=lambda kv: kv[1])
+    copy = result["copy"]
+    values = {
+        **run,
+        "megabytes": (path / "model.safetensors").stat().st_size / 1e6,
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "mlp": config["intermediate_size"],
+        "theta": config["rope_theta"],
+        "context": config["max_position_embeddings"],
+        "vocab": config["vocab_size"],
+        "logit_difference": "not checked" if difference is None else f"{difference:.1e}",
+        "library": result["library"],
+        "training_mb": run["training_bytes"] / 1e6,
+        "library_mb": run["library_bytes"] / 1e6,
+        "decay_from": run["decay_from_step"],
+        "lengths": ", ".join(
+            f"{int(n):,} tokens from step {s:,}" for n, s in run["length_from_step"].items()
+        ),
+        "mixture": "\n".join(
+            f"| {s['from_step']} | {s['library_weight']} | {s['rename_share']:.0%} | {s['copy_share']:.0%} |"
+            f" {s.get('recall_share', 0):.0%} |"
+            for s in run["stages"]
+        ),
+        "modules": ", ".join(f"`{m}`" for m in modules),
+        "heldout_files": len(held["files"]),
+        "heldout_bytes": result["heldout_bytes"],
+        "heldout_tokens": result["heldout_tokens"],
+        "bytes_per_token": result["bytes_per_token"],
+        "tokens_m": run["tokens"] / 1e6,
+        "processor": result["processor"],
+        "torch": result["torch"],
+        "bpb_rows": "\n".join(
+            f"| this model, context {c} | {b:.3f} |"
+            for c, b in sorted(result["bits_per_byte"].items(), key=lambda kv: int(kv[0]))
+        ),
+        "xz_concatenated": result["xz"]["concatenated"],
+        "xz_per_file": result["xz"]["per_file"],
+        "xz_after": result["xz"]["after_training_text"],
+        "per_module": ", ".join(f"{n} {b:.2f}" for n, b in per_module),
+        "name_tokens": sum(r["mean_name_tokens"] for r in copy) / len(copy),
+        "prompts": copy[0]["prompts"],
+        "copy_rows": "\n".join(
+            f"| {r['mean_gap']:.0f} | {r['whole']:.1%} | {r['first']:.1%} | {r['token']:.1%} |"
+            f" {r['control_whole']:.1%} | {r['control_token']:.1%} |"
+            for r in copy
+        ),
+    }
+    (path / "README.md").write_text(CARD.format(**values))

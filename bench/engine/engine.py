@@ -1,0 +1,289 @@
+"""`python -m bench engine`: whole requests on random checkpoints, beside those who run the same network."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.engine.engine_rivals import LlamaCpp, OpenVino, Transformers, availability, installed
+from bench.engine.shares import PYTHON, ROWS, SHARES, shares_of
+from bench.support.blas import set_threads
+from bench.support.checkpoints import SIZES, Size, write_checkpoint
+from bench.support.common import Candidate, Case, Result, Table, at_most, faster, run_case
+from bench.support.plot import plot_table
+from bench.support.rates import Columns, print_rates
+from bench.support.report import markdown, save_json, text_table
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.engine.model import Transformer
+from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["add_arguments", "main"]
+
+PROMPT, SHARED, TAIL, STEPS = 2048, 2000, 32, 16
+FAR, MORE, FAR_FORMATS = 16384, 512, ("f32", "q8", "q4")
+FORMATS = ("f32", "f16", "q8", "q4")
+OURS = tuple(f"kvcache {dtype}" for dtype in FORMATS)
+OTHERS = (Transformers.name, LlamaCpp.name, OpenVino.name)
+SPEED = Columns((*OURS, *OTHERS), rivals=OTHERS, unit="tokens/s", scale=1.0)
+FAR_OURS = tuple(f"kvcache {dtype}" for dtype in FAR_FORMATS)
+FAR_SPEED = replace(SPEED, subjects=(*FAR_OURS, OpenVino.name), rivals=(FAR_OURS[0], OpenVino.name))
+COLD, CACHED = "cold", "prefix cached"
+FIRST = Columns((CACHED, COLD, *(f"{name}, {what}" for name in OTHERS for what in (CACHED, COLD))), rivals=(COLD,))
+PYTHON_SHARE = 0.10
+SETTLE = 2e-3  # seconds: threads of the one before may spin for about a millisecond
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=STEPS + 1)
+
+
+class Bench:
+    """A checkpoint of one size, our engine over it once per format, and the rivals of these names."""
+
+    def __init__(
+        self,
+        size: Size,
+        folder: Path,
+        threads: int,
+        prompt: int,
+        formats: tuple[str, ...] = FORMATS,
+        rivals: tuple[str, ...] = OTHERS,
+    ) -> None:
+        set_threads(threads)
+        rng = np.random.default_rng(1)
+        self.size, self.threads = size, threads
+        self.prompt = rng.integers(3, size.vocabulary, prompt, dtype=np.uint32)
+        self._rng = rng
+        self.model = Transformer.from_pretrained(write_checkpoint(size, folder / "checkpoint"))
+        blocks = size.positions // 16 + 2  # one text, and the fork that takes its steps back
+        self.engines = {dtype: InferenceEngine(self.model, dtype=dtype, num_blocks=blocks) for dtype in formats}
+        self.rivals = {}
+        for rival in (each for each in installed() if each.name in rivals):
+            try:
+                self.rivals[rival.name] = rival(size, folder / "rival", threads)
+            except Exception as error:  # another project's package that does not take this network
+                print(f"not measured: {rival.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
+        set_threads(threads)
+
+    # -- prefill ------------------------------------------------------------------------------------------------
+
+    def prefill(self) -> Iterator[Candidate]:
+        """The whole prompt from nothing."""
+        facts = {"work": float(len(self.prompt))}
+        for dtype, engine in self.engines.items():
+            yield Candidate(f"kvcache {dtype}", partial(self._prefill, engine), facts=facts)
+        for name, rival in self.rivals.items():
+            if isinstance(rival, OpenVino):
+                yield Candidate(name, seconds=lambda r=rival: r.first_token(self.fresh()), facts=facts)
+            else:
+                yield Candidate(name, partial(rival.prefill, self.prompt), facts=facts)
+
+    def _prefill(self, engine: InferenceEngine) -> None:
+        engine.reset()
+        engine.prefill_from_pos(self.prompt, 0)
+
+    def fresh(self) -> np.ndarray:
+        """A prompt that nobody has seen."""
+        return self._rng.integers(3, self.size.vocabulary, len(self.prompt), dtype=np.uint32)
+
+    # -- decode -------------------------------------------------------------------------------------------------
+
+    def decode(self) -> Iterator[Candidate]:
+        """Greedy steps behind the prompt, each with its sampling."""
+        facts = {"work": 1.0}
+        for dtype, engine in self.engines.items():
+            self._prefill(engine)
+            steps = Steps(engine, len(self.prompt))
+            yield Candidate(f"kvcache {dtype}", steps.run, STEPS, steps.rewind, facts)
+        for name, rival in self.rivals.items():
+            if isinstance(rival, OpenVino):
+                yield Candidate(name, seconds=lambda r=rival: r.step(self.prompt, STEPS), facts=facts)
+            else:
+                rival.prefill(self.prompt)
+                yield Candidate(name, partial(rival.decode, STEPS), STEPS, rival.rewind, facts)
+
+    def extend(self, count: int) -> Iterator[Candidate]:
+        """More tokens behind the prompt, which is in everybody's cache."""
+        facts = {"work": float(count)}
+        for dtype, engine in self.engines.items():
+            self._prefill(engine)
+            more = partial(engine.prefill_from_pos, self.fresh()[:count], len(self.prompt))
+            yield Candidate(f"kvcache {dtype}", more, before=Steps(engine, len(self.prompt)).rewind, facts=facts)
+        for name, rival in self.rivals.items():
+            assert isinstance(rival, OpenVino), f"expected OpenVINO alone, got {name}"
+            rival.first_token(self.prompt)
+
+            def behind(rival: OpenVino = rival) -> float:
+                return rival.first_token(np.concatenate([self.prompt, self.fresh()[:count]]))
+
+            yield Candidate(name, seconds=behind, facts=facts)
+
+    def shares(self, dtype: str, rounds: int) -> dict[str, float]:
+        """Where a step's time goes, the median of each part."""
+        engine = self.engines[dtype]
+        self._prefill(engine)
+        steps = Steps(engine, len(self.prompt))
+        found = []
+        for _ in range(rounds + 1):
+            steps.rewind()
+            found.append(shares_of(engine, steps.run))
+        return {what: median(f[what] for f in found[1:]) for what in SHARES}
+
+    # -- first token --------------------------------------------------------------------------------------------
+
+    def first_token(self, shared: int, tail: int) -> Iterator[Candidate]:
+        """A prompt whose head is cached beside one of which nothing is."""
+        engine = PrefixCachedEngine(InferenceEngine(self.model), 4 * (shared + tail) // 16 + 64, strict=True)
+        head = self.prompt[:shared]
+        one = SamplingParams(temperature=0.0, max_tokens=1)
+
+        def ask(tokens: np.ndarray) -> None:
+            engine.generate(tokens, one)
+
+        def another() -> np.ndarray:
+            return np.concatenate([head, self.fresh()[:tail]])
+
+        turn = Turn(another, partial(engine.generate, head, one))
+        yield Candidate(CACHED, lambda: ask(turn.tokens), before=turn.prepare)
+        clear = Turn(another, engine.clear_cache)
+        yield Candidate(COLD, lambda: ask(clear.tokens), before=clear.prepare)
+        for name, rival in self.rivals.items():
+            if isinstance(rival, OpenVino):
+                rival.first_token(head)
+                yield Candidate(f"{name}, {CACHED}", seconds=lambda r=rival: r.first_token(another()))
+                yield Candidate(f"{name}, {COLD}", seconds=lambda r=rival: r.first_token(self.fresh()))
+            else:
+                rewound = Turn(another, partial(hold, rival, head))
+                yield Candidate(
+                    f"{name}, {CACHED}", lambda r=rival, t=rewound: r.extend(t.tokens[shared:]), before=rewound.prepare
+                )
+                yield Candidate(f"{name}, {COLD}", lambda r=rival: r.prefill(self.prompt[: shared + tail]))
+
+
+def hold(rival: Any, head: np.ndarray) -> None:
+    """Have the rival stand right behind `head`."""
+    if rival._held == len(head):
+        rival.rewind()
+    else:
+        rival.prefill(head)
+
+
+class Turn:
+    """A new prompt for each round, and what must be done before it."""
+
+    def __init__(self, make: Any, before: Any) -> None:
+        self._make, self._before = make, before
+        self.tokens = make()
+
+    def prepare(self) -> None:
+        """Not timed."""
+        self._before()
+        self.tokens = self._make()
+
+
+class Steps:
+    """Decode steps of our engine, through the same loop as `generate`, from the end of its prompt."""
+
+    def __init__(self, engine: InferenceEngine, prompt: int) -> None:
+        self._engine, self._prompt = engine, prompt
+        self._logits = np.zeros(engine.config.vocab_size, np.float32)
+        self._logits[3] = 1.0
+
+    def rewind(self) -> None:
+        """Back to the prompt."""
+        engine = self._engine
+
+        def share(cache: PagedKvCache, seq_id: int) -> int:
+            cache.fork(engine.seq_id, seq_id)
+            cache.truncate(seq_id, self._prompt)
+            return self._prompt
+
+        engine.begin(share)
+
+    def run(self) -> None:
+        """`STEPS` tokens through the network, and one more sampled."""
+        for _ in self._engine.decode(self._logits, GREEDY):
+            pass
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this bench understands."""
+    parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
+    parser.add_argument("--size", metavar="NAME", help="small, large or tiny (default small and large; --quick tiny)")
+    parser.add_argument("--threads", type=int, default=2, help="of everybody (default 2)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print every table; 1 if a bound was missed."""
+    names = [options.size] if options.size else ["tiny"] if options.quick else ["small", "large"]
+    rounds = 3 if options.quick else options.rounds
+    print("; ".join(availability()))
+    missed, done, shares = 0, [], {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(SIZES[name], Path(folder), options.threads, 512 if options.quick else PROMPT)
+            for title, columns, result in measure(bench, rounds, options.quick):
+                missed += print_rates(title, columns, [result], as_markdown=options.markdown)
+                done.append((Table(title, ()), [result]))
+            shares[name] = {dtype: bench.engine.shares(dtype, rounds) for dtype in FORMATS}
+            missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
+            del bench
+            gc.collect()
+            for title, columns, result in measure_far(SIZES[name], Path(folder, "far"), rounds, options):
+                missed += print_rates(title, columns, [result], as_markdown=options.markdown)
+                done.append((Table(title, ()), [result]))
+    if options.json:
+        save_json(options.json, done, shares=shares)
+    if options.plot:
+        for table, results in done:
+            print(plot_table(table, results, options.plot))
+    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
+    return int(missed > 0)
+
+
+def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Columns, Result]]:
+    """The three tables of one size."""
+    what = f"{bench.size}, {bench.threads} thr"
+    case = Case(f"{len(bench.prompt)} tokens", bench.prefill, (faster(2, "kvcache f32", Transformers.name),))
+    yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    bounds = (faster(3, "kvcache f32", Transformers.name), faster(1, "kvcache f32", OpenVino.name))
+    case = Case(f"at {len(bench.prompt)} tokens", bench.core.decode, bounds)
+    yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    shared, tail = (480, 32) if quick else (SHARED, TAIL)
+    bounds = (at_most(0.05, CACHED, COLD), at_most(1, CACHED, f"{OpenVino.name}, {CACHED}"))
+    case = Case(f"{shared} of {shared + tail} cached", partial(bench.first_token, shared, tail), bounds)
+    yield f"8c. First token, {what}", FIRST, run_case(case, rounds, threaded=True, settle=SETTLE)
+
+
+def measure_far(
+    size: Size, folder: Path, rounds: int, options: argparse.Namespace
+) -> Iterator[tuple[str, Columns, Result]]:
+    """Far into a text, beside OpenVINO alone: the others take a minute and more to get there."""
+    prompt, more = (1024, 64) if options.quick else (FAR, MORE)
+    size = replace(size, positions=prompt + more + 2 * STEPS)
+    bench = Bench(size, folder, options.threads, prompt, FAR_FORMATS, (OpenVino.name,))
+    what = f"{size}, {options.threads} thr"
+    case = Case(f"at {prompt} tokens", bench.core.decode, (faster(2, "kvcache q4", OpenVino.name),))
+    yield f"8d. Decode far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    bounds = (faster(1, "kvcache f32", OpenVino.name), faster(1, "kvcache q4", OpenVino.name))
+    case = Case(f"{more} tokens behind {prompt}", partial(bench.extend, more), bounds)
+    yield f"8e. Prefill far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+
+
+def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: bool) -> int:
+    """Print it; returns how many formats spend too much in Python. NumPy on one row is mostly the calling of it."""
+    cells = []
+    for dtype, parts in shares.items():
+        rest = parts[PYTHON] + parts[ROWS]
+        verdict = f"{'met' if rest < PYTHON_SHARE else 'MISSED'}"
+        cells.append([f"kvcache {dtype}", *(f"{parts[what]:.1%}" for what in SHARES), f"{rest:.1%}", verdict])
+    header = ["part of a step", *SHARES, f"{ROWS} and {PYTHON}", f"under {PYTHON_SHARE:.0%}"]
+    layout = markdown if as_markdown else text_table
+    print(f"\n{'### ' if as_markdown else ''}{title}\n\n{layout(header, cells)}", flush=True)
+    return sum(row[-1] == "MISSED" for row in cells)

@@ -1,0 +1,189 @@
+"""Others that run the same network: transformers, llama.cpp and OpenVINO GenAI, each where it is installed.
+
+A rival prefills (`prefill`), decodes `steps` tokens behind a prompt that it holds (`rewind`, then `decode`), and
+says how long the first token of a prompt takes whose head it has seen (`extend`). None of them is given text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.support.checkpoints import Size, write_checkpoint, write_gguf
+
+__all__ = ["RIVALS", "LlamaCpp", "OpenVino", "Transformers", "availability", "installed"]
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class Transformers:
+    """transformers with `DynamicCache`, float32, on PyTorch."""
+
+    name = "transformers"
+
+    def __init__(self, size: Size, folder: Path, threads: int) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._torch, self._cache_class = torch, transformers.DynamicCache
+        torch.set_num_threads(threads)
+        write_checkpoint(size, folder)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._cache: Any = None
+        self._held = 0
+
+    @staticmethod
+    def version() -> str:
+        import torch
+        import transformers
+
+        return f"{transformers.__version__} on PyTorch {torch.__version__}"
+
+    def _run(self, tokens: Any, cache: Any) -> Any:
+        with self._torch.inference_mode():
+            return self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def _ids(self, tokens: Tokens) -> Any:
+        return self._torch.from_numpy(tokens.astype(np.int64))[None]
+
+    def prefill(self, tokens: Tokens) -> None:
+        """A prompt from nothing, to the logits of its last token."""
+        self._cache = self._cache_class()
+        self._run(self._ids(tokens), self._cache).argmax(-1)
+        self._held = len(tokens)
+
+    def rewind(self) -> None:
+        """Back to the prompt."""
+        behind = self._cache.get_seq_length() - self._held
+        if behind:
+            self._cache.crop(-behind)
+
+    def decode(self, steps: int) -> None:
+        """Greedy steps."""
+        token = self._torch.ones((1, 1), dtype=self._torch.int64)
+        for _ in range(steps):
+            token = self._run(token, self._cache).argmax(-1)[None]
+
+    def extend(self, tokens: Tokens) -> None:
+        """More tokens behind the prompt, whose cache is kept by cropping it afterwards."""
+        self._run(self._ids(tokens), self._cache).argmax(-1)
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, float32 weights and float16 K and V."""
+
+    name = "llama.cpp"
+
+    def __init__(self, size: Size, folder: Path, threads: int) -> None:
+        import llama_cpp
+
+        path = write_gguf(size, folder / "random.gguf")
+        self._llama = llama_cpp.Llama(
+            str(path), n_ctx=size.positions, n_batch=512, n_threads=threads, n_threads_batch=threads,
+            flash_attn=True, verbose=False,
+        )  # fmt: skip
+        self._held = 0
+
+    @staticmethod
+    def version() -> str:
+        import llama_cpp
+
+        return str(llama_cpp.__version__)
+
+    def prefill(self, tokens: Tokens) -> None:
+        """A prompt from nothing."""
+        self._llama.reset()
+        self._llama.eval(tokens.tolist())
+        self._held = len(tokens)
+
+    def rewind(self) -> None:
+        """Back to the prompt: `eval` drops what lies behind."""
+        self._llama.n_tokens = self._held
+
+    def decode(self, steps: int) -> None:
+        """Greedy steps."""
+        token = 3
+        for _ in range(steps):
+            self._llama.eval([token])
+            logits = np.ctypeslib.as_array(self._llama._ctx.get_logits(), shape=(self._llama.n_vocab(),))
+            token = int(logits.argmax())
+
+    def extend(self, tokens: Tokens) -> None:
+        """More tokens behind the prompt."""
+        self._llama.eval(tokens.tolist())
+
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching with its prefix cache, float32 arithmetic; it times itself.
+
+    Its reader of GGUF takes no float32 matrices, so the weights are float16.
+    """
+
+    name = "OpenVINO GenAI"
+
+    def __init__(self, size: Size, folder: Path, threads: int) -> None:
+        import openvino_genai
+
+        self._genai = openvino_genai
+        path = write_gguf(size, folder / "half.gguf", half=True)
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = True
+        scheduler.cache_size = 1
+        scheduler.max_num_batched_tokens = size.positions
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(path), "CPU", scheduler_config=scheduler, INFERENCE_PRECISION_HINT="f32",
+            INFERENCE_NUM_THREADS=threads,
+        )  # fmt: skip
+        self._turn = 0
+
+    @staticmethod
+    def version() -> str:
+        import openvino_genai
+
+        return str(openvino_genai.__version__)
+
+    def _generate(self, tokens: Tokens, new: int) -> Any:
+        import openvino
+
+        ids = openvino.Tensor(tokens.astype(np.int64)[None])
+        mask = openvino.Tensor(np.ones((1, len(tokens)), np.int64))
+        settings = self._genai.GenerationConfig(max_new_tokens=new, ignore_eos=True)
+        return self._pipeline.generate(self._genai.TokenizedInputs(ids, mask), settings).perf_metrics
+
+    def first_token(self, tokens: Tokens) -> float:
+        """Seconds from the prompt to the first token, by its own clock."""
+        return float(self._generate(tokens, 1).get_ttft().mean) / 1e3
+
+    def step(self, tokens: Tokens, steps: int) -> float:
+        """Seconds per token behind this prompt, by its own clock."""
+        return float(self._generate(tokens, steps + 1).get_tpot().mean) / 1e3
+
+
+RIVALS = (Transformers, LlamaCpp, OpenVino)
+
+
+def availability() -> list[str]:
+    """A line per rival: its version, or why it is absent."""
+    return [f"{rival.name} {why}" if ok else f"not measured: {rival.name} ({why})" for rival, ok, why in _probe()]
+
+
+def _probe() -> list[tuple[Any, bool, str]]:
+    found = []
+    for rival in RIVALS:
+        version: Callable[[], str] = rival.version
+        try:
+            found.append((rival, True, version()))
+        except Exception as error:  # whatever keeps another project's package from loading
+            found.append((rival, False, f"{type(error).__name__}: {error}".splitlines()[0]))
+    return found
+
+
+def installed() -> list[Any]:
+    """The classes whose packages load here."""
+    return [rival for rival, ok, _ in _probe() if ok]

@@ -1,0 +1,116 @@
+"""`python -m bench trace`: a serving trace through the prefix cache, without a model.
+
+Hit rates are in tokens. Policies are compared on a tree of pages; what the trie itself costs is measured on the trie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+
+from bench.prefix.policies import POLICIES, optimal
+from bench.prefix.policies import replay as replay_policy
+from bench.prefix.workloads import Mix, Trace, from_mooncake, synthetic
+from bench.support.plot import plot_lines
+from bench.support.report import environment, markdown, text_table, time_text
+from kvcache.trie.trie import TokenTrie
+
+__all__ = ["add_arguments", "main", "through_trie"]
+
+MAX_PAGE = 256  # the trie's largest; longer pages of a trace are compared by their first tokens
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this bench understands."""
+    parser.add_argument("--file", metavar="JSONL", help="a trace in Mooncake's format instead of a synthetic one")
+    parser.add_argument("--requests", type=int, default=Mix.num_requests, help="requests of the synthetic trace")
+    parser.add_argument("--seeds", type=int, default=3, help="synthetic traces to average over (default 3)")
+
+
+def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
+    """The trace through `TokenTrie` itself: match, pin, evict, insert, unpin; hit rate, time, bytes.
+
+    The tokens of a page are its name, again and again: pages differ from their first token on, as in the trace.
+    """
+    page_size = min(trace.page_size, MAX_PAGE)
+    trie = TokenTrie(page_size)
+    root = trie.add_root()
+    prompts = [np.repeat(np.array(r.pages[:capacity], np.uint64).astype(np.uint32), page_size) for r in trace.requests]
+    values = np.arange(capacity, dtype=np.int32)
+    hits = lookups = evictions = peak = 0
+    times = []
+    for request, tokens in zip(trace.requests, prompts, strict=True):
+        start = time.thread_time()
+        node, length, _, _ = trie.lookup(root, tokens)
+        pinned = trie.boundary(node, length)
+        trie.pin(pinned)
+        found, pages = length // page_size, len(tokens) // page_size
+        over = len(trie) + pages - found - capacity
+        if over > 0:
+            evictions += len(trie.evict(over))
+        trie.insert(root, tokens, values[:pages])
+        trie.unpin(pinned)
+        times.append(time.thread_time() - start)
+        hits += min(found, request.num_prompt)
+        lookups += request.num_prompt
+        peak = max(peak, trie.nbytes)
+    return {
+        "hit_rate": hits / max(lookups, 1), "evictions": evictions, "median": median(times), "mean": mean(times),
+        "worst": max(times), "bytes": peak,
+    }  # fmt: skip
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print hit rates by policy and capacity, and what the trie took for it."""
+    if options.file:
+        traces = [from_mooncake(options.file)]
+    else:
+        mix = Mix(num_requests=600 if options.quick else options.requests)
+        traces = [synthetic(replace(mix, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
+    layout = markdown if options.markdown else text_table
+    print(f"\ntrace: {traces[0].name}; {len(traces)} seed(s)")
+    sizes = [trace.num_pages for trace in traces]
+    print(f"different pages of {traces[0].page_size} tokens: {', '.join(map(str, sizes))}")
+
+    rates: dict[str, dict[str, float]] = {name: {} for name in [*POLICIES, "optimal (offline)", "TokenTrie"]}
+    gone: dict[str, dict[str, float]] = {name: {} for name in rates}
+    costs = []
+    for share in SHARES:
+        column = f"{share:.0%}"
+        capacities = [max(64, int(size * share)) for size in sizes]
+        pairs = list(zip(traces, capacities, strict=True))
+        for name, rank in POLICIES.items():
+            outcomes = [replay_policy(trace, capacity, rank) for trace, capacity in pairs]
+            rates[name][column] = mean(o.hit_rate for o in outcomes)
+            gone[name][column] = mean(o.evictions for o in outcomes)
+        best = [optimal(trace, capacity) for trace, capacity in pairs]
+        rates["optimal (offline)"][column] = mean(o.hit_rate for o in best)
+        gone["optimal (offline)"][column] = mean(o.evictions for o in best)
+        tries = [through_trie(*pair) for pair in pairs]
+        rates["TokenTrie"][column] = mean(trie["hit_rate"] for trie in tries)
+        gone["TokenTrie"][column] = mean(trie["evictions"] for trie in tries)
+        real = tries[0]
+        costs.append(
+            [column, str(pairs[0][1]), *(time_text(real[k]) for k in ("median", "mean", "worst")),
+             f"{real['bytes'] / 2**10:.0f} KiB"]
+        )  # fmt: skip
+    columns = [f"{share:.0%}" for share in SHARES]
+    print("\nhit rate in tokens, by capacity as a share of all pages\n")
+    print(layout(["policy", *columns], [[n, *(f"{r[c]:.1%}" for c in columns)] for n, r in rates.items()]))
+    print("\npages evicted\n")
+    print(layout(["policy", *columns], [[n, *(f"{r[c]:.0f}" for c in columns)] for n, r in gone.items()]))
+    print("\nthe trie, per request: lookup, pin, evict, insert, unpin\n")
+    print(layout(["capacity", "pages", "median", "mean", "worst", "peak memory"], costs))
+    if options.plot:
+        print(plot_lines(rates, options.plot, "Hit rate over capacity", "capacity, share of all pages", "hit rate"))
+    if options.json:
+        data = {"environment": environment(), "traces": [t.name for t in traces], "hit_rate": rates, "evictions": gone}
+        Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+    return 0

@@ -1,0 +1,85 @@
+/* ceilings.c - what this machine can do at most: reading scattered blocks, writing half of what is read, FMA.
+ *
+ * Compiled by bench/support/ceilings.py for the machine at hand. Nothing here does useful work; every function returns
+ * something that depends on all of it, so that none of it is left out.
+ */
+#include <stdint.h>
+#include <string.h>
+
+enum { LINE = 64, LANES = 8, CHAINS = 16 };
+
+#if defined(__AVX512F__)
+enum { WIDTH = 64 };
+#else
+enum { WIDTH = 32 };
+#endif
+
+typedef uint64_t words __attribute__((vector_size(WIDTH)));
+typedef float floats __attribute__((vector_size(WIDTH)));
+
+static inline words load(const char *p) {
+    words w;
+    memcpy(&w, p, sizeof w);
+    return w;
+}
+
+/* One block, LANES lines at a time; `ahead` says what to prefetch beside each line. */
+static uint64_t read_block(const char *block, int64_t bytes, const char *ahead) {
+    words acc[LANES] = {{0}};
+    for (int64_t at = 0; at + LANES * WIDTH <= bytes; at += LANES * WIDTH) {
+        if (ahead)
+            for (int i = 0; i < LANES * WIDTH; i += LINE) __builtin_prefetch(ahead + at + i, 0, 3);
+        for (int i = 0; i < LANES; i++) acc[i] ^= load(block + at + i * WIDTH);
+    }
+    uint64_t sum = 0;
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < WIDTH / 8; j++) sum ^= acc[i][j];
+    return sum;
+}
+
+/* Read `count` blocks of `bytes` at `offsets`; in pieces of `piece` bytes, the piece `distance` further prefetched. */
+uint64_t ceiling_read(const char *base, const int64_t *offsets, int64_t count, int64_t bytes, int64_t piece,
+                      int64_t distance, int threads) {
+    uint64_t sum = 0;
+    const int64_t pieces = bytes / piece, total = count * pieces;
+#pragma omp parallel for schedule(static) reduction(^ : sum) num_threads(threads)
+    for (int64_t i = 0; i < total; i++) {
+        const int64_t next = i + distance < total ? i + distance : i;
+        const char *ahead = base + offsets[next / pieces] + next % pieces * piece;
+        sum ^= read_block(base + offsets[i / pieces] + i % pieces * piece, piece, distance ? ahead : 0);
+    }
+    (void)threads;
+    return sum;
+}
+
+/* Read `bytes` and write half as many: what storing float32 as float16 moves. */
+uint64_t ceiling_narrow(const char *from, char *to, int64_t bytes) {
+    for (int64_t at = 0; at + 2 * WIDTH <= bytes; at += 2 * WIDTH) {
+        const words w = load(from + at) ^ load(from + at + WIDTH);
+        memcpy(to + at / 2, &w, sizeof w);
+    }
+    return (uint64_t)to[0];
+}
+
+static float multiply(int64_t rounds, float seed) {
+    floats acc[CHAINS], x, y;
+    for (int j = 0; j < WIDTH / 4; j++) x[j] = 0.999f + seed * 1e-9f, y[j] = 1e-3f;
+    for (int i = 0; i < CHAINS; i++) acc[i] = x * (float)i;
+    for (int64_t r = 0; r < rounds; r++)
+#pragma GCC unroll 16
+        for (int i = 0; i < CHAINS; i++) acc[i] = acc[i] * x + y;
+    float sum = 0;
+    for (int i = 0; i < CHAINS; i++)
+        for (int j = 0; j < WIDTH / 4; j++) sum += acc[i][j];
+    return sum;
+}
+
+/* `rounds` times CHAINS independent fused multiply-adds of a whole register, on each thread. */
+float ceiling_fma(int64_t rounds, int threads) {
+    float sum = 0;
+#pragma omp parallel for schedule(static) reduction(+ : sum) num_threads(threads)
+    for (int t = 0; t < threads; t++) sum += multiply(rounds, (float)t);
+    return sum;
+}
+
+int64_t ceiling_fma_flop(int64_t rounds, int threads) { return rounds * threads * CHAINS * (WIDTH / 4) * 2; }

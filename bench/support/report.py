@@ -1,0 +1,131 @@
+"""What a run prints: the machine, tables of times, the bounds and whether they were met; Markdown and JSON."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import kvcache
+from bench.support.common import Result, Table
+
+__all__ = ["environment", "markdown", "print_table", "save_json", "text_table", "time_text"]
+
+
+def environment() -> dict[str, str]:
+    """What a reader needs to know before he relies on a figure."""
+    return {
+        "cpu": _cpu(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "simd": kvcache.simd_level(),
+        "threads": str(kvcache.get_num_threads()),
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
+        "python": platform.python_version(),
+        "versions": ", ".join(f"{name} {_version(name)}" for name in ("kvcache", "numpy")),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        fields = dict(line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines() if ":" in line)
+        fields = {key.strip(): value.strip() for key, value in fields.items()}
+        if "model name" in fields:
+            return f"{fields['model name']} (family {fields.get('cpu family')}, model {fields.get('model')})"
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "in place"
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    try:
+        run = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and a unit."""
+    for scale, unit in ((1e-6, "ns"), (1e-3, "us"), (1.0, "ms")):
+        if seconds < scale:
+            return f"{seconds / scale * 1e3:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Plain text columns: the first to the left, the others to the right."""
+    cells = [header, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        first, rest = row[0].ljust(widths[0]), [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([first, *rest]).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """The same as a Markdown table."""
+    marks = [":--"] + ["--:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, marks, *rows])
+
+
+def _times(results: list[Result]) -> tuple[list[str], list[list[str]]]:
+    columns = list(dict.fromkeys(name for r in results for name in r.times))
+    rows = []
+    for result in results:
+        cells = [time_text(median(result.times[c])) if c in result.times else "-" for c in columns]
+        rows.append([result.what, *cells])
+    return ["median time", *columns], rows
+
+
+def _bounds(results: list[Result]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for result in results:
+        for claim, middle, low, high, met in result.verdicts():
+            verdict = "met" if met else "MISSED"
+            rows.append([f"{result.what}; {claim}", f"{middle:.2f}", f"{low:.2f} .. {high:.2f}", verdict])
+    return ["bound", "ratio", "min .. max", "verdict"], rows
+
+
+def print_table(table: Table, results: list[Result], *, as_markdown: bool = False) -> int:
+    """Print times and bounds; returns the number of bounds missed."""
+    layout = markdown if as_markdown else text_table
+    print(f"\n{'### ' if as_markdown else ''}{table.title}\n")
+    print(layout(*_times(results)))
+    header, rows = _bounds(results)
+    if rows:
+        print("\n" + layout(header, rows))
+    for note in table.notes:
+        print(f"\n{note}")
+    return sum(row[-1] == "MISSED" for row in rows)
+
+
+def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) -> None:
+    """Everything measured, in seconds, and the verdicts."""
+    data: dict[str, Any] = {"environment": environment(), **more, "tables": []}
+    for table, results in tables:
+        cases = []
+        for r in results:
+            claims = [
+                {"claim": str(claim), "ratio": middle, "min": low, "max": high, "met": met}
+                for claim, middle, low, high, met in r.verdicts()
+            ]
+            cases.append({"what": r.what, "seconds": r.times, "facts": r.facts, "claims": claims})
+        data["tables"].append({"title": table.title, "growth": table.growth, "cases": cases})
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")

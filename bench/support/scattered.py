@@ -1,0 +1,146 @@
+"""Paged caches as a server has them after hours: the blocks of every sequence lie all over the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.support.ceilings import last_level_bytes
+from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["FORMATS", "Scattered", "Shape", "available_bytes", "exact", "fill_rows", "queries_of", "relative_error"]
+
+Float32 = npt.NDArray[np.float32]
+FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one attention call meets: `batch` sequences of `context` tokens each."""
+
+    context: int
+    batch: int = 1
+    head_dim: int = 128
+    block_size: int = 16
+    query_heads: int = 32
+    kv_heads: int = 8
+
+    def __str__(self) -> str:
+        size = f"{self.context // 1024}k" if self.context >= 1024 else str(self.context)
+        return f"{size} x {self.batch}, dim {self.head_dim}, block {self.block_size}"
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of K and V as float32."""
+        return self.batch * self.context * self.kv_heads * self.head_dim * 8
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping; a guess of 8 GiB where the system does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError):
+        return 8 << 30
+
+
+@lru_cache(maxsize=1)
+def fill_rows(context: int, kv_heads: int, head_dim: int) -> tuple[Float32, Float32]:
+    """Keys and values of one sequence, unit Gaussians."""
+    rng = np.random.default_rng(0)
+    shape = (context, kv_heads, head_dim)
+    return rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
+
+
+def queries_of(shape: Shape, rows: int) -> Float32:
+    """`rows` queries, unit Gaussians."""
+    return np.random.default_rng(1).standard_normal((rows, shape.query_heads, shape.head_dim), np.float32)
+
+
+class Scattered:
+    """A cache whose layers are distinct caches of the same shape, more together than the last level holds.
+
+    Args:
+        shape: of one attention call.
+        dtype: storage format of K and V.
+        cold: whether to have enough layers for each call to read memory; else one.
+
+    Attributes:
+        cache, seq_ids: the cache, and its sequences as uint64 `(batch,)`.
+        order: its block numbers in the order of the sequences' tokens.
+        layers: how many there are.
+        block_bytes: bytes of a block in one layer.
+    """
+
+    def __init__(self, shape: Shape, dtype: str, *, cold: bool = True) -> None:
+        self.shape, self.dtype = shape, dtype
+        per_sequence = -(-shape.context // shape.block_size)
+        sizes = (shape.block_size, shape.kv_heads, shape.head_dim)
+        self.block_bytes = PagedKvCache(1, *sizes, dtype=dtype).block_memory_bytes
+        self.layers = layer_count(per_sequence * shape.batch * self.block_bytes) if cold else 1
+        self.cache = PagedKvCache(per_sequence * shape.batch, *sizes, num_layers=self.layers, dtype=dtype)
+        self.seq_ids = np.arange(1, shape.batch + 1, dtype=np.uint64)
+        self.order = scatter(self.cache, self.seq_ids, [shape.context] * shape.batch)
+        keys, values = fill_rows(shape.context, shape.kv_heads, shape.head_dim)
+        for layer in range(self.layers):
+            for seq_id in self.seq_ids.tolist():
+                self.cache.write(layer, seq_id, keys, values)
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V that one call reads."""
+        return self.block_bytes * len(self.order)
+
+    def next_layer(self) -> int:
+        """The layer whose turn it is."""
+        self._turn = (self._turn + 1) % self.layers
+        return self._turn
+
+    def attend(self, queries: Float32, out: Float32, **options: Any) -> None:
+        """Attention over the next layer: cold, where there are enough of them."""
+        self.cache.attention(self.next_layer(), queries, self.seq_ids, out=out, **options)
+
+    def attend_again(self, queries: Float32, out: Float32) -> None:
+        """Attention over the same layer as last time: hot, where it fits a cache."""
+        self.cache.attention(self._turn, queries, self.seq_ids, out=out)
+
+
+def layer_count(nbytes: int) -> int:
+    """Layers of `nbytes` that are three times the last level together, at least one, at most 24."""
+    return min(24, max(1, -(-3 * last_level_bytes() // nbytes)))
+
+
+def scatter(cache: PagedKvCache, seq_ids: npt.NDArray[np.uint64], contexts: list[int]) -> npt.NDArray[np.int32]:
+    """Start sequences whose blocks are drawn from the whole pool at random; the blocks in their order."""
+    cache.allocate(0, cache.total_blocks * cache.block_size)
+    order = np.random.default_rng(2).permutation(cache.block_table([0]).block_ids).astype(np.int32)
+    at = 0
+    for seq_id, context in zip(seq_ids.tolist(), contexts, strict=True):
+        count = -(-context // cache.block_size)
+        cache.adopt(seq_id, order[at : at + count], context)
+        at += count
+    cache.free(0)
+    return order[:at]
+
+
+def exact(keys: Float32, values: Float32, queries: Float32) -> npt.NDArray[np.float64]:
+    """Attention of one head in float64: `keys`, `values` `(tokens, dim)`, `queries` `(rows, dim)`, nothing masked."""
+    k, v = keys.astype(np.float64), values.astype(np.float64)
+    scores = queries.astype(np.float64) @ k.T * k.shape[1] ** -0.5
+    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return scores @ v / scores.sum(axis=1, keepdims=True)
+
+
+def relative_error(scattered: Scattered, queries: Float32, out: Float32) -> float:
+    """RMS of the first sequence's output against float64 over what `read` returns, of the first KV head's queries."""
+    group = scattered.shape.query_heads // scattered.shape.kv_heads
+    keys, values = scattered.cache.read(scattered._turn, int(scattered.seq_ids[0]))
+    right = exact(keys[:, 0], values[:, 0], queries[0, :group])
+    wrong = out[0, :group] - right
+    return float(np.sqrt(np.square(wrong).mean() / np.square(right).mean()))

@@ -1,0 +1,45 @@
+"""Whole entries in the trie, as `PrefixKvCache` keeps them: eviction one entry at a time, over their number."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from bench.support.common import Candidate, Case, Table, at_most, size_name
+from kvcache.trie.entries import EntryTrie
+
+__all__ = ["tables"]
+
+LENGTH = 64  # tokens of an entry
+
+
+def evict_case(sizes: tuple[int, ...]) -> Iterator[Candidate]:
+    """Evict the least recently used entry; as many new ones in between, untimed."""
+    for size in sizes:
+        trie = EntryTrie()
+        refill = partial(_refill, trie, trie.add_root(), size, itertools.count())
+        refill()
+        yield Candidate(size_name(size), partial(_evict, trie, 32), 32, refill)
+
+
+def _refill(trie: EntryTrie, root: int, size: int, numbers: Iterator[int]) -> None:
+    values = np.arange(LENGTH, dtype=np.int32)
+    while trie.num_entries < size:
+        node, _ = trie.insert(root, np.arange(LENGTH, dtype=np.uint32) + next(numbers), values)
+        trie.mark(node)
+
+
+def _evict(trie: EntryTrie, count: int) -> None:
+    for _ in range(count):
+        trie.evict_entry()
+
+
+def tables(sizes: tuple[int, ...]) -> list[Table]:
+    """Everything about entries."""
+    sizes = tuple(size for size in sizes if size <= 100_000)
+    flat = at_most(2, size_name(sizes[-1]), size_name(sizes[0]))
+    case = Case("evict an entry", partial(evict_case, sizes), (flat,))
+    return [Table("Entries: evict, by entries of 64 tokens cached", (case,), growth=True)]

@@ -1,0 +1,145 @@
+"""What an operation on the trie costs over the number of cached pages, hot and from DRAM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from bench.support.common import Candidate, Case, Table, alternating, at_most, size_name
+from bench.trie.trie import FLOOR, OURS, PAGE, SHORT, VOCABULARY, Tokens, floor, path_of, prompts
+from kvcache.trie.trie import TokenTrie
+
+__all__ = ["tables"]
+
+LEAF = 256  # tokens of a prompt where leaves are evicted
+COLD = 64  # prompts in one cold sample
+
+
+def _filled(num_pages: int, length: int) -> tuple[TokenTrie, int, list[Tokens]]:
+    trie = TokenTrie(PAGE)
+    root = trie.add_root()
+    values = np.arange(length // PAGE, dtype=np.int32)
+    stored = prompts(max(num_pages * PAGE // length, 1), length, seed=5)
+    for prompt in stored:
+        trie.insert(root, prompt, values)
+    return trie, root, stored
+
+
+def growth_case(sizes: tuple[int, ...], make: Callable[..., Candidate], length: int) -> Iterator[Candidate]:
+    """One operation on tries of several sizes, all alive at once."""
+    for num_pages in sizes:
+        yield make(size_name(num_pages), *_filled(num_pages, length))
+
+
+def match(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
+    """The same prompt again and again, as one that is in use."""
+    return Candidate(name, partial(trie.lookup, root, stored[0].copy()))
+
+
+def miss(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
+    """A first token that nothing cached begins with."""
+    return Candidate(name, partial(trie.match, root, np.full(SHORT, VOCABULARY, np.uint32)))
+
+
+def insert(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
+    """New prompts; the oldest leave first, untimed, as in a full cache."""
+    groups = itertools.cycle(np.array_split(np.array(prompts(4_096, SHORT, seed=7)), 256))
+    values = np.arange(SHORT // PAGE, dtype=np.int32)
+    fresh: list[Tokens] = []
+
+    def make_room() -> None:
+        fresh[:] = [prompt.copy() for prompt in next(groups)]
+        trie.evict(len(fresh) * len(values))
+
+    def run() -> None:
+        for prompt in fresh:
+            trie.insert(root, prompt, values)
+
+    return alternating(name, make_room, run, 16)
+
+
+def evict(pages: int, name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
+    """The least recently used `pages` pages; put back in between, untimed, in the order in which they left."""
+    turn, full = itertools.cycle(stored), trie.num_pages
+    values = np.arange(len(stored[0]) // PAGE, dtype=np.int32)
+
+    def refill() -> None:
+        while trie.num_pages < full:
+            trie.insert(root, next(turn), values)
+
+    def run() -> None:
+        for _ in range(32):
+            trie.evict(pages)
+
+    return alternating(name, refill, run, 32)
+
+
+def cold_case(num_pages: int) -> Iterator[Candidate]:
+    """Another prompt each time: its cached copy lies in DRAM once there are enough, the prompt itself is hot.
+
+    The floor compares the same prompts with copies that lie as far apart, and accesses a random place per page.
+    """
+    trie, root, stored = _filled(num_pages, SHORT)
+    copies = [prompt.copy() for prompt in stored]
+    order = itertools.cycle(np.random.default_rng(6).permutation(len(stored)))
+    access = floor(stored[0], PAGE)
+    queries = [np.empty(SHORT, np.uint32) for _ in range(COLD)]
+    asked = [0] * COLD
+
+    def ask() -> None:
+        for i, query in enumerate(queries):
+            asked[i] = int(next(order))
+            query[:] = stored[asked[i]]
+
+    def look_up() -> None:
+        for query in queries:
+            trie.lookup(root, query)
+
+    def compare() -> None:
+        for i, query in enumerate(queries):
+            access(query, copies[asked[i]])
+
+    yield alternating(OURS, ask, look_up, COLD)
+    yield alternating(FLOOR, ask, compare, COLD)
+
+
+def pin_case(nodes: tuple[int, ...]) -> Iterator[Candidate]:
+    """Pin what a match found and unpin it, on a path of so many nodes."""
+    for num_nodes in nodes:
+        trie = TokenTrie(PAGE)
+        root = trie.add_root()
+        (tokens,) = prompts(1, 32_768)
+        for prompt in path_of(tokens, num_nodes, PAGE):
+            trie.insert(root, prompt, np.zeros(len(prompt) // PAGE, np.int32))
+        node, length = trie.match(root, tokens)
+        yield Candidate(f"{num_nodes} nodes", partial(_pin, trie, node, length))
+
+
+def _pin(trie: TokenTrie, node: int, length: int) -> None:
+    pinned = trie.boundary(node, length)
+    trie.pin(pinned)
+    trie.unpin(pinned)
+
+
+def tables(sizes: tuple[int, ...]) -> list[Table]:
+    """Everything about growth."""
+    flat = (at_most(2, size_name(sizes[-1]), size_name(sizes[0])),)
+    operations: list[tuple[str, Callable[..., Candidate], int]] = [
+        ("match 2k cached tokens", match, SHORT),
+        ("miss at the first token", miss, SHORT),
+        ("insert 2k tokens, into memory long unused", insert, SHORT),
+        ("evict a page", partial(evict, 1), SHORT),
+        (f"evict a prompt of {LEAF}", partial(evict, LEAF // PAGE), LEAF),
+    ]
+    growth = [Case(what, partial(growth_case, sizes, make, length), flat) for what, make, length in operations]
+    cold = [Case(f"{size_name(n)} pages", partial(cold_case, n), (at_most(4, OURS, FLOOR),)) for n in sizes]
+    nodes = (1, 16, 2_048)
+    pin = Case("boundary, pin, unpin", partial(pin_case, nodes), (at_most(2, "2048 nodes", "1 nodes"),))
+    return [
+        Table("Trie: growth with cached pages of 16 tokens", tuple(growth), growth=True),
+        Table("Trie: match of 2k tokens, another prompt each time, by cached pages", tuple(cold)),
+        Table("Trie: pin and unpin, by nodes on the path", (pin,), growth=True),
+    ]

@@ -1,0 +1,44 @@
+"""`python -m bench structures`: what the bookkeeping costs, and that it does not grow with what is cached."""
+
+from __future__ import annotations
+
+import argparse
+
+from bench.paged import tables
+from bench.support.common import run_case
+from bench.support.plot import plot_table
+from bench.support.report import print_table, save_json
+from bench.trie import entries, growth, memory, shapes, trie
+from bench.trie.rivals import availability
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this bench understands."""
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per case (default 15)")
+    parser.add_argument("--only", metavar="WORD", default="", help="only tables with this word in their title")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print every table; 1 if a bound was missed."""
+    rounds = 3 if options.quick else options.rounds
+    sizes = (1_000, 10_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000)
+    for line in availability():
+        print(line)
+    done, missed = [], 0
+    for noun in (trie, growth, entries, tables, shapes):
+        for table in noun.tables(sizes):
+            if options.only.lower() not in table.title.lower():
+                continue
+            results = [run_case(case, rounds, threaded=table.threaded) for case in table.cases]
+            missed += print_table(table, results, as_markdown=options.markdown)
+            done.append((table, results))
+            if options.plot:
+                print(f"\n{plot_table(table, results, options.plot)}")
+    overhead = memory.report(sizes) if options.only.lower() in memory.TITLE.lower() else []
+    missed += memory.print_report(overhead, as_markdown=options.markdown)
+    if options.json:
+        save_json(options.json, done, memory=overhead)
+    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
+    return int(missed > 0)

@@ -1,3 +1,0 @@
-from kvcache._nodes import NodeTable
-
-class TokenPaths(NodeTable): ...

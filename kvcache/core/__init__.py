@@ -1,0 +1,1 @@
+"""What every room uses: kernels, the bytes of blocks, pool, heap, locks, arguments."""

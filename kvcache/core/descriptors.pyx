@@ -1,0 +1,182 @@
+"""Owned descriptors, and files that are replaced as a whole; compiled for the reason in core/locks.pxd.
+
+    with Replacement(path) as fd:        a new file under a temporary name, in the same folder
+        write_at(fd, buffers, 0)
+    ...                                  synced, renamed to `path`, the folder synced
+
+Whenever the process or the system dies, `path` is the old file or the new one. An exception inside, Ctrl-C at any
+moment among them, leaves the old one and removes the temporary file; only a crash can leave that behind, as
+`.NAME.*.tmp`. A writer holds a lock (flock) on its temporary file, which ends with the process: the next writer of the
+same name removes the temporary files whose lock is free.
+"""
+
+from posix.unistd cimport close
+
+import errno
+import fcntl
+import os
+import re
+import stat
+
+__all__ = ["File", "Replacement", "kind_of"]
+
+
+def kind_of(int mode):
+    """What kind of file `st_mode` names, for messages."""
+    for name, of_kind in (("a regular file", stat.S_ISREG), ("a directory", stat.S_ISDIR), ("a FIFO", stat.S_ISFIFO),
+                          ("a socket", stat.S_ISSOCK), ("a symbolic link", stat.S_ISLNK),
+                          ("a device", stat.S_ISCHR), ("a device", stat.S_ISBLK)):
+        if of_kind(mode):
+            return name
+    return "another kind of file"
+
+
+cdef class File:
+    """A descriptor, opened and owned in one call, and closed by `close`, at the latest when this dies.
+
+    Args: as of `os.open`; what is created can be read and written by its owner alone.
+
+    Raises:
+        OSError: of the file system.
+    """
+
+    cdef readonly int fd    # -1 once it is closed
+
+    def __cinit__(self):
+        self.fd = -1
+
+    def __init__(self, path, int flags):
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self):
+        """Close it; nothing happens the second time."""
+        cdef int fd = self.fd
+        if fd >= 0:
+            self.fd = -1    # whatever the system says, it is closed then
+            os.close(fd)
+
+    def __dealloc__(self):
+        if self.fd >= 0:
+            close(self.fd)
+
+
+cdef class Replacement:
+    """A descriptor to write the new content of `path` to; it takes its place when the block ends without an error.
+
+    The new file can be read and written by its owner alone. A symbolic link stays, what it names is replaced. What
+    killed writers of this name have left behind is removed.
+
+    Raises:
+        FileExistsError: `path` is not a regular file; nothing has changed.
+        OSError: of the file system; `path` is the old file, or, if only the last sync of the folder failed, the new.
+    """
+
+    cdef object path, temporary
+    cdef File file
+
+    def __init__(self, path):
+        self.path = os.path.realpath(os.fsdecode(path))
+
+    def __enter__(self):
+        self.expect_regular()
+        folder, name = os.path.split(self.path)
+        sweep(folder, name)
+        while self.file is None:
+            self.temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
+            try:
+                self.file = File(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+            except FileExistsError:
+                continue
+            # A sweeper may have taken the lock, and the name, between these two calls: then the next name.
+            try:
+                if not (lock(self.file.fd) and is_named(self.temporary, self.file.fd)):
+                    self.discard()
+                    self.file = None
+            except BaseException:
+                self.discard()
+                raise
+        return self.file.fd
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if error is None:
+                os.fsync(self.file.fd)
+                self.expect_regular()
+                # The lock is held until the temporary name is gone.
+                os.replace(self.temporary, self.path)
+        except BaseException:
+            self.discard()
+            raise
+        if error is not None:
+            self.discard()
+            return
+        self.file.close()
+        folder = File(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder.fd)
+        finally:
+            folder.close()
+
+    cdef int expect_regular(self) except -1:
+        """FileExistsError if there is something at `path` that is not a regular file."""
+        try:
+            mode = os.lstat(self.path).st_mode
+        except FileNotFoundError:
+            return 0
+        if not stat.S_ISREG(mode):
+            raise FileExistsError(
+                errno.EEXIST, f"{self.path}: expected a regular file or none, got {kind_of(mode)}"
+            )
+        return 0
+
+    cdef int discard(self) except -1:
+        try:
+            os.unlink(self.temporary)
+        except FileNotFoundError:
+            pass
+        finally:
+            self.file.close()
+        return 0
+
+
+cdef int lock(int fd) except -1:
+    """Take the lock of a file without waiting: 1 if it is taken, 0 if another has it, 2 where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        return 2
+    return 1
+
+
+cdef bint is_named(path, int fd) except -1:
+    """Whether `path` still names the file that is open as `fd`."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+cdef int sweep(folder, name) except -1:
+    """Remove the temporary files of `name` whose writers are dead; those that cannot be opened stay."""
+    cdef File file
+    temporary = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.tmp")
+    try:
+        found = [each for each in os.listdir(folder) if temporary.fullmatch(each)]
+    except OSError:
+        return 0
+    for each in found:
+        path = os.path.join(folder, each)
+        try:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                continue
+            file = File(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            if lock(file.fd) == 1 and is_named(path, file.fd):
+                os.unlink(path)
+            file.close()
+        except OSError:
+            pass
+    return 0

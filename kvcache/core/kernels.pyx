@@ -1,0 +1,373 @@
+"""The only file that calls the C kernels: picks the level, validates for Python, and passes on for Cython."""
+
+cdef extern from "Python.h":
+    ctypedef struct PyInterpreterState:
+        pass
+    PyInterpreterState *PyInterpreterState_Get()
+    PyInterpreterState *PyInterpreterState_Main()
+
+# Cython takes the GIL of the main interpreter wherever compiled code goes back to Python from code without it: in
+# another interpreter that waits for ever.
+if PyInterpreterState_Get() != PyInterpreterState_Main():
+    raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
+
+import os
+from contextlib import contextmanager
+
+import numpy as np
+
+from libc.stdlib cimport free, malloc
+
+cdef extern from "kvc.h" nogil:
+    ctypedef struct kvc_attend_args:
+        const kvc_layout *layout
+        const unsigned char *arena
+        const kvc_seq *seqs
+        int64_t num_seqs
+        int32_t num_query_heads
+        float scale
+        const float *queries
+        const float *sink_queries
+        float *out
+        float *scores
+        float *lse
+
+    ctypedef struct kvc_kernels:
+        const char *name
+        void (*write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
+                           const float *) noexcept nogil
+        void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *,
+                          float *) noexcept nogil
+        int64_t (*check_representable)(const float *, int64_t, kvc_format) noexcept nogil
+
+    int kvc_num_levels() noexcept
+    const kvc_kernels *kvc_level(int index) noexcept
+    const kvc_kernels *kvc_find_level(const char *name) noexcept
+    int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim,
+                        kvc_format key_format, kvc_format value_format, int rotate_keys,
+                        int rotate_values) noexcept
+    void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                        unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
+    void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
+    int kvc_default_threads() noexcept
+    size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
+                                    int num_query_heads, int num_threads) noexcept
+    void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
+                    int num_threads) noexcept
+
+FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
+
+# The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
+cdef const kvc_kernels *_active = NULL
+cdef int _threads = 0
+# A child of os.fork() has the runtime of its parent's threads and none of the threads: it would wait for ever.
+cdef bint _forked = False
+
+
+# ---- For Cython: see core/kernels.pxd.
+
+cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
+                     kvc_format value_format, int rotate_keys, int rotate_values) noexcept nogil:
+    return kvc_layout_init(layout, block_size, num_heads, head_dim, key_format, value_format, rotate_keys,
+                           rotate_values)
+
+
+cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                     int64_t num_runs, const float *keys, const float *values) noexcept nogil:
+    _active.write_runs(layout, arena, runs, num_runs, keys, values)
+
+
+cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
+                    int64_t num_runs, float *keys, float *values) noexcept nogil:
+    _active.read_runs(layout, arena, runs, num_runs, keys, values)
+
+
+cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil:
+    return _active.check_representable(x, n, format)
+
+
+cdef void copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept nogil:
+    kvc_copy_slots(layout, src_arena, src_block, src_slot, dst_arena, dst_block, dst_slot, count)
+
+
+cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,
+                      int count) noexcept nogil:
+    kvc_clear_slots(layout, arena, block, slot, count)
+
+
+cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
+                                 int num_query_heads, int num_threads) noexcept nogil:
+    return kvc_attend_scratch_bytes(layout, seqs, num_seqs, num_query_heads, num_threads)
+
+
+cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
+                 int num_query_heads, float scale, const float *queries, const float *sink_queries,
+                 float *out, float *scores, float *lse, void *scratch, int num_threads) noexcept nogil:
+    cdef kvc_attend_args args
+    args.layout = layout
+    args.arena = arena
+    args.seqs = seqs
+    args.num_seqs = num_seqs
+    args.num_query_heads = num_query_heads
+    args.scale = scale
+    args.queries = queries
+    args.sink_queries = sink_queries
+    args.out = out
+    args.scores = scores
+    args.lse = lse
+    kvc_attend(_active, &args, scratch, num_threads)
+
+
+cdef int num_threads() noexcept nogil:
+    if _forked:
+        return 1
+    return _threads if _threads > 0 else kvc_default_threads()
+
+
+cdef int format_code(object name, str what) except -1:
+    if name not in FORMATS:
+        raise ValueError(f"expected {what} to be one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS.index(name)
+
+
+cdef class Layout:
+    def __init__(self, int block_size, int num_heads, int head_dim, key_format="f32", value_format="f32",
+                 bint rotate_keys=False, bint rotate_values=False):
+        cdef int key = format_code(key_format, "key_format"), value = format_code(value_format, "value_format")
+        if layout_init(&self.c, block_size, num_heads, head_dim, <kvc_format>key, <kvc_format>value,
+                       rotate_keys, rotate_values) < 0:
+            raise ValueError(
+                f"expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
+                f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated; got "
+                f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
+                f"rotate_keys={rotate_keys}, rotate_values={rotate_values}")
+
+    @property
+    def block_size(self):
+        return self.c.block_size
+
+    @property
+    def num_heads(self):
+        return self.c.num_heads
+
+    @property
+    def head_dim(self):
+        return self.c.head_dim
+
+    @property
+    def key_head_bytes(self):
+        return self.c.key_head_bytes
+
+    @property
+    def value_head_bytes(self):
+        return self.c.value_head_bytes
+
+    @property
+    def block_bytes(self):
+        return self.c.block_bytes
+
+
+# ---- For Python: levels and threads.
+
+def simd_level():
+    """The SIMD level in use, as the table of kernels in use names itself."""
+    return _active.name.decode()
+
+
+def simd_levels():
+    """All levels that this build and this CPU can run, best first; "scalar" is always the last."""
+    return tuple(kvc_level(i).name.decode() for i in range(kvc_num_levels()))
+
+
+cdef int _use_level(object level) except -1:
+    global _active
+    cdef const kvc_kernels *found = NULL
+    if isinstance(level, str):
+        name = level.encode()
+        found = kvc_find_level(name)
+    if found == NULL:
+        names = ", ".join(simd_levels())
+        raise ValueError(f"expected a SIMD level of this build and CPU ({names}), got {level!r}")
+    _active = found
+    return 0
+
+
+@contextmanager
+def use_simd(level):
+    """Inside the `with` block the whole process runs the kernels of `level`."""
+    before = simd_level()
+    _use_level(level)
+    try:
+        yield
+    finally:
+        _use_level(before)
+
+
+def get_num_threads():
+    """Threads that one call may use."""
+    return num_threads()
+
+
+def set_num_threads(n):
+    """Let one call use at most `n` threads, n >= 1.
+
+    A process that was forked runs on one thread whatever is set here, for the threads of its parent do not exist in it.
+    """
+    global _threads
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"expected an integer number of threads, got {n!r}")
+    if not 1 <= n.__index__() <= 1024:
+        raise ValueError(f"expected 1 to 1024 threads, got {n}")
+    _threads = n.__index__()
+
+
+def _read_environment(environ):
+    level = environ.get("KVCACHE_SIMD", "")
+    try:
+        _use_level(level or simd_levels()[0])
+    except ValueError as error:
+        raise ValueError(f"KVCACHE_SIMD: {error}") from None
+    threads = environ.get("KVCACHE_NUM_THREADS", "")
+    if threads:
+        try:
+            set_num_threads(int(threads))
+        except ValueError:
+            raise ValueError(f"KVCACHE_NUM_THREADS: expected 1 to 1024, got {threads!r}") from None
+
+
+_read_environment(os.environ)
+
+
+def _after_fork():
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- For tests: the kernels over NumPy arrays, without pool or store. Sizes are checked, so none can crash.
+
+cdef kvc_run *_runs_of(Layout layout, object arena, object table, int64_t *num_tokens) except NULL:
+    """int (n, 3) of (block, first, stop) -> C runs, to be freed."""
+    cdef const int[:, ::1] rows = np.ascontiguousarray(table, dtype=np.int32).reshape(-1, 3)
+    cdef int64_t num_blocks = len(arena) // layout.c.block_bytes
+    cdef Py_ssize_t i
+    for i in range(rows.shape[0]):
+        if not (0 <= rows[i, 0] < num_blocks and 0 <= rows[i, 1] <= rows[i, 2] <= layout.c.block_size):
+            raise IndexError(f"expected runs inside {num_blocks} blocks of {layout.c.block_size} slots, "
+                             f"got {tuple(rows[i])}")
+    cdef kvc_run *runs = <kvc_run *>malloc((rows.shape[0] + 1) * sizeof(kvc_run))
+    if runs == NULL:
+        raise MemoryError
+    num_tokens[0] = 0
+    for i in range(rows.shape[0]):
+        runs[i].block = rows[i, 0]
+        runs[i].first = <uint16_t>rows[i, 1]
+        runs[i].stop = <uint16_t>rows[i, 2]
+        num_tokens[0] += rows[i, 2] - rows[i, 1]
+    return runs
+
+
+cdef const float *_floats(object array, object shape) except? NULL:
+    """The data of a float32 C-contiguous array of this shape; NULL for None."""
+    if array is None:
+        return NULL
+    if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
+        raise ValueError(f"expected C-contiguous float32 {shape}, got {array.dtype} {array.shape}")
+    return <const float *><size_t>array.ctypes.data
+
+
+cdef unsigned char *_bytes(object arena) except NULL:
+    if arena.dtype != np.uint8 or not arena.flags.c_contiguous or arena.ndim != 1 or len(arena) == 0:
+        raise ValueError(f"expected a one-dimensional uint8 array, got {arena.dtype} {arena.shape}")
+    return <unsigned char *><size_t>arena.ctypes.data
+
+
+def _write(Layout layout, arena, runs, keys, values):
+    cdef int64_t tokens = 0
+    cdef unsigned char *to = _bytes(arena)
+    cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
+    try:
+        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
+        write_runs(&layout.c, to, c_runs, len(runs), _floats(keys, shape), _floats(values, shape))
+    finally:
+        free(c_runs)
+
+
+def _read(Layout layout, arena, runs, keys, values):
+    """Into keys and values, either of which may be None."""
+    cdef int64_t tokens = 0
+    cdef unsigned char *base = _bytes(arena)
+    cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
+    try:
+        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
+        read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape),
+                  <float *>_floats(values, shape))
+    finally:
+        free(c_runs)
+
+
+def _check(x, format):
+    return check_representable(_floats(x, x.shape), x.size, <kvc_format>format_code(format, "format"))
+
+
+def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int dst_slot, int count):
+    cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
+    for block, slot in ((src_block, src_slot), (dst_block, dst_slot)):
+        if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
+            raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+    cdef unsigned char *base = _bytes(arena)
+    copy_slots(&layout.c, base, src_block, src_slot, base, dst_block, dst_slot, count)
+
+
+def _clear(Layout layout, arena, int block, int slot, int count):
+    cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
+    if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
+        raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+    clear_slots(&layout.c, _bytes(arena), block, slot, count)
+
+
+def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
+            hidden_tokens=0, int threads=1, scratch=None):
+    """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
+
+    scratch: a function of a number of bytes that gives a uint8 array, np.empty by default.
+    """
+    cdef Py_ssize_t count = len(sequences), i
+    cdef int64_t total_queries = 0, total_tokens = 0
+    if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
+        raise ValueError(f"expected queries (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
+                         f"threads >= 1, got {queries.shape} and {threads}")
+    out = np.empty_like(queries) if out is None else out
+    cdef int heads = queries.shape[1]
+    cdef unsigned char *base = _bytes(arena)
+    cdef kvc_seq *seqs = <kvc_seq *>malloc((count + 1) * sizeof(kvc_seq))
+    if seqs == NULL:
+        raise MemoryError
+    for i in range(count):
+        seqs[i].runs = NULL
+    try:
+        for i, (runs, num_queries, sink_tokens) in enumerate(sequences):
+            seqs[i].runs = _runs_of(layout, arena, runs, &seqs[i].num_tokens)
+            seqs[i].num_runs = len(runs)
+            seqs[i].num_queries = num_queries
+            seqs[i].sink_tokens = sink_tokens
+            seqs[i].hidden_tokens = min(hidden_tokens, seqs[i].num_tokens)
+            total_queries += num_queries
+            total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
+        shape = (total_queries, heads, layout.c.head_dim)
+        need = <Py_ssize_t>attend_scratch_bytes(&layout.c, seqs, count, heads, threads)
+        space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
+        if len(space) < need:
+            raise ValueError(f"expected {need} bytes of scratch, got {len(space)}")
+        attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape),
+               _floats(sink_queries, shape), <float *>_floats(out, shape),
+               <float *>_floats(scores, (total_tokens,)), <float *>_floats(lse, shape[:2]), _bytes(space), threads)
+    finally:
+        for i in range(count):
+            free(<void *>seqs[i].runs)
+        free(seqs)
+    return out if scores is None else (out, scores)

@@ -1,0 +1,358 @@
+"""Locks, and notes that are left by what dies; explained in core/locks.pxd."""
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
+from cpython.pythread cimport (
+    NOWAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_get_thread_ident,
+    PyThread_release_lock, PyThread_type_lock,
+)
+
+from collections import deque
+from weakref import WeakMethod
+
+from kvcache.errors import InvalidOperationError, KvCacheError
+
+__all__ = ["AllLocks", "CallLock", "MendingLock", "Parting"]
+
+cdef extern from "pythread.h" nogil:
+    ctypedef enum PyLockStatus:
+        PY_LOCK_FAILURE
+        PY_LOCK_ACQUIRED
+        PY_LOCK_INTR
+    PyLockStatus PyThread_acquire_lock_timed(PyThread_type_lock, long long microseconds, int interruptible)
+
+# The lock that this thread took last of those that it holds.
+cdef extern from *:
+    """
+    static _Thread_local void *kvc_innermost_lock = NULL;
+    """
+    void *kvc_innermost_lock
+
+cdef void *innermost() noexcept nogil:
+    return kvc_innermost_lock
+
+cdef inline void set_innermost(void *lock) noexcept nogil:
+    global kvc_innermost_lock
+    kvc_innermost_lock = lock
+
+cdef long long _locks_made = 0
+
+
+cdef int acquire(PyThread_type_lock lock, unsigned long *owner) except -1:
+    cdef unsigned long me = PyThread_get_thread_ident()
+    cdef PyLockStatus status
+    if PyThread_acquire_lock(lock, NOWAIT_LOCK):
+        owner[0] = me
+        return 0
+    while True:
+        with nogil:
+            status = PyThread_acquire_lock_timed(lock, -1, 1)
+            if status == PY_LOCK_ACQUIRED:
+                owner[0] = me
+        if status == PY_LOCK_ACQUIRED:
+            return 0
+        PyErr_CheckSignals()
+
+
+cdef class CallLock:
+    """A lock that its owner cannot take twice: a second call of the thread that is inside raises.
+
+    Locks are waited for in one order, so that threads cannot wait for each other: from higher levels to lower ones, and
+    on one level in the order of their creation. Only code that runs in the middle of a call, a signal handler or a
+    finaliser, comes in another order. It gets the lock if that is free.
+
+    Args:
+        level: 2 for an engine, 1 for a cache, 0 for what is inside a cache.
+
+    Raises, where it is taken:
+        InvalidOperationError: this thread is inside already, or holds a lock that comes later and would have to wait.
+    """
+
+    def __cinit__(self, int level=1):
+        global _locks_made
+        self.level = level
+        self.lock = PyThread_allocate_lock()
+        if self.lock == NULL:
+            raise MemoryError("no memory for a lock")
+        self.dues, self.torn = deque(), []
+        _locks_made += 1
+        self.order = _locks_made
+
+    def __dealloc__(self):
+        if self.lock != NULL:
+            PyThread_free_lock(self.lock)
+
+    @property
+    def core(self):
+        """The lock itself, as of `MendingLock`."""
+        return self
+
+    @property
+    def inside(self):
+        """Whether this thread holds the lock."""
+        return self.owner == PyThread_get_thread_ident()
+
+    cdef bint take(self, bint wait) except -1:
+        cdef void *held = innermost()
+        cdef unsigned long me = PyThread_get_thread_ident()
+        if self.owner == me:
+            raise InvalidOperationError("expected no call of this object to be running on this thread, got one")
+        if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.owner = me
+        elif not wait:
+            return False
+        elif held != NULL and not (<CallLock>held).comes_before(self):
+            raise InvalidOperationError("expected no other call of this thread to be running, got one")
+        else:
+            acquire(self.lock, &self.owner)
+        self.outer = held
+        set_innermost(<void *>self)
+        return True
+
+    cdef bint comes_before(self, CallLock other):
+        return self.level > other.level or (self.level == other.level and self.order < other.order)
+
+    cdef int enter(self) except -1:
+        self.take(True)
+        if self.torn or self.dues:    # what failed when the last call left comes first
+            try:
+                self.make_good()
+                self.settle()
+            except BaseException:
+                self.leave()
+                raise
+        return 0
+
+    cdef int make_good(self) except -1:
+        cdef MendingLock lock
+        while self.torn:
+            lock = self.torn[0]
+            lock.make_good()
+        return 0
+
+    cdef int settle(self) except -1:
+        # A signal handler may raise any exception inside a release, so each one gets a second try. If that works, the
+        # exception was the handler's, and leaves when all releases are done.
+        foreign = None
+        while self.dues:
+            due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
+            first = self.attempt(due)
+            error = None if first is None else self.attempt(due)
+            if error is None:
+                if foreign is None and not isinstance(first, MemoryError):
+                    foreign = first
+            elif self.attempt(self._nothing) is not None:
+                break    # nothing can be mended now: the next call does it, and then these releases
+            elif not isinstance(error, KvCacheError):    # else what it was to release has gone meanwhile
+                PyErr_SetObject(type(error), error)
+                PyErr_WriteUnraisable(due)
+            self.dues.popleft()
+        if foreign is not None:
+            raise foreign
+        return 0
+
+    cdef int leave(self) except -1:
+        try:
+            self.settle()
+        finally:
+            set_innermost(self.outer)
+            self.owner = 0
+            PyThread_release_lock(self.lock)
+        return 0
+
+    cdef object attempt(self, object due):
+        try:
+            self.make_good()
+            due()
+        except Exception as error:
+            return error
+        return None
+
+    def _nothing(self):
+        """A release of nothing, which fails where something cannot be mended."""
+
+    cdef bint enter_to_release(self, object release, bint wait) except -1:
+        try:
+            taken = self.take(wait)
+        except InvalidOperationError:
+            taken = False
+        if taken and self.attempt(self._nothing) is None:
+            return True
+        self.dues.append(release)
+        # The thread that is inside finds what is due when it leaves; has it left, this thread does it.
+        if taken or (not self.inside and self.take(False)):
+            self.leave()
+        return False
+
+    def __enter__(self):
+        self.enter()
+
+    def __exit__(self, kind, error, trace):
+        self.leave()
+
+    def when_free(self, release):
+        """Run `release()` inside the lock: now, or, where this thread is inside already, when it leaves.
+
+        `release` may run a second time if an exception leaves it. What it raises is raised here if it runs now. If it
+        runs later and raises twice, a `KvCacheError` is passed over, and any other goes to `sys.unraisablehook`.
+        """
+        self.run_to_release(release, True)
+
+    def hand_over(self, release):
+        """`when_free` without waiting: now if the lock is free, else when whoever is inside leaves.
+
+        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits.
+        """
+        self.run_to_release(release, False)
+
+    cdef int run_to_release(self, object release, bint wait) except -1:
+        if self.enter_to_release(release, wait):
+            try:
+                release()
+            finally:
+                self.leave()
+        return 0
+
+
+cdef class MendingLock:
+    """A `CallLock`, maybe shared, whose block ends with `mend()` when an exception leaves it.
+
+    Whatever raised it (the call itself, Ctrl-C, a signal handler between two lines), nobody gets in before what is
+    guarded agrees again. `mend` is a bound method, whose object the lock does not keep alive; it may be called at any
+    time, any number of times, with the lock taken. Where it fails itself (memory, an interrupt), the next call to enter
+    runs it first.
+
+    Args:
+        core: the lock to take, a `CallLock`.
+        mend: see above.
+    """
+
+    def __init__(self, CallLock core not None, mend):
+        self.core, self.mend = core, WeakMethod(mend)
+
+    @property
+    def inside(self):
+        """Whether this thread holds the lock."""
+        return self.core.owner == PyThread_get_thread_ident()
+
+    cdef int tear(self) except -1:
+        if self not in self.core.torn:
+            self.core.torn.append(self)
+        return 0
+
+    cdef int make_good(self) except -1:
+        self.tear()
+        mend = self.mend()
+        if mend is not None:
+            mend()
+        self.core.torn.remove(self)
+        return 0
+
+    @property
+    def torn(self):
+        """Whether an exception has left, and nothing has mended yet."""
+        return self in self.core.torn
+
+    def __enter__(self):
+        self.core.enter()
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if error is not None:
+                try:
+                    self.make_good()
+                except Exception:
+                    pass    # `error` goes on its way; the next one in mends
+        finally:
+            self.core.leave()
+
+    def when_free(self, release):
+        """As of `CallLock`; `mend()` follows an exception here, too."""
+        self.core.run_to_release(_Mended(self, release), True)
+
+    def hand_over(self, release):
+        """As of `CallLock`; `mend()` follows an exception here, too."""
+        self.core.run_to_release(_Mended(self, release), False)
+
+
+cdef class _Mended:
+    """A release that is due, and what to do when it fails."""
+
+    cdef MendingLock lock
+    cdef object release
+
+    def __init__(self, MendingLock lock, release):
+        self.lock, self.release = lock, release
+
+    def __call__(self):
+        try:
+            self.release()
+        except BaseException:
+            self.lock.tear()
+            try:
+                self.lock.core.make_good()
+            except Exception:
+                pass    # the next one in mends
+            raise
+
+
+cdef class AllLocks:
+    """Several `MendingLock`s as one context manager: each core is taken once, in the order that `CallLock` demands.
+
+    So two threads that take some of the same locks, in whatever order they name them, cannot wait for each other.
+    """
+
+    cdef list locks, cores, taken
+
+    def __init__(self, locks):
+        self.locks = list(locks)
+        self.cores = sorted({lock.core for lock in self.locks}, key=lambda core: (-core.level, core.order))
+        self.taken = []
+
+    cdef int leave_all(self) except -1:
+        cdef CallLock core
+        try:
+            while self.taken:
+                core = self.taken.pop()
+                core.leave()
+        finally:
+            if self.taken:    # what was due has raised; the others are left all the same
+                self.leave_all()
+        return 0
+
+    def __enter__(self):
+        cdef CallLock core
+        try:
+            for core in self.cores:
+                core.enter()
+                self.taken.append(core)
+        except BaseException:
+            self.leave_all()
+            raise
+
+    def __exit__(self, kind, error, trace):
+        cdef MendingLock lock
+        cdef CallLock core
+        try:
+            if error is not None:
+                for lock in self.locks:
+                    lock.tear()
+                try:
+                    for core in self.cores:
+                        core.make_good()
+                except Exception:
+                    pass    # `error` goes on its way; the next one in mends
+        finally:
+            self.leave_all()
+
+
+@cython.no_gc_clear
+cdef class Parting:
+    """Appends `key` to the deque `notes` when it dies: a note that neither collection nor interrupts cut short."""
+
+    def __init__(self, notes, key):
+        self.notes, self.key = notes, key
+
+    def __dealloc__(self):
+        if self.notes is not None:
+            self.notes.append(self.key)

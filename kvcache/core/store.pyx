@@ -1,0 +1,339 @@
+"""BlockStore: the arena of every layer, and the kernels over it.
+
+It knows bytes and runs, nothing of ids, references or sequences' names; those are the table's and the pool's.
+Values are checked here, once, before the first byte changes: what a format cannot hold never gets in.
+"""
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memcpy
+
+from kvcache.core cimport kernels
+from kvcache.core.kernels cimport kvc_format, kvc_run
+
+import numpy as np
+
+from kvcache.core.arguments import as_count, as_integer
+from kvcache.core.runs import RUN
+from kvcache.errors import OutOfMemoryError
+
+__all__ = ["BlockStore"]
+
+cdef object MOST = 2**31 - 1    # of layers, blocks and heads
+
+cnp.import_array()
+
+cdef extern from "sys/mman.h" nogil:
+    void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
+    int munmap(void *addr, size_t length)
+    int madvise(void *addr, size_t length, int advice)
+    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MADV_HUGEPAGE
+    void *MAP_FAILED
+
+
+def _rotation(rotate, head_dim, quantised):
+    """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
+    power_of_two = head_dim & (head_dim - 1) == 0
+    if rotate is True and not power_of_two:
+        raise ValueError(f"expected a head_dim that is a power of two for rotate=True, got {head_dim}")
+    if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
+        raise ValueError(f'expected rotate to be True, False or "auto", got {rotate!r}')
+    return int(bool(rotate) and quantised and power_of_two)
+
+
+cdef class BlockStore:
+    """K and V of `num_blocks` blocks in `num_layers` layers.
+
+    Args:
+        num_layers, num_blocks: how many; the memory is mapped at once and touched when first written.
+        block_size: tokens per block, 1 to 256.
+        num_heads: KV heads.
+        head_dim: a multiple of 8, at most 256.
+        key_dtype, value_dtype: storage formats, of `kernels.FORMATS`.
+        rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
+
+    Raises:
+        ValueError: a size or format that is not supported.
+        OutOfMemoryError: the system refuses the memory (in bytes).
+    """
+
+    def __init__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
+                 value_dtype="f32", rotate="auto"):
+        cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
+        cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
+        # As ints: NumPy's wrap around, or raise OverflowError, where they are multiplied.
+        num_layers = as_count(num_layers, "num_layers", 1, MOST)
+        num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
+        num_heads = as_count(num_heads, "num_heads", 1, MOST)
+        block_size = as_count(block_size, "block_size", 1, 256)
+        head_dim = as_integer(head_dim, "head_dim")
+        if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
+            raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
+        if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
+                               _rotation(rotate, head_dim, key_dtype[0] == "q"),
+                               _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
+            raise ValueError(f"expected a supported layout, got head_dim {head_dim} with {key_dtype} and {value_dtype}")
+        self.num_layers, self.num_blocks = num_layers, num_blocks
+        self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
+        size = int(self.layout.block_bytes) * num_blocks * num_layers
+        cdef void *arena = MAP_FAILED
+        if size < 1 << 62:
+            self.arena_bytes = size
+            # A mapping of no bytes is an error to the system and nothing unusual to us.
+            arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        if arena == MAP_FAILED:
+            raise OutOfMemoryError(size, 0, "bytes")
+        madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
+        self.arena = <unsigned char *>arena
+        self.written_slots = <uint16_t *>calloc(max(num_blocks, 1), sizeof(uint16_t))
+        if self.written_slots == NULL:
+            raise OutOfMemoryError(2 * num_blocks, 0, "bytes")
+
+    def __dealloc__(self):
+        if self.arena != NULL:
+            munmap(self.arena, max(self.arena_bytes, <size_t>1))
+        free(self.written_slots)
+
+    # -- shape ----------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self):
+        """Tokens per block."""
+        return self.layout.block_size
+
+    @property
+    def num_heads(self):
+        """KV heads."""
+        return self.layout.num_heads
+
+    @property
+    def head_dim(self):
+        """Channels per head."""
+        return self.layout.head_dim
+
+    @property
+    def block_bytes(self):
+        """Bytes of K and V of one block in all layers."""
+        return int(self.layout.block_bytes) * self.num_layers
+
+    @property
+    def nbytes(self):
+        """Bytes of K and V of all blocks in all layers."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def bookkeeping(self):
+        """Bytes beside the K and V that grow with the number of blocks."""
+        return sizeof(uint16_t) * self.num_blocks
+
+    @property
+    def rotated(self):
+        """`(keys, values)`: whether rows are stored under a Hadamard rotation."""
+        return bool(self.layout.rotate_keys), bool(self.layout.rotate_values)
+
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def represent(self, keys, values):
+        """Raise unless every value can be stored.
+
+        Raises:
+            ValueError: NaN, an infinity, or a magnitude that the format cannot hold; names where.
+        """
+        self.represent_(keys, values)
+
+    def write(self, layer, runs, keys, values):
+        """Store rows at `runs`.
+
+        Args:
+            layer: in [0, num_layers).
+            runs: dtype `RUN` `(r,)`.
+            keys, values: float32 `(n, num_heads, head_dim)`, n the slots in `runs`.
+
+        Raises:
+            IndexError, ValueError: no such layer; runs outside the arena, another number of rows; values that
+                the format cannot hold.
+        """
+        cdef const kvc_run[::1] view = self.runs_(runs, keys.shape[0])
+        cdef const float[:, :, ::1] k = keys
+        cdef const float[:, :, ::1] v = values
+        cdef unsigned char *base = self.layer_base(layer)
+        self.represent_(k, v)
+        if view.shape[0]:
+            self.say_written_(&view[0], view.shape[0])
+            with nogil:
+                kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+
+    def read(self, layer, runs):
+        """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32 `(n, num_heads, head_dim)` each.
+
+        Raises:
+            IndexError, ValueError: no such layer; runs outside the arena.
+        """
+        n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
+        cdef const kvc_run[::1] view = self.runs_(runs, n)
+        keys, values = self.new_rows(n), self.new_rows(n)
+        cdef float[:, :, ::1] k = keys
+        cdef float[:, :, ::1] v = values
+        cdef unsigned char *base = self.layer_base(layer)
+        if n:
+            with nogil:
+                kernels.read_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+        return keys, values
+
+    def read_side(self, layer, runs, int side):
+        """`read` of the keys alone, side 0, or of the values alone, side 1."""
+        n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
+        cdef const kvc_run[::1] view = self.runs_(runs, n)
+        rows = self.new_rows(n)
+        cdef float[:, :, ::1] x = rows
+        cdef unsigned char *base = self.layer_base(layer)
+        if n:
+            with nogil:
+                kernels.read_runs(&self.layout, base, &view[0], view.shape[0], NULL if side else &x[0, 0, 0],
+                                  &x[0, 0, 0] if side else NULL)
+        return rows
+
+    def copy_blocks(self, sources, targets):
+        """Copy whole blocks in every layer, in order.
+
+        Args:
+            sources, targets: int32 `(n,)` block ids in range; the owner has checked them.
+        """
+        cdef const int32_t[::1] src = sources
+        cdef const int32_t[::1] dst = targets
+        if src.shape[0]:
+            with nogil:
+                self.copy_(&src[0], &dst[0], src.shape[0])
+
+    def move_slots(self, moves, BlockStore source=None):
+        """Move tokens bit for bit in every layer, in order.
+
+        Args:
+            moves: int32 `(n, 5)`: source block, source slot, target block, target slot, tokens; in range, the owner
+                has checked them.
+            source: where they come from, a store of the same layers and layout; by default this one.
+        """
+        cdef const int32_t[:, ::1] view = moves
+        cdef BlockStore other = self if source is None else source
+        cdef const unsigned char *src
+        cdef unsigned char *dst
+        cdef int64_t i, layer
+        if not self.same_layout(other):
+            raise ValueError("expected a store of the same layers and layout, got another")
+        for layer in range(self.num_layers):
+            src, dst = other.layer_base(layer), self.layer_base(layer)
+            with nogil:
+                for i in range(view.shape[0]):
+                    kernels.copy_slots(&self.layout, src, view[i, 0], view[i, 1], dst, view[i, 2], view[i, 3],
+                                       view[i, 4])
+        for i in range(view.shape[0]):
+            self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
+
+    def same_layout(self, BlockStore other not None):
+        """Whether a block of the one is a block of the other, byte for byte."""
+        return (self.num_layers == other.num_layers
+                and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0)
+
+    def raw(self, int64_t layer):
+        """The packed bytes of one layer, uint8 `(num_blocks, layout.block_bytes)`: the memory itself, read-only."""
+        cdef cnp.npy_intp shape[2]
+        shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layout.block_bytes
+        cdef cnp.ndarray view = cnp.PyArray_SimpleNewFromData(2, shape, cnp.NPY_UINT8, self.layer_base(layer))
+        cnp.set_array_base(view, self)
+        view.flags.writeable = False
+        return view
+
+    def overwrite(self, int64_t block):
+        """The packed bytes of a block, one uint8 array `(layout.block_bytes,)` per layer, to be written at once.
+
+        Any bytes are safe to read and to attend over; what they mean is up to whoever writes them.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"expected a block in [0, {self.num_blocks}), got {block}")
+        cdef cnp.npy_intp size = <cnp.npy_intp>self.layout.block_bytes
+        cdef cnp.ndarray view
+        cdef int64_t layer
+        views = []
+        for layer in range(self.num_layers):
+            view = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_UINT8, self.layer_base(layer) + block * size)
+            cnp.set_array_base(view, self)
+            views.append(view)
+        self.written_slots[block] = <uint16_t>self.layout.block_size
+        return views
+
+    # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef object new_rows(self, int64_t n):
+        return np.empty((n, self.layout.num_heads, self.layout.head_dim), np.float32)
+
+    cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots):
+        if runs.dtype != RUN or runs.ndim != 1:
+            raise ValueError(f"expected runs of dtype {RUN}, got {runs.dtype}")
+        cdef const kvc_run[::1] view = np.ascontiguousarray(runs)
+        cdef int64_t i, slots = 0
+        for i in range(view.shape[0]):
+            if not 0 <= view[i].block < self.num_blocks or not view[i].first < view[i].stop <= self.layout.block_size:
+                raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
+            slots += view[i].stop - view[i].first
+        if num_slots >= 0 and slots != num_slots:
+            raise ValueError(f"expected as many rows as slots, got {num_slots}")
+        return view
+
+    cdef unsigned char *layer_base(self, int64_t layer) except NULL:
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"expected a layer in [0, {self.num_layers}), got {layer}")
+        return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
+
+    cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil:
+        cdef size_t size = self.layout.block_bytes
+        cdef unsigned char *base = self.arena
+        cdef int64_t i, _layer
+        for _layer in range(self.num_layers):
+            for i in range(n):
+                memcpy(base + targets[i] * size, base + sources[i] * size, size)
+            base += self.num_blocks * size
+        for i in range(n):    # what lies behind the tokens that are wanted has come along
+            self.written_slots[targets[i]] = self.written_slots[sources[i]]
+
+    cdef void hand_out_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
+        cdef int64_t run = num_runs, layer
+        cdef size_t arena = <size_t>self.num_blocks * self.layout.block_bytes
+        cdef int block, first, stop
+        while count > 0:
+            run -= 1
+            block, stop = runs[run].block, runs[run].stop
+            first = <int>max(<int64_t>runs[run].first, stop - count)
+            count -= stop - first
+            if first < self.written_slots[block]:  # and all that lies behind: the block's next tokens cost nothing
+                for layer in range(self.num_layers):
+                    kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
+                                        self.written_slots[block] - first)
+            self.written_slots[block] = <uint16_t>stop
+
+    cdef void say_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil:
+        cdef int64_t i
+        for i in range(num_runs):
+            self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
+
+    cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
+        cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
+        if keys.shape[0] != values.shape[0] or keys.shape[1] != self.layout.num_heads \
+                or keys.shape[2] != self.layout.head_dim or values.shape[1] != keys.shape[1] \
+                or values.shape[2] != keys.shape[2]:
+            raise ValueError(f"expected rows of shape ({self.layout.num_heads}, {self.layout.head_dim})")
+        if n == 0:
+            return 0
+        for what, name in ((0, "keys"), (1, "values")):
+            with nogil:
+                if what == 0:
+                    bad = kernels.check_representable(&keys[0, 0, 0], n, self.layout.key_format)
+                else:
+                    bad = kernels.check_representable(&values[0, 0, 0], n, self.layout.value_format)
+            if bad >= 0:
+                row = bad // (keys.shape[1] * keys.shape[2])
+                value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
+                dtype = self.key_dtype if what == 0 else self.value_dtype
+                most = "2**96" if dtype == "f32" else "65504"
+                raise ValueError(f"expected {name} that {dtype} can hold, up to {most}, got {value} in row {row}")
+        return 0

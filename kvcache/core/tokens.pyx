@@ -1,0 +1,96 @@
+"""Any one-dimensional integer array-like as a uint32 array; see core/tokens.pxd."""
+
+cimport numpy as cnp
+from cpython.exc cimport PyErr_Clear
+from cpython.list cimport PyList_CheckExact
+from cpython.object cimport PyObject
+from cpython.tuple cimport PyTuple_CheckExact
+from libc.stdint cimport uint32_t
+
+from kvcache.core.arguments cimport is_plain
+
+import operator
+
+import numpy as np
+
+from kvcache.core.arguments import as_array
+
+cnp.import_array()
+
+cdef extern from "Python.h":
+    Py_ssize_t PySequence_Fast_GET_SIZE(object)
+    PyObject** PySequence_Fast_ITEMS(object)
+    bint PyLong_CheckExact(PyObject*)
+    Py_ssize_t PyLong_AsSsize_t(PyObject*)    # -1 with an error set if it is too large
+
+cdef object BOOLS = (bool, np.bool_)
+
+
+cdef cnp.ndarray uint32_tokens(object tokens):
+    if is_plain(tokens, cnp.NPY_UINT32, 1):
+        return tokens
+    if PyList_CheckExact(tokens) or PyTuple_CheckExact(tokens):
+        return from_sequence(tokens)
+    if isinstance(tokens, (list, tuple, range)):
+        return from_sequence(list(tokens))
+    return from_array(as_array(tokens, "tokens"))
+
+
+cdef cnp.ndarray from_sequence(object tokens):
+    """A list or tuple: plain ints in range as fast as CPython hands them out, whatever else one by one."""
+    cdef cnp.npy_intp n = PySequence_Fast_GET_SIZE(tokens)
+    cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT32, 0)
+    if not plain_ints(PySequence_Fast_ITEMS(tokens), n, <uint32_t*>cnp.PyArray_DATA(out)):
+        PyErr_Clear()
+        for i, item in enumerate(list(tokens)):
+            number = item if type(item) is int else whole_number(item)
+            if not 0 <= number <= 0xFFFFFFFF:
+                raise ValueError(f"expected token ids in [0, 2**32), got {item} at position {i}")
+            out[i] = number
+    return out
+
+
+cdef bint plain_ints(PyObject** items, Py_ssize_t n, uint32_t* out) noexcept:
+    """Copy exact ints; False if there is anything else, or one out of range, with or without an error set.
+
+    No Python code runs here, so the items stay where they are. The range is looked at once, at the end: a
+    branch per item costs more than the conversion.
+    """
+    cdef Py_ssize_t i
+    cdef long long number
+    cdef long long seen = 0
+    for i in range(n):
+        if not PyLong_CheckExact(items[i]):
+            return False
+        number = PyLong_AsSsize_t(items[i])
+        seen |= number
+        out[i] = <uint32_t>number
+    return 0 <= seen <= 0xFFFFFFFF
+
+
+cdef object whole_number(object item):
+    """An integer of another type (NumPy's) as int; bools, floats and the rest are refused."""
+    if not isinstance(item, (*BOOLS, np.ma.MaskedArray)) and hasattr(item, "__index__"):
+        return operator.index(item)
+    raise TypeError(f"expected token ids as integers, got {type(item).__name__}")
+
+
+cdef cnp.ndarray from_array(cnp.ndarray array):
+    if array.ndim != 1:
+        raise ValueError(f"expected a one-dimensional sequence of tokens, got {array.ndim} dimensions")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"expected token ids as integers, got dtype {array.dtype}")
+    if array.dtype.itemsize > 4 or array.dtype.kind == "i":
+        if array.size and not (array.min() >= 0 and array.max() <= 0xFFFFFFFF):
+            raise ValueError(f"expected token ids in [0, 2**32), got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+def as_tokens(tokens):
+    """`tokens` as a C-contiguous uint32 array, shape (num_tokens,).
+
+    Takes any one-dimensional array-like of integers in [0, 2**32): a uint32 array is returned as it is,
+    without a copy. TypeError for bools, floats and anything else that is no integer, ValueError for an id
+    out of range or more than one dimension.
+    """
+    return uint32_tokens(tokens)

@@ -1,0 +1,1 @@
+"""`CacheManager`: a quantised token list held to a budget."""

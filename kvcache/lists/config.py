@@ -1,0 +1,64 @@
+"""What a `CacheManager` is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcache.core.arguments import as_integer
+from kvcache.eviction import EvictionPolicy
+
+__all__ = ["FORMATS", "KVCacheConfig"]
+
+FORMATS = {2: "q2", 3: "q3", 4: "q4", 8: "q8"}
+MAX_ENTRIES = 2**31 - 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """What a `CacheManager` holds.
+
+    Args:
+        max_seq_len: entries in all, 1 to 2**31 - 64.
+        num_heads: KV heads.
+        head_dim: channels per head, 1 to 256. Heads that are no multiple of 8 channels are stored padded.
+        quantization_bits: 2, 3, 4 or 8 bits per value.
+        eviction_policy: which entries stay, by default `EvictionPolicy.H2O()`.
+        key_bits, value_bits: bits of K and of V apart, by default `quantization_bits` each.
+
+    Raises:
+        TypeError, ValueError: a setting that is not supported.
+    """
+
+    max_seq_len: int
+    num_heads: int
+    head_dim: int
+    quantization_bits: int = 4
+    eviction_policy: EvictionPolicy = field(default_factory=EvictionPolicy.H2O)
+    key_bits: int | None = field(default=None, kw_only=True)
+    value_bits: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
+            number = as_integer(getattr(self, name), name)
+            if not 1 <= number <= most:
+                raise ValueError(f"expected {name} in [1, {most}], got {number}")
+            object.__setattr__(self, name, number)
+        for name in ("quantization_bits", "key_bits", "value_bits"):
+            bits = getattr(self, name)
+            if bits is not None or name == "quantization_bits":
+                if as_integer(bits, name) not in FORMATS:
+                    raise ValueError(f"expected {name} to be 2, 3, 4 or 8, got {bits}")
+                object.__setattr__(self, name, int(bits))
+        if not isinstance(self.eviction_policy, EvictionPolicy):
+            raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
+        if self.eviction_policy.endless:
+            raise ValueError(
+                f"expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs an engine: its "
+                f"sinks meet other queries than the rest"
+            )
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Storage formats of K and of V."""
+        key, value = (self.quantization_bits if bits is None else bits for bits in (self.key_bits, self.value_bits))
+        return FORMATS[key], FORMATS[value]

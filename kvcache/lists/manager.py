@@ -1,0 +1,368 @@
+"""`CacheManager`: quantised K and V of one text, held to a budget by a policy that evicts token by token.
+
+Rows are quantised per token and head, asymmetrically, as KIVI does for values (Liu et al., "KIVI: A Tuning-Free
+Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes the place of its per-channel keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.arguments import (
+    as_count,
+    as_floats,
+    as_indices,
+    as_integer,
+    as_number,
+    as_rows,
+    as_scores,
+    checked_scores,
+)
+from kvcache.core.locks import CallLock, MendingLock
+from kvcache.eviction import MAX_LAYERS, pyramid_budgets
+from kvcache.lists.config import KVCacheConfig
+from kvcache.lists.roster import add_to_all, evict_from_all
+from kvcache.lists.token_list import BLOCK_SIZE, TokenList
+
+__all__ = ["CacheManager"]
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+
+class CacheManager:
+    """A quantised KV cache that evicts by itself: lists of entries, each one token's K and V of all heads.
+
+    Args:
+        config: sizes, bits and policy.
+
+    Raises:
+        TypeError: not a `KVCacheConfig`.
+
+    **Layers.** Every `layer_idx` that was appended to has a list of its own; a cache that is used without
+    `layer_idx` is one list. `max_seq_len` bounds all lists together: under `PyramidKV` each layer has its
+    `pyramid_budget`, under the other policies the layers appended to so far share it evenly, the lowest ones
+    taking what is left over. So a first row in another layer can evict entries of the ones before. Where a call
+    takes `layer_idx=None`, it means the lists of all layers one after another, the lowest layer first; `len`
+    counts these.
+
+    **Order.** An index counts the entries of a list in the order of the text, and shifts when earlier ones leave;
+    `positions` gives each entry's place in the text, which never changes.
+
+    Appending a row and evicting an entry are O(log n) and move nothing: a row is written over one that left. What
+    reads all entries (`get`, `positions`, `attention`, `update_attention_scores`) is O(n).
+
+    Calls on one manager are serialised; the kernels run without the GIL.
+    """
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise TypeError(f"expected a KVCacheConfig, got {type(config).__name__}")
+        self._config = config
+        self._policy = config.eviction_policy
+        self._padding = -config.head_dim % 8
+        self._entry_bytes = self._new_list(0).store.block_bytes // BLOCK_SIZE
+        self._layers: dict[int, TokenList] = {}  # ascending; replaced, never changed
+        self._lock = MendingLock(CallLock(), self._keep_to_shares)
+
+    def _new_list(self, num_slots: int) -> TokenList:
+        config = self._config
+        # Padding repeats a channel, which costs no precision unless it is rotated into the others.
+        rotate = "auto" if self._padding == 0 else False
+        head_dim = config.head_dim + self._padding
+        return TokenList(num_slots, config.num_heads, head_dim, *config.formats, rotate, self._policy.by_score)
+
+    # -- size -----------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """What the manager was made with."""
+        return self._config
+
+    def __len__(self) -> int:
+        """Entries of all lists; never more than `max_seq_len`."""
+        return sum(len(entries) for entries in self._layers.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no entry."""
+        return len(self) == 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that have a list, ascending."""
+        return tuple(self._layers)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of one entry in float32 over its bytes here, scales and minima counted."""
+        return 8 * self._config.num_heads * self._config.head_dim / self._entry_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that K and V of all entries take, packed, with their scales and minima."""
+        return len(self) * self._entry_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all slots, used or not, and of the lists. The system maps slots as they are first written."""
+        return sum(entries.nbytes for entries in self._layers.values())
+
+    def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
+        """Entries that `layer_idx` of `total_layers` layers may hold under PyramidKV.
+
+        In proportion to `total_layers - layer_idx`, rounded so that all budgets sum to `max_seq_len`; at least 1
+        where `max_seq_len >= total_layers`.
+
+        Raises:
+            TypeError, ValueError: not integers; `total_layers` not from 1 to 4096.
+            IndexError: no such layer.
+        """
+        layer, layers = as_integer(layer_idx, "layer_idx"), as_count(total_layers, "total_layers", 1, MAX_LAYERS)
+        if not 0 <= layer < layers:
+            raise IndexError(f"expected a layer in [0, {layers}), got {layer}")
+        return pyramid_budgets(self._config.max_seq_len, layers)[layer]
+
+    # -- entries --------------------------------------------------------------------------------------------
+
+    def append(self, key: npt.ArrayLike, value: npt.ArrayLike, layer_idx: int = 0) -> None:
+        """Add the next tokens of the text to a layer's list, each followed by the evictions it makes necessary.
+
+        Args:
+            key, value: one row `(num_heads * head_dim,)`, or many, `(n, num_heads * head_dim)` or
+                `(n, num_heads, head_dim)`; float32 is read without a copy.
+            layer_idx: which list.
+
+        Raises:
+            IndexError: no such layer.
+            TypeError, ValueError: another shape or dtype; as many values as keys; values that are not finite or
+                that the format cannot hold.
+            OutOfMemoryError: the system refuses the memory of a new list.
+        """
+        config = self._config
+        k = as_rows(key, config.num_heads, config.head_dim, "key")
+        v = as_rows(value, config.num_heads, config.head_dim, "value")
+        if len(k) != len(v):
+            raise ValueError(f"expected as many values as keys, {len(k)}, got {len(v)}")
+        if self._padding:
+            widths = ((0, 0), (0, 0), (0, self._padding))
+            k, v = np.pad(k, widths, "edge"), np.pad(v, widths, "edge")
+        index = self._layer_index(layer_idx)
+        if len(k) == 0:
+            return
+        with self._lock:
+            entries, layers = self._layers.get(index), self._layers
+            if entries is None:
+                shares = self._policy.shares(config.max_seq_len, sorted([*layers, index]))
+                entries = self._new_list(self._policy.rule(shares[index]).limit)
+                layers = {i: layers.get(i, entries) for i in shares}
+            shares = self._policy.shares(config.max_seq_len, layers)
+            entries.append(k, v, self._policy.rule(shares[index]))
+            if layers is not self._layers:
+                self._layers = layers
+                self._keep_to_shares()
+
+    def _keep_to_shares(self) -> None:
+        """Evict what lists have over their shares: after one more came, also where an interrupt came between."""
+        self._evict(self._policy.shares(self._config.max_seq_len, self._layers))
+
+    def _evict(self, limits: Mapping[int, int]) -> int:
+        """Evict from every list down to its limit; how many left. All of it happens, or nothing."""
+        rules = [self._policy.rule(limits[i]) for i in self._layers]
+        return evict_from_all([entries.roster for entries in self._layers.values()], rules)
+
+    def get(self, positions: npt.ArrayLike, layer_idx: int | None = None) -> tuple[Float32, Float32]:
+        """K and V of the entries at these indices, dequantised.
+
+        Args:
+            positions: integers `(n,)`, indices into the list in the order of the text; repeated ones are allowed.
+            layer_idx: which list; None: all of them, one after another.
+
+        Returns:
+            `(keys, values)`, float32 `(n, num_heads * head_dim)` each.
+
+        Raises:
+            IndexError: no such layer, or no such entry.
+            TypeError, ValueError: not integers in one dimension.
+        """
+        wanted, config, index = as_indices(positions, "positions"), self._config, self._layer_or_all(layer_idx)
+        with self._lock:
+            lists = self._lists(index)
+            total = sum(map(len, lists))
+            outside = wanted[(wanted < 0) | (wanted >= total)]
+            if len(outside):
+                raise IndexError(f"expected positions in [0, {total}), got {outside[0]}")
+            if len(lists) == 1:
+                keys, values = lists[0].read(wanted)
+            else:
+                keys = np.empty((len(wanted), config.num_heads, config.head_dim + self._padding), np.float32)
+                values, start = np.empty_like(keys), 0
+                for entries in lists:
+                    rows = np.flatnonzero((wanted >= start) & (wanted < start + len(entries)))
+                    keys[rows], values[rows] = entries.read(wanted[rows] - start)
+                    start += len(entries)
+        shape = len(wanted), config.num_heads * config.head_dim
+        return keys[..., : config.head_dim].reshape(shape), values[..., : config.head_dim].reshape(shape)
+
+    def positions(self, layer_idx: int = 0) -> Int64:
+        """The positions in the text of a list's entries, ascending, int64 `(n,)`; the first row ever has 0.
+
+        Raises:
+            IndexError: no such layer.
+        """
+        index = self._layer_index(layer_idx)
+        with self._lock:
+            entries = self._layers.get(index)
+            return np.empty(0, np.int64) if entries is None else entries.roster.positions()
+
+    def attention(
+        self,
+        queries: npt.ArrayLike,
+        layer_idx: int = 0,
+        return_scores: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> Any:
+        """softmax(q K^T scale) V over a list's entries, straight on the packed rows.
+
+        Causal: the last query stands on the last entry, the one before on the entry before. To attend over all
+        tokens of a batch of rows, none of them may have been evicted since.
+
+        Args:
+            queries: `(num_queries, num_query_heads, head_dim)`, at most as many as there are entries;
+                num_query_heads a multiple of num_heads, query head h reads KV head
+                h // (num_query_heads / num_heads).
+            layer_idx: which list.
+            return_scores: also return each entry's attention mass, summed over queries and heads: what
+                `update_attention_scores(scores, layer_idx)` takes.
+            scale: by default head_dim ** -0.5.
+
+        Returns:
+            float32, shaped like `queries`; with `return_scores` a pair with float32 `(n,)`.
+
+        Raises:
+            IndexError: no such layer.
+            TypeError, ValueError: other shapes or dtypes; more queries than entries.
+        """
+        config = self._config
+        q = as_floats(queries, (None, None, config.head_dim), "queries")
+        if q.shape[1] == 0 or q.shape[1] % config.num_heads:
+            raise ValueError(f"expected a multiple of {config.num_heads} query heads, got {q.shape[1]}")
+        if not np.isfinite(q).all():
+            raise ValueError("expected finite queries")
+        scale = config.head_dim**-0.5 if scale is None else as_number(scale, "scale")
+        if not isfinite(scale):
+            raise ValueError(f"expected a finite scale, got {scale}")
+        index = self._layer_index(layer_idx)
+        if self._padding:
+            q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
+        with self._lock:
+            entries = self._layers.get(index)
+            n = 0 if entries is None else len(entries)
+            if len(q) > n:
+                raise ValueError(f"expected at most {n} queries, one per entry, got {len(q)}")
+            scores = np.zeros(n, np.float32)
+            out = q if entries is None else entries.attend(q, scale, scores if return_scores else None)
+        if self._padding:
+            out = np.ascontiguousarray(out[..., : config.head_dim])
+        return (out, scores) if return_scores else out
+
+    # -- eviction -------------------------------------------------------------------------------------------
+
+    def evict(self, budget: int, layer_idx: int | None = None) -> int:
+        """Evict entries until there are at most `budget`; how many left.
+
+        The policy decides as it does for a cache of `budget` entries. Of all layers each gives up what it has over
+        its share; what a layer leaves of its share is given to the lowest layers that need it. Later appends may
+        fill the cache up to `max_seq_len` again.
+
+        Args:
+            layer_idx: whose entries are counted and evicted; None: those of all layers.
+
+        Raises:
+            TypeError, ValueError: not an integer, negative.
+            IndexError: no such layer.
+        """
+        budget, index = as_integer(budget, "budget"), self._layer_or_all(layer_idx)
+        if budget < 0:
+            raise ValueError(f"expected budget >= 0, got {budget}")
+        budget = min(budget, self._config.max_seq_len)  # more is no limit, and a roster counts in 32 bits
+        with self._lock:
+            if index is not None:
+                return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))
+            return self._evict(self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()}))
+
+    def update_attention_scores(self, scores: npt.ArrayLike, layer_idx: int | None = None) -> None:
+        """Add to the score of every entry; H2O and PyramidKV evict the lowest.
+
+        Args:
+            scores: one finite number per entry, in the order of the list.
+            layer_idx: which list; None: all of them, one after another.
+
+        Raises:
+            TypeError, ValueError: not numbers, another length, not finite; sums that overflow.
+            IndexError: no such layer.
+        """
+        numbers, index = as_scores(scores), self._layer_or_all(layer_idx)
+        with self._lock:
+            lists = self._lists(index)
+            added = checked_scores(numbers, sum(map(len, lists)))
+            parts = np.split(added, np.cumsum([len(entries) for entries in lists])[:-1])
+            with np.errstate(over="ignore"):
+                if any(not np.isfinite(e.roster.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
+                    raise ValueError("expected scores with finite sums, got an overflow")
+            if lists:
+                add_to_all([entries.roster for entries in lists], parts)
+
+    def attention_scores(self, layer_idx: int = 0) -> Float64:
+        """The accumulated score of a list's entries, float64 `(n,)`; new entries have 0.
+
+        Raises:
+            IndexError: no such layer.
+        """
+        index = self._layer_index(layer_idx)
+        with self._lock:
+            entries = self._layers.get(index)
+            return np.empty(0, np.float64) if entries is None else entries.roster.scores()
+
+    # -- layers ---------------------------------------------------------------------------------------------
+
+    def _layer_index(self, layer_idx: int) -> int:
+        index, layers = as_integer(layer_idx, "layer_idx"), self._policy.total_layers
+        if index < 0 or (layers is not None and index >= layers):
+            raise IndexError(f"expected a layer in [0, {'any' if layers is None else layers}), got {index}")
+        return index
+
+    def _layer_or_all(self, layer_idx: int | None) -> int | None:
+        return None if layer_idx is None else self._layer_index(layer_idx)
+
+    def _lists(self, index: int | None) -> list[TokenList]:
+        if index is None:
+            return list(self._layers.values())
+        entries = self._layers.get(index)
+        return [] if entries is None else [entries]
+
+    def check(self) -> None:
+        """Verify every invariant.
+
+        Raises:
+            AssertionError: naming the broken one.
+        """
+        with self._lock:
+            assert len(self) <= self._config.max_seq_len, f"{len(self)} entries, max {self._config.max_seq_len}"
+            assert list(self._layers) == sorted(self._layers), f"layers {list(self._layers)} are not ascending"
+            for i, share in self._policy.shares(self._config.max_seq_len, self._layers).items():
+                self._layers[i].check(self._policy.rule(share))
+
+    def __repr__(self) -> str:
+        c = self._config
+        return (
+            f"CacheManager(max_seq_len={c.max_seq_len}, num_heads={c.num_heads}, head_dim={c.head_dim}, "
+            f"quantization_bits={c.quantization_bits}, eviction_policy={c.eviction_policy}, len={len(self)})"
+        )

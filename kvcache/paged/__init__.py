@@ -1,0 +1,1 @@
+"""`PagedKvCache`: sequences in blocks, copy-on-write, eviction, attention."""

@@ -1,0 +1,16 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.paged.table import SequenceTable
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+class BatchTable(SequenceTable):
+    def allocate_batch(self, seq_ids: Any, num_tokens: Int64) -> None: ...
+    def append_batch(self, seq_ids: Any) -> int: ...
+    def fork_batch(self, sources: Any, targets: Any) -> int: ...
+    def free_batch(self, seq_ids: Any) -> None: ...
+    def csr(self, seq_ids: Any) -> tuple[Int32, Int32, Int32]: ...

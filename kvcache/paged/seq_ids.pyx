@@ -1,0 +1,69 @@
+"""Any one-dimensional integer array-like as uint64 sequence ids; see paged/seq_ids.pxd.
+
+A decoding step begins here, so the two usual inputs, a uint64 array and a list of ints, cost next to nothing.
+"""
+
+cimport numpy as cnp
+from cpython.list cimport PyList_CheckExact
+from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
+from libc.stdint cimport uint64_t
+
+from kvcache.core.arguments cimport is_plain
+
+import numpy as np
+
+from kvcache.core.arguments import as_integers, is_integer, plain_int
+
+cnp.import_array()
+
+
+cdef cnp.ndarray uint64_ids(object ids):
+    if is_plain(ids, cnp.NPY_UINT64, 1):
+        return ids
+    if PyList_CheckExact(ids):
+        array = from_list(ids)
+        if array is not None:
+            return array
+    return from_array(as_integers(ids, "sequence ids"))
+
+
+cdef object from_list(list ids):
+    """A list of ints in range; None for any other, which NumPy then names."""
+    cdef cnp.npy_intp n = len(ids)
+    cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT64, 0)
+    cdef uint64_t* numbers = <uint64_t*>cnp.PyArray_DATA(out)
+    cdef Py_ssize_t i
+    for i in range(n):
+        if isinstance(ids[i], bool):
+            raise TypeError(f"expected integer sequence ids, got {ids[i]}")
+        if not PyLong_CheckExact(ids[i]):
+            return None
+        try:
+            numbers[i] = PyLong_AsUnsignedLongLong(ids[i])
+        except OverflowError:
+            raise ValueError(f"expected sequence ids in [0, 2**64), got {ids[i]}") from None
+    return out
+
+
+cdef cnp.ndarray from_array(object array):
+    if array.size and array.dtype.kind == "i" and array.min() < 0:
+        raise ValueError(f"expected sequence ids in [0, 2**64), got {array.min()}")
+    return np.ascontiguousarray(array, np.uint64)
+
+
+def as_seq_ids(ids):
+    """`ids`, each in [0, 2**64), as uint64, shape (num_sequences,); a uint64 array is returned as it is.
+
+    TypeError for what are no integers, ValueError for an id out of range or more than one dimension.
+    """
+    return uint64_ids(ids)
+
+
+def as_seq_id(seq_id):
+    """One id as an int in [0, 2**64); TypeError for what is no integer, ValueError for one out of range."""
+    if not is_integer(seq_id):
+        raise TypeError(f"expected a sequence id, an int, got {type(seq_id).__name__}")
+    number = plain_int(seq_id)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"expected a sequence id in [0, 2**64), got {number}")
+    return number

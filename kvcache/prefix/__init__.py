@@ -1,0 +1,1 @@
+"""`PrefixCache`, `PrefixKvCache` and `KvCache`: what is cached of a prompt."""

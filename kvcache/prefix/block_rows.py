@@ -1,0 +1,59 @@
+"""Blocks as the documented flat vectors, laid out [head][position][dim], to and from the rows of a `BlockStore`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.arguments import as_flat, as_floats
+from kvcache.core.runs import RUN
+from kvcache.core.store import BlockStore
+
+__all__ = ["block_rows", "read_block", "write_blocks"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Float32]:
+    """Per layer the rows of all blocks, float32 `(len(blocks) * block_size, num_heads, store.head_dim)`.
+
+    Args:
+        blocks: each per layer `(num_heads * block_size * head_dim,)`; the store may have more channels, filled with 0.
+
+    Raises:
+        TypeError, ValueError: other layers, lengths or dtypes.
+    """
+    heads, size = store.num_heads, store.block_size
+    for block in blocks:
+        if len(block) != store.num_layers:
+            raise ValueError(f"expected a block of {store.num_layers} layers, got {len(block)}")
+    layers = []
+    for layer in range(store.num_layers):
+        flat = [as_floats(as_flat(block[layer], "a layer"), (heads * size * head_dim,), "a layer") for block in blocks]
+        rows = np.zeros((len(blocks), size, heads, store.head_dim), np.float32)
+        rows[..., :head_dim] = np.reshape(flat, (len(blocks), heads, size, head_dim)).swapaxes(1, 2)
+        layers.append(rows.reshape(-1, heads, store.head_dim))
+    return layers
+
+
+def write_blocks(
+    store: BlockStore, blocks: npt.NDArray[np.int32], keys: list[Float32], values: list[Float32], first_row: int
+) -> None:
+    """Fill `blocks` with rows of `block_rows`, from row `first_row` on."""
+    runs = np.array([(block, 0, store.block_size) for block in blocks.tolist()], RUN)
+    rows = slice(first_row, first_row + len(blocks) * store.block_size)
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        store.write(layer, runs, k[rows], v[rows])
+
+
+def read_block(store: BlockStore, index: int, head_dim: int) -> tuple[list[Float32], list[Float32]]:
+    """`(keys, values)` of one block, each per layer float32 `(num_heads * block_size * head_dim,)`."""
+    runs = np.array([(index, 0, store.block_size)], RUN)
+    keys: list[Float32] = []
+    values: list[Float32] = []
+    for layer in range(store.num_layers):
+        for rows, out in zip(store.read(layer, runs), (keys, values), strict=True):
+            out.append(rows[..., :head_dim].swapaxes(0, 1).reshape(-1))
+    return keys, values

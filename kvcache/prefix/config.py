@@ -1,0 +1,79 @@
+"""What a `PrefixKvCache` is told and what it reports: its limits and formats, and a frozen snapshot of its counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.core.arguments import as_count, as_integer
+from kvcache.core.store import BlockStore
+
+__all__ = ["PrefixCacheConfig", "PrefixKvStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheConfig:
+    """What a `PrefixKvCache` may hold, and what counts as a match.
+
+    Attributes:
+        max_entries: stored prefixes.
+        max_memory_bytes: bytes of K and V, those of states that callers still hold included.
+        min_prefix_len: shorter prefixes are neither stored nor matched.
+        partial_matches: whether a prompt may match a part of a stored prefix; if not, only whole ones match.
+        dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
+        rotate: "auto", True or False: whether quantised rows are stored under a Hadamard rotation.
+        head_dim: how quantised rows are cut into heads, each with a scale of its own: a multiple of 8, at most 256,
+            that divides kv_dim. None: the whole row is one head. f32 and f16 rows need no heads.
+
+    Raises:
+        TypeError, ValueError: a limit that is not an int, or negative; a format that is not supported.
+    """
+
+    max_entries: int = 256
+    max_memory_bytes: int = 512 * 2**20
+    min_prefix_len: int = 4
+    partial_matches: bool = True
+    dtype: str = "f32"
+    key_dtype: str | None = None
+    value_dtype: str | None = None
+    rotate: bool | str = "auto"
+    head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_entries", "max_memory_bytes", "min_prefix_len"):
+            object.__setattr__(self, name, as_count(getattr(self, name), name))
+        if self.head_dim is not None:
+            object.__setattr__(self, "head_dim", as_integer(self.head_dim, "head_dim"))
+        if not isinstance(self.partial_matches, (bool, np.bool_)):
+            raise TypeError(f"partial_matches: expected a bool, got {type(self.partial_matches).__name__}")
+        # A store without blocks says what is supported; without head_dim, what a row will be is not known yet.
+        BlockStore(1, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Storage formats of K and of V."""
+        return self.key_dtype or self.dtype, self.value_dtype or self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKvStats:
+    """A snapshot of the counters.
+
+    Attributes:
+        entries: stored prefixes.
+        tokens: tokens whose KV is stored; a shared prefix counts once.
+        memory_bytes: bytes of K and V held, those of states out there included.
+        hits, misses: lookups.
+        hit_tokens, lookup_tokens: tokens matched, of tokens asked for.
+        evictions: entries evicted.
+    """
+
+    entries: int
+    tokens: int
+    memory_bytes: int
+    hits: int
+    misses: int
+    hit_tokens: int
+    lookup_tokens: int
+    evictions: int

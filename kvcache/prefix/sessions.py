@@ -1,0 +1,152 @@
+"""What `PrefixCache` hands out and reports: blocks, sessions, and a frozen snapshot of its counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.arguments import as_count
+from kvcache.core.locks import Parting
+from kvcache.prefix.holds import Holds
+
+__all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
+
+Float32 = npt.NDArray[np.float32]
+# Reads K and V of one block: per layer float32 (num_kv_heads * block_size * head_dim,).
+ReadBlock = Callable[[], tuple[list[Float32], list[Float32]]]
+
+
+class CacheBlock:
+    """K and V of one block of tokens, as it was handed out.
+
+    Args:
+        num_layers, num_kv_heads, head_dim, block_size: its dimensions; the tensors are zero.
+
+    Attributes:
+        token_ids: the tokens that it covers, none in a new block.
+        last_used: the cache's recency counter when it was last used.
+        ref_count: who held it.
+        index: its id in the cache, -1 outside.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        num_layers, num_kv_heads = as_count(num_layers, "num_layers"), as_count(num_kv_heads, "num_kv_heads")
+        head_dim, block_size = as_count(head_dim, "head_dim"), as_count(block_size, "block_size")
+        self._floats = num_layers * num_kv_heads * head_dim * block_size
+        self._rows: tuple[list[Float32], list[Float32]] | None = None
+        size = num_kv_heads * head_dim * block_size
+        self._read: ReadBlock = lambda: (
+            [np.zeros(size, np.float32) for _ in range(num_layers)],
+            [np.zeros(size, np.float32) for _ in range(num_layers)],
+        )
+        self.token_ids: list[int] = []
+        self.last_used = 0
+        self.ref_count = 0
+        self.index = -1
+
+    def _content(self) -> tuple[list[Float32], list[Float32]]:
+        if self._rows is None:
+            self._rows = self._read()
+        return self._rows
+
+    @property
+    def keys(self) -> list[Float32]:
+        """K per layer, float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
+
+        Read when first asked for; BlockNotFoundError if the block has left the cache by then.
+        """
+        return self._content()[0]
+
+    @property
+    def values(self) -> list[Float32]:
+        """V per layer, as `keys`."""
+        return self._content()[1]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of K and V of all layers as float32."""
+        return 2 * 4 * self._floats
+
+
+class CacheSession:
+    """What a request holds of the cache: its matched blocks stay until the session is released, or dropped.
+
+    Attributes:
+        matched_prefix_len: tokens of the matched blocks.
+        block_indices: the matched blocks in the order of the text.
+        tail_block: a block whose first `tail_tokens` tokens continue the match, to be copied; -1 if there is none.
+        tail_tokens: see there.
+    """
+
+    def __init__(
+        self, matched_prefix_len: int, block_indices: list[int], tail_block: int = -1, tail_tokens: int = 0
+    ) -> None:
+        self.matched_prefix_len = matched_prefix_len
+        self.block_indices = block_indices
+        self.tail_block = tail_block
+        self.tail_tokens = tail_tokens
+        self._hold = -1
+        self._holds: Holds | None = None
+        self._parting: Parting | None = None  # tells the cache that the session was dropped
+        self._close: Callable[[CacheSession], None] | None = None
+
+    def cached_tokens(self, block_size: int) -> int:
+        """Tokens in blocks of this size."""
+        return len(self.block_indices) * block_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block matched."""
+        return not self.block_indices
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed: those of the matched blocks, and the head of the tail block."""
+        return self.matched_prefix_len + self.tail_tokens
+
+    @property
+    def shared_blocks(self) -> list[int]:
+        """The blocks of these tokens, the tail block last."""
+        return [*self.block_indices, self.tail_block] if self.tail_tokens else list(self.block_indices)
+
+    def __enter__(self) -> CacheSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._close is not None:
+            self._close(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """A snapshot of the counters.
+
+    Attributes:
+        hit_rate: hits over hits and misses, 0.0 before the first.
+        cached_blocks, capacity_blocks: blocks in the cache, and how many it may hold.
+        memory_bytes: bytes of K and V of the blocks in the cache.
+        total_hits: blocks found.
+        total_misses: lookups that stopped before the prompt's last full block.
+        total_evictions: blocks evicted.
+        hit_tokens, lookup_tokens: tokens of the blocks found, of the prompts asked for.
+        miss_reasons: why lookups stopped. "evicted": the block was here once. "namespace": another namespace has
+            it. "shorter_than_block": the prompt goes on as something cached does, but not for a whole block; or
+            all of it is shorter than one, which is no miss. "no_shared_prefix": it goes on in its own way.
+        bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and the tokens
+            of what was evicted not long ago.
+    """
+
+    hit_rate: float
+    cached_blocks: int
+    capacity_blocks: int
+    memory_bytes: int
+    total_hits: int
+    total_misses: int
+    total_evictions: int
+    hit_tokens: int
+    lookup_tokens: int
+    miss_reasons: Mapping[str, int]
+    bookkeeping_bytes: int = 0

@@ -1,0 +1,280 @@
+"""`PrefixKvCache`: KV of stored prompts, shared by every prompt that begins alike.
+
+An index says which token lies in which slot, an arena holds the rows, one per token: the KV of a prefix that
+many entries share is there once, and a lookup finds the longest common prefix to the token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.arguments import as_integer
+from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.tokens import as_tokens
+from kvcache.errors import InvalidOperationError, SnapshotError
+from kvcache.prefix.arena import Lease
+from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
+from kvcache.prefix.entry_index import EntryIndex
+from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
+from kvcache.prefix.segments import well_formed
+from kvcache.saved.snapshot import Snapshot, write_snapshot
+
+__all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+class _LeasedState(CachedKvState):
+    """A state that shows slots of an arena; its rows are read when they are asked for."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._seq_len = len(lease.slots)
+
+    @property
+    def num_layers(self) -> int:
+        return self._lease.arena.rows.num_layers
+
+    @property
+    def kv_dim(self) -> int:
+        return self._lease.arena.rows.kv_dim
+
+    @property
+    def keys(self) -> list[Float32]:
+        return [self._lease.keys(layer) for layer in range(self.num_layers)]
+
+    @property
+    def values(self) -> list[Float32]:
+        return [self._lease.values(layer) for layer in range(self.num_layers)]
+
+
+class PrefixKvCache:
+    """A radix tree of token prefixes with their KV.
+
+    Entries leave one by one, the least recently used first, none before those that extend it. A state that a
+    caller holds stays as it is, whatever leaves; its memory counts until it is let go.
+
+    KV is taken to be a function of the tokens: what is stored for a prefix stays, also when an entry that
+    shares it is stored again. `remove` it first to replace it. Calls on one cache are serialised.
+    """
+
+    def __init__(self, config: PrefixCacheConfig | None = None) -> None:
+        self.config = PrefixCacheConfig() if config is None else config
+        if not isinstance(self.config, PrefixCacheConfig):
+            raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
+        self._index = EntryIndex(self.config)
+        self._lock = MendingLock(CallLock(), self._mend)
+
+    def _mend(self) -> None:
+        self._index.mend()
+
+    # -- lookup ---------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Any, namespace: Hashable = None) -> tuple[int, CachedKvState] | None:
+        """`(matched_len, state)`: the longest prefix of `tokens` whose KV is stored, to the token; None if none.
+
+        The entry that serves the match counts as used. Every call is one hit or one miss.
+        """
+        ids = as_tokens(tokens)
+        with self._lock:
+            index = self._index
+            node, length, slots = index.find(ids, namespace)
+            if length and not self.config.partial_matches:
+                node, length = index.trie.entry_at(node, length)
+            if length < max(1, self.config.min_prefix_len):
+                index.count(0, len(ids))
+                return None
+            arena = index.arena_of[index.roots[namespace]]
+            arena.settle()
+            state = _LeasedState(arena.lease(slots[:length]))
+            index.trie.touch_entry(node)
+            index.count(length, len(ids))
+            return length, state
+
+    @staticmethod
+    def restore(cached: CachedKvState, target: KvCache) -> None:
+        """Replace the content of `target` by a cached state.
+
+        Raises:
+            TypeError: something else.
+            ValueError: other layers or another kv_dim, or more tokens than fit; `target` is unchanged.
+        """
+        if not isinstance(cached, CachedKvState) or not isinstance(target, KvCache):
+            raise TypeError(
+                f"expected a CachedKvState and a KvCache, got {type(cached).__name__} and {type(target).__name__}"
+            )
+        if cached.seq_len and (cached.num_layers, cached.kv_dim) != (target.num_layers, target.kv_dim):
+            raise ValueError(
+                f"expected a state of {target.num_layers} layers and kv_dim {target.kv_dim}, "
+                f"got {cached.num_layers} and {cached.kv_dim}"
+            )
+        target.restore_from_snapshot(cached.keys, cached.values, cached.seq_len)
+
+    # -- store ----------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        tokens: Any,
+        kv_cache: KvCacheAccess,
+        seq_len: int,
+        kv_dim: int,
+        num_layers: int,
+        namespace: Hashable = None,
+    ) -> None:
+        """Store the KV of `tokens`, the first `seq_len` tokens of a live cache; as `store_snapshot`.
+
+        Raises:
+            IndexError: the cache has fewer layers.
+            ValueError: `seq_len` is not the number of tokens, or the cache holds fewer rows.
+            OutOfMemoryError: it could never fit.
+        """
+        if not hasattr(kv_cache, "get_keys") or not hasattr(kv_cache, "get_values"):
+            raise TypeError(f"expected a KvCacheAccess, got {type(kv_cache).__name__}")
+        size = as_integer(seq_len, "seq_len") * as_integer(kv_dim, "kv_dim")
+        if len(as_tokens(tokens)) < self.config.min_prefix_len:
+            return
+        keys = [kv_cache.get_keys(layer) for layer in range(as_integer(num_layers, "num_layers"))]
+        values = [kv_cache.get_values(layer) for layer in range(num_layers)]
+        for layer, rows in enumerate(zip(keys, values, strict=True)):
+            if min(map(len, rows)) < size:
+                raise ValueError(f"expected {size} floats in layer {layer}, got {min(map(len, rows))}")
+        state = CachedKvState([k[:size] for k in keys], [v[:size] for v in values], seq_len)
+        self.store_snapshot(tokens, state, namespace)
+
+    def store_snapshot(self, tokens: Any, snapshot: CachedKvState, namespace: Hashable = None) -> None:
+        """Store a state under its tokens; fewer than `min_prefix_len` are passed over.
+
+        Only the rows of tokens that no entry shares are copied. Entries are evicted as the limits require.
+
+        Raises:
+            ValueError: not one row per token, another shape than the namespace has, rows that need another `head_dim`,
+                values that are not finite or that the format cannot hold.
+            OutOfMemoryError: it could never fit beside the states that callers hold; nothing has changed.
+        """
+        ids = as_tokens(tokens)
+        if not isinstance(snapshot, CachedKvState):
+            raise TypeError(f"expected a CachedKvState, got {type(snapshot).__name__}")
+        if len(ids) < max(1, self.config.min_prefix_len):
+            return
+        if snapshot.seq_len != len(ids):
+            raise ValueError(f"expected a snapshot of {len(ids)} tokens, got {snapshot.seq_len}")
+        keys, values = (self._as_rows(rows, len(ids)) for rows in (snapshot.keys, snapshot.values))
+        with self._lock:
+            self._index.store(ids, keys, values, namespace)
+
+    def _as_rows(self, layers: list[Float32], n: int) -> list[Float32]:
+        rows = [layer.reshape(n, -1) for layer in layers]
+        if not rows or rows[0].shape[1] == 0:
+            raise ValueError("expected a snapshot with at least one layer and one float per token, got none")
+        return rows
+
+    # -- save and load --------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], model: str = "") -> None:
+        """Write every entry to a file, with its namespace and rank; `load` reads it.
+
+        The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
+
+        Args:
+            model: whose K and V these are; `load` refuses another's.
+
+        Raises:
+            TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
+            OSError: of the file system.
+        """
+        with self._lock:
+            index = self._index
+            index.fetch_all()
+            arenas, arena_of, segments, slots = index.segments()
+            of_slot = np.repeat(arena_of[segments.namespaces], segments.lengths)
+            write_snapshot(
+                path, "entries", str(model), [arena.rows.arena() for arena in arenas],
+                list(zip(arena_of.tolist(), index.roots, strict=True)), segments,
+                lambda i: arenas[i].pages(slots[of_slot == i]),
+            )  # fmt: skip
+
+    def load(self, path: str | os.PathLike[str], model: str = "") -> int:
+        """Take in what `save` wrote, the most recently used entries first, as far as the limits go; how many.
+
+        This reads what is stored, not the rows: those come when a lookup first asks for them, and are checked
+        then. What is damaged is forgotten, with all that is built on it, and logged as a warning.
+
+        Args:
+            model: as in `save`.
+
+        Raises:
+            InvalidOperationError: something is stored here already.
+            SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats;
+                nothing has changed.
+            OSError: there is none, or it cannot be read.
+        """
+        with self._lock:
+            if len(self):
+                raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} entries")
+            snapshot = Snapshot(path, "entries", str(model))
+            try:
+                arenas = self._index.arenas_for(snapshot)
+                well_formed(snapshot.segments, np.arange(len(snapshot.segments.lengths)), 1)
+            except SnapshotError as error:
+                raise SnapshotError(f"{snapshot.path}: {error}") from error
+            self._index = self._index.loaded(snapshot, arenas)
+            return len(self)
+
+    # -- the rest -------------------------------------------------------------------------------------------
+
+    def remove(self, tokens: Any, namespace: Hashable = None) -> bool:
+        """Forget the entry stored under exactly these tokens; False if there is none."""
+        ids = as_tokens(tokens)
+        with self._lock:
+            return len(ids) > 0 and self._index.remove(ids, namespace)
+
+    def clear(self) -> None:
+        """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
+        with self._lock:
+            self._index = EntryIndex(self.config)
+
+    @property
+    def memory_usage(self) -> int:
+        """Bytes of K and V held: each shared prefix once, and what states out there still show."""
+        with self._lock:
+            return self._index.used_bytes()
+
+    def __len__(self) -> int:
+        return self._index.trie.num_entries
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is stored."""
+        return len(self) == 0
+
+    @property
+    def hits(self) -> int:
+        """Lookups that found something."""
+        return self._index.counts[0]
+
+    @property
+    def misses(self) -> int:
+        """Lookups that found nothing."""
+        return self._index.counts[1]
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens matched by all lookups."""
+        return self._index.counts[2]
+
+    def stats(self) -> PrefixKvStats:
+        """The counters now."""
+        with self._lock:
+            index = self._index
+            counts = *index.counts, index.trie.evicted
+            return PrefixKvStats(len(self), index.trie.num_tokens, index.used_bytes(), *counts)
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        with self._lock:
+            self._index.check()

@@ -1,0 +1,1 @@
+"""Saved caches: the file and its tables."""

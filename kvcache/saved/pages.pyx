@@ -1,0 +1,144 @@
+"""Pages of a file, read and checked: one thread reads on while another checks what has been read.
+
+Copying a page out of the system's memory and computing its checksum take about as long. Whoever reads needs no
+interpreter, so that the two do not wait for each other. Threads are joined by compiled code, which no interrupt can cut
+short: when a call is left, however it is, nobody writes to its buffers any more.
+"""
+
+from cython.parallel cimport prange
+from libc.errno cimport EINTR, errno
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport free, malloc
+from posix.types cimport off_t
+
+import numpy as np
+
+cimport numpy as cnp
+
+from kvcache.core cimport kernels
+from kvcache.core.files import checksum
+
+__all__ = ["read_pages"]
+
+cnp.import_array()
+
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    Py_ssize_t preadv(int fd, const iovec *parts, int count, off_t offset)
+
+cdef enum:
+    MOST_PARTS = 1000    # of one system call; the system takes 1024
+    STEPS = 16           # of a call: what one reads while the other checks
+
+
+cdef struct Page:
+    off_t offset
+    iovec *parts             # one of its buffers each
+    int64_t num_parts
+    bint is_whole            # the file had all of it
+
+
+def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::1] checksums):
+    """Read pages, each into its buffers; whether it is there as a whole and has its checksum, bool `(len(pages),)`.
+
+    What buffers hold whose page is not good is void. A page that cannot be read, for a bad sector say, is not good.
+
+    Args:
+        fd: of the file.
+        offsets: of each page, int64.
+        pages: of each, the arrays that it fills, one behind the other: C-contiguous, writable.
+        checksums: of each, its CRC-32, uint32.
+
+    Raises:
+        ValueError: arguments of different lengths, an array of another kind; nothing was read.
+        MemoryError: nothing was read.
+    """
+    cdef int64_t i, count = 0, n = len(pages)
+    cdef cnp.ndarray buffer
+    good = np.zeros(n, np.bool_)
+    if offsets.shape[0] != n or checksums.shape[0] != n:
+        raise ValueError(f"expected {n} offsets and checksums, got {offsets.shape[0]} and {checksums.shape[0]}")
+    for buffers in pages:
+        for buffer in buffers:
+            if not (cnp.PyArray_IS_C_CONTIGUOUS(buffer) and cnp.PyArray_ISWRITEABLE(buffer)):
+                raise ValueError("expected arrays that are C-contiguous and writable, got another one")
+            count += 1
+    if n == 0:
+        return good
+    cdef Page *table = <Page *>malloc(n * sizeof(Page) + count * sizeof(iovec))
+    if table == NULL:
+        raise MemoryError()
+    cdef iovec *part = <iovec *>(table + n)
+    try:
+        for i in range(n):
+            table[i] = Page(offsets[i], part, len(pages[i]), False)
+            for buffer in pages[i]:
+                part[0] = iovec(cnp.PyArray_DATA(buffer), <size_t>buffer.nbytes)
+                part += 1
+        read_and_check(fd, table, n, pages, checksums, good)
+    finally:
+        free(table)
+    return good
+
+
+cdef int read_and_check(int fd, Page *table, int64_t n, list pages, const uint32_t[::1] checksums,
+                        unsigned char[::1] good) except -1:
+    cdef int64_t size = max(1, n // STEPS), done = 0, first = 0, stop = min(n, size)
+    cdef int turn, threads = min(2, kernels.num_threads())
+    errors = [None]    # room for one: where memory is short, there is none to take note of it
+    while done < n:
+        if threads == 1:    # no region: a child of os.fork() would hang in one
+            check(table, done, first, pages, checksums, good, errors)
+            read(fd, table, first, stop)
+        else:
+            for turn in prange(2, nogil=True, schedule="static", chunksize=1, num_threads=2):
+                if turn == 0:
+                    with gil:
+                        check(table, done, first, pages, checksums, good, errors)
+                else:
+                    read(fd, table, first, stop)
+        if errors[0] is not None:
+            raise errors[0]
+        done, first, stop = first, stop, min(n, stop + size)
+    return 0
+
+
+cdef void check(const Page *table, int64_t first, int64_t stop, list pages, const uint32_t[::1] checksums,
+                unsigned char[::1] good, list errors) noexcept:
+    """What is raised becomes `errors[0]`, since no exception can leave a thread."""
+    cdef int64_t i
+    try:
+        for i in range(first, stop):
+            good[i] = table[i].is_whole and checksum(pages[i]) == checksums[i]
+    except BaseException as error:
+        errors[0] = error
+
+
+cdef void read(int fd, Page *table, int64_t first, int64_t stop) noexcept nogil:
+    cdef int64_t i
+    for i in range(first, stop):
+        table[i].is_whole = fill(fd, table[i].parts, table[i].num_parts, table[i].offset)
+
+
+cdef bint fill(int fd, iovec *part, int64_t num_parts, off_t offset) noexcept nogil:
+    """Whether the file has so much; the parts are used up."""
+    cdef Py_ssize_t got
+    cdef iovec *end = part + num_parts
+    while part < end:
+        got = 0
+        if part.iov_len > 0:
+            got = preadv(fd, part, <int>min(end - part, MOST_PARTS), offset)
+            if got <= 0:
+                if got < 0 and errno == EINTR:
+                    continue
+                return False
+        offset += got
+        while part < end and got >= <Py_ssize_t>part.iov_len:
+            got -= <Py_ssize_t>part.iov_len
+            part += 1
+        if part < end:
+            part.iov_base = <char *>part.iov_base + got
+            part.iov_len -= <size_t>got
+    return True

@@ -1,0 +1,1 @@
+"""The token trie: exact to the token, leaf-first eviction."""

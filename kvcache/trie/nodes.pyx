@@ -1,0 +1,335 @@
+"""Records, texts, links and shapes of the token trie's nodes; drawn and explained in trie/nodes.pxd."""
+
+from libc.stdint cimport int32_t, uint32_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcpy
+
+from kvcache.trie.children cimport ChildTable
+from kvcache.core.heap cimport IndexedHeap
+
+cdef enum:
+    MAX_NODES = 0x7FFFFFF0
+    MAX_JOIN = 1024       # tokens: what an eviction may copy to undo a fork that is no longer one
+
+
+cdef class NodeTable:
+    """The shape of a token trie; `TokenTrie` adds the operations."""
+
+    def __cinit__(self, Py_ssize_t page_size=1):
+        if not 1 <= page_size <= 256:
+            raise ValueError(f"expected a page size in [1, 256], got {page_size}")
+        self.page_size = <int32_t>page_size
+        self.free_node = -1
+        self.children = ChildTable()
+        self.leaves = IndexedHeap()
+
+    def __dealloc__(self):
+        cdef Py_ssize_t id
+        for id in range(self.used):
+            if self.nodes[id].begin >= 0:
+                free(self.nodes[id].text)
+        free(self.nodes)
+
+    # ------------------------------------------------------------------ records
+
+    cdef int reserve(self, Py_ssize_t extra) except -1 nogil:
+        cdef Py_ssize_t room = self.capacity
+        cdef node_t* grown
+        if self.used - self.num_free + extra > self.capacity:
+            room = max(self.capacity + self.capacity // 4, self.used - self.num_free + extra, 16)
+            if room > MAX_NODES:
+                raise MemoryError(f"expected at most {MAX_NODES} nodes, got {room}")
+            grown = <node_t*>realloc(self.nodes, room * sizeof(node_t))
+            if grown is NULL:
+                raise MemoryError(f"no memory for {room} nodes")
+            self.nodes = grown
+            self.capacity = room
+        self.leaves.reserve(self.capacity)
+        self.children.reserve(extra)
+        return 0
+
+    cdef int32_t take(self) noexcept nogil:
+        cdef int32_t id = self.free_node
+        if id >= 0:
+            self.free_node = self.nodes[id].parent
+            self.num_free -= 1
+        else:
+            id = <int32_t>self.used
+            self.used += 1
+        self.nodes[id] = node_t(
+            text=NULL, stamp=0, begin=0, end=0, head=0, capacity=0, parent=-1, child=-1, prev=-1, next=-1,
+            pins=0, marked=0, queue=-1,
+        )
+        return id
+
+    cdef void give(self, int32_t id) noexcept nogil:
+        cdef node_t* node = &self.nodes[id]
+        self.text_bytes -= text_size(self.page_size, node.begin - node.head, node.capacity)
+        free(node.text)
+        node.text = NULL
+        node.begin = -1
+        node.parent = self.free_node
+        self.free_node = id
+        self.num_free += 1
+
+    # ------------------------------------------------------------------ texts
+
+    cdef uint32_t* tokens(self, int32_t id) noexcept nogil:
+        return self.nodes[id].text + self.nodes[id].head
+
+    cdef int32_t* values(self, int32_t id) noexcept nogil:
+        cdef node_t* node = &self.nodes[id]
+        cdef Py_ssize_t given = 0    # values at the front that went to upper halves
+        if node.head > 0:
+            given = node.begin // self.page_size - (node.begin - node.head) // self.page_size
+        return <int32_t*>(node.text + node.capacity) + given
+
+    cdef Py_ssize_t pages(self, int32_t id) noexcept nogil:
+        return self.nodes[id].end // self.page_size - self.nodes[id].begin // self.page_size
+
+    cdef uint32_t* new_text(self, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
+        cdef uint32_t* text = <uint32_t*>malloc(text_size(self.page_size, begin, end - begin))
+        if text is not NULL:
+            self.text_bytes += text_size(self.page_size, begin, end - begin)
+        return text
+
+    cdef bint retext(self, int32_t id, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
+        """Move the node's text to one with room for exactly the depths [begin, end); False for want of memory."""
+        cdef uint32_t* text = self.new_text(begin, end)
+        cdef node_t* node = &self.nodes[id]
+        cdef Py_ssize_t page = node.begin // self.page_size - begin // self.page_size
+        cdef int32_t* values
+        if text is NULL:
+            return False
+        values = <int32_t*>(text + (end - begin)) + page
+        memcpy(text + (node.begin - begin), self.tokens(id), (node.end - node.begin) * sizeof(uint32_t))
+        memcpy(values, self.values(id), self.pages(id) * sizeof(int32_t))
+        self.text_bytes -= text_size(self.page_size, node.begin - node.head, node.capacity)
+        free(node.text)
+        node.text = text
+        node.head = <int32_t>(node.begin - begin)
+        node.capacity = <int32_t>(end - begin)
+        return True
+
+    cdef void compact(self, int32_t id) noexcept nogil:
+        """Give memory back once half of it is idle: what is copied was paid for by what left."""
+        cdef node_t* node = &self.nodes[id]
+        if 2 * (node.end - node.begin) < node.capacity:
+            self.retext(id, node.begin, node.end)    # Without memory the larger text serves as well.
+
+    # ------------------------------------------------------------------ links
+
+    cdef void enlist(self, int32_t id, int32_t parent) noexcept nogil:
+        """Link `id` under `parent`, as its newest child."""
+        cdef int32_t first = self.nodes[parent].child
+        self.nodes[id].parent = parent
+        self.nodes[id].prev = -1
+        self.nodes[id].next = first
+        if first >= 0:
+            self.nodes[first].prev = id
+        self.nodes[parent].child = id
+
+    cdef void delist(self, int32_t id) noexcept nogil:
+        cdef node_t* node = &self.nodes[id]
+        if node.prev >= 0:
+            self.nodes[node.prev].next = node.next
+        else:
+            self.nodes[node.parent].child = node.next
+        if node.next >= 0:
+            self.nodes[node.next].prev = node.prev
+
+    cdef void replace(self, int32_t old, int32_t new) noexcept nogil:
+        """`new` takes the place of `old` among its siblings; both edges begin with the same token."""
+        cdef node_t* node = &self.nodes[new]
+        node.parent = self.nodes[old].parent
+        node.prev = self.nodes[old].prev
+        node.next = self.nodes[old].next
+        if node.prev >= 0:
+            self.nodes[node.prev].next = new
+        else:
+            self.nodes[node.parent].child = new
+        if node.next >= 0:
+            self.nodes[node.next].prev = new
+        self.children.put(node.parent, self.tokens(new)[0], new)
+
+    # ------------------------------------------------------------------ shape
+
+    cdef int32_t new_root(self) except -1 nogil:
+        self.reserve(1)
+        return self.take()
+
+    cdef int32_t split(self, int32_t id, Py_ssize_t depth) except -1 nogil:
+        """Cut `id` at `depth`, strictly inside it; the new upper half is returned, `id` is the lower one."""
+        cdef int32_t upper
+        cdef uint32_t* text
+        cdef node_t* node
+        cdef node_t* above
+        self.reserve(1)
+        text = self.new_text(self.nodes[id].begin, depth)
+        if text is NULL:
+            raise MemoryError(f"no memory for {depth - self.nodes[id].begin} tokens")
+        upper = self.take()
+        node = &self.nodes[id]
+        above = &self.nodes[upper]
+        above.text = text
+        above.stamp = node.stamp
+        above.begin = node.begin
+        above.end = <int32_t>depth
+        above.capacity = above.end - above.begin
+        memcpy(self.tokens(upper), self.tokens(id), above.capacity * sizeof(uint32_t))
+        memcpy(self.values(upper), self.values(id), self.pages(upper) * sizeof(int32_t))
+        self.replace(id, upper)
+        node.head += above.capacity
+        node.begin = above.end
+        self.enlist(id, upper)
+        self.children.put(upper, self.tokens(id)[0], id)
+        self.compact(id)
+        return upper
+
+    cdef void join(self, int32_t upper, Py_ssize_t max_tokens) noexcept nogil:
+        """Undo a split that nothing needs any more: the only child takes over the text of `upper`."""
+        cdef node_t* above = &self.nodes[upper]
+        cdef int32_t id = above.child
+        cdef node_t* node
+        if above.parent < 0 or id < 0 or above.pins or above.marked:
+            return
+        node = &self.nodes[id]
+        if node.next >= 0 or node.stamp != above.stamp or node.end - above.begin > max_tokens:
+            return
+        if not self.retext(id, above.begin, node.end):
+            return    # Two nodes serve as well as one.
+        self.children.drop(upper, self.tokens(id)[0])
+        node.head = 0
+        node.begin = above.begin
+        memcpy(self.tokens(id), self.tokens(upper), (above.end - above.begin) * sizeof(uint32_t))
+        memcpy(self.values(id), self.values(upper), self.pages(upper) * sizeof(int32_t))
+        self.replace(upper, id)
+        self.give(upper)
+
+    cdef int32_t attach(
+        self, int32_t parent, const uint32_t* tokens, Py_ssize_t end, const int32_t* values
+    ) except -1 nogil:
+        """A new leaf below `parent` up to depth `end`; `tokens` and `values` begin at the leaf's first."""
+        cdef Py_ssize_t begin = self.nodes[parent].end
+        cdef int32_t id
+        cdef uint32_t* text
+        self.reserve(1)
+        text = self.new_text(begin, end)
+        if text is NULL:
+            raise MemoryError(f"no memory for {end - begin} tokens")
+        id = self.take()
+        self.nodes[id].text = text
+        self.nodes[id].begin = <int32_t>begin
+        self.nodes[id].end = <int32_t>end
+        self.nodes[id].capacity = <int32_t>(end - begin)
+        memcpy(self.tokens(id), tokens, (end - begin) * sizeof(uint32_t))
+        memcpy(self.values(id), values, self.pages(id) * sizeof(int32_t))
+        self.leaves.drop(parent)
+        self.enlist(id, parent)
+        self.children.put(parent, tokens[0], id)
+        self.num_tokens += end - begin
+        self.num_pages += self.pages(id)
+        return id
+
+    cdef int extend(
+        self, int32_t leaf, const uint32_t* tokens, Py_ssize_t end, const int32_t* values
+    ) except -1 nogil:
+        """Lengthen `leaf` up to depth `end`; `tokens` and `values` begin behind its last."""
+        cdef Py_ssize_t length = end - self.nodes[leaf].end
+        cdef Py_ssize_t pages = self.pages(leaf)
+        if not self.retext(leaf, self.nodes[leaf].begin, end):
+            raise MemoryError(f"no memory for {end - self.nodes[leaf].begin} tokens")
+        memcpy(self.tokens(leaf) + (self.nodes[leaf].end - self.nodes[leaf].begin), tokens, length * sizeof(uint32_t))
+        self.nodes[leaf].end = <int32_t>end
+        memcpy(self.values(leaf) + pages, values, (self.pages(leaf) - pages) * sizeof(int32_t))
+        self.num_tokens += length
+        self.num_pages += self.pages(leaf) - pages
+        return 0
+
+    cdef int32_t shrink(self, int32_t leaf, Py_ssize_t count, int32_t* out) noexcept nogil:
+        """Move the values of the last `count` pages to `out`, last first; a leaf without pages vanishes.
+
+        Returns the node that now is the leaf: itself, the one above that has become it, or -1 if none has.
+        """
+        cdef node_t* node = &self.nodes[leaf]
+        cdef Py_ssize_t i, pages = self.pages(leaf)
+        cdef const int32_t* values = self.values(leaf)
+        cdef int32_t parent = node.parent
+        cdef int32_t end = node.end - <int32_t>(count * self.page_size)
+        for i in range(count):
+            out[i] = values[pages - 1 - i]
+        self.num_pages -= count
+        self.num_entries -= node.marked
+        node.marked = 0
+        self.trim(leaf, end)
+        return leaf if count < pages else self.settle(parent)
+
+    cdef void trim(self, int32_t leaf, int32_t end) noexcept nogil:
+        """Cut the leaf's tokens back to depth `end`; it vanishes if none remain."""
+        cdef node_t* node = &self.nodes[leaf]
+        if end > node.begin:
+            self.num_tokens -= node.end - end
+            node.end = end
+            self.compact(leaf)
+            return
+        self.num_tokens -= node.end - node.begin
+        self.leaves.drop(leaf)
+        self.children.drop(node.parent, self.tokens(leaf)[0])
+        self.delist(leaf)
+        self.give(leaf)
+
+    cdef int32_t settle(self, int32_t id) noexcept nogil:
+        """After a child of `id` has left: a new leaf ends on a page boundary, nodes without pages go."""
+        cdef int32_t parent, end
+        while self.nodes[id].child < 0 and self.nodes[id].parent >= 0:
+            parent = self.nodes[id].parent
+            end = self.nodes[id].end - self.nodes[id].end % self.page_size
+            if end > self.nodes[id].begin:
+                self.trim(id, end)
+                self.list_leaf(id)
+                return id
+            self.trim(id, end)
+            id = parent
+        self.join(id, MAX_JOIN)
+        return -1
+
+    cdef bint guarded(self, int32_t leaf) noexcept nogil:
+        """Whether the leaf's first page is the last one to complete a pinned node that ends inside a page."""
+        cdef int32_t id = leaf
+        cdef int32_t boundary = self.nodes[leaf].begin - self.nodes[leaf].begin % self.page_size
+        while self.nodes[id].begin > boundary and self.nodes[id].prev < 0 and self.nodes[id].next < 0:
+            id = self.nodes[id].parent
+            if self.nodes[id].pins > 0:
+                return True
+        return False
+
+    # ------------------------------------------------------------------ order
+
+    cdef double rank(self, int32_t id) noexcept nogil:
+        """The eviction policy: the leaf of lowest rank leaves first. Here the least recently used."""
+        return <double>self.nodes[id].stamp
+
+    cdef void list_leaf(self, int32_t id) noexcept nogil:
+        """Put `id` where it belongs among the candidates for eviction: in if an unpinned leaf, else out."""
+        if self.nodes[id].child < 0 and self.nodes[id].pins == 0 and self.nodes[id].parent >= 0:
+            self.leaves.put(id, self.rank(id))
+        else:
+            self.leaves.drop(id)
+
+    cdef void stamp_path(self, int32_t id) noexcept nogil:
+        """Stamp `id` and all above it with a new time, each as the newest child of its parent."""
+        self.clock += 1
+        self.nodes[id].stamp = self.clock
+        self.list_leaf(id)
+        while id >= 0:
+            self.nodes[id].stamp = self.clock
+            if self.nodes[id].prev >= 0:
+                self.delist(id)
+                self.enlist(id, self.nodes[id].parent)
+            id = self.nodes[id].parent
+
+
+cdef inline Py_ssize_t text_size(Py_ssize_t page_size, Py_ssize_t begin, Py_ssize_t capacity) noexcept nogil:
+    """Bytes of a text for `capacity` tokens from depth `begin` on, with the values of the pages that end there."""
+    cdef Py_ssize_t pages = (begin + capacity) // page_size - begin // page_size
+    return capacity * sizeof(uint32_t) + pages * sizeof(int32_t)

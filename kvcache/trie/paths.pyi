@@ -1,0 +1,3 @@
+from kvcache.trie.nodes import NodeTable
+
+class TokenPaths(NodeTable): ...

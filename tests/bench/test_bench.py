@@ -1,0 +1,121 @@
+"""The bench package: its trace replay against the trie, its bounds, its command line."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("bench.support.common")
+
+from bench.__main__ import main
+from bench.prefix.policies import POLICIES, lru, optimal, replay
+from bench.prefix.trace import through_trie
+from bench.prefix.workloads import Mix, from_mooncake, synthetic
+from bench.support.common import Candidate, Case, Claim, at_most, faster, run_case
+from bench.support.report import markdown, text_table, time_text
+from bench.trie.package_rivals import VllmPrefix
+from bench.trie.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, prefix_rivals
+from bench.trie.trie import prompts
+
+SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
+
+
+@pytest.mark.parametrize("capacity", [64, 300, 2_000])
+def test_the_replay_of_lru_is_what_the_trie_does(capacity):
+    for seed in range(3):
+        trace = synthetic(replace(SMALL, seed=seed))
+        outcome, real = replay(trace, capacity, lru), through_trie(trace, capacity)
+        assert outcome.hit_rate == real["hit_rate"]
+        assert outcome.evictions == real["evictions"]
+
+
+def test_nothing_beats_the_optimum():
+    trace = synthetic(SMALL)
+    for capacity in (64, 300, 2_000, trace.num_pages):
+        best = optimal(trace, capacity).hits
+        assert all(replay(trace, capacity, rank).hits <= best for rank in POLICIES.values())
+    assert replay(trace, trace.num_pages, lru).hits == optimal(trace, trace.num_pages).hits
+
+
+def test_traces_repeat():
+    assert synthetic(SMALL) == synthetic(SMALL)
+    assert synthetic(SMALL) != synthetic(replace(SMALL, seed=1))
+
+
+def test_a_file_in_mooncakes_format(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 600, "hash_ids": [1, 2]},
+        {"timestamp": 9, "input_length": 1500, "output_length": 10, "hash_ids": [1, 2, 5]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    trace = from_mooncake(str(path))
+    assert [request.num_prompt for request in trace.requests] == [2, 3]
+    assert replay(trace, 10, lru).hits == 2
+
+
+def test_claims_and_verdicts():
+    case = Case("sleep", lambda: [Candidate("a", lambda: sum(range(2_000))), Candidate("b", lambda: None)])
+    result = run_case(case, 3)
+    result.claims = (faster(5, "b", "a"), at_most(0.5, "b", "a"), at_most(0.001, "a", "b"), at_most(1, "a", "gone"))
+    assert [verdict[-1] for verdict in result.verdicts()] == [True, True, False]
+    assert str(Claim("a", "b", 2)) == "a: at most 2x b"
+
+
+def test_tables_and_times():
+    assert [time_text(t) for t in (3e-9, 4.56e-6, 0.0123, 2)] == ["3 ns", "4.56 us", "12.3 ms", "2 s"]
+    assert text_table(["x", "yy"], [["abc", "1"]]).splitlines() == ["x    yy", "-------", "abc   1"]
+    assert markdown(["x"], [["1"]]) == "| x |\n| :-- |\n| 1 |"
+
+
+def test_a_saved_cache(capsys):
+    """Whatever the times are: every block comes back byte for byte, or the bench says no."""
+    assert main(["saved", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("yes") == 4
+    assert "NO" not in out
+
+
+def test_the_published_algorithms_find_and_forget_what_they_should():
+    first, second = prompts(2, 64)
+    other = np.concatenate([first[:40], second[:24]])
+    hashes, scan, whole = ChainedHashes(16), PromptScan(16), PromptDict(16)
+    for rival in (hashes, scan, whole):
+        for prompt in (first, second):
+            rival.insert(rival.key(prompt))
+    assert hashes.match(hashes.key(first)) == [0, 1, 2, 3]
+    assert hashes.match(hashes.key(other)) == [0, 1]  # full pages alone, and only those before the first difference
+    assert scan.match(scan.key(other)) == scan.key(first)
+    assert whole.match(whole.key(other)) is None
+    assert whole.match(whole.key(second)) is not None
+    for rival in (hashes, scan, whole):
+        rival.evict(64)  # the oldest prompt
+        assert not rival.match(rival.key(first))
+        assert rival.match(rival.key(second))
+
+
+@pytest.mark.parametrize("rival", PREFIX, ids=lambda rival: rival.name)
+def test_rivals_keep_what_they_are_given(rival):
+    if rival not in prefix_rivals():
+        pytest.skip("its package is not installed")
+    tree, (first, second) = rival(16), prompts(2, 64)
+    for prompt in (first, second):
+        tree.insert(tree.key(prompt))
+    assert tree.match(tree.key(first)) is not None
+    if rival is not VllmPrefix:
+        tree.evict(64)
+    tree.insert(tree.key(first))
+
+
+def test_the_tables_of_structures(capsys):
+    assert main(["structures", "--quick", "--only", "pin and unpin"]) in (0, 1)  # no test fails on time
+    assert "2048 nodes" in capsys.readouterr().out
+
+
+def test_the_command_line(capsys):
+    assert main(["trace", "--quick"]) == 0
+    assert "optimal (offline)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "structures" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""What `bench quality` measures with: its text, prompts, windows and bins, and that it measures the thing it names."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("bench.support.common")
+pytest.importorskip("tokenizers")
+
+from bench.__main__ import main
+from bench.quality import endless, eviction, formats, heldout, reuse
+from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
+from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
+from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.engine.residual import default_length
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return demo_model()
+
+
+@pytest.fixture(scope="module")
+def model(demo):
+    return demo[0]
+
+
+@pytest.fixture(scope="module")
+def text(demo):
+    return heldout.load(demo[1])
+
+
+def test_windows_cover_without_overlap():
+    whole = heldout.Heldout(np.arange(1000, dtype=np.uint32), heldout.find_library(), True)
+    for length, total, count in ((100, 250, 3), (64, 10**6, 15), (1000, 1, 1)):
+        windows = whole.windows(length, total)
+        assert [len(window) for window in windows] == [length] * count
+        assert all(b[0] > a[-1] for a, b in pairwise(windows))
+
+
+def test_a_folder_without_the_modules_says_so(demo, tmp_path):
+    with pytest.raises(SystemExit, match="--library: expected the standard library"):
+        heldout.load(demo[1], tmp_path)
+
+
+def test_names_are_defined_and_asked_for(demo, text):
+    tokenizer = demo[1]
+    for prompt in make_prompts(text, tokenizer, 3):
+        assert LENGTH - 80 < len(prompt.tokens) <= LENGTH
+        assert prompt.continuation.stop - prompt.continuation.start == 256
+        before = tokenizer.decode(prompt.tokens[: prompt.continuation.start].tolist())
+        assert len(prompt.names) == len(DISTANCES)
+        for where in prompt.names:
+            name = tokenizer.decode(prompt.tokens[where].tolist()).strip()
+            assert before.count(name) == 1
+            assert where.start >= prompt.continuation.stop
+
+
+def test_formats_are_compared_with_the_f32_cache(model, text):
+    length = 2 * default_length("q2", "q2") + 44  # beyond the first groups, so that q2 is read packed
+    figures = formats.measure(model, text, length, 2 * length, ["f32", "q8", "q2"])
+    assert figures["f32"]["rise"] == figures["f32"]["kl"] == 0
+    assert figures["f32"]["same"] == 1
+    assert 0 < figures["q8"]["kl"] < 1e-3 < figures["q2"]["kl"]
+    assert [round(figures[name]["bits"], 2) for name in figures] == [32, 8.5, 2.5]
+    assert figures["f32"]["tokens"] == 2 * (length - 1)
+    scores = np.concatenate([InferenceEngine(model).score(window) for window in text.windows(length, 2 * length)])
+    assert figures["f32"]["perplexity"] == pytest.approx(np.exp(-scores.mean()), rel=1e-5)
+    verdicts = {v["format"]: v["met"] for v in formats.verdicts(figures)}
+    assert verdicts == {"q8": True, "q2": figures["q2"]["rise"] <= 0.08}
+
+
+def test_a_recorder_changes_nothing(model, text):
+    recorder = Recorder(model, np.copy)
+    scores = InferenceEngine(recorder).score(text.tokens[:50])
+    np.testing.assert_array_equal(scores, InferenceEngine(model).score(text.tokens[:50]))
+    found = log_softmax(recorder.take())[np.arange(49), text.tokens[1:50]]
+    np.testing.assert_allclose(found, scores, rtol=0, atol=1e-5)
+
+
+def test_random_eviction_keeps_a_uniform_sample(model, text):
+    engine = RandomEngine(model, eviction_policy=EvictionPolicy.H2O(0.0), kv_budget=100, prefill_chunk=16)
+    engine.prefill_from_pos(text.tokens[:400], 0)
+    kept = np.array([engine.kept_positions(layer) for layer in range(model.config.num_layers)])
+    assert kept.shape == (model.config.num_layers, 100)
+    assert abs(kept.mean() - 200) < 20  # four standard deviations of the mean of 600 draws
+    assert len({tuple(row) for row in kept.tolist()}) == len(kept)
+
+
+def test_attention_adds_up(model, text):
+    mass = attention_mass(model, text.tokens[:120], 20)
+    np.testing.assert_allclose(mass.sum(axis=1), 1, rtol=1e-4)
+    assert (mass[:, :100] > 0).all()
+
+
+def test_a_policy_is_held_to_its_budget(demo, model, text):
+    prompts = make_prompts(text, demo[1], 1)
+    found = eviction.measure(model, prompts, "window", 5, chunk=512)
+    assert found["alive"] == found["budget"] == 102
+    assert eviction.rows([found | {"policy": "all"}])[0][6] == "+0.0 %"
+
+
+def test_bins_and_fresh_windows(model, text):
+    scores = np.repeat(np.float32([-1, -2, -3]), [endless.BIN, endless.BIN, endless.BIN // 2 - 1])
+    np.testing.assert_allclose(endless.bins(scores), [1, 2])
+    np.testing.assert_allclose(endless.bins(scores[:100]), [1])
+    fresh = endless.reference(model, text.tokens[:2300])
+    np.testing.assert_allclose(fresh[:2047], InferenceEngine(model).score(text.tokens[:2048]), rtol=0, atol=1e-4)
+    again = InferenceEngine(model).score(text.tokens[1024:2300])
+    np.testing.assert_allclose(fresh[2047:], again[1023:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_hits_are_hits(model, text, dtype):
+    found = reuse.measure(model, text, dtype, 4)
+    assert found["reused"] > 0
+    assert found["largest"] < 1e-3 or dtype == "q4"
+
+
+def test_the_command_line(capsys, tmp_path):
+    assert main(["quality", "--quick", "--only", "outliers", "--json", str(tmp_path / "found.json")]) == 0
+    assert "q4, not rotated" in capsys.readouterr().out
+    assert '"outliers"' in (tmp_path / "found.json").read_text()

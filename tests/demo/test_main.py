@@ -1,0 +1,140 @@
+"""The command line: the demo runs and its outputs agree; errors are one line and exit code 2."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from places import GOLDEN
+
+from kvcache.__main__ import main
+from kvcache.demo import DIRECTORY
+from kvcache.demo.display import Display, TerminalDisplay, rows
+from kvcache.demo.run import Pass, Request, run
+
+# The package under test, also from another directory and where it was built in place.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
+pytest.importorskip("tokenizers")
+
+
+def one_line(capsys, code):
+    """The error as the user sees it."""
+    assert code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvcache: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """One run of the demo as a user starts it, its output in a file."""
+    path = tmp_path_factory.mktemp("demo") / "out.txt"
+    with path.open("w") as out:
+        command = [sys.executable, "-m", "kvcache"]
+        code = subprocess.run(command, stdout=out, cwd=path.parent, env=ENVIRONMENT, check=False).returncode
+    return code, path.read_text()
+
+
+def test_the_demo_gives_the_same_text_cold_and_warm(shown):
+    code, text = shown
+    assert code == 0
+    assert "outputs cold and warm: identical, 12 requests" in text
+
+
+def test_the_demo_without_a_terminal_is_plain_lines(shown):
+    _, text = shown
+    assert text.isascii()
+    assert "\x1b" not in text
+    for words in ("reused", "first token", "tok/s", "prompt tokens prefilled", "KV bytes", "% saved", "####"):
+        assert words in text
+
+
+def test_the_demo_reuses_the_shared_prompt(shown):
+    lines = [line.split() for line in shown[1].splitlines() if line.endswith("tok/s")]
+    cold, warm = lines[:12], lines[12:]
+    assert all(int(line[3]) == 0 for line in cold)
+    assert all(int(line[3]) + int(line[4]) == int(line[2]) for line in lines)
+    # Every request but the very first finds the system prompt.
+    assert all(int(line[3]) > int(line[2]) // 2 for line in warm[1:])
+
+
+def request(first=0.5, answer=(1, 2)):
+    return Request("ada", 1, 100, 40, 60, first, 50.0, answer)
+
+
+def test_the_terminal_display_shows_what_the_plain_one_says(capsys):
+    pytest.importorskip("rich")
+    cold, warm = Pass((request(), request()), 2000, 0.0), Pass((request(), request(0.05)), 1000, 0.4)
+    for display in (Display(), TerminalDisplay()):
+        display.start("title", 2)
+        with display:
+            display.heading("a pass")
+            display.prompt("ada", 1)
+            display.text("[bold]not markup[/bold]\n")
+            display.request(request())
+        display.summary(cold, warm, True)
+        text = capsys.readouterr().out
+        for words in ("title", "a pass", "ada", "identical", "2.0x", "10.0x", "40.0 %", "=" * 4):
+            assert words in text, words
+
+
+def test_a_difference_is_said_and_is_a_failure(monkeypatch, capsys):
+    Display().summary(Pass((request(),) * 2, 1, 0.0), Pass((request(answer=(1, 3)),) * 2, 1, 0.0), False)
+    assert "DIFFERENT" in capsys.readouterr().out
+    monkeypatch.setattr("kvcache.demo.run.run", lambda display: False)
+    assert main([]) == 1
+
+
+def test_rows_add_up():
+    table = rows(Pass((request(),) * 2, 2000, 0.0), Pass((request(0.25),) * 2, 1000, 0.4))
+    assert table[1][1:] == ("500.0 ms", "250.0 ms", "2.0x")
+    assert callable(run)
+
+
+def test_generate(capsys):
+    options = ["--max-tokens", "5", "--temperature", "0"]
+    code = main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", *options])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert out.startswith("import ")
+    assert len(out) > len("import \n")
+
+
+def test_errors_are_one_line(capsys, tmp_path):
+    assert "config.json" in one_line(capsys, main(["generate", "--model", str(tmp_path), "--prompt", "x"]))
+    assert "tokenizer.json" in one_line(capsys, main(["generate", "--model", str(GOLDEN / "llama"), "--prompt", "x"]))
+    demo = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
+    assert "temperature" in one_line(capsys, main([*demo, "--temperature", "-1"]))
+    assert "q9" in one_line(capsys, main([*demo, "--dtype", "q9"]))
+    assert "out of memory" in one_line(capsys, main([*demo, "--num-blocks", "1", "--max-tokens", "100"]))
+    shutil.copytree(GOLDEN / "llama", tmp_path / "odd")
+    config = json.loads((tmp_path / "odd" / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    assert "GPT2LMHeadModel" in one_line(capsys, main(["generate", "--model", str(tmp_path / "odd"), "--prompt", "x"]))
+
+
+@pytest.mark.parametrize("arguments", ["generate", "fly", "generate --model x --prompt y --top-k z"])
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    assert stopped.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_help_names_everything(capsys):
+    for arguments, words in (("--help", ("demo", "generate", "examples")), ("generate --help", ("--top-p", "DIR"))):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments.split())
+        assert stopped.value.code == 0
+        text = capsys.readouterr().out
+        assert all(word in text for word in words)
+
+
+def test_a_pipe_that_closes_is_no_traceback():
+    command = f"{sys.executable} -m kvcache --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.stdout.startswith("usage")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,264 @@
+"""Groups in full beside the cached prefixes that end in them: what runs, what is kept, what a file has."""
+
+import gc
+
+import numpy as np
+import pytest
+from teller import DIM, KV_HEADS, LAYERS, VOCABULARY, Teller
+
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.engine.newest import NewestGroups
+from kvcache.engine.residual import Residual
+from kvcache.paged.cache import PagedKvCache
+
+SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
+NONE = SamplingParams(max_tokens=0)
+
+
+def engine(blocks=64, model=None, **options):
+    options = {"dtype": "q2", "prefill_chunk": 24, "num_blocks": 40} | options
+    return PrefixCachedEngine(InferenceEngine(model or Teller(), **options), blocks, strict=True)
+
+
+def new_tokens(cached, tokens, namespace=None):
+    """How many of a prompt are run."""
+    before = cached.inner.prefill_token_count
+    if isinstance(cached.inner.model, Teller):
+        cached.inner.model.expect(tokens, namespace)
+    cached.generate(tokens, NONE, namespace=namespace)
+    return cached.inner.prefill_token_count - before
+
+
+def settled(cached):
+    gc.collect()
+    cached.check()
+    for cache in (cached.prefix_cache.cache, cached.newest.cache):
+        assert cache.pinned_blocks == 0
+        assert cache.references().sum() == len(cache)
+
+
+def prompt(seed, n):
+    return np.random.default_rng(seed).integers(0, VOCABULARY, n).astype(np.uint32)
+
+
+@pytest.mark.parametrize("length", [12, 48, 64])
+def test_only_what_is_new_is_run(length):
+    cached = engine(residual_length=length)
+    assert new_tokens(cached, prompt(0, 100)) == 100
+    assert new_tokens(cached, prompt(0, 100)) == 4  # 6 blocks of 16 are cached
+    begun = 0 if length == 64 else length  # of a group whose end is not that of the text, nothing is kept
+    assert new_tokens(cached, prompt(0, 96)) == begun
+    assert new_tokens(cached, prompt(0, 96)) == 0  # the last token again, as a step
+    assert new_tokens(cached, np.r_[prompt(0, 96), prompt(1, 30)]) == 30
+    settled(cached)
+
+
+def test_a_prompt_that_parts_within_the_group_shares_its_head():
+    cached = engine(1000, residual_length=64)
+    cached.generate(prompt(0, 112), NONE)
+    for head in (70, 80, 81, 95, 111):
+        other = prompt(0, 112)
+        other[head:] = (other[head:] + 1) % VOCABULARY
+        assert new_tokens(cached, other) == 112 - head
+    settled(cached)
+
+
+def test_what_parts_before_the_newest_group_runs_its_group_again():
+    cached = engine(residual_length=64)
+    cached.generate(prompt(0, 200), NONE)
+    assert new_tokens(cached, np.r_[prompt(0, 100), prompt(1, 10)]) == 110 - 64
+    settled(cached)
+
+
+@pytest.mark.parametrize("tail", [20, 70])
+def test_the_group_in_which_texts_part_runs_again_once(tail):
+    """A system prompt: the first text runs whole, the second finds that it is shared, all others what is new."""
+    cached = engine(1000, residual_length=64)
+    new = [new_tokens(cached, np.r_[prompt(0, 100), prompt(seed, tail)]) for seed in range(1, 9)]
+    # With a tail of 20 the group is also the first text's newest.
+    assert new == [100 + tail, tail + 36 * (tail > 28), *[tail] * 6]
+    settled(cached)
+
+
+def test_both_turns_of_a_chat_go_on(network):
+    """The prompt again, and prompt, answer and what comes then."""
+    cached = engine(model=network, residual_length=64)
+    plain = InferenceEngine(network, dtype="q2", residual_length=64, prefill_chunk=24)
+    sixty = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=60)
+    text = prompt(0, 80)
+    answer = cached.generate(text, sixty)
+    assert answer == plain.generate(text, sixty)
+    turn = np.r_[text, np.array(answer, np.uint32), prompt(1, 9)]
+    # Of 139 tokens that ran, 128 fill blocks.
+    assert new_tokens(cached, turn) == len(turn) - 128
+    assert new_tokens(cached, text) == 0
+    assert cached.generate(turn, sixty) == plain.generate(turn, sixty)
+    assert cached.generate(text, sixty) == answer
+    settled(cached)
+
+
+@pytest.mark.parametrize("length", [12, 48, 64])
+def test_a_file_has_them(tmp_path, length):
+    saved = engine(1000, residual_length=length)
+    for name in (None, "a"):
+        saved.generate(prompt(0, 100), SHORT, namespace=name)
+        saved.generate(np.r_[prompt(0, 50), prompt(1, 30)], SHORT, namespace=name)
+    saved.save(tmp_path / "cache", "teller")
+    loaded = engine(1000, residual_length=length)
+    assert loaded.load(tmp_path / "cache", "teller") == len(saved.prefix_cache.cache)
+    assert len(loaded.newest.cache) == len(saved.newest.cache) > 0
+    settled(loaded)
+    for name in ("a", None):
+        for tokens in (prompt(0, 100), np.r_[prompt(0, 50), prompt(1, 30), prompt(2, 9)], prompt(2, 60)):
+            told = []
+            for cached in (saved, loaded):
+                cached.inner.model.told.clear()
+                told.append((new_tokens(cached, tokens, name), dict(cached.inner.model.told)))
+            assert told[0][0] == told[1][0]
+            assert told[0][1].keys() == told[1][1].keys()
+            for place, row in told[0][1].items():
+                np.testing.assert_array_equal(row, told[1][1][place])
+    settled(loaded)
+    loaded.save(tmp_path / "again", "teller")
+    again = engine(1000, residual_length=length)
+    again.load(tmp_path / "again", "teller")
+    assert new_tokens(again, prompt(0, 100), "a") == 4
+
+
+def test_a_file_of_another_residual_or_none(tmp_path):
+    """The packed blocks are the same; groups that nobody asks for are passed over."""
+    saved = engine(residual_length=64)
+    saved.generate(prompt(0, 100), NONE)
+    saved.save(tmp_path / "cache", "teller")
+    for length, new in ((0, 4), (32, 4), (12, 100 - 96), (64, 4), (7, 100 - 91)):
+        loaded = engine(residual_length=length)
+        assert loaded.load(tmp_path / "cache", "teller") == 6
+        assert new_tokens(loaded, prompt(0, 100)) == new, length
+        loaded.check()
+    plain = engine(residual_length=0)
+    plain.generate(prompt(0, 100), NONE)
+    plain.save(tmp_path / "cache", "teller")
+    loaded = engine(residual_length=64)
+    assert loaded.load(tmp_path / "cache", "teller") == 6
+    assert new_tokens(loaded, prompt(0, 100)) == 100 - 64
+    assert new_tokens(loaded, prompt(0, 100)) == 4
+    settled(loaded)
+
+
+def test_a_damaged_group_runs_again(tmp_path):
+    path = tmp_path / "cache"
+    saved = engine(residual_length=64)
+    saved.generate(prompt(0, 112), NONE)
+    saved.save(path, "teller")
+    good = path.read_bytes()
+    block = saved.newest.cache._store.block_bytes
+    for page, new in enumerate((48, 32, 16)):
+        data = bytearray(good)
+        data[len(data) - (3 - page) * block + 9] ^= 4
+        path.write_bytes(data)
+        loaded = engine(residual_length=64)
+        assert loaded.load(path, "teller") == 7
+        assert new_tokens(loaded, prompt(0, 112)) == new
+        settled(loaded)
+        assert new_tokens(loaded, prompt(0, 112)) == 0
+
+
+def test_how_many_there_can_be():
+    few, many = engine(1, residual_length=64), engine(4096, residual_length=64)
+    assert few.newest.cache.capacity == 8  # two groups
+    assert many.newest.cache.capacity == 4096 // 32
+    for seed in range(80):
+        few.generate(prompt(seed, 60), NONE)
+        many.generate(prompt(seed, 60), NONE)
+        settled(few)
+    settled(many)
+    assert len(few.newest.cache) == 0  # a text whose blocks are not all cached needs none
+    assert new_tokens(few, prompt(0, 20)) == 20
+    assert len(few.newest.cache) == 1
+    assert new_tokens(few, prompt(0, 20)) == 4
+    assert len(many.newest.cache) == 128
+    assert new_tokens(many, prompt(79, 60)) == 12
+
+
+def test_where_there_are_none():
+    for blocks, options in (
+        (0, {}),
+        (64, {"residual_length": 0}),
+        (64, {"residual_length": 1}),
+        (64, {"dtype": "f32"}),
+    ):
+        cached = engine(blocks, **options)
+        assert cached.newest is None
+        assert new_tokens(cached, prompt(0, 40)) == 40
+        assert new_tokens(cached, prompt(0, 40)) == (40 if not blocks else 8)
+        cached.clear_cache()
+        cached.check()
+
+
+def test_a_file_into_an_engine_whose_prefixes_are_gone(tmp_path):
+    saved = engine(residual_length=64)
+    saved.generate(prompt(0, 100), NONE)
+    saved.save(tmp_path / "cache", "teller")
+    saved.prefix_cache.cache.clear()
+    assert len(saved.newest.cache) == 2
+    assert saved.load(tmp_path / "cache", "teller") == 6
+    assert new_tokens(saved, prompt(0, 100)) == 4
+    settled(saved)
+
+
+def test_groups_that_somebody_holds_stay():
+    cached = engine(residual_length=64)
+    texts = [prompt(seed, 60) for seed in range(4)]
+    for tokens in texts[:2]:
+        cached.generate(tokens, NONE)
+    sessions = [cached.newest.cache.open_session(tokens, (None, b"")) for tokens in texts[:2]]
+    assert [session.matched_prefix_len for session in sessions] == [48, 48]
+    for tokens in texts[2:]:
+        assert new_tokens(cached, tokens) == 60
+    assert [new_tokens(cached, tokens) for tokens in texts] == [12, 12, 60, 60]
+    for session in sessions:
+        cached.newest.cache.close_session(session)
+    assert [new_tokens(cached, tokens) for tokens in texts] == [12, 12, 60, 60]
+    assert [new_tokens(cached, tokens) for tokens in texts[2:]] == [12, 12]
+    settled(cached)
+
+
+def test_clearing_forgets_them():
+    cached = engine(residual_length=64)
+    cached.generate(prompt(0, 100), NONE)
+    assert len(cached.newest.cache) == 2
+    cached.clear_cache()
+    assert len(cached.newest.cache) == 0
+    assert new_tokens(cached, prompt(0, 100)) == 100
+    settled(cached)
+
+
+def test_rows_come_back_bit_for_bit():
+    """What a residual had, and another gets: all dtypes, all counts."""
+    rng = np.random.default_rng(0)
+    config = Teller.config
+    for key_dtype, value_dtype in (("q4", "q2"), ("f32", "q4"), ("q3", "f32")):
+        cache = PagedKvCache(8, 16, KV_HEADS, DIM, num_layers=LAYERS, key_dtype=key_dtype, value_dtype=value_dtype)
+        for length in (12, 32):
+            one, other = Residual(config, cache, length, 24), Residual(config, cache, length, 24)
+            newest = NewestGroups(one, 16, 64)
+            for count in range(1, length):
+                before = rng.integers(0, 9, 2 * length).astype(np.uint32)
+                group = rng.integers(0, 9, count).astype(np.uint32)
+                rows = rng.standard_normal((LAYERS, 2, count, KV_HEADS, DIM), np.float32)
+                one.restart(2 * length + count)
+                one.resume(rows)
+                one.check()
+                newest.keep(np.r_[before, group], "a")
+                found, got = newest.recall(np.r_[before, group], "a")
+                assert found == count - count % newest.cache.block_size
+                newest.check()
+                assert newest.recall(np.r_[before, group], None)[0] == 0
+                assert newest.recall(np.r_[before[1:], group, group[:1]], "a")[0] == 0
+                if found:
+                    other.restart(2 * length + found)
+                    other.resume(got)
+                    other.check()
+                    for layer in range(LAYERS):
+                        for here, there in zip(one.read(layer), other.read(layer), strict=True):
+                            np.testing.assert_array_equal(here[:found], there)

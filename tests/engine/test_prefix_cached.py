@@ -1,0 +1,414 @@
+"""PrefixCachedEngine: the answer never changes, the work does."""
+
+import gc
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from places import GOLDEN
+
+from kvcache import OutOfMemoryError
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine.sampling import Sampler
+from kvcache.errors import InvalidOperationError
+
+MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+LENGTHS = (1, 15, 16, 17, 33, 200)
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q8", "q4"), ("f16", "q2"), ("q4", "f32")]
+SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
+SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def golden(request):
+    folder = GOLDEN / request.param
+    with np.load(folder / "golden.npz") as arrays:
+        return Transformer.from_pretrained(folder), dict(arrays)
+
+
+@pytest.fixture
+def cached(network):
+    return PrefixCachedEngine(InferenceEngine(network), 64)
+
+
+def prompt(seed, n):
+    return np.random.default_rng(seed).integers(0, 250, n).astype(np.uint32)
+
+
+def settled(cached):
+    """Nothing pinned, nothing lost."""
+    gc.collect()
+    cached.check()
+    prefixes = cached.prefix_cache.cache
+    assert prefixes.references().sum() == len(prefixes)
+
+
+# -- the answer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_cold_warm_and_off_are_the_same(golden, chunk):
+    model, arrays = golden
+    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=chunk), 64)
+    for length in (*LENGTHS, *reversed(LENGTHS)):
+        assert cached.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
+        settled(cached)
+
+
+@pytest.mark.parametrize("split", [1, 16, 20, 40, 199])
+def test_a_prompt_that_shares_a_head(golden, split):
+    model, arrays = golden
+    other = np.concatenate([arrays["prompt_200"][:split], arrays["prompt_33"]])
+    engine = InferenceEngine(model)
+    cached = PrefixCachedEngine(InferenceEngine(model), 64)
+    cached.generate(arrays["prompt_200"], GREEDY)
+    assert cached.generate(other, GREEDY) == engine.generate(other, GREEDY)
+    settled(cached)
+
+
+def test_a_cache_that_is_too_small_changes_nothing(golden):
+    model, arrays = golden
+    for blocks in (0, 1, 3, 13):
+        cached = PrefixCachedEngine(InferenceEngine(model), blocks)
+        for length in (200, 33, 200, 17, 200):
+            assert cached.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
+            assert cached.cache_stats().cached_blocks <= blocks
+            settled(cached)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_formats_share_too(golden, formats):
+    """Cold, warm and off are the same: attention reads what the format kept, also of what was just computed."""
+    model, _ = golden
+    options = {"key_dtype": formats[0], "value_dtype": formats[1]}
+    cached = PrefixCachedEngine(InferenceEngine(model, **options), 64)
+    plain = InferenceEngine(model, **options)
+    for n in (40, 56, 40, 64, 64):
+        assert cached.generate(prompt(3, n), SIXTEEN) == plain.generate(prompt(3, n), SIXTEEN)
+    assert cached.cache_stats().total_hits > 0
+    settled(cached)
+
+
+# -- the work -----------------------------------------------------------------------------------------------
+
+
+def test_the_second_call_prefills_nothing_that_is_cached(cached):
+    tokens = np.arange(32)
+    first = cached.generate(tokens, SamplingParams(temperature=0.0, max_tokens=1))
+    stats = cached.cache_stats()
+    assert (stats.cached_blocks, stats.capacity_blocks, stats.total_hits, stats.total_misses) == (2, 64, 0, 1)
+    assert stats.memory_bytes == 2 * cached.inner.cache.block_memory_bytes
+    before = cached.inner.prefill_token_count
+    assert cached.generate(tokens, SamplingParams(temperature=0.0, max_tokens=1)) == first
+    # The whole prompt is there: its last token is run again for its logits, which is a decode step.
+    assert cached.inner.prefill_token_count == before
+    stats = cached.cache_stats()
+    assert (stats.total_hits, stats.total_misses) == (2, 1)
+    assert stats.hit_rate == pytest.approx(2 / 3)
+    assert (stats.hit_tokens, stats.lookup_tokens) == (32, 64)
+
+
+def test_a_new_cache(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 16)
+    stats = cached.cache_stats()
+    assert (stats.cached_blocks, stats.capacity_blocks, stats.hit_rate) == (0, 16, 0.0)
+    assert PrefixCachedEngine.BLOCK_SIZE == 16
+
+
+def test_matched_blocks_are_shared_without_a_copy(cached):
+    tokens = prompt(1, 80)
+    cached.generate(tokens, SHORT)
+    cache = cached.inner.cache
+    before = cache.stats().total_allocations
+    stream = cached.stream(np.concatenate([tokens, prompt(2, 8)]), SHORT)
+    next(stream)
+    # Five cached blocks are the sequence's own first five; only the new text takes a block.
+    shared = cache.get_sequence(cached.inner.seq_id).block_ids
+    assert shared[:5] == tuple(block.index for block in cached.prefix_cache.cache.lookup(tokens)[1])
+    for block in shared[:5]:
+        cached.prefix_cache.cache.release(block)
+    assert cache.stats().total_allocations - before == 1
+    stream.close()
+    settled(cached)
+
+
+def test_a_prompt_that_diverges_inside_a_block_reuses_its_head(cached):
+    tokens = prompt(1, 48)
+    cached.generate(tokens, SHORT)
+    other = tokens.copy()
+    other[40:] = (other[40:] + 1) % 250
+    before = cached.inner.prefill_token_count
+    cached.generate(other, SHORT)
+    assert cached.inner.prefill_token_count - before == 8
+    settled(cached)
+
+
+def test_the_second_turn_of_a_chat_prefills_only_the_new_text(cached):
+    text = prompt(1, 37).tolist()
+    answer = cached.generate(text, GREEDY)
+    assert len(answer) == 64
+    # The last token was never run, and the tail of the last block is not a full block.
+    text += answer
+    kept = (len(text) - 1) // 16 * 16
+    text += prompt(2, 9).tolist()
+    before = cached.inner.prefill_token_count
+    cached.generate(text, SHORT)
+    assert cached.inner.prefill_token_count - before == len(text) - kept
+    settled(cached)
+
+
+def test_foreign_prompts_take_the_tail_of_a_chain_not_its_head(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 6)
+    chain = prompt(1, 16 * 5)
+    cached.generate(chain, SamplingParams(max_tokens=0))
+    cached.generate(prompt(2, 32), SamplingParams(max_tokens=0))
+    before = cached.inner.prefill_token_count
+    cached.generate(chain, SamplingParams(max_tokens=0))
+    assert cached.inner.prefill_token_count - before == 16
+    assert cached.cache_stats().total_evictions >= 1
+
+
+def test_a_prompt_longer_than_the_cache_hits_on_its_head(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 4)
+    long = prompt(1, 100)
+    cached.generate(long, SHORT)
+    before = cached.inner.prefill_token_count
+    cached.generate(long, SHORT)
+    assert cached.inner.prefill_token_count - before <= 100 - 4 * 16
+    assert cached.cache_stats().cached_blocks <= 4
+
+
+def test_namespaces_never_share(cached):
+    tokens = prompt(1, 48)
+    one = cached.generate(tokens, SHORT, namespace="tenant a")
+    before = cached.inner.prefill_token_count
+    assert cached.generate(tokens, SHORT, namespace="tenant b") == one
+    assert cached.inner.prefill_token_count - before == 48
+    assert cached.cache_stats().miss_reasons["namespace"] == 1
+    before = cached.inner.prefill_token_count
+    cached.generate(tokens, SHORT, namespace="tenant a")
+    assert cached.inner.prefill_token_count == before
+
+
+def test_miss_reasons(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 2)
+    cached.generate(prompt(1, 32), SamplingParams(max_tokens=0))
+    cached.generate(prompt(2, 32), SamplingParams(max_tokens=0))
+    cached.generate(prompt(1, 32), SamplingParams(max_tokens=0))
+    cached.generate(prompt(1, 10).tolist() + prompt(3, 10).tolist(), SamplingParams(max_tokens=0))
+    reasons = cached.cache_stats().miss_reasons
+    assert (reasons["evicted"], reasons["no_shared_prefix"], reasons["shorter_than_block"]) == (1, 2, 1)
+
+
+def test_a_cleared_cache_holds_no_block(network):
+    cached = PrefixCachedEngine(InferenceEngine(network), 32)
+    assert (cached.cache_stats().capacity_blocks, cached.cache_stats().hit_rate) == (32, 0.0)
+    cached.generate(np.arange(32), SHORT)
+    cached.clear_cache()
+    assert cached.cache_stats().cached_blocks == 0
+
+
+def test_no_tokens_wanted_still_caches_the_prompt(cached):
+    assert cached.generate(prompt(1, 40), SamplingParams(max_tokens=0)) == []
+    assert cached.cache_stats().cached_blocks == 2
+
+
+def test_clear_cache_keeps_the_counters(cached):
+    for _ in range(2):
+        cached.generate(prompt(1, 33), SHORT)
+    hits = cached.cache_stats().total_hits
+    cached.clear_cache()
+    stats = cached.cache_stats()
+    assert (stats.cached_blocks, stats.memory_bytes) == (0, 0)
+    assert stats.total_hits == hits > 0
+    settled(cached)
+    cached.generate(prompt(1, 33), SHORT)
+    settled(cached)
+
+
+# -- sampling -----------------------------------------------------------------------------------------------
+
+
+def test_sampling_uses_a_seed_per_request(network):
+    hot = SamplingParams(temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0, max_tokens=8)
+    tokens = prompt(1, 20)
+    cached = PrefixCachedEngine(InferenceEngine(network), 64, seed=7)
+    one, two = cached.generate(tokens, hot), cached.generate(tokens, hot)
+    assert one != two
+    assert len(set(one)) > 1
+    assert PrefixCachedEngine(InferenceEngine(network), 64, seed=7).generate(tokens, hot) == one
+    assert PrefixCachedEngine(InferenceEngine(network), 64, seed=424242).generate(tokens, hot) != one
+    fixed = SamplingParams(temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0, max_tokens=8, seed=3)
+    assert cached.generate(tokens, fixed) == cached.generate(tokens, fixed)
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_answered_with_nothing(cached):
+    assert cached.generate([], SHORT) == []
+    assert list(cached.stream([], SHORT)) == []
+    assert cached.cache_stats().lookup_tokens == 0
+
+
+def test_a_callers_mistake_raises(cached):
+    for call, error in (
+        (lambda: cached.generate([1, 2, 5000], SHORT), ValueError),
+        (lambda: cached.generate([1.5], SHORT), TypeError),
+        (lambda: cached.generate(prompt(1, 5000), SHORT), ValueError),
+        (lambda: cached.generate([1], {"temperature": 0}), TypeError),
+        (lambda: PrefixCachedEngine(cached.inner, -1), ValueError),
+        (lambda: PrefixCachedEngine(object(), 4), TypeError),
+    ):
+        with pytest.raises(error, match="expected"):
+            call()
+    settled(cached)
+
+
+class Failing:
+    """A network that fails in its n-th call."""
+
+    def __init__(self, network, error=None):
+        self.network, self.config = network, network.config
+        self.error, self.left = error or RuntimeError("the network broke"), -1
+
+    def forward(self, tokens, positions, attend, logits):
+        self.left -= 1
+        if self.left == 0:
+            attend(0, *self._half(len(tokens)))  # some layers have run already
+            raise self.error
+        return self.network.forward(tokens, positions, attend, logits)
+
+    def _half(self, n):
+        c = self.config
+        shapes = ((n, c.num_heads, c.head_dim), (n, c.num_kv_heads, c.head_dim), (n, c.num_kv_heads, c.head_dim))
+        return [np.zeros(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broke"), OutOfMemoryError(1, 0), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_internal_failure_leaves_the_cache_right(network, caplog, error, call):
+    model = Failing(network, error)
+    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=32), 64)
+    tokens = prompt(1, 40)
+    expected = InferenceEngine(network).generate(tokens, SHORT)
+    cached.generate(tokens[:20], SHORT)
+    model.left = call  # in the prefill, or in the decoding
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            cached.generate(tokens, SHORT)
+    else:
+        with caplog.at_level(logging.WARNING, logger="kvcache"):
+            assert cached.generate(tokens, SHORT) == []
+        assert "Traceback" in caplog.text
+    settled(cached)
+    model.left = -1
+    assert cached.generate(tokens, SHORT) == expected
+    settled(cached)
+
+
+def test_strict_raises_internal_failures(network):
+    model = Failing(network)
+    cached = PrefixCachedEngine(InferenceEngine(model), 64, strict=True)
+    model.left = 1
+    with pytest.raises(RuntimeError, match="broke"):
+        cached.generate(prompt(1, 40), SHORT)
+    settled(cached)
+
+
+def test_a_stream_that_is_dropped_releases_what_it_pinned(cached):
+    tokens = prompt(1, 40)
+    expected = cached.generate(tokens, GREEDY)
+    stream = cached.stream(tokens, GREEDY)
+    assert [next(stream), next(stream)] == expected[:2]
+    del stream
+    settled(cached)
+    assert list(cached.stream(tokens, GREEDY)) == expected
+
+
+def test_a_stream_ends_when_another_request_takes_the_engine(cached):
+    stream = cached.stream(prompt(1, 40), GREEDY)
+    next(stream)
+    with pytest.raises(InvalidOperationError, match="stream"):
+        cached.generate(prompt(2, 20), SHORT)
+    cached.inner.reset()
+    other = cached.generate(prompt(2, 20), SHORT)
+    with pytest.raises(InvalidOperationError, match="another call"):
+        list(stream)
+    del stream
+    settled(cached)
+    assert cached.generate(prompt(2, 20), SHORT) == other
+
+
+def test_an_answer_that_ends_with_a_stop_token_is_cached(network):
+    # Turn 2 of a chat reuses turn 1, whatever ended it.
+    tokens = prompt(1, 40)
+    plain = PrefixCachedEngine(InferenceEngine(network), 64)
+    answer = plain.generate(tokens, GREEDY)
+    stop = next(i for i in range(len(answer) - 1, 0, -1) if answer[i] not in answer[:i])
+    for params in (replace(GREEDY, max_tokens=stop), replace(GREEDY, stop_token_ids=(answer[stop],))):
+        cached = PrefixCachedEngine(InferenceEngine(network), 64)
+        assert cached.generate(tokens, params) == answer[:stop]
+        kept = 40 + stop - (params.stop_token_ids == ())  # the last token of max_tokens never ran
+        with cached.prefix_cache.prepare([*tokens, *answer[:stop], 1])[0] as session:
+            assert session.matched_prefix_len == kept // 16 * 16
+        settled(cached)
+
+
+def test_blocks_are_stored_under_the_tokens_that_they_are_of(network):
+    # A thread may lose the CPU anywhere between a step and its token: five threads with prompts of their own.
+    cached = PrefixCachedEngine(InferenceEngine(network), 64)
+    cold = InferenceEngine(network)
+    prompts = [prompt(i, 20 + 7 * i) for i in range(5)]
+    expected = [cold.generate(tokens, GREEDY) for tokens in prompts]
+    failed = []
+
+    class Slow(Sampler):
+        def sample(self, logits):
+            time.sleep(0.001 * (threading.get_ident() % 3))
+            return super().sample(logits)
+
+    def work(i):
+        for turn in range(4):
+            stream = cached.stream(prompts[i], GREEDY, namespace=i)
+            if turn % 2:
+                got = [token for token, _ in zip(stream, range(5), strict=False)]
+                stream.close()
+                good = got == expected[i][:5]
+            else:
+                good = list(stream) == expected[i]
+            failed.extend([] if good else [i])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcache.engine.engine.Sampler", Slow)
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    settled(cached)
+    for i, tokens in enumerate(prompts):
+        assert cached.generate([*tokens, *expected[i]], SHORT, namespace=i) == cold.generate(
+            [*tokens, *expected[i]], SHORT
+        )
+
+
+# -- random traffic -----------------------------------------------------------------------------------------
+
+
+def test_random_traffic_over_a_small_cache(network):
+    rng = np.random.default_rng(5)
+    plain = InferenceEngine(network)
+    cached = PrefixCachedEngine(InferenceEngine(network), 12)
+    heads = [prompt(i, int(rng.integers(1, 90))) for i in range(4)]
+    for _ in range(60):
+        head = heads[rng.integers(len(heads))]
+        tail = prompt(int(rng.integers(3)), int(rng.integers(0, 20)))
+        text = np.concatenate([head[: rng.integers(1, len(head) + 1)], tail])
+        assert cached.generate(text, SHORT) == plain.generate(text, SHORT)
+        settled(cached)

@@ -1,0 +1,259 @@
+"""Checkpoint folders: shards and their index, and what a network requires of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from places import GOLDEN
+from tensor_files import pack, pack_arrays
+
+from kvcache.engine import InferenceEngine, ModelConfig, Transformer, weights
+from kvcache.engine.safetensors import SafetensorsFile
+from kvcache.engine.weights import Checkpoint
+from kvcache.errors import CheckpointError, OutOfMemoryError
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of a golden checkpoint that a test may damage: its folder, tensors, and a way to save them."""
+    source = GOLDEN / "llama_biases"
+    shutil.copy(source / "config.json", tmp_path)
+    file = SafetensorsFile(source / "model.safetensors")
+    tensors = {name: file.read(name).astype(np.float32) for name in file}
+
+    def save():
+        (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+        return tmp_path
+
+    return tmp_path, tensors, save
+
+
+def test_round_trip_in_another_dtype(checkpoint):
+    _, tensors, save = checkpoint
+    for name in list(tensors):
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    model, golden = Transformer.from_pretrained(save()), Transformer.from_pretrained(GOLDEN / "llama_biases")
+    np.testing.assert_array_equal(model.weights.layers[1].gate_up, golden.weights.layers[1].gate_up)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.bias", "lm_head.weight", "model.norm.weight"])
+def test_missing_tensor(checkpoint, name):
+    _, tensors, save = checkpoint
+    del tensors[name]
+    with pytest.raises(CheckpointError, match=f"missing tensors: {name}"):
+        Transformer.from_pretrained(save())
+
+
+def test_of_many_missing_tensors_a_few_are_named(checkpoint):
+    _, tensors, save = checkpoint
+    for name in list(tensors)[4:]:
+        del tensors[name]
+    with pytest.raises(CheckpointError, match=r"missing tensors: (\S+, ){3}\S+ and more$"):
+        Transformer.from_pretrained(save())
+
+
+def test_billions_of_layers(checkpoint):
+    folder, _, save = checkpoint
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2**31 - 1}))
+    with pytest.raises(CheckpointError, match=r"missing tensors: model.layers.3.*and more"):
+        Transformer.from_pretrained(save())
+
+
+def test_unexpected_tensor(checkpoint):
+    """A bias that config.json does not mention would be left out in silence, and the text be wrong."""
+    _, tensors, save = checkpoint
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model.layers.0.self_attn.q_norm.weight"):
+        Transformer.from_pretrained(save())
+
+
+def test_old_rope_buffers_are_ignored(checkpoint):
+    _, tensors, save = checkpoint
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    Transformer.from_pretrained(save())
+
+
+def test_wrong_shape(checkpoint):
+    _, tensors, save = checkpoint
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight: expected shape \(64, 112\), got \(112, 64\)"):
+        Transformer.from_pretrained(save())
+
+
+def test_wrong_dtype(checkpoint):
+    folder, _, save = checkpoint
+    content = save().joinpath("model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = "I32"
+    (folder / "model.safetensors").write_bytes(pack(header, content[8 + length :]))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected F32, F16 or BF16, got I32"):
+        Transformer.from_pretrained(folder)
+
+
+def test_nothing_is_allocated_for_a_bad_checkpoint(checkpoint, monkeypatch):
+    """Sizes come from config.json; they must be found wrong before matrices of those sizes are made."""
+    folder, _, save = checkpoint
+    config = json.loads((folder / "config.json").read_text())
+    config.update(intermediate_size=2**30, vocab_size=2**30)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="expected shape"):
+        Transformer.from_pretrained(save())
+
+
+def test_no_weights(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors.*pytorch_model.bin cannot be read"):
+        Checkpoint(tmp_path)
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config.json"):
+        Transformer.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    shutil.copytree(GOLDEN / "llama_linear_tied_sharded_f16", tmp_path, dirs_exist_ok=True)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    return tmp_path, content["weight_map"], lambda: index.write_text(json.dumps(content))
+
+
+def test_missing_shard_is_named(shards):
+    folder, _, _ = shards
+    (folder / "model-00003-of-00005.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00003-of-00005"):
+        Transformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\0b", 7, None]
+)
+def test_index_cannot_leave_its_directory(shards, shard):
+    folder, weight_map, save = shards
+    weight_map["model.norm.weight"] = shard
+    save()
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected the name of a file"):
+        Transformer.from_pretrained(folder)
+
+
+def test_index_names_the_wrong_shard(shards):
+    folder, weight_map, save = shards
+    weight_map["model.norm.weight"] = weight_map["model.embed_tokens.weight"]
+    save()
+    with pytest.raises(CheckpointError, match=r"expected the tensor model.norm.weight"):
+        Transformer.from_pretrained(folder)
+
+
+def test_index_forgets_a_tensor(shards):
+    folder, weight_map, save = shards
+    del weight_map["model.norm.weight"]
+    save()
+    with pytest.raises(CheckpointError, match="does not place it"):
+        Transformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", ""])
+def test_damaged_index(shards, content):
+    folder, _, _ = shards
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index.json"):
+        Transformer.from_pretrained(folder)
+
+
+def test_truncated_shard(shards):
+    folder, weight_map, _ = shards
+    path = folder / weight_map["model.norm.weight"]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{path.name}: truncated"):
+        Transformer.from_pretrained(folder)
+
+
+def computed(model):
+    """Logits of a text, through every weight."""
+    engine = InferenceEngine(model)
+    return engine.prefill_from_pos(np.arange(40, dtype=np.uint32), 0)
+
+
+@pytest.mark.parametrize("source", ["llama_biases", "llama_linear_tied_sharded_f16", "llama_llama3_bf16", "qwen3_tied"])
+def test_no_change_of_a_file_reaches_a_network(tmp_path, source):
+    """The weights are the process's own memory: no file is mapped or open once they are loaded."""
+    shutil.copytree(GOLDEN / source, tmp_path, dirs_exist_ok=True)
+    model = Transformer.from_pretrained(tmp_path)
+    want = computed(model)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [name for name in opened if name.startswith(str(tmp_path))]
+    for path in tmp_path.iterdir():
+        size = path.stat().st_size
+        with path.open("r+b") as file:  # the same inode, as `cp` writes it
+            file.write(b"\xff" * size)
+        np.testing.assert_array_equal(computed(model), want)
+        os.truncate(path, 0)
+        np.testing.assert_array_equal(computed(model), want)
+
+
+@pytest.mark.parametrize("source", ["llama", "llama_biases", "qwen3_tied"])
+def test_weights_are_read_only(source):
+    arrays = list(Transformer.from_pretrained(GOLDEN / source).weights.arrays())
+    assert len(arrays) >= 15
+    assert not any(array.flags.writeable for array in arrays)
+    with pytest.raises(ValueError, match="read-only"):
+        arrays[0][0] = 1
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read(shards, monkeypatch):
+    folder, weight_map, _ = shards
+    shard = weight_map["model.norm.weight"]
+    read_into = SafetensorsFile.read_into
+
+    def cut(self, name, out):
+        os.truncate(folder / shard, 100)
+        read_into(self, name, out)
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", cut)
+    with pytest.raises(CheckpointError, match=rf"{shard}: model\.\S+: truncated: expected \d+ bytes"):
+        Transformer.from_pretrained(folder)
+
+
+def test_weights_that_no_memory_is_left_for(checkpoint, monkeypatch):
+    _, _, save = checkpoint
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(weights, "empty_matrices", refuse)
+    with pytest.raises(OutOfMemoryError, match="bytes"):
+        Transformer.from_pretrained(save())
+
+
+def test_every_golden_tensor_is_used():
+    """The shapes that a network requires add up to what the files hold."""
+    for folder in GOLDEN.glob("*/golden.npz"):
+        model = Transformer.from_pretrained(folder.parent)
+        config = ModelConfig.from_pretrained(folder.parent)
+        stored = sum(
+            math.prod(file[name].shape)
+            for file in map(SafetensorsFile, folder.parent.glob("*.safetensors"))
+            for name in file
+        )
+        found = model.weights
+        arrays = [found.embedding, found.norm] + ([] if config.tie_word_embeddings else [found.head])
+        for layer in found.layers:
+            arrays += [
+                layer.input_norm, layer.qkv, layer.qkv_bias, layer.output, layer.output_bias,
+                layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias,
+            ]  # fmt: skip
+            if layer.qk_norm is not None:
+                arrays += [layer.qk_norm[0], layer.qk_norm[-1]]
+        assert sum(array.size for array in arrays if array is not None) == stored

@@ -1,0 +1,101 @@
+"""Attention over a context in parts, put together, against attention over the whole."""
+
+import numpy as np
+import oracle
+import pytest
+from blocks import Scattered
+
+from kvcache import PagedKvCache, merge_attention
+from kvcache.core import kernels
+
+FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 15, 16, 17, 40, 1000])
+@pytest.mark.parametrize(("name", "tolerance"), FORMATS.items())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_hidden_tokens_and_log_sum_exp(simd, rng, name, tolerance, hidden, threads):
+    lengths, counts = [33, 1, 700, 64], [2, 1, 1, 40]
+    s = Scattered(rng, lengths, dim=32, key_format=name, value_format=name)
+    queries = rng.standard_normal((sum(counts), 2 * s.layout.num_heads, 32)).astype(np.float32)
+    shown = [max(0, n - hidden) for n in lengths]
+    out, lse = np.full_like(queries, np.nan), np.full(queries.shape[:2], np.nan, np.float32)
+    scores = np.full(sum(shown), np.nan, np.float32)
+    kernels._attend(
+        s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, counts, strict=True)], queries, 0.2,
+        out=out, scores=scores, lse=lse, hidden_tokens=hidden, threads=threads,
+    )  # fmt: skip
+    at = token = 0
+    for i, (tokens, count, seen) in enumerate(zip(lengths, counts, shown, strict=True)):
+        mass = np.zeros(seen)
+        for j in range(count):
+            row = queries[at + j : at + j + 1]
+            last = min(seen, tokens - count + j + 1)
+            keys, values = s.read_keys[i][:last], s.read_values[i][:last]
+            want, weights = oracle.attention(row, keys, values, 0.2) if last else (np.zeros(row.shape), np.zeros(0))
+            assert np.abs(out[at + j] - want).max() <= tolerance * max(1, np.abs(want).max())
+            expected = oracle.log_sum_exp(row, keys, 0.2)[0]
+            np.testing.assert_allclose(lse[at + j], expected, rtol=tolerance, atol=tolerance)
+            mass[:last] += weights
+        np.testing.assert_allclose(scores[token : token + seen], mass, rtol=4 * tolerance, atol=tolerance)
+        at, token = at + count, token + seen
+
+
+@pytest.mark.parametrize(("seen", "count"), [(0, 1), (0, 30), (1, 30), (17, 1), (64, 30), (70, 30), (99, 1)])
+def test_parts_make_the_whole(rng, seen, count):
+    cache = PagedKvCache(32, 16, 2, 32, dtype="f32")
+    cache.allocate(0, 100)
+    cache.write(0, 0, *rng.standard_normal((2, 100, 2, 32), np.float32))
+    cache.allocate(1, 100 - seen)
+    cache.write(0, 1, *(rows[seen:] for rows in cache.read(0, 0)))
+    queries = 3 * rng.standard_normal((count, 4, 32), np.float32)
+    want, want_lse = cache.attention(0, queries, [0], query_lens=[count], return_lse=True)
+    head = cache.attention(0, queries, [0], query_lens=[count], context_lens=[seen], return_lse=True)
+    tail = cache.attention(0, queries, [1], query_lens=[count], return_lse=True)
+    for parts in ((head, tail), (tail, head)):
+        out, lse = merge_attention(*parts[0], *parts[1])
+        np.testing.assert_allclose(out, want, rtol=0, atol=2e-5 * np.abs(want).max())
+        np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-5)
+
+
+def test_order_of_what_is_returned(rng):
+    cache = PagedKvCache(4, 16, 1, 8, dtype="f32")
+    cache.allocate(0, 20)
+    cache.write(0, 0, *rng.standard_normal((2, 20, 1, 8), np.float32))
+    queries = rng.standard_normal((2, 1, 8), np.float32)
+    out, scores, lse = cache.attention(
+        0, queries, [0, 0], context_lens=[5, 20], return_scores=True, return_lse=True
+    )  # the same sequence twice
+    assert out.shape == (2, 1, 8)
+    assert scores.shape == (25,)
+    assert lse.shape == (2, 1)
+    np.testing.assert_allclose([scores[:5].sum(), scores[5:].sum()], 1, rtol=1e-5)
+    assert np.array_equal(cache.attention(0, queries, [0, 0], context_lens=[5, 20]), out)
+
+
+@pytest.mark.parametrize("context", [[21], [-1], [5, 5], [2.5]])
+def test_contexts_that_are_none(context):
+    cache = PagedKvCache(4, 16, 1, 8)
+    cache.allocate(0, 20)
+    with pytest.raises((ValueError, TypeError), match="context"):
+        cache.attention(0, np.zeros((1, 1, 8), np.float32), [0], context_lens=context)
+
+
+def test_merging_nothing():
+    out, lse = np.zeros((1, 2, 8), np.float32), np.full((1, 2), -np.inf, np.float32)
+    other, known = np.ones((1, 2, 8), np.float32), np.full((1, 2), -1e4, np.float32)
+    for parts in ((out, lse, other, known), (other, known, out, lse)):
+        merged, total = merge_attention(*parts)
+        assert np.array_equal(merged, other)
+        assert np.array_equal(total, known)
+    merged, total = merge_attention(out, lse, out, lse)
+    assert np.array_equal(merged, out)
+    assert np.array_equal(total, lse)
+
+
+def test_merging_what_does_not_fit():
+    out, lse = np.zeros((1, 2, 8), np.float32), np.zeros((1, 2), np.float32)
+    with pytest.raises(ValueError, match=r"expected lse_b of shape \(1, 2\), got \(2, 1\)"):
+        merge_attention(out, lse, out, lse.T)
+    with pytest.raises(ValueError, match="expected out_b of shape"):
+        merge_attention(out, lse, out[:, :1], lse)

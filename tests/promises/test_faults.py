@@ -1,0 +1,49 @@
+"""Every allocation fails once, alone and with all that follow it, in a process with `failing_malloc.c` loaded before
+libc; faults.py runs the scenes.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from pace import FAST
+from places import SUPPORT, search_path
+
+SCENES = [
+    (path.stem, name)
+    for path in sorted(SUPPORT.glob("scenes_*.py"))
+    for name in re.findall(r"^class (\w+)\([\w, ]+\)", path.read_text(), re.M)
+]
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    if "asan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("needs glibc's own allocator, got a sanitizer's")
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "failing_malloc.so"
+    made = [compiler, "-shared", "-fPIC", "-O2", str(SUPPORT / "failing_malloc.c"), "-o", str(library), "-ldl"]
+    subprocess.run(made, check=True)
+    return library
+
+
+ALL = 1 << 40  # allocations that fail one after another: every one until the call ends
+
+
+@pytest.mark.parametrize("width", [1, ALL], ids=["one", "all"])
+@pytest.mark.parametrize(("module", "scene"), SCENES)
+def test_nothing_is_lost_when_memory_is_short(shim, long, module, scene, width):
+    step = 1 if long else (1, 3)[FAST] if width == 1 else (7, 23)[FAST]
+    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
+    command = [sys.executable, str(SUPPORT / "faults.py"), module, scene, str(width), str(step)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    print(done.stdout[-8000:], done.stderr[-4000:])
+    assert done.returncode == 0
+    counts = re.search(r"(\d+) operations, (\d+) faults, (\d+) failed calls, 0 problems", done.stdout)
+    assert counts, "the scene did not come to its end"
+    assert int(counts[2]) > 0, "no allocation has failed: is the shim loaded?"

@@ -1,0 +1,186 @@
+"""Ctrl-C at every step of a call on a cache: all of it has happened, or nothing, and every lock is free.
+
+The scenes are those of the failing allocations (scene.py). By default a spread of the instructions that a call runs
+through is interrupted, every other one a second time while things are put right; with --long every line, every time
+that it runs, and two instructions of each.
+"""
+
+import functools
+import importlib
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from interrupts import HOUSE, INSTRUCTIONS, Lines, places, spread, strike
+from pace import FAST
+from scene import Scene
+from scenes_caches import Paged
+from scenes_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
+
+from kvcache.prefix.rows import rows_of
+
+MODULES = [importlib.import_module(name) for name in ("scenes_caches", "scenes_prefix", "scenes_saved")]
+OPERATIONS = [
+    pytest.param(scene, name, id=f"{scene.__name__}.{name}")
+    for module in MODULES
+    for scene in vars(module).values()
+    if isinstance(scene, type) and issubclass(scene, Scene) and scene.__module__ == module.__name__
+    for name in scene.operations()
+]
+PYTHON = (HOUSE, str(Path(os.__file__).parent))  # what is called of Python's own library may be interrupted as well
+
+
+def locked(lock, numbers):
+    """Every way out of a `with`."""
+    for number in numbers:
+        with lock:
+            if number == 0:
+                continue
+            if number == 3:
+                break
+            try:
+                len(numbers[number:])
+            finally:
+                str(number)
+    with lock, suppress(ValueError):
+        numbers.index(-1)
+    with lock:
+        pairs = [(one, other) for one in numbers for other in (1, 2) if one != other]
+        assert len(pairs) > len({one for one, _ in pairs})
+    with lock:
+        return sum(numbers)
+
+
+def test_no_interrupt_strikes_where_python_looks_at_no_signal():
+    """Between the block of a `with` and the call of `__exit__`, where a lock would stay taken for ever."""
+    lock = threading.Lock()
+    with Lines(None, True, __file__) as lines:
+        assert locked(lock, range(6)) == 15
+    assert len(lines.seen) > 20
+    for stop in range(1, len(lines.seen) + 1):
+        with pytest.raises(KeyboardInterrupt), Lines(stop, True, __file__):
+            locked(lock, range(6))
+        assert not lock.locked(), f"taken after {lines.seen[stop - 1]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quietly():
+    """Damage is logged."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(("scene", "name"), OPERATIONS)
+def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, scene, name):
+    most = 4 if issubclass(scene, Paged) else 10 if FAST else 24  # a paged cache does each call in compiled code
+    runs = [(most, True, False), (most // 3, True, True)]
+    if long:
+        runs = [(None, False, False), (500, True, False), (500, True, True)]
+    found = [strike(scene, name, most, opcodes, twice) for most, opcodes, twice in runs]
+    problems = [problem for _, some in found for problem in some]
+    print(f"{scene.__name__}.{name}: {sum(count for count, _ in found)} interrupts, {len(problems)} problems")
+    assert not problems, "\n".join(problems[:5])
+
+
+def test_a_cache_that_forgets_what_it_never_read_serves_nothing_of_it():
+    """The blocks of a file are forgotten before it is forgotten that they were never read."""
+    _, problems = strike(SavedBlocks, "clear")
+    assert not problems, "\n".join(problems[:5])
+
+
+def test_rows_that_a_call_has_grown_before_it_was_interrupted():
+    for formats in (("f32", "f32"), ("q8", "q8")):
+        rows = rows_of(1, 8, *formats, "auto", None)
+        rows.grow(200)
+        rows.grow(100)
+        assert len(rows.read(0, 0, np.array([150], np.int32))) == 8
+        rows.grow(300)
+        assert len(rows.read(0, 0, np.array([250], np.int32))) == 8
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def open_files(path):
+    """How often this process has it open."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+
+
+def struck(call, stop, again=None):
+    """Whether `call` was interrupted."""
+    try:
+        with Lines(stop, True, PYTHON, again) as lines:
+            call()
+    except KeyboardInterrupt:
+        return True
+    assert stop is None or lines.struck, "the run was another one"
+    return False
+
+
+def stops(call, long):
+    with Lines(None, True, PYTHON) as lines:
+        call()
+    return spread(places(lines.seen, every=long), 2500 if long else 25 if FAST else 60)
+
+
+KINDS = pytest.mark.parametrize("scene", [SavedPrefix, SavedPackedPrefix, SavedBlocks])
+
+
+@KINDS
+def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path, long, scene):
+    here, path = scene(), tmp_path / "cache"
+    old = scene()
+    old._put(old.it, PROMPTS[0][1][:64], "older")
+    contents = []
+    for cache in (old.it, here.it):
+        cache.save(path)
+        contents.append(path.read_bytes())
+    assert contents[0] != contents[1]
+    seen = set()
+    chosen = stops(lambda: here.it.save(path), long)
+    for number, stop in enumerate(chosen):
+        path.write_bytes(contents[0])
+        assert struck(lambda: here.it.save(path), stop, stop + number % 5 if number % 2 else None)
+        assert path.read_bytes() in contents
+        seen.add(contents.index(path.read_bytes()))
+        assert os.listdir(tmp_path) == ["cache"], "a temporary file is left"
+        assert not open_files(path)
+        here._check()
+    here.it.save(path)
+    assert path.read_bytes() == contents[1]
+    assert seen == {0, 1} or (seen == {0} and not INSTRUCTIONS)  # no line of Python comes after the file is replaced
+    print(f"{scene.__name__}: {len(chosen)} interrupts of save")
+
+
+@KINDS
+def test_a_load_that_is_interrupted_leaves_no_file_open(tmp_path, long, scene):
+    path, counts = tmp_path / "cache", set()
+    here = scene()
+    here.it.save(path)
+    whole = here._fresh().load(path)
+    chosen = stops(functools.partial(here._fresh().load, path), long)
+    for number, stop in enumerate(chosen):
+        here.it = here._fresh()
+        assert struck(lambda: here.it.load(path), stop, stop + number % 5 if number % 2 else None)
+        here._check()
+        assert len(here.it) in (0, whole)
+        assert open_files(path) == (len(here.it) > 0), "a file that is not in use stays open"
+        counts.add(len(here.it))
+        if not len(here.it):
+            assert here.it.load(path) == whole
+        assert [scene._get(here.it, name, tokens) for name, tokens in PROMPTS] == [
+            len(tokens) // 16 * 16 if scene is SavedBlocks else len(tokens) for _, tokens in PROMPTS
+        ]
+        here._check()
+        assert not open_files(path), "all has been read"
+    assert counts == {0, whole}
+    print(f"{scene.__name__}: {len(chosen)} interrupts of load")

@@ -1,0 +1,127 @@
+"""What the bookkeeping says it takes, against what the allocator of this process has handed out."""
+
+import ctypes
+import gc
+
+import numpy as np
+import pytest
+
+from kvcache import PagedKvCache, PrefixCache
+from kvcache.trie.trie import TokenTrie
+
+PAGE = 16
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def allocated():
+    """Bytes that malloc has handed out: in its arenas, and mapped apart because they are large."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        pytest.skip("needs glibc's mallinfo2")
+    mallinfo2.restype = Mallinfo
+    gc.collect()
+    info = mallinfo2()
+    if info.uordblks == 0:
+        pytest.skip("needs glibc's allocator, got another one in its place, as a sanitizer brings")
+    return info.uordblks + info.hblkhd
+
+
+# A leaf of one page is the worst case, and beyond the bound: it has a node to itself. Three pages to a leaf meet it.
+@pytest.mark.parametrize("length", [2048, 256, 48])
+def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
+    pages = 40_960 // (length // PAGE) * (length // PAGE)
+    prompts = rng.integers(0, 150_000, (pages * PAGE // length, length), dtype=np.uint32)
+    values = np.arange(length // PAGE, dtype=np.int32)
+    allocated()
+    before = allocated()
+    trie = TokenTrie(PAGE)
+    root = trie.add_root()
+    for prompt in prompts:
+        trie.insert(root, prompt, values)
+    grown = allocated() - before
+    assert len(trie) == pages
+    tokens = 4 * trie.num_tokens
+    assert trie.nbytes - tokens < 64 * pages
+    assert grown - tokens < 64 * pages
+    # malloc adds a header and rounds up: up to 32 bytes per node and a page for each large array.
+    assert trie.nbytes <= grown + 4096
+    assert grown <= trie.nbytes + 32 * trie.num_nodes + 64 * 1024
+
+
+def test_a_page_with_a_node_to_itself_costs_what_the_readme_says(rng):
+    pages = 40_960
+    trie = TokenTrie(PAGE)
+    root = trie.add_root()
+    for prompt in rng.permutation(pages * PAGE).astype(np.uint32).reshape(pages, PAGE):
+        trie.insert(root, prompt, np.zeros(1, np.int32))
+    assert trie.num_nodes == pages + 1
+    assert trie.nbytes - 4 * trie.num_tokens < 180 * pages
+
+
+def test_a_million_operations_leave_the_tables_as_they_were():
+    cache = PagedKvCache(4_096, PAGE, 1, 8)
+    ids = np.arange(64, dtype=np.uint64)
+    seen = []
+    for turn in range(2_000):
+        cache.allocate_batch(ids, 1 + (ids.astype(np.int64) * 37 + turn) % 700)
+        for _ in range(4):
+            cache.append_batch(ids)
+        cache.fork_batch(ids, ids + 64)
+        cache.free_batch(np.concatenate([ids, ids + 64]))
+        if turn % 500 == 499:
+            seen.append((cache._table.nbytes, allocated()))
+    assert cache.free_block_count == 4_096
+    told, taken = zip(*seen, strict=True)
+    assert max(told) <= 1.1 * min(told)
+    assert max(taken) <= min(taken) + 64 * 1024
+    cache._table.check()
+
+
+def test_the_prefix_cache_reports_what_its_index_takes(rng):
+    blocks, length = 2_048, 256
+    prompts = rng.integers(0, 150_000, (2 * blocks * PAGE // length, length), dtype=np.uint32)
+    row = [np.zeros(PAGE * 8, np.float32)]
+    cache = PrefixCache(blocks, PAGE, 1, 1, 8)
+    cache.store(prompts[0], 0, [(row, row)] * (length // PAGE))
+    before, told = allocated(), cache.stats().bookkeeping_bytes
+    for prompt in prompts[1:]:  # twice as many as fit: those evicted are remembered
+        cache.store(prompt, 0, [(row, row)] * (length // PAGE))
+    grown, said = allocated() - before, cache.stats().bookkeeping_bytes - told
+    assert len(cache) == blocks
+    assert told > blocks * PAGE * 4
+    assert said > 2 * blocks * PAGE * 4 * 0.9  # the tokens of what is cached, and of what was evicted
+    assert said <= grown + 4096
+    assert grown <= said + 64 * 2 * blocks * PAGE // length + 64 * 1024
+
+
+def test_block_tables_report_what_they_take():
+    sequences, tokens = 2_000, 16 * PAGE
+    allocated()
+    cache = PagedKvCache(sequences * tokens // PAGE, PAGE, 1, 8)
+    table = cache._table
+    before, told = allocated(), table.nbytes
+    cache.allocate_batch(np.arange(sequences, dtype=np.uint64), np.full(sequences, tokens))
+    grown, said = allocated() - before, table.nbytes - told
+    # The heap of victims is counted with it; ids, rows and runs are; malloc's own headers are not.
+    assert said <= grown + 4096
+    assert grown <= said + 64 * sequences + 64 * 1024
+    assert said < 64 * sequences * tokens // PAGE

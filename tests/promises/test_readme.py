@@ -1,0 +1,67 @@
+"""The README keeps its word: its examples run, its table of names is complete and true."""
+
+import importlib.util
+import re
+
+import pytest
+from places import PROJECT
+
+import kvcache
+import kvcache.engine
+
+README = (PROJECT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROWS = re.findall(r"^\| (`.+?`) \| (`.+?`.*?) \|$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example(number):
+    example = EXAMPLES[number]
+    if ".tokenizer" in example and importlib.util.find_spec("tokenizers") is None:
+        pytest.skip("needs the extra [text]")
+    exec(compile(example, f"README example {number}", "exec"), {})
+
+
+def resolve(code):
+    """The object that `PagedKvCache.allocate` or `PrefixCache(max_blocks, ...)` names."""
+    head, _, attribute = re.sub(r"\(.*?\)", "", code).partition(".")
+    owner = getattr(kvcache, head, None) or getattr(kvcache.engine, head)
+    if not attribute:
+        return owner
+    if hasattr(owner, attribute):
+        return getattr(owner, attribute)
+    # An attribute that instances get: documented as such, or a dataclass field.
+    assert attribute in getattr(owner, "__annotations__", {}) or f"{attribute}:" in (owner.__doc__ or "")
+    return owner
+
+
+@pytest.mark.parametrize(("documented", "here"), ROWS, ids=[row[0].strip("`") for row in ROWS])
+def test_documented_name(documented, here):
+    for code in re.findall(r"`(.+?)`", here):
+        if code != "int":
+            assert resolve(code) is not None
+    # What is documented under a name keeps that name.
+    for code in re.findall(r"`(.+?)`", documented):
+        name = re.sub(r"\(.*\)|impl \w+ for ", "", code).split("::")[-1]
+        if name not in ("new", "len", "OutOfMemory", "SequenceNotFound", "BlockNotFound", "InvalidOperation"):
+            assert name in here
+
+
+SEEDS = {
+    "PrefixKvCache": "new lookup store store_snapshot restore memory_usage",
+    "PrefixCachedEngine": "inner prefix_cache new generate cache_stats clear_cache",
+    "PagedKvCache": "new with_eviction_strategy with_eviction_threshold block_size total_blocks free_block_count "
+    "used_block_count utilization block_memory_bytes total_memory_bytes used_memory_bytes needs_eviction num_sequences "
+    "get_sequence stats eviction_strategy allocate append free fork select_eviction_target evict evict_to_threshold "
+    "apply_streaming_llm sequence_ids",
+    "KvCacheHandle": "block_table block_table_mut as_any device num_layers num_heads head_dim key_cache value_cache "
+    "clone_handle stats is_valid cache_id num_tokens kv_cache",
+    "CacheManager": "new len is_empty append get evict update_attention_scores pyramid_budget compression_ratio "
+    "memory_bytes",
+}
+
+
+@pytest.mark.parametrize("face", SEEDS)
+def test_nothing_documented_is_missing(face):
+    rows = {re.sub(r"\(.*\)", "", row[0].strip("`")) for row in ROWS}
+    assert not {f"{face}::{name}" for name in SEEDS[face].split()} - rows

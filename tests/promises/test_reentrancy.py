@@ -1,0 +1,41 @@
+"""Calls from inside of calls, whoever makes them: arguments, signal handlers, the collector; see reentry.py.
+
+Each world runs in a process of its own, which ends itself with all stacks where it hangs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from pace import FAST
+from places import SUPPORT, search_path
+
+pytestmark = pytest.mark.no_level
+
+WORLDS = [
+    f"{path.stem}.{name}"
+    for path in sorted(SUPPORT.glob("worlds_*.py"))
+    for name in re.findall(r"^class (\w+World)\(", path.read_text(), re.M)
+]
+
+
+@pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_from_inside(tmp_path, long, world):
+    rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "reentry.py"), world, str(rounds), str(seconds), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
+    print(done.stdout[-2000:])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", done.stdout)
+    assert counts, "the world did not come to its end"
+    calls, inside, refused, handlers = map(int, counts.groups())
+    assert calls > 100
+    assert inside > 1000
+    assert refused > 100, "no call was made inside of a call"
+    assert handlers > 0

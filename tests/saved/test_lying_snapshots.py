@@ -1,0 +1,37 @@
+"""Every file of lying_snapshots.py is refused or makes a good cache: soon, in bounded memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import lying_snapshots
+import pytest
+from places import search_path
+
+pytestmark = pytest.mark.no_level
+
+SOON = 20  # seconds, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """How each case ended, in a process of its own, which a signal ends where one takes too long."""
+    script, folder = lying_snapshots.__file__, tmp_path_factory.mktemp("lying")
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    ran = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr.decode()
+    return json.loads(ran.stdout)
+
+
+def test_how_many():
+    assert len(lying_snapshots.CASES) >= 300
+
+
+@pytest.mark.parametrize("name", lying_snapshots.CASES)
+def test_refused_or_good(outcomes, name):
+    error, message, seconds = outcomes[name]
+    taken = lying_snapshots.CASES[name][1]
+    assert error in {True: ["taken in"], False: ["SnapshotError"], None: ["taken in", "SnapshotError"]}[taken], message
+    assert len(message) < 600
+    assert seconds < SOON

@@ -1,0 +1,194 @@
+"""An engine's saved prefix cache: the same answers without the work, for the same model alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from places import GOLDEN
+
+from kvcache import SnapshotError
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine.fingerprint import fingerprint
+
+MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
+PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q2")]
+
+
+def engine(model, blocks=64, **options):
+    return PrefixCachedEngine(InferenceEngine(model, **options), blocks, strict=True)
+
+
+def prompt(seed, n):
+    return np.random.default_rng(seed).integers(0, 250, n).astype(np.uint32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_answers_of_every_model(tmp_path, name):
+    model = Transformer.from_pretrained(GOLDEN / name)
+    with np.load(GOLDEN / name / "golden.npz") as arrays:
+        golden = dict(arrays)
+    saved = engine(model)
+    for length in (200, 33):
+        saved.generate(golden[f"prompt_{length}"], GREEDY)
+    saved.save(tmp_path / "cache")
+    loaded = engine(model)
+    assert loaded.load(tmp_path / "cache") == saved.cache_stats().cached_blocks == loaded.cache_stats().cached_blocks
+    before = saved.inner.prefill_token_count
+    for length in (200, 33, 17):
+        for cached in (saved, loaded):
+            assert cached.generate(golden[f"prompt_{length}"], GREEDY) == golden[f"greedy_{length}"].tolist()
+            cached.check()
+    assert loaded.inner.prefill_token_count == saved.inner.prefill_token_count - before < 200
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_every_block_comes_back_bit_for_bit(tmp_path, network, pair, rotate):
+    options = {"key_dtype": pair[0], "value_dtype": pair[1], "rotate": rotate}
+    saved, loaded = engine(network, **options), engine(network, **options)
+    for seed in range(3):
+        tokens = np.concatenate([prompt(9, 40), prompt(seed, 25)])
+        saved.generate(tokens, SHORT, namespace=seed % 2)
+    saved.save(tmp_path / "cache")
+    loaded.load(tmp_path / "cache")
+    for seed in range(3):
+        tokens = np.concatenate([prompt(9, 40), prompt(seed, 25)])
+        caches = [x.prefix_cache.cache for x in (saved, loaded)]
+        with caches[0].open_session(tokens, seed % 2) as one, caches[1].open_session(tokens, seed % 2) as other:
+            assert one.num_tokens == other.num_tokens == 64
+            for layer in range(network.config.num_layers):
+                raw = [x._store.raw(layer)[y.block_indices] for x, y in zip(caches, (one, other), strict=True)]
+                np.testing.assert_array_equal(*raw)
+        assert saved.generate(tokens, SHORT, namespace=seed % 2) == loaded.generate(tokens, SHORT, namespace=seed % 2)
+        loaded.check()
+
+
+def test_another_models_file_is_refused_by_name(tmp_path, network):
+    other = Transformer.from_pretrained(GOLDEN / "qwen3_tied")
+    saved = engine(network)
+    saved.generate(prompt(0, 40), SHORT)
+    saved.save(tmp_path / "cache")
+    loaded = engine(other)
+    with pytest.raises(SnapshotError) as caught:
+        loaded.load(tmp_path / "cache")
+    assert f"expected model '{fingerprint(other)}', got '{fingerprint(network)}'" in str(caught.value)
+    assert "Qwen3ForCausalLM" in fingerprint(other)
+    assert "LlamaForCausalLM" in fingerprint(network)
+    assert loaded.cache_stats().cached_blocks == 0
+
+
+def test_another_format_is_refused(tmp_path, network):
+    saved = engine(network)
+    saved.generate(prompt(0, 40), SHORT)
+    saved.save(tmp_path / "cache")
+    for options, message in (
+        ({"dtype": "f16"}, "expected key_dtype f16, got f32"),
+        ({"value_dtype": "q4"}, "expected value_dtype q4, got f32"),
+        ({"block_size": 32}, "expected page_tokens 32, got 16"),
+    ):
+        with pytest.raises(SnapshotError, match=message):
+            engine(network, **options).load(tmp_path / "cache")
+
+
+def test_what_a_fingerprint_sees(network):
+    """Any option that K and V depend on, any shape, and any array that was trained further."""
+    names = {fingerprint(network)}
+    assert fingerprint(Transformer.from_pretrained(GOLDEN / "llama")) in names
+    config = network.config
+    for change in (
+        {"rms_norm_eps": 2 * config.rms_norm_eps},
+        {"max_position_embeddings": config.max_position_embeddings + 1},
+        {"rope": dataclasses.replace(config.rope, theta=2 * config.rope.theta)},
+    ):
+        names.add(fingerprint(Transformer(dataclasses.replace(network.config, **change), network.weights)))
+    same = dataclasses.replace(network.config, eos_token_ids=(7,))
+    assert fingerprint(Transformer(same, network.weights)) in names
+    weights = network.weights
+    for field in dataclasses.fields(weights.layers[1]):
+        array = getattr(weights.layers[1], field.name)
+        if array is not None:
+            moved = dataclasses.replace(weights.layers[1], **{field.name: array * np.float32(1.001)})
+            layers = (weights.layers[0], moved, *weights.layers[2:])
+            names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, layers=layers))))
+    for name in ("embedding", "norm", "head"):
+        moved = dataclasses.replace(weights, **{name: getattr(weights, name) * np.float32(1.001)})
+        names.add(fingerprint(Transformer(network.config, moved)))
+    arrays = sum(getattr(weights.layers[1], field.name) is not None for field in dataclasses.fields(weights.layers[1]))
+    assert len(names) == 1 + 3 + arrays + 3
+
+
+def test_a_fingerprint_does_not_depend_on_memory_order(network):
+    """Nor on what the pieces of a large matrix are taken from: they come from all over it."""
+    weights = network.weights
+    large = np.random.default_rng(0).standard_normal((300, 200), np.float32)
+    names = set()
+    for order in "CF":
+        head = np.asarray(large, order=order)
+        names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, head=head))))
+    assert len(names) == 1
+    for at in ((0, 0), (-1, -1)):
+        moved = large.copy()
+        moved[at] += 1
+        names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, head=moved))))
+    assert len(names) == 3
+
+
+class Other:
+    """A network of the protocol, not a Transformer."""
+
+    def __init__(self, network):
+        self.config, self.forward = network.config, network.forward
+
+
+def test_a_network_without_a_fingerprint_needs_a_name(tmp_path, network):
+    saved = engine(Other(network))
+    want = saved.generate(prompt(0, 40), SHORT)
+    for call in (saved.save, saved.load):
+        with pytest.raises(TypeError, match="expected a Transformer, or a name for the model, got Other"):
+            call(tmp_path / "cache")
+    saved.save(tmp_path / "cache", model="mine")
+    loaded = engine(Other(network))
+    with pytest.raises(SnapshotError, match="expected model 'yours', got 'mine'"):
+        loaded.load(tmp_path / "cache", model="yours")
+    assert loaded.load(tmp_path / "cache", model="mine") == 2
+    assert loaded.generate(prompt(0, 40), SHORT) == want
+
+
+def test_damage_costs_work_and_no_token(tmp_path, network):
+    path = tmp_path / "cache"
+    tokens = prompt(0, 200)
+    saved = engine(network)
+    want = saved.generate(tokens, SHORT)
+    saved.save(path)
+    good = path.read_bytes()
+    block = saved.inner.cache.block_memory_bytes
+    for page in range(12):
+        data = bytearray(good)
+        data[len(data) - (12 - page) * block + 100 * page] ^= 4
+        path.write_bytes(data)
+        loaded = engine(network)
+        assert loaded.load(path) == 12
+        assert loaded.generate(tokens, SHORT) == want
+        assert loaded.inner.prefill_token_count == 200 - 16 * page
+        loaded.check()
+        assert loaded.cache_stats().cached_blocks == 12  # computed and cached again
+        assert loaded.generate(tokens, SHORT) == want
+        assert loaded.inner.prefill_token_count == 200 - 16 * page + 8
+
+
+def test_a_smaller_engine_takes_the_newest_blocks(tmp_path, network):
+    saved = engine(network)
+    for seed in range(4):
+        saved.generate(prompt(seed, 48), SamplingParams(max_tokens=0))
+    saved.save(tmp_path / "cache")
+    for blocks in (0, 1, 3, 7, 12):
+        loaded = engine(network, blocks)
+        assert loaded.load(tmp_path / "cache") == blocks
+        loaded.check()
+        left = blocks
+        for seed in reversed(range(4)):
+            assert loaded.prefix_cache.cache.lookup(prompt(seed, 48))[0] == 16 * min(3, left)
+            left = max(0, left - 3)
+        loaded.check()

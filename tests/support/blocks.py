@@ -1,0 +1,101 @@
+"""Sequences scattered over an arena, and memory that ends where an array ends: for tests of the kernels."""
+
+import ctypes
+import mmap
+
+import numpy as np
+
+from kvcache.core import kernels
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(shape, dtype, *, at_end=True):
+    """A zeroed array between two unreadable pages, ending where one begins or beginning where one ends."""
+    page = mmap.PAGESIZE
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    inner = max(1, -(-size // page)) * page
+    area = mmap.mmap(-1, inner + 2 * page)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    for offset in (0, page + inner):
+        if _libc.mprotect(ctypes.c_void_p(base + offset), ctypes.c_size_t(page), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    start = page + (inner - size if at_end else 0)
+    return np.frombuffer(area, np.dtype(dtype), int(np.prod(shape)), start).reshape(shape)
+
+
+def copy_guarded(array, *, at_end=True):
+    result = guarded(array.shape, array.dtype, at_end=at_end)
+    result[...] = array
+    return result
+
+
+class Scattered:
+    """Sequences of the given lengths in one arena, blocks in random order: what was written, what is read.
+
+    holes: each sequence keeps only some slots of every block, as scattered survivors of eviction do.
+    """
+
+    def __init__(
+        self,
+        rng,
+        lengths,
+        *,
+        block_size=16,
+        heads=2,
+        dim=32,
+        key_format="f32",
+        value_format=None,
+        holes=False,
+        empty=np.zeros,
+        rotate=False,
+        spread=1.0,
+    ):
+        value_format = value_format or key_format
+        self.layout = kernels.Layout(block_size, heads, dim, key_format, value_format, rotate, rotate)
+        tables = [list(self._spans(rng, n, block_size, holes)) for n in lengths]
+        num_blocks = sum(map(len, tables)) + 2
+        free = rng.permutation(num_blocks).tolist()
+        self.arena = empty(num_blocks * self.layout.block_bytes, np.uint8)
+        self.runs, self.keys, self.values, self.read_keys, self.read_values = [], [], [], [], []
+        for n, table in zip(lengths, tables, strict=True):
+            runs = [(free.pop(), *span) for span in table]
+            keys, values = (rng.standard_normal((n, heads, dim)).astype(np.float32) for _ in range(2))
+            keys *= spread
+            kernels._write(self.layout, self.arena, runs, keys, values)
+            got = np.full_like(keys, np.nan), np.full_like(values, np.nan)
+            kernels._read(self.layout, self.arena, runs, *got)
+            for kept, new in zip(
+                (self.runs, self.keys, self.values, self.read_keys, self.read_values),
+                (runs, keys, values, *got),
+                strict=True,
+            ):
+                kept.append(new)
+
+    @staticmethod
+    def _spans(rng, tokens, block_size, holes):
+        while tokens:
+            first = int(rng.integers(block_size)) if holes else 0
+            stop = int(rng.integers(first, block_size)) + 1 if holes else block_size
+            stop = min(stop, first + tokens)
+            tokens -= stop - first
+            yield first, stop
+
+
+def guarded_attention(rng, name, dim, at_end, thread_counts):
+    """Calls of attention whose every array is guarded: yields `(sequence, queries, output, scores)` after each."""
+
+    def empty(size, dtype):
+        return guarded(size, dtype, at_end=at_end)
+
+    for block_size, tokens in ((1, 3), (16, 40), (5, 67)):
+        s = Scattered(rng, [tokens], block_size=block_size, heads=2, dim=dim, key_format=name, empty=empty)
+        for num_queries in (1, min(tokens, 20)):
+            queries = copy_guarded(rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end)
+            out, scores = (empty(n, np.float32) for n in (queries.shape, tokens))
+            for threads in thread_counts:
+                kernels._attend(
+                    s.layout, s.arena, [(s.runs[0], num_queries, 2)], queries, 0.1, sink_queries=queries, out=out,
+                    scores=scores, threads=threads, scratch=lambda n: empty(n, np.uint8),
+                )  # fmt: skip
+                yield s, queries, out, scores

@@ -1,0 +1,103 @@
+"""Scenes of the engines."""
+
+import gc
+from typing import ClassVar
+
+import numpy as np
+from places import GOLDEN
+from scene import Scene
+from scenes_caches import sequences
+
+from kvcache import EvictionPolicy
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+
+MODEL = Transformer.from_pretrained(GOLDEN / "llama")
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=3)
+
+
+class Engine(Scene):
+    options: ClassVar[dict[str, object]] = {}
+
+    def _build(self):
+        engine = InferenceEngine(MODEL, prefill_chunk=16, num_blocks=40, **self.options)
+        self.text = np.arange(3, 43, dtype=np.uint32)
+        engine.prefill_from_pos(self.text, 0)
+        return engine
+
+    def _state(self):
+        it = self.it
+        seqs, _, free, *_ = sequences(it.cache)
+        content = [entry[3] for _, entry in sorted(seqs.items())]
+        return content, free, it.num_tokens, it.prefill_token_count
+
+    def prefill(self):
+        self.it.prefill_from_pos(self.text[:37], 40)
+
+    def go_back(self):
+        self.it.prefill_from_pos(self.text[:20], 30)
+
+    def decode_step(self):
+        self.it.decode_step(7, 40)
+
+
+class Residual(Engine):
+    """With the newest group in full beside the cache; a piece passes through several."""
+
+    options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    prefill = Engine.prefill
+    go_back = Engine.go_back
+    decode_step = Engine.decode_step
+
+    def _state(self):
+        residual = self.it._sequence.residual
+        rows = [[side.tobytes() for side in residual.read(layer)] for layer in range(MODEL.config.num_layers)]
+        return *super()._state(), residual.first, residual.stop, rows
+
+
+class Evicting(Engine):
+    """Without memory it compacts later, so the number of free blocks is not the same."""
+
+    options: ClassVar[dict[str, object]] = {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24}
+    prefill = Engine.prefill
+    decode_step = Engine.decode_step
+
+    def _state(self):
+        content, _, *rest = super()._state()
+        return content, rest
+
+
+class Served(Scene):
+    """Requests give up the sequence before; what must stay is the prefix cache, and that the next one is right."""
+
+    options: ClassVar[dict[str, object]] = {}
+
+    def _build(self):
+        engine = InferenceEngine(MODEL, prefill_chunk=16, num_blocks=12, **self.options)
+        cached = PrefixCachedEngine(engine, 5, strict=True)
+        self.text = np.arange(3, 63, dtype=np.uint32)
+        cached.generate(self.text[:40], GREEDY)
+        cached.generate(self.text[20:60], GREEDY)
+        return cached
+
+    def _state(self):
+        return self.answer if hasattr(self, "answer") else None
+
+    def _check(self):
+        gc.collect()
+        self.it.check()
+        for prefixes in (self.it.prefix_cache.cache, *self.it._beside()):
+            assert prefixes.references().sum() == len(prefixes), "something is pinned or lost"
+
+    def generate(self):
+        self.answer = self.it.generate(self.text[:50], GREEDY)
+
+    def stream(self):
+        self.answer = list(self.it.stream(self.text[20:55], GREEDY))
+
+
+class ServedResidual(Served):
+    """The same where groups are kept in full: what the second request finds of them is recalled."""
+
+    options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    generate = Served.generate
+    stream = Served.stream

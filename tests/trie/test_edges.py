@@ -1,0 +1,90 @@
+"""The trie as flat edges, and what damage takes from it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_trie import Tokens
+
+from kvcache.trie.edges import edges_of
+from kvcache.trie.trie import TokenTrie
+
+# Two letters and few pages, so that sequences share prefixes and fork inside pages.
+TEXT = st.lists(st.integers(0, 1), max_size=13).map(tuple)
+
+
+def pages_of(trie: TokenTrie, root: int) -> dict[Tokens, int]:
+    """Every page by all tokens up to its end."""
+    found: dict[Tokens, int] = {}
+    for leaf in trie.leaf_ids():
+        top, tokens, values = trie.path(leaf)
+        if top == root:
+            for i, value in enumerate(values.tolist()):
+                found[tuple(tokens[: (i + 1) * trie.page_size].tolist())] = value
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 4), texts=st.lists(TEXT, max_size=12), cuts=st.lists(TEXT, min_size=1, max_size=4))
+def test_prune_takes_a_page_and_all_that_follows(size: int, texts: list[Tokens], cuts: list[Tokens]) -> None:
+    trie = TokenTrie(size)
+    root, other = trie.add_root(), trie.add_root()
+    for i, text in enumerate(texts):
+        whole = text[: len(text) // size * size]
+        trie.insert((root, other)[i % 3 == 0], whole, list(range(100 * i, 100 * i + len(whole) // size)))
+    kept = pages_of(trie, other)
+    for cut in cuts:
+        tokens = cut[: len(cut) // size * size]
+        if not tokens:
+            with pytest.raises(ValueError, match="at least one, got 0"):
+                trie.prune(root, tokens)
+            continue
+        before = pages_of(trie, root)
+        gone = {page for page in before if page[: len(tokens)] == tokens}
+        freed = trie.prune(root, tokens)
+        trie.check()
+        assert sorted(freed.tolist()) == sorted(before[page] for page in gone)
+        assert pages_of(trie, root) == {page: value for page, value in before.items() if page not in gone}
+        assert pages_of(trie, other) == kept
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 4), texts=st.lists(TEXT, max_size=12))
+def test_edges_are_the_trie(size: int, texts: list[Tokens]) -> None:
+    trie = TokenTrie(size)
+    roots = [trie.add_root(), trie.add_root()]
+    for i, text in enumerate(texts):
+        whole = text[: len(text) // size * size]
+        trie.insert(roots[i % 3 == 0], whole, list(range(100 * i, 100 * i + len(whole) // size)))
+    for root in roots:
+        edges = edges_of(trie, root)
+        rebuilt: dict[Tokens, int] = {}
+        paths: list[Tokens] = []
+        token, value = 0, 0
+        for parent, end in zip(edges.parents.tolist(), edges.ends.tolist(), strict=True):
+            above = paths[parent] if parent >= 0 else ()
+            text = above + tuple(edges.tokens[token : token + end - len(above)].tolist())
+            token += end - len(above)
+            paths.append(text)
+            for page in range(len(above) // size, end // size):
+                rebuilt[text[: (page + 1) * size]] = int(edges.values[value])
+                value += 1
+        assert rebuilt == pages_of(trie, root)
+        assert (token, value) == (len(edges.tokens), len(edges.values))
+        inner = edges.parents >= 0
+        assert (edges.stamps[inner] <= edges.stamps[edges.parents[inner]]).all()
+    with pytest.raises(ValueError, match="expected the id of a root"):
+        edges_of(trie, 99)
+
+
+def test_repin_pins_these_and_no_others():
+    trie = TokenTrie(2)
+    root = trie.add_root()
+    a, _ = trie.insert(root, [1, 2], [0])
+    b, _ = trie.insert(root, [3, 4], [1])
+    trie.pin(a)
+    trie.repin([b, b])
+    assert (trie.num_pins(a), trie.num_pins(b)) == (0, 2)
+    trie.check()
+    assert trie.evict(2).tolist() == [0]
