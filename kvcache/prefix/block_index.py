@@ -14,8 +14,8 @@ from kvcache.errors import InvalidOperationError
 from kvcache.prefix.ghosts import GhostTrie
 from kvcache.prefix.holds import Holds
 from kvcache.prefix.saved import SavedBlocks
-from kvcache.prefix.texts import TextCounts
 from kvcache.prefix.segments import ranges, segments_of, walk_back
+from kvcache.prefix.texts import TextCounts
 from kvcache.saved.snapshot import Segments, Snapshot
 from kvcache.trie.trie import TokenTrie
 

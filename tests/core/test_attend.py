@@ -3,47 +3,11 @@
 import numpy as np
 import oracle
 import pytest
-from blocks import Scattered, guarded_attention
+from blocks import Scattered, attend, guarded_attention
 
 from kvcache.core import kernels
 
 TOLERANCE = 5e-6  # of the largest output of the row, as kvc_attend.c states it
-
-
-def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, spread=1.0):
-    """Output and scores of one call over all sequences of s, and the oracle's."""
-    heads, dim = s.layout.num_heads, s.layout.head_dim
-    scale = dim**-0.5 if scale is None else scale
-    queries = (spread * rng.standard_normal((sum(num_queries), heads * group, dim))).astype(np.float32)
-    sink_queries = None if sinks is None else rng.standard_normal(queries.shape).astype(np.float32)
-    sinks = sinks or [0] * len(num_queries)
-    total = sum(map(len, s.keys))
-    out, scores = np.full_like(queries, np.nan), np.full(total, np.nan, np.float32)
-    kernels._attend(
-        s.layout,
-        s.arena,
-        list(zip(s.runs, num_queries, sinks, strict=True)),
-        queries,
-        scale,
-        sink_queries=sink_queries,
-        out=out,
-        scores=scores,
-        threads=threads,
-    )
-    expected, mass, at = [], [], 0
-    for i, n in enumerate(num_queries):
-        part = slice(at, at + n)
-        o, m = oracle.attention(
-            queries[part],
-            s.read_keys[i],
-            s.read_values[i],
-            scale,
-            sink_tokens=sinks[i],
-            sink_queries=None if sink_queries is None else sink_queries[part],
-        )
-        expected.append(o), mass.append(m)
-        at += n
-    return out, scores, np.concatenate(expected), np.concatenate(mass)
 
 
 def assert_close(got, tolerance=TOLERANCE):

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import oracle
 import pytest
-from blocks import Scattered, guarded_attention
-from test_attend import attend
+from blocks import Scattered, attend, guarded_attention
 
 from kvcache.core import kernels
 

@@ -8,7 +8,8 @@ import threading
 
 import numpy as np
 import pytest
-from engines import GOLDEN, GREEDY, PROMPT, assert_same_state, state
+from engines import GREEDY, PROMPT, assert_same_state, state
+from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.errors import InvalidOperationError, OutOfMemoryError

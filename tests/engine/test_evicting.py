@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engines import GOLDEN, GREEDY
+from engines import GREEDY
 from evicting_engines import H2O, POLICIES, PROMPT, assert_bounded, assert_same, layers, make, state, stored_as
 from oracle_evicting import DenseEvictingEngine
+from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, Transformer
 from kvcache.engine.evicting import most_blocks, survivors

@@ -6,8 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
-from engines import GOLDEN, GREEDY, Failing
+from engines import GREEDY, Failing
 from evicting_engines import H2O, POLICIES, PROMPT, assert_bounded, assert_same, make, state
+from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.engine.evicting import Budgets

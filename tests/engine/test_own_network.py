@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engines import GOLDEN, GREEDY
+from engines import GREEDY
 from oracle_engine import dense_attention
+from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, Transformer
 from kvcache.paged.cache import PagedKvCache

@@ -6,7 +6,8 @@ import shutil
 import sys
 
 import pytest
-from engines import GOLDEN, GREEDY, PROMPT
+from engines import GREEDY, PROMPT
+from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError

@@ -12,6 +12,8 @@ import pytest
 from pace import FAST
 from places import SUPPORT, search_path
 
+import kvcache
+
 SCENES = [
     (path.stem, name)
     for path in sorted(SUPPORT.glob("scenes_*.py"))
@@ -40,6 +42,7 @@ ALL = 1 << 40  # allocations that fail one after another: every one until the ca
 def test_nothing_is_lost_when_memory_is_short(shim, long, module, scene, width):
     step = 1 if long else (1, 3)[FAST] if width == 1 else (7, 23)[FAST]
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
+    environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)
     command = [sys.executable, str(SUPPORT / "faults.py"), module, scene, str(width), str(step)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout[-8000:], done.stderr[-4000:])

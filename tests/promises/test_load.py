@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from test_memory import allocated
+from allocator import allocated
 
 from kvcache import (
     CachedKvState,

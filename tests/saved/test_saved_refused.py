@@ -141,7 +141,7 @@ def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
     assert open_files() == before
 
 
-@pytest.mark.parametrize(("kind", "module"), [(entries, "entry_index"), (blocks, "block_index")])
+@pytest.mark.parametrize(("kind", "module"), [(entries, "prefix.entry_index"), (blocks, "prefix.block_index")])
 def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, module, monkeypatch):
     """Nothing has changed: no slot is taken, no block, and the next load finds an empty cache."""
     saved, texts_ = kind(), prompts(9)

@@ -3,9 +3,9 @@
 import os
 
 import numpy as np
-from engines import GOLDEN
 from hostile_caches import blocks, paged
 from hostile_target import FILES, LINE, ROWS, Target, function, keyword, method, named
+from places import GOLDEN
 
 import kvcache
 from kvcache import (

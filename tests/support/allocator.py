@@ -1,0 +1,39 @@
+"""What the allocator of this process has handed out."""
+
+import ctypes
+import gc
+
+import pytest
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def allocated():
+    """Bytes that malloc has handed out: in its arenas, and mapped apart because they are large."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        pytest.skip("needs glibc's mallinfo2")
+    mallinfo2.restype = Mallinfo
+    gc.collect()
+    info = mallinfo2()
+    if info.uordblks == 0:
+        pytest.skip("needs glibc's allocator, got another one in its place, as a sanitizer brings")
+    return info.uordblks + info.hblkhd
