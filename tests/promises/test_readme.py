@@ -1,4 +1,4 @@
-"""The README keeps its word: its examples run, its table of names is complete and true."""
+"""The documents are true: their examples run, their links lead somewhere, the table of names is complete."""
 
 import importlib.util
 import re
@@ -9,14 +9,35 @@ from places import PROJECT
 import kvcache
 import kvcache.engine
 
-README = (PROJECT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-ROWS = re.findall(r"^\| (`.+?`) \| (`.+?`.*?) \|$", README, re.MULTILINE)
+DOCUMENTS = {
+    name: (PROJECT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
+}
+EXAMPLES = [
+    (name, example)
+    for name, text in DOCUMENTS.items()
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
+ROWS = re.findall(r"^\| (`.+?`) \| (`.+?`.*?) \|$", DOCUMENTS["kvcache/NAMES.md"], re.MULTILINE)
+PATH = re.compile(r"\b(?:kvcache|ckernels|tests|bench)/[\w./-]*\w\b(?![<*])")
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_path_exists(document):
+    text = DOCUMENTS[document]
+    for path in PATH.findall(text):
+        assert (PROJECT / path).exists(), path
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (PROJECT / document).parent.joinpath(link).exists(), link
+
+
+def test_the_readme_is_short():
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 220
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[name for name, _ in EXAMPLES])
 def test_example(number):
-    example = EXAMPLES[number]
+    _, example = EXAMPLES[number]
     if ".tokenizer" in example and importlib.util.find_spec("tokenizers") is None:
         pytest.skip("needs the extra [text]")
     exec(compile(example, f"README example {number}", "exec"), {})
