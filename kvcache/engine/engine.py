@@ -9,27 +9,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.arguments import natural
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
+from kvcache.engine.requests import Requests
 from kvcache.engine.residual import default_length
-from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import load_tokenizer
 from kvcache.engine.tokens import as_tokens
-from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]
 
-Tokens = NDArray[np.uint32]
-
 _DEFAULT_TOKENS = 8192  # the default pool holds the whole context, up to so many tokens
-_SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
 
 
 class InferenceEngine:
@@ -91,16 +87,14 @@ class InferenceEngine:
     ) -> None:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
-        self.reseed(seed)
         block_size = natural("block_size", block_size, least=1)
         prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
         budgets = None
         if eviction_policy is not None or kv_budget is not None:
             budgets = Budgets.of(eviction_policy, kv_budget, model)
         self._budgets = budgets
-        self._positions: int | None = model.config.max_position_embeddings  # of a text; None: it has no end
-        if budgets is not None and budgets.policy.endless:
-            self._positions = None
+        endless = budgets is not None and budgets.policy.endless
+        positions = None if endless else model.config.max_position_embeddings
         if num_blocks is None and budgets is not None:
             num_blocks = budgets.peak_blocks(block_size, prefill_chunk, model.config.max_position_embeddings)
         elif num_blocks is None:
@@ -131,10 +125,7 @@ class InferenceEngine:
             raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {residual_length}")
         else:
             self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
-        self._lock = MendingLock(CallLock(level=2), self._sequence.mend)
-        self._turns = Turns()  # of streams; `version` is that of the sequence
-        self._call = CallInTurn(self._turns, self._lock)
-        self._prefilled = 0
+        self._requests = Requests(self._sequence, positions, seed)
         self._directory: Path | None = None
         self._tokenizer: Any = None
 
@@ -166,8 +157,7 @@ class InferenceEngine:
 
     def reseed(self, seed: int) -> None:
         """Start the random numbers of requests without a seed of their own anew."""
-        self._seed = natural("seed", seed)
-        self._requests = 0
+        self._requests.reseed(seed)
 
     def enlarge(self, blocks: int) -> None:
         """Replace the cache by an empty one of `blocks` more blocks; the sequence starts anew.
@@ -176,7 +166,7 @@ class InferenceEngine:
             OutOfMemoryError: the system refuses the memory; the old cache stays.
         """
         more = natural("blocks", blocks)
-        with self._call:
+        with self._requests.call:
             total = self.cache.total_blocks + more
             self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}))
 
@@ -223,7 +213,7 @@ class InferenceEngine:
             raise TypeError(f"layer: expected a whole number, got {layer!r}")
         if not 0 <= layer < self.config.num_layers:
             raise IndexError(f"layer: expected 0 to {self.config.num_layers - 1}, got {layer}")
-        with self._lock:
+        with self._requests.lock:
             return self._sequence.positions(layer)
 
     @property
@@ -266,7 +256,7 @@ class InferenceEngine:
     @property
     def prefill_token_count(self) -> int:
         """How many tokens have been prefilled, over all requests; failed calls and `score` do not count."""
-        return self._prefilled
+        return self._requests.num_prefilled
 
     @property
     def tokenizer(self) -> Any:
@@ -281,7 +271,7 @@ class InferenceEngine:
         return self._tokenizer
 
     def __repr__(self) -> str:
-        of = "endless" if self._positions is None else self._positions
+        of = self._requests.max_positions or "endless"
         return (
             f"{type(self).__name__}({type(self.model).__name__}, {self.config.num_layers} layers, "
             f"{self._sequence.num_tokens} of {of} positions in use)"
@@ -289,7 +279,7 @@ class InferenceEngine:
 
     def check(self) -> None:
         """Verify the invariants of the engine and of its cache; AssertionError names the broken one."""
-        with self._lock:
+        with self._requests.lock:
             self.cache.check()
             self._sequence.check()
 
@@ -310,8 +300,8 @@ class InferenceEngine:
             InvalidOperationError: a stream of this thread is open.
             OutOfMemoryError: the cache is too small.
         """
-        tokens = self._checked(prompt_tokens)
-        return list(self._stream(tokens, *self._request(params), whole=True))
+        tokens = self._requests.prompt(prompt_tokens)
+        return list(self._requests.stream(tokens, *self._request(params), whole=True))
 
     def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
         """`generate`, token by token. Arguments are checked now, the prompt is run with the first `next`.
@@ -321,8 +311,8 @@ class InferenceEngine:
         does the next token of a stream whose sequence another call of that thread has changed. A stream may be
         continued on another thread.
         """
-        tokens = self._checked(prompt_tokens)
-        return self._stream(tokens, *self._request(params), whole=False)
+        tokens = self._requests.prompt(prompt_tokens)
+        return self._requests.stream(tokens, *self._request(params), whole=False)
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given those before it: float32 `(len(tokens) - 1,)`.
@@ -333,28 +323,13 @@ class InferenceEngine:
         An engine that evicts scores with what was alive: tokens leave between pieces of `prefill_chunk`, so within
         a piece each token sees all tokens of the piece before it; `prefill_chunk=1` evicts after every token.
         """
-        tokens = as_tokens(tokens, self.config.vocab_size)
-        self._check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
-        scores = np.empty(len(tokens) - 1, np.float32)
-        chunk = max(1, min(self._sequence.chunk, _SCORE_FLOATS // self.config.vocab_size))
-        with self._call:
-            self._sequence.clear()
-            try:
-                for start in range(0, len(scores), chunk):
-                    piece = tokens[start : min(start + chunk, len(scores))]
-                    logits = self._sequence.extend(piece, start, "all")
-                    targets = tokens[start + 1 : start + 1 + len(piece)]
-                    scores[start : start + len(piece)] = _log_probabilities(logits, targets)
-            except BaseException:
-                self._sequence.clear()
-                raise
-        return scores
+        return self._requests.score(as_tokens(tokens, self.config.vocab_size))
 
     # ---------------------------------------------------------------- one sequence, step by step
 
     def reset(self) -> None:
         """Start an empty sequence. `prefill_token_count` goes on counting."""
-        with self._call:
+        with self._requests.call:
             self._sequence.clear()
 
     def begin(self, share: Share) -> int:
@@ -371,7 +346,7 @@ class InferenceEngine:
         Raises:
             InvalidOperationError: the engine evicts, so every layer has a sequence of its own.
         """
-        with self._call:
+        with self._requests.call:
             self._sequence.replace(share)
             return self._sequence.num_tokens
 
@@ -395,14 +370,14 @@ class InferenceEngine:
         `pos` on, it leaves the tokens before `pos`.
         """
         tokens, pos = as_tokens(tokens, self.config.vocab_size), natural("pos", pos)
-        with self._call:
-            return self._prefill(tokens, pos)
+        with self._requests.call:
+            return self._requests.prefill(tokens, pos)
 
     def decode_step(self, token: int, pos: int) -> Float32:
         """Run one token at position `pos`: `prefill_from_pos` of one token, but not counted as prefill."""
         tokens, pos = as_tokens((token,), self.config.vocab_size), natural("pos", pos)
-        with self._call:
-            return self._extend(tokens, pos)
+        with self._requests.call:
+            return self._requests.extend(tokens, pos)
 
     def decode(self, logits: Float32, params: SamplingParams | None = None, history: Any = ()) -> Iterator[int]:
         """Sample from `logits`, run the token, sample again: the loop of every request, after its prefill.
@@ -420,111 +395,12 @@ class InferenceEngine:
             InvalidOperationError if another call has changed the sequence meanwhile.
         """
         version, history = self.version, as_tokens(history, self.config.vocab_size)
-        return self._decode_in_turn(version, logits, *self._request(params), history)
-
-    # ---------------------------------------------------------------- inside
-
-    # What follows, down to `_decode`, is called with the lock held, in a turn.
-
-    def _prefill(self, tokens: Tokens, pos: int) -> Float32:
-        logits = self._extend(tokens, pos)
-        self._prefilled += len(tokens)
-        return logits
-
-    def _extend(self, tokens: Tokens, pos: int) -> Float32:
-        """The logits after the last of `tokens`, which are run at positions from `pos` on."""
-        if pos > self._sequence.num_tokens:
-            raise ValueError(f"pos: expected at most the {self._sequence.num_tokens} tokens in the cache, got {pos}")
-        self._check_span(tokens, pos)
-        logits: Float32 = self._sequence.extend(tokens, pos)[0]
-        return logits
-
-    def _stream(
-        self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, *, whole: bool
-    ) -> Iterator[int]:
-        """A request; one that is `whole` leaves an empty sequence if it fails."""
-        turn = self._turns.take(self.version)
-        try:
-            with self._lock:
-                self._sequence.clear()
-                logits = self._prefill(tokens, 0)
-                turn.leave(self.version)
-            yield from self._decode(logits, params, rng, tokens, turn, [])
-        except BaseException:
-            if whole:
-                self._lock.when_free(self._sequence.clear)
-            raise
-        finally:
-            turn.give_back()
-
-    def _decode_in_turn(
-        self, version: int, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens
-    ) -> Iterator[int]:
-        turn = self._turns.take(self.version)
-        try:
-            turn.leave(version)
-            yield from self._decode(logits, params, rng, history, turn, [])
-        finally:
-            turn.give_back()
-
-    def _decode(
-        self,
-        logits: Float32,
-        params: SamplingParams,
-        rng: np.random.Generator,
-        history: Tokens,
-        turn: Turn,
-        text: list[int],
-    ) -> Iterator[int]:
-        """Sampled tokens; each that is run is added to `text` in the step that adds it to the sequence."""
-        sampler = Sampler(params, rng, self.config.vocab_size, history)
-        stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
-        for left in reversed(range(params.max_tokens)):
-            token = sampler.sample(logits)
-            if token in stops:
-                return
-            yield token
-            if left == 0:
-                return
-            with self._lock:
-                turn.go_on(self.version)
-                if self._sequence.num_tokens == self._positions:
-                    return
-                logits = self._extend(np.array([token], np.uint32), self._sequence.num_tokens)
-                text.append(token)
-                turn.leave(self.version)
-
-    def _checked(self, prompt_tokens: Any) -> Tokens:
-        tokens = as_tokens(prompt_tokens, self.config.vocab_size)
-        self._check_span(tokens, 0)
-        return tokens
+        return self._requests.decode_in_turn(version, logits, *self._request(params), history)
 
     def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
         """The parameters and the random numbers of a request, which is counted here."""
         params = _params(params, self.sampling_params)
-        with self._lock:
-            number = self._requests
-            self._requests += 1
-        return params, np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
-
-    def _check_span(self, tokens: Tokens, pos: int) -> None:
-        limit = self._positions
-        if not len(tokens):
-            raise ValueError("tokens: expected at least one, got none")
-        if limit is not None and pos + len(tokens) > limit:
-            raise ValueError(
-                f"tokens: expected positions below max_position_embeddings ({limit}), "
-                f"got {len(tokens)} tokens from position {pos}"
-            )
-
-
-def _log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:
-    """log softmax of `logits` `(n, vocab)`, which are overwritten, at `targets` `(n,)`."""
-    logits -= logits.max(axis=1, keepdims=True)
-    chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
-    total = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
-    result: NDArray[np.float64] = chosen - np.log(total)
-    return result
+        return params, self._requests.randomness(params)
 
 
 def _params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:

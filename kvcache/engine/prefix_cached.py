@@ -103,7 +103,7 @@ class PrefixCachedEngine:
         tokens, request = self._checked(prompt_tokens, params, namespace)
         if not len(tokens):
             return []
-        turn = self.inner._turns.take(self.inner.version)
+        turn = self.inner._requests.turns.take(self.inner.version)
         try:
             return list(self._stream(turn, tokens, *request, namespace, whole=True))
         except Exception:
@@ -131,7 +131,7 @@ class PrefixCachedEngine:
         hash(namespace)  # a TypeError now rather than in the middle
         tokens = as_tokens(prompt_tokens, self.inner.config.vocab_size)
         if len(tokens):
-            self.inner._check_span(tokens, 0)
+            self.inner._requests.check_span(tokens, 0)
         return tokens, self.inner._request(params)
 
     def cache_stats(self) -> PrefixCacheStats:
@@ -186,7 +186,7 @@ class PrefixCachedEngine:
     def _stream_in_turn(
         self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, namespace: Hashable
     ) -> Iterator[int]:
-        turn = self.inner._turns.take(self.inner.version)
+        turn = self.inner._requests.turns.take(self.inner.version)
         try:
             yield from self._stream(turn, tokens, params, rng, namespace, whole=False)
         finally:
@@ -197,21 +197,21 @@ class PrefixCachedEngine:
         whole: bool,
     ) -> Iterator[int]:  # fmt: skip
         """A request that has its turn; one that is `whole` leaves an empty sequence if it fails."""
-        engine, text = self.inner, tokens.tolist()
+        engine, requests, text = self.inner, self.inner._requests, tokens.tolist()
         with self.prefix_cache.prepare(tokens, namespace)[0] as session:
             try:
-                with engine._lock:
+                with requests.lock:
                     logits = self._prefill(tokens, session, namespace)
                     turn.leave(engine.version)
                     self._store(text, namespace)
-                yield from engine._decode(logits, params, rng, tokens, turn, text)
+                yield from requests.decode(logits, params, rng, tokens, turn, text)
             except BaseException:
                 if whole:
-                    engine._lock.when_free(engine._sequence.clear)
+                    requests.lock.when_free(engine._sequence.clear)
                 raise
             finally:
                 # What was computed is good however the stream ended.
-                engine._lock.hand_over(partial(self._store_if_unchanged, turn, text, namespace))
+                requests.lock.hand_over(partial(self._store_if_unchanged, turn, text, namespace))
 
     def _store_if_unchanged(self, turn: Turn, text: list[int], namespace: Hashable) -> None:
         if self.inner.version == turn.version:
@@ -243,12 +243,12 @@ class PrefixCachedEngine:
             engine._sequence.residual.resume(rows)
         if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
             # Texts part here, as those of one system prompt do: the next one goes on from what is kept of the group.
-            engine._prefill(tokens[start:end], start)
+            engine._requests.prefill(tokens[start:end], start)
             self.newest.keep(tokens[:end], namespace)
             start = end
         if session.num_tokens == len(tokens) == start + 1:
-            return engine._extend(tokens[-1:], start)
-        return engine._prefill(tokens[start:], start)
+            return engine._requests.extend(tokens[-1:], start)
+        return engine._requests.prefill(tokens[start:], start)
 
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Give the trie the full blocks of what is in the sequence, by reference."""

@@ -384,7 +384,7 @@ def test_blocks_are_stored_under_the_tokens_that_they_are_of(network):
             failed.extend([] if good else [i])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcache.engine.engine.Sampler", Slow)
+        patch.setattr("kvcache.engine.requests.Sampler", Slow)
         threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
         for thread in threads:
             thread.start()

@@ -1,0 +1,172 @@
+"""Requests over one sequence: their turns, their random numbers, and the loop from a prompt to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.locks import CallLock, MendingLock
+from kvcache.engine.arguments import natural
+from kvcache.engine.protocols import Float32
+from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.sequence import ModelSequence
+from kvcache.engine.tokens import as_tokens
+from kvcache.engine.turns import CallInTurn, Turn, Turns
+
+__all__ = ["Requests", "Tokens"]
+
+Tokens = NDArray[np.uint32]
+
+_SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
+
+
+class Requests:
+    """What an engine is asked for, one request after another, over its one sequence.
+
+    Args:
+        sequence: the tokens so far, and the network that extends them.
+        max_positions: of a text; None: no limit.
+        seed: see `InferenceEngine`.
+
+    Attributes:
+        lock: held while the sequence changes.
+        turns: of streams, over the version of the sequence.
+        call: a context manager for one call that changes the sequence: the lock, in a turn.
+        num_prefilled: tokens prefilled, ever.
+    """
+
+    def __init__(self, sequence: ModelSequence, max_positions: int | None, seed: int) -> None:
+        self.sequence, self.max_positions = sequence, max_positions
+        self.config = sequence.model.config
+        self.lock = MendingLock(CallLock(level=2), sequence.mend)
+        self.turns = Turns()
+        self.call = CallInTurn(self.turns, self.lock)
+        self.num_prefilled = 0
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Restart the random numbers of requests without a seed of their own."""
+        self._seed = natural("seed", seed)
+        self._count = 0
+
+    # ---------------------------------------------------------------- what a request brings
+
+    def prompt(self, tokens: Any) -> Tokens:
+        """The ids of a prompt, a copy. Raises as `InferenceEngine.generate`."""
+        ids = as_tokens(tokens, self.config.vocab_size)
+        self.check_span(ids, 0)
+        return ids
+
+    def check_span(self, tokens: Tokens, pos: int) -> None:
+        """ValueError unless there are tokens, and the text may have tokens at their positions from `pos` on."""
+        if not len(tokens):
+            raise ValueError("tokens: expected at least one, got none")
+        if self.max_positions is not None and pos + len(tokens) > self.max_positions:
+            raise ValueError(
+                f"tokens: expected positions below max_position_embeddings ({self.max_positions}), "
+                f"got {len(tokens)} tokens from position {pos}"
+            )
+
+    def randomness(self, params: SamplingParams) -> np.random.Generator:
+        """The random numbers of the next request."""
+        with self.lock:
+            number = self._count
+            self._count += 1
+        return np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
+
+    # ---------------------------------------------------------------- steps, with the lock held, in a turn
+
+    def prefill(self, tokens: Tokens, pos: int) -> Float32:
+        """`extend`, counted as prefill."""
+        logits = self.extend(tokens, pos)
+        self.num_prefilled += len(tokens)
+        return logits
+
+    def extend(self, tokens: Tokens, pos: int) -> Float32:
+        """Run tokens at positions from `pos` on; the logits `(vocab_size,)` after the last of them."""
+        if pos > self.sequence.num_tokens:
+            raise ValueError(f"pos: expected at most the {self.sequence.num_tokens} tokens in the cache, got {pos}")
+        self.check_span(tokens, pos)
+        logits: Float32 = self.sequence.extend(tokens, pos)[0]
+        return logits
+
+    # ---------------------------------------------------------------- whole requests
+
+    def stream(self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, *, whole: bool) -> Iterator[int]:
+        """A request; one that is `whole` leaves an empty sequence if it fails."""
+        turn = self.turns.take(self.sequence.version)
+        try:
+            with self.lock:
+                self.sequence.clear()
+                logits = self.prefill(tokens, 0)
+                turn.leave(self.sequence.version)
+            yield from self.decode(logits, params, rng, tokens, turn, [])
+        except BaseException:
+            if whole:
+                self.lock.when_free(self.sequence.clear)
+            raise
+        finally:
+            turn.give_back()
+
+    def decode_in_turn(
+        self, version: int, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens
+    ) -> Iterator[int]:
+        """`decode` as a stream of its own, over the sequence that had `version`."""
+        turn = self.turns.take(self.sequence.version)
+        try:
+            turn.leave(version)
+            yield from self.decode(logits, params, rng, history, turn, [])
+        finally:
+            turn.give_back()
+
+    def decode(
+        self, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens, turn: Turn,
+        text: list[int],
+    ) -> Iterator[int]:  # fmt: skip
+        """Sampled tokens; each that is run is added to `text` in the step that adds it to the sequence."""
+        sampler = Sampler(params, rng, self.config.vocab_size, history)
+        stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
+        for left in reversed(range(params.max_tokens)):
+            token = sampler.sample(logits)
+            if token in stops:
+                return
+            yield token
+            if left == 0:
+                return
+            with self.lock:
+                turn.go_on(self.sequence.version)
+                if self.sequence.num_tokens == self.max_positions:
+                    return
+                logits = self.extend(np.array([token], np.uint32), self.sequence.num_tokens)
+                text.append(token)
+                turn.leave(self.sequence.version)
+
+    def score(self, tokens: Tokens) -> Float32:
+        """Log-probability of each token after the first; see `InferenceEngine.score`."""
+        self.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
+        scores = np.empty(len(tokens) - 1, np.float32)
+        chunk = max(1, min(self.sequence.chunk, _SCORE_FLOATS // self.config.vocab_size))
+        with self.call:
+            self.sequence.clear()
+            try:
+                for start in range(0, len(scores), chunk):
+                    piece = tokens[start : min(start + chunk, len(scores))]
+                    logits = self.sequence.extend(piece, start, "all")
+                    targets = tokens[start + 1 : start + 1 + len(piece)]
+                    scores[start : start + len(piece)] = _log_probabilities(logits, targets)
+            except BaseException:
+                self.sequence.clear()
+                raise
+        return scores
+
+
+def _log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:
+    """log softmax of `logits` `(n, vocab)`, which are overwritten, at `targets` `(n,)`."""
+    logits -= logits.max(axis=1, keepdims=True)
+    chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
+    total = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
+    result: NDArray[np.float64] = chosen - np.log(total)
+    return result
