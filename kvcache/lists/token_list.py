@@ -61,7 +61,7 @@ class TokenList:
             ValueError: values that the format cannot hold.
             MemoryError: nothing has changed then.
         """
-        self.store.represent(keys, values)
+        self.store.check_values(keys, values)
         self.roster.append_to(self.store, keys, values, *rule)
 
     def read(self, indices: Int64) -> tuple[Float32, Float32]:

@@ -21,7 +21,7 @@ from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, describe
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, describe, describe_settings
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.tables import BlockTables
@@ -30,8 +30,6 @@ __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
-
-
 T = TypeVar("T")
 
 
@@ -97,6 +95,7 @@ class PagedKvCache:
         self._sequences = PagedSequences(self._lock, store, self._table)
         self._attention = SequenceAttention(self._lock, store, self._table)
         self._evictor = Evictor(self._lock, self._table)
+        self._threshold = 0.0
         self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
         self.with_eviction_threshold(eviction_threshold)
 
@@ -117,7 +116,7 @@ class PagedKvCache:
         lambda self: self._store.block_bytes * self._pool.num_used, "Bytes of K and V of the blocks in use."
     )
     utilization = read_only(
-        lambda self: self._pool.num_used / max(self._pool.num_blocks, 1), "Used blocks over all blocks; 0.0 without any."
+        lambda self: self._pool.num_used / max(self._pool.num_blocks, 1), "Used blocks over all; 0.0 without blocks."
     )
 
     # -- sequences start and end ----------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class PagedKvCache:
         self._sequences.swap(as_seq_id(first_seq, "first_seq"), as_seq_id(second_seq, "second_seq"))
 
     def free(self, seq_id: int) -> None:
-        """End a sequence and release its blocks; takes no memory.
+        """End a sequence and release its blocks.
 
         Called inside another call of this cache on the same thread (by a signal handler, by a finaliser), it is done
         when that call ends.
@@ -344,11 +343,7 @@ class PagedKvCache:
     # -- blocks ---------------------------------------------------------------------------------------------
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
-        """Copy the K and V of whole blocks, all layers, in order; sequences and references stay as they are.
-
-        Raises:
-            BlockNotFoundError: a block is not in use.
-        """
+        """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
         src, dst = self._blocks.as_ids(sources, "sources"), self._blocks.as_ids(targets, "targets")
         if len(src) != len(dst):
             raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
@@ -356,11 +351,7 @@ class PagedKvCache:
             self._store.copy_blocks(self._pool.in_use(src), self._pool.in_use(dst))
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
-        """References that sequences and prefix caches hold on each of these blocks, int32 `(n,)`; 0 where it is free.
-
-        Raises:
-            BlockNotFoundError: no such block.
-        """
+        """References of sequences and prefix caches on each of these blocks, int32 `(n,)`; 0 where it is free."""
         ids = self._blocks.as_ids(block_ids)
         with self._lock:
             return self._pool.ref_counts()[ids]
@@ -421,9 +412,4 @@ class PagedKvCache:
         return describe(self)
 
     def __repr__(self) -> str:
-        return (
-            f"PagedKvCache(num_blocks={self.total_blocks}, block_size={self.block_size}, num_heads={self.num_heads}, "
-            f"head_dim={self.head_dim}, num_layers={self.num_layers}, key_dtype={self.key_dtype!r}, "
-            f"value_dtype={self.value_dtype!r}, eviction_strategy={self.eviction_strategy}, "
-            f"used_blocks={self.used_block_count}, num_sequences={self.num_sequences})"
-        )
+        return describe_settings(self)

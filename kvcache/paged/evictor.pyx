@@ -80,7 +80,7 @@ cdef class Evictor:
             if row < 0:
                 raise InvalidOperationError("no sequence to evict")
             seq_id = self.table.records.seqs[row].seq_id
-            self.table.leave_(row)
+            self.table.end_(row)
             self.evictions += 1
             return seq_id
 
@@ -119,7 +119,7 @@ cdef class Evictor:
                 first += 1
             evicted[num_evicted] = records.seqs[row].seq_id
             num_evicted += 1
-            one_left = self.table.leave_(row)
+            one_left = self.table.end_(row)
             if one_left:    # a sequence that was passed over may now hold that block alone
                 for i in range(first, last):
                     victims.changed(passed[i])

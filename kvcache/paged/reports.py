@@ -13,7 +13,7 @@ from kvcache.paged.tables import BlockTables
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "describe"]
+__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "describe", "describe_settings"]
 
 Int32 = npt.NDArray[np.int32]
 
@@ -122,4 +122,14 @@ def describe(cache: PagedKvCache) -> str:
         f"  sequences: {cache.num_sequences}\n"
         f"  allocs: {stats.total_allocations}, frees: {stats.total_frees}, "
         f"evictions: {stats.total_evictions}, forks: {stats.total_forks}"
+    )
+
+
+def describe_settings(cache: PagedKvCache) -> str:
+    """A cache as text of one line."""
+    return (
+        f"PagedKvCache(num_blocks={cache.total_blocks}, block_size={cache.block_size}, num_heads={cache.num_heads}, "
+        f"head_dim={cache.head_dim}, num_layers={cache.num_layers}, key_dtype={cache.key_dtype!r}, "
+        f"value_dtype={cache.value_dtype!r}, eviction_strategy={cache.eviction_strategy}, "
+        f"used_blocks={cache.used_block_count}, num_sequences={cache.num_sequences})"
     )

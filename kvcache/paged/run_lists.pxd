@@ -45,11 +45,13 @@ cdef class RunLists:
     cdef void share_(self, const Sequence *source, Sequence *target) noexcept nogil      # into reserved room
     cdef void truncate_(self, Sequence *seq, int64_t num_tokens) noexcept nogil
     cdef int own_(self, Sequence *seq, int64_t start, int64_t stop) except -1            # copy-on-write of these tokens
-    cdef int keep_(self, Sequence *seq, const int64_t *bounds, int64_t num_ranges) except -1
+    cdef int keep_(self, Sequence *seq, const int64_t *indices, int64_t n) except -1     # these tokens alone
+    cdef int stream_(self, Sequence *seq, int64_t sink_tokens, int64_t window_tokens) except -1    # first and last ones
     cdef object compact_(self, Sequence *seq)                                 # int32 (n, 5), the moves to carry out
 
     cdef void _fill_tail(self, Sequence *seq, int64_t count) noexcept nogil
     cdef void _add_blocks(self, Sequence *seq, int64_t count) noexcept nogil
     cdef void _copy_on_write(self, Sequence *seq, int64_t run) noexcept nogil
     cdef int64_t _run_at(self, const Sequence *seq, int64_t token, int64_t *before) noexcept nogil
+    cdef int _keep_ranges(self, Sequence *seq, const int64_t *bounds, int64_t num_ranges) except -1
     cdef int _grow_cut(self) except -1

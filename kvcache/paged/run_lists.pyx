@@ -256,7 +256,43 @@ cdef class RunLists:
         seq.num_tokens = num_tokens
         seq.sink_tokens = min(seq.sink_tokens, num_tokens)
 
-    cdef int keep_(self, Sequence *seq, const int64_t *bounds, int64_t num_ranges) except -1:
+    cdef int keep_(self, Sequence *seq, const int64_t *indices, int64_t n) except -1:
+        cdef int64_t i, ranges = 0, sinks = 0
+        cdef int64_t *bounds = <int64_t *>malloc(max(n, 1) * 2 * sizeof(int64_t))
+        if bounds == NULL:
+            raise MemoryError(f"no memory for {n} ranges")
+        try:
+            for i in range(n):
+                if not 0 <= indices[i] < seq.num_tokens:
+                    raise IndexError(f"indices: expected tokens in [0, {seq.num_tokens}), got {indices[i]}")
+                if i > 0 and indices[i] <= indices[i - 1]:
+                    raise ValueError(f"indices: expected ascending ones, got {indices[i]} after {indices[i - 1]}")
+                if i == 0 or indices[i] != indices[i - 1] + 1:
+                    bounds[2 * ranges] = indices[i]
+                    ranges += 1
+                bounds[2 * ranges - 1] = indices[i] + 1
+                sinks += indices[i] < seq.sink_tokens
+            self._keep_ranges(seq, bounds, ranges)
+        finally:
+            free(bounds)
+        seq.sink_tokens = sinks
+        return 0
+
+    cdef int stream_(self, Sequence *seq, int64_t sink_tokens, int64_t window_tokens) except -1:
+        cdef int64_t n = seq.num_tokens
+        cdef int64_t[4] bounds
+        if sink_tokens < 0:
+            raise ValueError(f"sink_tokens: expected a count >= 0, got {sink_tokens}")
+        if window_tokens < 0:
+            raise ValueError(f"window_tokens: expected a count >= 0, got {window_tokens}")
+        if sink_tokens >= n or window_tokens >= n - sink_tokens:
+            return 0
+        bounds[0], bounds[1], bounds[2], bounds[3] = 0, sink_tokens, n - window_tokens, n
+        self._keep_ranges(seq, bounds, 2)
+        seq.sink_tokens = sink_tokens
+        return 0
+
+    cdef int _keep_ranges(self, Sequence *seq, const int64_t *bounds, int64_t num_ranges) except -1:
         """Keep the tokens `bounds[2 * i]` to `bounds[2 * i + 1]`, for each of the ranges, ascending and disjoint."""
         cdef int64_t capacity = max(seq.num_runs + num_ranges, 1)
         cdef kvc_run *runs = <kvc_run *>malloc(capacity * sizeof(kvc_run))

@@ -10,11 +10,9 @@ from kvcache.core.store cimport BlockStore
 from kvcache.paged.records cimport Sequence
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
-from kvcache.paged.tables cimport BlockTables
+from kvcache.paged.tables cimport BlockTables, counts_of
 
 from functools import partial
-
-import numpy as np
 
 from kvcache.errors import InvalidOperationError
 
@@ -58,7 +56,7 @@ cdef class PagedSequences:
         """Many new sequences, of `num_tokens[i]` tokens each."""
         with self.lock:
             n = self.table.allocate_batch(seq_ids, num_tokens)
-            self._clear_new(&num_tokens[0] if n else NULL, n)
+            self._clear_new(counts_of(num_tokens, n, "num_tokens"), n)
 
     def adopt(self, uint64_t seq_id, blocks, int64_t num_tokens):
         """A new sequence of tokens that lie in blocks in use."""
@@ -115,11 +113,12 @@ cdef class PagedSequences:
         finally:
             self.lock.leave()
 
-    def append_batch(self, seq_ids):
-        """One more token in each of many sequences."""
+    def append_batch(self, seq_ids, const int64_t[::1] counts=None):
+        """`counts[i]` more tokens in each of many sequences, None: one each."""
         self.lock.enter()
         try:
-            self._clear_new(NULL, self.table.append_batch(seq_ids))
+            n = self.table.append_batch(seq_ids, counts)
+            self._clear_new(counts_of(counts, n, "counts"), n)
         finally:
             self.lock.leave()
 
@@ -133,11 +132,12 @@ cdef class PagedSequences:
 
     def resize(self, uint64_t seq_id, int64_t num_tokens, int64_t uid):
         """`append` or `truncate` to this length, of the sequence with this uid."""
-        cdef int64_t more
+        cdef int64_t old, more
         with self.lock:
             self._expect(seq_id, uid)
-            more = num_tokens - <int64_t>self.table.info(seq_id)[0]
-            if more > 0:
+            old = self.table.records.seqs[self.table.records.find(seq_id)].num_tokens
+            if num_tokens > old:
+                more = num_tokens - old
                 self.table.append_(&seq_id, &more, 1)
                 self._clear_new(&more, 1)
             else:
@@ -166,16 +166,16 @@ cdef class PagedSequences:
         with self.lock:
             self._write(layer, &seq_id, NULL if start is None else &first, &count, 1, keys, values)
 
-    def write_batch(self, int64_t layer, seq_ids, const float[:, :, ::1] keys, const float[:, :, ::1] values):
-        """Store one row each at the last tokens of many sequences, an access to each, in this order.
+    def write_batch(self, int64_t layer, seq_ids, const float[:, :, ::1] keys, const float[:, :, ::1] values,
+                    const int64_t[::1] counts=None):
+        """Store `counts[i]` rows each, None: one, at the last tokens of many sequences; an access to each, in this order.
 
         All or nothing, but for copies of shared blocks, which change no sequence's content.
         """
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        if keys.shape[0] != ids.shape[0]:
-            raise ValueError(f"keys: expected {ids.shape[0]} rows, one per sequence, got {keys.shape[0]}")
+        cdef const int64_t *numbers = counts_of(counts, ids.shape[0], "counts")
         with self.lock:
-            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, NULL, ids.shape[0], keys, values)
+            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, numbers, ids.shape[0], keys, values)
 
     def read(self, int64_t layer, uint64_t seq_id, int64_t start, stop, int64_t uid=-1):
         """Tokens `start`..`stop` (None: the end) as `(keys, values)`, float32 `(n, num_heads, head_dim)`; an access.
@@ -223,7 +223,7 @@ cdef class PagedSequences:
         cdef RunLists lists = table.run_lists
         cdef unsigned char *base = store.layer_base(layer)
         cdef Sequence *seq
-        cdef int64_t i, start, count = 1
+        cdef int64_t i, start, count = 1, rows = 0
         table.pick_(ids, n)
         for i in range(n):
             seq = &table.records.seqs[table.picked[i]]
@@ -232,10 +232,12 @@ cdef class PagedSequences:
             elif seq.num_tokens == 0:
                 raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
             start = seq.num_tokens - count if starts == NULL else starts[i]
-            if start < 0 or start > seq.num_tokens - count:
-                raise IndexError(f"start: expected tokens within [0, {seq.num_tokens}), "
-                                 f"got {count} from {start} on")
-        store.represent_(keys, values)
+            if count < 0 or start < 0 or start > seq.num_tokens - count:
+                raise IndexError(f"start: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
+            rows += count
+        if keys.shape[0] != rows:
+            raise ValueError(f"keys: expected {rows} rows for {n} sequences, got {keys.shape[0]}")
+        store.check_values_(keys, values)
         lists.num_cut = 0
         for i in range(n):
             seq = &table.records.seqs[table.picked[i]]
@@ -246,7 +248,7 @@ cdef class PagedSequences:
             lists.slice_(seq, start, start + count)
         if lists.num_cut:
             # A sequence may have adopted more tokens of a block than were handed out there.
-            store.say_written_(lists.cut, lists.num_cut)
+            store.note_written_(lists.cut, lists.num_cut)
             with nogil:
                 kernels.write_runs(&store.layout, base, lists.cut, lists.num_cut, &keys[0, 0, 0], &values[0, 0, 0])
         for i in range(n):
@@ -259,7 +261,7 @@ cdef class PagedSequences:
         self._copy_blocks()
         for i in range(n):
             seq = &self.table.records.seqs[self.table.picked[i]]
-            self.store.hand_out_(seq.runs, seq.num_runs, 1 if counts == NULL else counts[i])
+            self.store.clear_new_(seq.runs, seq.num_runs, 1 if counts == NULL else counts[i])
 
     cdef void _copy_blocks(self) noexcept:
         cdef RunLists lists = self.table.run_lists

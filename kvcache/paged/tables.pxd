@@ -12,6 +12,10 @@ from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.victims cimport VictimOrder
 
 
+# The numbers of an array of n counts, NULL of None; or ValueError.
+cdef const int64_t *counts_of(const int64_t[::1] counts, int64_t n, str name) except? NULL
+
+
 cdef class BlockTables:
     cdef readonly BlockPool pool
     cdef readonly int32_t block_size
@@ -33,11 +37,11 @@ cdef class BlockTables:
     cdef int fork_(self, const uint64_t *sources, const uint64_t *targets, int64_t n) except -1
     cdef int truncate_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
     cdef int free_(self, const uint64_t *ids, int64_t n) except -1
-    cdef bint leave_(self, int32_t row) noexcept nogil        # True: a block has one reference left
+    cdef bint end_(self, int32_t row) noexcept nogil          # True: a block has one reference left
     cdef object compact_(self, uint64_t seq_id)               # int32 (n, 5), the moves to carry out
 
     cdef int64_t _blocks_for(self, int64_t num_tokens) except -1     # or ValueError
     cdef int _make_room(self, int64_t n) except -1
     # New rows in `picked`: for counts[i] tokens each, or, NULL, for the runs of picked[n + i].
-    cdef int _enter(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
+    cdef int _start(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
     cdef int64_t _blocks_to_append(self, const int64_t *counts, int64_t n) noexcept nogil

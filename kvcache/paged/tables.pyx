@@ -5,7 +5,7 @@ Every verb checks and reserves first and changes afterwards, so a call that rais
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdlib cimport free, realloc
 
 from kvcache.core.counts cimport blocks_of, saturating_sum
 from kvcache.core.idmap cimport IdMap
@@ -29,6 +29,14 @@ cdef enum:
 
 cdef inline const uint64_t *numbers(cnp.ndarray ids) noexcept:
     return <const uint64_t *>cnp.PyArray_DATA(ids)
+
+
+cdef const int64_t *counts_of(const int64_t[::1] counts, int64_t n, str name) except? NULL:
+    if counts is None:
+        return NULL
+    if counts.shape[0] != n:
+        raise ValueError(f"{name}: expected {n} counts, one per sequence, got {counts.shape[0]}")
+    return &counts[0] if n else NULL
 
 
 cdef class BlockTables:
@@ -139,16 +147,13 @@ cdef class BlockTables:
     def allocate_batch(self, seq_ids, const int64_t[::1] num_tokens):
         """A new sequence of `num_tokens[i]` tokens on fresh blocks under each of `seq_ids`; returns how many."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef int64_t n = ids.shape[0]
-        if num_tokens.shape[0] != n:
-            raise ValueError(f"num_tokens: expected {n} counts, one per sequence, got {num_tokens.shape[0]}")
-        self.allocate_(numbers(ids), &num_tokens[0] if n else NULL, n)
-        return n
+        self.allocate_(numbers(ids), counts_of(num_tokens, ids.shape[0], "num_tokens"), ids.shape[0])
+        return ids.shape[0]
 
-    def append_batch(self, seq_ids):
-        """One more token for each of `seq_ids`; returns how many."""
+    def append_batch(self, seq_ids, const int64_t[::1] counts=None):
+        """`counts[i]` more tokens for each of `seq_ids`, None: one each; returns how many sequences."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        self.append_(numbers(ids), NULL, ids.shape[0])
+        self.append_(numbers(ids), counts_of(counts, ids.shape[0], "counts"), ids.shape[0])
         return ids.shape[0]
 
     def fork_batch(self, sources, targets):
@@ -179,7 +184,7 @@ cdef class BlockTables:
                              f"got {np.asarray(blocks)}")
         self.pool.retain(blocks)
         try:
-            self._enter(&seq_id, &num_tokens, 1)
+            self._start(&seq_id, &num_tokens, 1)
         except BaseException:
             for i in range(count):
                 self.pool.release_(blocks[i])
@@ -197,45 +202,17 @@ cdef class BlockTables:
     def keep(self, uint64_t seq_id, const int64_t[::1] indices):
         """Keep only the tokens at `indices`, strictly ascending, among those alive."""
         cdef int32_t row = self.records.find(seq_id)
-        cdef Sequence *seq = &self.records.seqs[row]
-        cdef int64_t i, n = indices.shape[0], ranges = 0, sinks = 0
-        cdef int64_t *bounds = <int64_t *>malloc(max(n, 1) * 2 * sizeof(int64_t))
-        if bounds == NULL:
-            raise MemoryError(f"no memory for {n} ranges")
-        try:
-            for i in range(n):
-                if not 0 <= indices[i] < seq.num_tokens:
-                    raise IndexError(f"indices: expected tokens in [0, {seq.num_tokens}), got {indices[i]}")
-                if i > 0 and indices[i] <= indices[i - 1]:
-                    raise ValueError(f"indices: expected ascending ones, got {indices[i]} after {indices[i - 1]}")
-                if i == 0 or indices[i] != indices[i - 1] + 1:
-                    bounds[2 * ranges] = indices[i]
-                    ranges += 1
-                bounds[2 * ranges - 1] = indices[i] + 1
-                sinks += indices[i] < seq.sink_tokens
-            self.run_lists.keep_(seq, bounds, ranges)
-        finally:
-            free(bounds)
-        seq.sink_tokens = sinks
+        cdef int64_t n = indices.shape[0]
+        self.run_lists.keep_(&self.records.seqs[row], &indices[0] if n else NULL, n)
         self.victims.changed(row)
 
     def stream(self, uint64_t seq_id, int64_t sink_tokens, int64_t window_tokens):
         """Keep the first `sink_tokens` and the last `window_tokens` tokens; the number of dropped ones."""
         cdef int32_t row = self.records.find(seq_id)
-        cdef Sequence *seq = &self.records.seqs[row]
-        cdef int64_t n = seq.num_tokens
-        cdef int64_t[4] bounds
-        if sink_tokens < 0:
-            raise ValueError(f"sink_tokens: expected a count >= 0, got {sink_tokens}")
-        if window_tokens < 0:
-            raise ValueError(f"window_tokens: expected a count >= 0, got {window_tokens}")
-        if sink_tokens >= n or window_tokens >= n - sink_tokens:
-            return 0
-        bounds[0], bounds[1], bounds[2], bounds[3] = 0, sink_tokens, n - window_tokens, n
-        self.run_lists.keep_(seq, bounds, 2)
-        seq.sink_tokens = sink_tokens
+        cdef int64_t before = self.records.seqs[row].num_tokens
+        self.run_lists.stream_(&self.records.seqs[row], sink_tokens, window_tokens)
         self.victims.changed(row)
-        return n - sink_tokens - window_tokens
+        return before - self.records.seqs[row].num_tokens
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -277,13 +254,13 @@ cdef class BlockTables:
             raise ValueError(f"num_tokens: expected a count >= 0, got {num_tokens}")
         return blocks_of(num_tokens, self.block_size)
 
-    cdef int _enter(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
+    cdef int _start(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
         cdef int64_t i, num_runs, taken = 0
         cdef bint holes = False
         cdef Sequence *source
         try:
             for i in range(n):
-                # None of the ids existed when the call began: one that exists now was entered by this call.
+                # None of the ids existed when the call began: one that exists now was started by this call.
                 if self.records.row_by_id.get(ids[i]) >= 0:
                     raise ValueError(f"seq_ids: expected each new sequence once, got {ids[i]} twice")
                 if counts != NULL:
@@ -296,11 +273,11 @@ cdef class BlockTables:
                 taken += 1
         except BaseException:
             for i in range(taken):
-                self.leave_(self.picked[i])
+                self.end_(self.picked[i])
             raise
         return 0
 
-    cdef bint leave_(self, int32_t row) noexcept nogil:
+    cdef bint end_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.records.seqs[row]
         cdef bint one_left = False
         if seq.num_runs:
@@ -318,7 +295,7 @@ cdef class BlockTables:
         if blocks > self.pool.num_free:
             raise OutOfMemoryError(blocks, self.pool.num_free)
         self._make_room(n)
-        self._enter(ids, counts, n)
+        self._start(ids, counts, n)
         for i in range(n):
             self.run_lists.extend_(&self.records.seqs[self.picked[i]], counts[i])
             self.victims.entered(self.picked[i])
@@ -393,7 +370,7 @@ cdef class BlockTables:
         self._make_room(2 * n)
         for i in range(n):
             self.picked[n + i] = self.records.find(sources[i])
-        self._enter(targets, NULL, n)
+        self._start(targets, NULL, n)
         for i in range(n):
             self.run_lists.share_(&self.records.seqs[self.picked[n + i]], &self.records.seqs[self.picked[i]])
             self.victims.entered(self.picked[i])
@@ -416,7 +393,7 @@ cdef class BlockTables:
         cdef int64_t i
         self.pick_(ids, n)
         for i in range(n):
-            self.leave_(self.picked[i])
+            self.end_(self.picked[i])
         return 0
 
     cdef object compact_(self, uint64_t seq_id):

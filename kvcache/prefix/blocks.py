@@ -220,7 +220,7 @@ class PrefixCache:
         """Per layer the rows of K and of V of these blocks; ValueError unless the store can hold them."""
         keys, values = (block_rows(self._store, [pair[i] for pair in pairs], self._head_dim) for i in (0, 1))
         for k, v in zip(keys, values, strict=True):
-            self._store.represent(k, v)
+            self._store.check_values(k, v)
         return keys, values
 
     def _store_rows(
