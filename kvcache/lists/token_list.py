@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.attention import Attention
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
 from kvcache.eviction import Rule
 from kvcache.lists.roster import Roster
-from kvcache.paged.attention import Attention
 
 __all__ = ["BLOCK_SIZE", "TokenList"]
 
@@ -61,7 +61,7 @@ class TokenList:
             ValueError: values that the format cannot hold.
             MemoryError: nothing has changed then.
         """
-        self.store.represent(keys, values)
+        self.store.check_values(keys, values)
         self.roster.append_to(self.store, keys, values, *rule)
 
     def read(self, indices: Int64) -> tuple[Float32, Float32]:

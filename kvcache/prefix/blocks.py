@@ -93,24 +93,24 @@ class PrefixCache:
         Raises:
             TypeError, ValueError: not an integer; negative.
         """
-        if not isinstance(paged, PagedBlocks):
+        if not isinstance(paged, PagedKvCache):
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
         most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
-        cache._own(paged, paged.head_dim, min(most, paged.total_blocks), shared=True)
+        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), shared=True)
         return cache
 
     def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, *, shared: bool) -> None:
-        self._blocks, self._pool, self._store = blocks, blocks._pool, blocks._store
+        self._blocks, self._pool, self._store = blocks, blocks.pool, blocks.store
         self._head_dim, self._shared = head_dim, shared
-        self._lock = MendingLock(blocks._lock, self._mend)
+        self._lock = MendingLock(blocks.lock, self._mend)
         self._index = BlockIndex(self._pool, self._store.block_size, max_blocks)
-        blocks._holders.append(self._index.references)
+        blocks.holders.append(self._index.references)
 
     def _mend(self) -> None:
         """After an interrupt: the trie and the open holds say what there is, and all else follows them."""
         self._index.mend()
-        self._blocks._recount()
+        self._blocks.recount()
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class PrefixCache:
         """Per layer the rows of K and of V of these blocks; ValueError unless the store can hold them."""
         keys, values = (block_rows(self._store, [pair[i] for pair in pairs], self._head_dim) for i in (0, 1))
         for k, v in zip(keys, values, strict=True):
-            self._store.represent(k, v)
+            self._store.check_values(k, v)
         return keys, values
 
     def _store_rows(
@@ -253,7 +253,7 @@ class PrefixCache:
         """
         ids = as_tokens(token_ids)
         full = len(ids) // self.block_size
-        blocks = self._blocks._block_ids(block_ids)[:full]
+        blocks = self._blocks.as_ids(block_ids)[:full]
         if not self._shared:
             raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
         if len(blocks) < full:
@@ -425,4 +425,4 @@ class PrefixCache:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
             self._index.check()
-            self._blocks._check()
+            self._blocks.check()
