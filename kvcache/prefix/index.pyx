@@ -221,18 +221,21 @@ cdef class PrefixIndex:
         return claim
 
     def head(self, tokens, name=None):
-        """A `Claim` on the full pages of a match, which count as used and stay in the trie; None if there are none."""
+        """A `Claim` on the full pages of `tokens` that are named, whichever groups have slots of them; None: no page.
+
+        They count as used and, without entries, stay in the trie.
+        """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         self.settle()
         cdef Space space = self.space_of(name)
         if space is None:
             return None
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        cdef Claim claim = space.slots.claim_of(at.length // self.trie.page_size)
-        self.trie.gather(at, claim.data.pages)
-        cdef Py_ssize_t n = space.slots.usable(claim.data.pages, at.length // self.trie.page_size)
+        cdef Py_ssize_t n = at.length // self.trie.page_size
         if n == 0:
             return None
+        cdef Claim claim = space.slots.claim_of(n)
+        self.trie.gather(at, claim.data.pages)
         cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.page_size)
         claim.data.n = n
         self.trie.stamp_path(node)

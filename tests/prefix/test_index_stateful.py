@@ -124,15 +124,12 @@ class IndexMachine(RuleBasedStateMachine):
     def insert(self, name, tokens):
         """The text, as far as there is room for it, behind what there is of it."""
         tokens = tokens[: len(tokens) // SIZE * SIZE]
-        old = self.matched(name, tokens)
+        old = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE) if (name, tokens[:n]) in self.page_of]
         head = self.index.head(tokens, name)
         assert (0 if head is None else len(head)) == len(old)
         if old:
             self.use(old)
         wanted = len(tokens) // SIZE - len(old)
-        known = {text for text in self.page_of if text[0] == name and text[1] == tokens[: len(text[1])]}
-        if len(known) > len(old):
-            return  # pages that a group lacks: the face would forget them first
         self.slots.settle()
         room = self.slots.room(wanted)
         if room == 0:
@@ -204,7 +201,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.present = {text: bool((self.slots.of(np.array([page])) >= 0).all()) for text, page in page_of.items()}
         for parts in order:
             self.use(parts)
-        found = [text for text in self.matched(*order[0][-1])]
+        found = self.matched(*order[0][-1])
         damaged = found[bad % len(found)] if bad is not None and found else None
         pages = np.array(list(page_of.values()), np.int32)
         assert self.slots.wait(pages).all()
