@@ -297,7 +297,7 @@ cdef class _Mended:
 
 
 cdef class AllLocks:
-    """Several `MendingLock`s as one context manager: each core is taken once, in the order that `CallLock` demands.
+    """Several locks as one context manager: each core is taken once, in the order that `CallLock` demands.
 
     So two threads that take some of the same locks, in whatever order they name them, cannot wait for each other.
     """
@@ -331,12 +331,12 @@ cdef class AllLocks:
             raise
 
     def __exit__(self, kind, error, trace):
-        cdef MendingLock lock
         cdef CallLock core
         try:
             if error is not None:
                 for lock in self.locks:
-                    lock.tear()
+                    if isinstance(lock, MendingLock):
+                        (<MendingLock>lock).tear()
                 try:
                     for core in self.cores:
                         core.make_good()

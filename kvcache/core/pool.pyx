@@ -133,6 +133,27 @@ cdef class BlockPool:
             view[i] = self.take()
         return ids
 
+    def grow(self, num_blocks):
+        """Room for so many blocks; the new ones are handed out after those that are free now.
+
+        Raises:
+            ValueError: more than 2**31 - 1; MemoryError: nothing has changed.
+        """
+        cdef int32_t old = self.num_blocks
+        if num_blocks <= old:
+            return
+        if num_blocks > MAX_BLOCKS:
+            raise ValueError(f"num_blocks: expected at most {MAX_BLOCKS}, got {num_blocks}")
+        refs, ring, marks = (np.zeros(num_blocks, dtype) for dtype in (np.int32, np.int32, np.uint8))
+        refs[:old] = self.refs
+        ring[: self.num_free] = np.asarray(self.ring)[(self.head + np.arange(self.num_free)) % max(old, 1)]
+        ring[self.num_free : self.num_free + num_blocks - old] = np.arange(old, num_blocks)
+        cdef int32_t[::1] new_refs = refs, new_ring = ring
+        cdef unsigned char[::1] new_marks = marks
+        self.refs, self.ring, self.marks, self.head = new_refs, new_ring, new_marks, 0
+        self.num_free += <int32_t>num_blocks - old
+        self.num_blocks = num_blocks
+
     def retain(self, blocks):
         """One more reference on each of `blocks` (int32 `(n,)`).
 

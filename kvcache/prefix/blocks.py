@@ -4,7 +4,7 @@
               [block 7] [block 2] +3       two blocks match; `tail_block` has the next 3 tokens, too, if it
                                            shares them: its head can be copied
 
-The trie holds one reference on every block that it names. A session pins what it matched and holds references
+The index holds one reference on every block that it names. A session pins what it matched and holds references
 of its own, so neither an eviction nor `clear` touches what a request reads. Over the blocks of a `PagedKvCache`
 nothing is copied, a block that matches in part apart, and that by the sequence's first write:
 
@@ -27,16 +27,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_integer, check_integers
-from kvcache.core.locks import MendingLock, Parting
 from kvcache.core.store import BlockStore
 from kvcache.core.tokens import as_tokens
-from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.block_index import BlockIndex
-from kvcache.prefix.block_rows import block_rows, read_block, write_blocks
-from kvcache.prefix.blocks_saved import load_blocks, save_blocks
+from kvcache.prefix.block_rows import block_rows, write_blocks
+from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
+from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.lookups import FoundBlocks, block_of
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
+from kvcache.prefix.slots import Claim, Slots
+from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
+from kvcache.trie.trie import TokenTrie
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
 
@@ -59,6 +62,9 @@ class PrefixCache:
 
     The least recently used block that no other one continues leaves first. `namespace` (tenant, model, adapter)
     is any hashable value; nothing is shared between two of them. Calls on one cache are serialised.
+
+    Attributes:
+        source: where blocks come from that are not here, and where they go when they are evicted; None: nowhere.
     """
 
     def __init__(
@@ -101,42 +107,27 @@ class PrefixCache:
         return cache
 
     def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, *, shared: bool) -> None:
-        self._blocks, self._pool, self._store = blocks, blocks.pool, blocks.store
-        self._head_dim, self._shared = head_dim, shared
-        self._lock = MendingLock(blocks.lock, self._mend)
-        self._index = BlockIndex(self._pool, self._store.block_size, max_blocks)
-        blocks.holders.append(self._index.references)
-
-    def _mend(self) -> None:
-        """After an interrupt: the trie and the open holds say what there is, and all else follows them."""
-        self._index.mend()
-        self._blocks.recount()
+        self._blocks, self._pool, self._store, self._lock = blocks, blocks.pool, blocks.store, blocks.lock
+        self._head_dim, self._shared, self._max_blocks = head_dim, shared, max_blocks
+        self._slots = Slots([self._pool], self._store.block_size)
+        self._index = PrefixIndex(TokenTrie(self._store.block_size), self._slots, max_blocks)
+        self.source: Source | None = None
+        blocks.holders.append(partial(self._slots.counts, references=True))
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
-    def lookup(self, token_ids: Any, namespace: Hashable = None) -> tuple[int, list[CacheBlock]]:
+    def lookup(self, token_ids: Any, namespace: Hashable = None) -> tuple[int, Sequence[CacheBlock]]:
         """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
 
-        Each block found counts a hit, a stop before the last full block a miss.
+        Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
+        asked for.
         """
         ids = as_tokens(token_ids)
         with self._lock:
-            found = self._index.match(ids, namespace)
-            indices, node, trie = found.blocks.tolist(), found.node, self._index.trie
-            held: dict[int, int] = {}  # block -> key
-            try:
-                # From the last block up, so that each step cuts one block's node off the rest.
-                for i in range(len(indices) - 1, -1, -1):
-                    node, key = trie.boundary(node, (i + 1) * self.block_size), self._index.holds.new_key()
-                    self._index.holds.take(key, trie, node, found.blocks[i : i + 1], by_lookup=True)
-                    held[indices[i]] = key
-                blocks = [self._block(i) for i in indices]
-                self._index.holds.keep(held)
-                return len(indices) * self.block_size, blocks
-            except BaseException:  # of an interrupt, `_mend` does the rest
-                for key in held.values():
-                    self._index.holds.end(key)
-                raise
+            claim = self._claim(ids, namespace)
+            blocks = FoundBlocks(self, ids, claim) if claim.num_held else []
+            claim.keep_by_name()
+            return len(blocks) * self.block_size, blocks
 
     def release(self, index: int) -> None:
         """Release a block that `lookup` returned; inside another call of this thread, when that leaves.
@@ -145,23 +136,17 @@ class PrefixCache:
             InvalidOperationError: no lookup holds it.
         """
         index = as_integer(index, "index")
-        if self._lock.inside and not self._index.holds.looked_up.get(index):
+        if self._lock.inside and not self._slots.is_looked_up(index):
             raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
-        self._lock.when_free(partial(self._index.holds.end_lookup, index))
+        self._lock.when_free(partial(self._slots.release, index))
 
     def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
         """The matched blocks as a session, which holds them until it is released or dropped."""
         ids = as_tokens(token_ids)
         with self._lock:
-            found = self._index.match(ids, namespace)
-            blocks, tail = found.blocks, found.tail_block
-            session = CacheSession(len(blocks) * self.block_size, blocks.tolist(), tail, found.tail_tokens)
-            holds = self._index.holds
-            session._hold, session._close = holds.new_key(), self.close_session
-            session._parting = Parting(holds.ended, session._hold)  # from here on what is taken is let go
-            holds.take(session._hold, self._index.trie, found.node, blocks, tail)
-            session._holds = holds
-            return session
+            claim = self._claim(ids, namespace)
+            matched = claim.num_held * self.block_size
+            return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; nothing happens the second time, or to one made by hand.
@@ -170,8 +155,18 @@ class PrefixCache:
         """
         if not isinstance(session, CacheSession):
             raise TypeError(f"expected a CacheSession, got {type(session).__name__}")
-        if session._holds is self._index.holds:
-            self._lock.hand_over(partial(self._index.holds.end, session._hold))
+        if session._claim is not None and session._claim.slots is self._slots:
+            self._lock.hand_over(session._claim.release)
+
+    def _claim(self, ids: Tokens, name: Hashable) -> Claim:
+        self._bring(ids, name)
+        return self._index.claim(ids, name)
+
+    def _bring(self, ids: Tokens, name: Hashable) -> None:
+        """What a file or the source has of `ids` is here then, as far as it is good and there is room."""
+        fetch_waiting(self._index, ids, name)
+        if self.source is not None:
+            fetch_offered(self._index, self.source, self._slots, ids, name, partial(self._make_room, new=True))
 
     # -- insert ---------------------------------------------------------------------------------------------
 
@@ -198,7 +193,7 @@ class PrefixCache:
         with self._lock:
             if not self._store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
-            return int(self._index.find(ids[:end], namespace).blocks[-1])
+            return int(self._index.find(ids[:end], namespace).pages[-1])
 
     def store(self, token_ids: Any, block_start: int, pairs: Sequence[Any], namespace: Hashable = None) -> int:
         """Cache one block after another from `block_start` on, as `insert`; how many of them are cached now.
@@ -226,15 +221,14 @@ class PrefixCache:
     def _store_rows(
         self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], namespace: Hashable
     ) -> int:
-        existing, last, room = self._index.open(ids, first, namespace)
+        head, existing = self._head(ids, namespace)
+        if existing < first:
+            raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
+        room = self._make_room(len(ids) // self.block_size - existing, new=True)
         if room:
-            blocks = self._pool.acquire(room)
-            try:
-                write_blocks(self._store, blocks, keys, values, (existing - first) * self.block_size)
-                self._index.insert(ids, existing, last, blocks, namespace)
-            except Exception:
-                self._pool.release(blocks)
-                raise
+            claim = self._slots.take(room)
+            write_blocks(self._store, claim.pages, keys, values, (existing - first) * self.block_size)
+            self._index.insert(ids[: (existing + room) * self.block_size], claim, namespace, head)
         return existing + room - first
 
     def adopt(self, token_ids: Any, block_ids: npt.ArrayLike, namespace: Hashable = None) -> int:
@@ -261,23 +255,54 @@ class PrefixCache:
         with self._lock:
             known = self._pool.in_use(blocks)
             self._pool.expect_each_once(known)
-            ids = ids[: full * self.block_size]
-            existing, last, room = self._index.open(ids, 0, namespace, blocks=known)
+            head, existing = self._head(ids, namespace)
+            elsewhere = self._slots.are_named(known)
+            if head is not None:
+                elsewhere[:existing] &= head.pages != known[:existing]
+            if elsewhere.any():
+                block = known[elsewhere.argmax()]
+                raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
+            room = self._make_room(full - existing, new=False)
             if room:
-                adopted = known[existing : existing + room]
-                self._pool.retain(adopted)
-                try:
-                    self._index.insert(ids, existing, last, adopted, namespace)
-                except Exception:
-                    self._pool.release(adopted)
-                    raise
+                claim = self._slots.share(known[existing : existing + room])
+                self._index.insert(ids[: (existing + room) * self.block_size], claim, namespace, head)
             return existing + room
+
+    def _head(self, ids: Tokens, name: Hashable) -> tuple[Claim | None, int]:
+        """A claim on the blocks of `ids` that are cached, and how many: what is built on must not go to make room."""
+        self._bring(ids, name)
+        head = self._index.head(ids, name)
+        return head, 0 if head is None else len(head)
+
+    def _make_room(self, count: int, new: bool) -> int:
+        """Evict until `count` more blocks fit; how many do. New ones must also be free in the pool."""
+        while (room := self._room(count, new)) < count and self._evict(count - room):
+            pass
+        return room
+
+    def _room(self, count: int, new: bool) -> int:
+        spare = max(0, min(count, self._max_blocks - len(self)))
+        return self._slots.room(spare) if new else spare
+
+    def _evict(self, count: int) -> int:
+        """Evict up to `count` blocks of the leaf that leaves next, from its tail; how many left."""
+        evicted = self._index.evict(count)
+        if evicted is None:
+            return 0
+        if self.source is not None:
+            self.source.spill(evicted.name, evicted.tokens, evicted.pages)
+        evicted.release()
+        return len(evicted)
 
     def evict(self, num_blocks: int) -> int:
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
         count = as_integer(num_blocks, "num_blocks")
         with self._lock:
-            return self._index.free_up(count)
+            self._slots.settle()
+            before = self._pool.num_free
+            while (wanted := before + count - self._pool.num_free) > 0 and self._evict(wanted):
+                pass
+            return self._pool.num_free - before
 
     def clear(self) -> None:
         """Forget every block; counters stay. What sessions hold stays readable until they are released."""
@@ -322,44 +347,33 @@ class PrefixCache:
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
-    def _block(self, index: int) -> CacheBlock:
-        """What `index` holds now; its K and V are read when first asked for."""
-        block = CacheBlock(self._store.num_layers, self._store.num_heads, self._head_dim, self.block_size)
-        block.index, block.token_ids = index, self._index.tokens[index].tolist()
-        block.last_used, block.ref_count = int(self._index.used[index]), int(self._index.holds.counts[index])
-        born = self._index.born[index]
-
-        def read() -> tuple[list[Float32], list[Float32]]:
-            with self._lock:
-                if self._index.born[index] != born or not self._pool.ref_count(index):
-                    raise BlockNotFoundError(index)
-                return read_block(self._store, index, self._head_dim)
-
-        block._read = read
-        return block
-
     def get_block(self, index: int) -> CacheBlock | None:
         """A cached block, or one that is held, by its index; None if there is none."""
         index = as_integer(index, "index")
         if not 0 <= index < self._pool.num_blocks:
             return None
         with self._lock:
-            self._index.holds.settle()
-            self._index.fetch_all()
-            return self._block(index) if self._index.cached[index] or self._index.holds.counts[index] else None
+            fetch_all(self._index)
+            self._slots.settle()
+            held, (named, _, used) = int(self._slots.counts()[index]), self._slots.record(index)
+            if not held and not named:
+                return None
+            block = block_of(self, index, held, self._index.clock, self._slots.tokens_of(np.array([index]))[0].tolist())
+            block.last_used = used
+            return block
 
     def block_ids(self) -> list[int]:
         """The cached blocks, ascending."""
         with self._lock:
-            self._index.fetch_all()
-            return [int(block) for block in np.flatnonzero(self._index.cached)]
+            fetch_all(self._index)
+            return [int(block) for block in self._slots.named()]
 
     @property
     def pinned_blocks(self) -> int:
         """Blocks that sessions and lookups hold."""
         with self._lock:
-            self._index.holds.settle()
-            return int(np.count_nonzero(self._index.holds.counts))
+            self._slots.settle()
+            return int(np.count_nonzero(self._slots.counts()))
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -374,7 +388,7 @@ class PrefixCache:
     @property
     def capacity(self) -> int:
         """The most blocks that it may hold."""
-        return self._index.max_blocks
+        return self._max_blocks
 
     @property
     def block_size(self) -> int:
@@ -412,17 +426,18 @@ class PrefixCache:
             index = self._index
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
-                index.hit_tokens, index.lookup_tokens, MappingProxyType(dict(index.reasons)),
+                index.hit_tokens, index.lookup_tokens, MappingProxyType(index.reasons),
                 index.nbytes + (0 if self._shared else self._pool.nbytes),
             )  # fmt: skip
 
     def references(self) -> Int32:
         """References that this cache holds on each block of the pool, int32 `(num_blocks,)`."""
         with self._lock:
-            return self._index.references()
+            return self._slots.counts(references=True)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
             self._index.check()
+            assert len(self) <= self._max_blocks, "prefix cache: more blocks than allowed"
             self._blocks.check()

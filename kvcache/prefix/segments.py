@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
 
 
-def segments_of(trie: TokenTrie, roots: Sequence[int], page_tokens: UInt32 | None = None) -> tuple[Segments, Int32]:
+def segments_of(
+    trie: TokenTrie, roots: Sequence[int], tokens_of: Callable[[Int32], UInt32] | None = None
+) -> tuple[Segments, Int32]:
     """`(segments, values)`: what is below `roots`, the namespaces, and the trie's values in the same order.
 
-    Where pages have more tokens than one, an edge may begin or end inside a page. `page_tokens`, uint32
-    `(values, page_size)`, says what each page covers: a segment then has whole pages, those that its edge owns.
+    Where pages have more tokens than one, an edge may begin or end inside a page. `tokens_of` says what pages cover,
+    uint32 `(n, page_size)`: a segment then has whole pages, those that its edge owns.
     """
     size = trie.page_size
     spaces, parents, lengths, marked, stamps, ends, tokens, values = ([] for _ in range(8))
@@ -45,7 +47,7 @@ def segments_of(trie: TokenTrie, roots: Sequence[int], page_tokens: UInt32 | Non
         stamps.append(edges.stamps[kept])
         ends.append(edges.ends[kept])
         values.append(edges.values)
-        tokens.append(edges.tokens if page_tokens is None else page_tokens[edges.values].reshape(-1))
+        tokens.append(edges.tokens if tokens_of is None else tokens_of(edges.values).reshape(-1))
         count += len(kept)
     if not count:
         return Segments.none(), np.empty(0, np.int32)

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count
-from kvcache.core.locks import Parting
-from kvcache.prefix.holds import Holds
+from kvcache.prefix.slots import Claim
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
 
@@ -76,22 +75,33 @@ class CacheSession:
 
     Attributes:
         matched_prefix_len: tokens of the matched blocks.
-        block_indices: the matched blocks in the order of the text.
         tail_block: a block whose first `tail_tokens` tokens continue the match, to be copied; -1 if there is none.
         tail_tokens: see there.
     """
 
     def __init__(
-        self, matched_prefix_len: int, block_indices: list[int], tail_block: int = -1, tail_tokens: int = 0
+        self,
+        matched_prefix_len: int,
+        block_indices: list[int] | None,
+        tail_block: int = -1,
+        tail_tokens: int = 0,
+        claim: Claim | None = None,
+        close: Callable[[CacheSession], None] | None = None,
     ) -> None:
         self.matched_prefix_len = matched_prefix_len
-        self.block_indices = block_indices
         self.tail_block = tail_block
         self.tail_tokens = tail_tokens
-        self._hold = -1
-        self._holds: Holds | None = None
-        self._parting: Parting | None = None  # tells the cache that the session was dropped
-        self._close: Callable[[CacheSession], None] | None = None
+        self._blocks = block_indices
+        self._claim = claim  # references on these blocks, given back when it is dropped
+        self._close = close
+
+    @property
+    def block_indices(self) -> list[int]:
+        """The matched blocks in the order of the text."""
+        if self._blocks is None:
+            assert self._claim is not None
+            self._blocks = self._claim.pages[: self._claim.num_held].tolist()
+        return self._blocks
 
     def cached_tokens(self, block_size: int) -> int:
         """Tokens in blocks of this size."""

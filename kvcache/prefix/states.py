@@ -14,43 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_integer
-from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.locks import CallLock
 from kvcache.core.tokens import as_tokens
-from kvcache.errors import InvalidOperationError, SnapshotError
-from kvcache.prefix.arena import Lease
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
-from kvcache.prefix.entry_index import EntryIndex
+from kvcache.prefix.files import load_entries, save_entries
+from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
-from kvcache.prefix.segments import well_formed
-from kvcache.saved.snapshot import Snapshot, write_snapshot
+from kvcache.prefix.row_slots import LeasedState, RowSlots
+from kvcache.prefix.rows import rows_of
+from kvcache.prefix.source import fetch_waiting
+from kvcache.trie.entries import EntryTrie
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
 
 Float32 = npt.NDArray[np.float32]
-
-
-class _LeasedState(CachedKvState):
-    """A state that shows slots of an arena; its rows are read when they are asked for."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._seq_len = len(lease.slots)
-
-    @property
-    def num_layers(self) -> int:
-        return self._lease.arena.rows.num_layers
-
-    @property
-    def kv_dim(self) -> int:
-        return self._lease.arena.rows.kv_dim
-
-    @property
-    def keys(self) -> list[Float32]:
-        return [self._lease.keys(layer) for layer in range(self.num_layers)]
-
-    @property
-    def values(self) -> list[Float32]:
-        return [self._lease.values(layer) for layer in range(self.num_layers)]
+Int32 = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint32]
 
 
 class PrefixKvCache:
@@ -67,11 +47,10 @@ class PrefixKvCache:
         self.config = PrefixCacheConfig() if config is None else config
         if not isinstance(self.config, PrefixCacheConfig):
             raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
-        self._index = EntryIndex(self.config)
-        self._lock = MendingLock(CallLock(), self._mend)
-
-    def _mend(self) -> None:
-        self._index.mend()
+        self._lock = CallLock()
+        self._index = PrefixIndex(EntryTrie())
+        # What is left of a damaged entry is one itself, if lookups may find it.
+        self._least = self.config.min_prefix_len if self.config.partial_matches else -1
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -82,19 +61,9 @@ class PrefixKvCache:
         """
         ids = as_tokens(tokens)
         with self._lock:
-            index = self._index
-            node, length, slots = index.find(ids, namespace)
-            if length and not self.config.partial_matches:
-                node, length = index.trie.entry_at(node, length)
-            if length < max(1, self.config.min_prefix_len):
-                index.count(0, len(ids))
-                return None
-            arena = index.arena_of[index.roots[namespace]]
-            arena.settle()
-            state = _LeasedState(arena.lease(slots[:length]))
-            index.trie.touch_entry(node)
-            index.count(length, len(ids))
-            return length, state
+            fetch_waiting(self._index, ids, namespace, self._least)
+            claim = self._index.lease(ids, namespace, self.config.min_prefix_len, not self.config.partial_matches)
+            return None if claim is None else (len(claim), LeasedState(claim))
 
     @staticmethod
     def restore(cached: CachedKvState, target: KvCache) -> None:
@@ -165,7 +134,61 @@ class PrefixKvCache:
             raise ValueError(f"expected a snapshot of {len(ids)} tokens, got {snapshot.seq_len}")
         keys, values = (self._as_rows(rows, len(ids)) for rows in (snapshot.keys, snapshot.values))
         with self._lock:
-            self._index.store(ids, keys, values, namespace)
+            self._store(ids, keys, values, namespace)
+
+    def _store(self, ids: Tokens, keys: list[Float32], values: list[Float32], name: Hashable) -> None:
+        kind, index = self._kind(len(keys), keys[0].shape[1]), self._index
+        other = index.slots_of(name)
+        if other is not None and other is not kind:
+            raise ValueError(
+                f"expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
+                f"got {kind.rows.num_layers} of {kind.rows.kv_dim}"
+            )
+        for k, v in zip(keys, values, strict=True):
+            kind.rows.represent(k, v)
+        fetch_waiting(index, ids, name, self._least)
+        self._refuse_what_never_fits(kind, len(ids), index.find(ids, name).pages)
+        head = index.head(ids, name)  # What the entry builds on is used, and stays in its slots.
+        length = 0 if head is None else len(head)
+        self._make_room(kind, len(ids) - length, not index.has_entry(ids, name))
+        claim = kind.take_rows(len(ids) - length, self.config.max_memory_bytes)
+        kind.rows.write(claim.pages, [k[length:] for k in keys], [v[length:] for v in values])
+        index.insert(ids, claim, name, head, kind, self.config.max_entries)
+
+    def _kind(self, num_layers: int, kv_dim: int) -> RowSlots:
+        """The slots for rows of this shape, in use or new."""
+        for kind in self._index.kinds:
+            if isinstance(kind, RowSlots) and kind.shape == (num_layers, kv_dim):
+                return kind
+        config = self.config
+        return RowSlots(rows_of(num_layers, kv_dim, *config.formats, config.rotate, config.head_dim))
+
+    def _used_bytes(self) -> int:
+        """Bytes of the slots that entries name or states show."""
+        for kind in self._index.kinds:
+            kind.settle()
+        return sum(kind.used_bytes for kind in self._index.kinds)
+
+    def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:
+        """OutOfMemoryError unless `n` tokens, `old` of them here, fit once every other entry has left."""
+        limit, size = self.config.max_memory_bytes, kind.rows.slot_bytes
+        if self.config.max_entries == 0:
+            raise OutOfMemoryError(1, 0, "entries")
+        if self._used_bytes() + (n - len(old)) * size <= limit:
+            return
+        held = sum(int(np.count_nonzero(each.counts())) * each.rows.slot_bytes for each in self._index.kinds)
+        held -= int(np.count_nonzero(kind.counts()[old])) * size
+        if held + n * size > limit:
+            raise OutOfMemoryError(n * size, max(0, limit - held), "bytes")
+
+    def _make_room(self, kind: RowSlots, count: int, new: bool) -> None:
+        """Evict until `count` more tokens fit, and, of entries that no other extends, until one more does."""
+        config, need = self.config, count * kind.rows.slot_bytes
+        while len(self) + new > config.max_entries or self._used_bytes() + need > config.max_memory_bytes:
+            evicted = self._index.evict()
+            if evicted is None:
+                break  # those left are what the entry builds on: it takes their place
+            evicted.release()
 
     def _as_rows(self, layers: list[Float32], n: int) -> list[Float32]:
         rows = [layer.reshape(n, -1) for layer in layers]
@@ -188,15 +211,7 @@ class PrefixKvCache:
             OSError: of the file system.
         """
         with self._lock:
-            index = self._index
-            index.fetch_all()
-            arenas, arena_of, segments, slots = index.segments()
-            of_slot = np.repeat(arena_of[segments.namespaces], segments.lengths)
-            write_snapshot(
-                path, "entries", str(model), [arena.rows.arena() for arena in arenas],
-                list(zip(arena_of.tolist(), index.roots, strict=True)), segments,
-                lambda i: arenas[i].pages(slots[of_slot == i]),
-            )  # fmt: skip
+            save_entries(path, str(model), self)
 
     def load(self, path: str | os.PathLike[str], model: str = "") -> int:
         """Take in what `save` wrote, the most recently used entries first, as far as the limits go; how many.
@@ -216,13 +231,7 @@ class PrefixKvCache:
         with self._lock:
             if len(self):
                 raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} entries")
-            snapshot = Snapshot(path, "entries", str(model))
-            try:
-                arenas = self._index.arenas_for(snapshot)
-                well_formed(snapshot.segments, np.arange(len(snapshot.segments.lengths)), 1)
-            except SnapshotError as error:
-                raise SnapshotError(f"{snapshot.path}: {error}") from error
-            self._index = self._index.loaded(snapshot, arenas)
+            load_entries(path, str(model), self)
             return len(self)
 
     # -- the rest -------------------------------------------------------------------------------------------
@@ -231,21 +240,24 @@ class PrefixKvCache:
         """Forget the entry stored under exactly these tokens; False if there is none."""
         ids = as_tokens(tokens)
         with self._lock:
-            return len(ids) > 0 and self._index.remove(ids, namespace)
+            removed = self._index.remove(ids, namespace)
+            if removed is not None:
+                removed.release()
+            return removed is not None
 
     def clear(self) -> None:
         """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
         with self._lock:
-            self._index = EntryIndex(self.config)
+            self._index = PrefixIndex(EntryTrie())
 
     @property
     def memory_usage(self) -> int:
         """Bytes of K and V held: each shared prefix once, and what states out there still show."""
         with self._lock:
-            return self._index.used_bytes()
+            return self._used_bytes()
 
     def __len__(self) -> int:
-        return self._index.trie.num_entries
+        return len(self._index)
 
     @property
     def is_empty(self) -> bool:
@@ -255,26 +267,28 @@ class PrefixKvCache:
     @property
     def hits(self) -> int:
         """Lookups that found something."""
-        return self._index.counts[0]
+        return self._index.hits
 
     @property
     def misses(self) -> int:
         """Lookups that found nothing."""
-        return self._index.counts[1]
+        return self._index.misses
 
     @property
     def hit_tokens(self) -> int:
         """Tokens matched by all lookups."""
-        return self._index.counts[2]
+        return self._index.hit_tokens
 
     def stats(self) -> PrefixKvStats:
         """The counters now."""
         with self._lock:
             index = self._index
-            counts = *index.counts, index.trie.evicted
-            return PrefixKvStats(len(self), index.trie.num_tokens, index.used_bytes(), *counts)
+            counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
+            return PrefixKvStats(len(self), index.trie.num_tokens, self._used_bytes(), *counts)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
             self._index.check()
+            assert len(self) <= self.config.max_entries, "prefix cache: more entries than allowed"
+            assert self._used_bytes() <= self.config.max_memory_bytes, "prefix cache: more memory than allowed"

@@ -21,11 +21,6 @@ cdef class TextCounts:
         block_size: tokens of a block.
     """
 
-    cdef IdMap counts           # hash of a text -> blocks that end it
-    cdef uint64_t[::1] texts    # (num_blocks,) hash of the text that each counted block ends
-    cdef uint64_t[::1] factors  # (block_size,) odd, of the tokens of a block: their sum of products is its hash
-    cdef int64_t block_size
-
     cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
         """The hash of a text with one more block."""
         cdef int64_t i
@@ -40,6 +35,13 @@ cdef class TextCounts:
             self.counts.values[slot] += 1
         else:
             self.counts.put(text, 1)
+
+    cdef void count_one_less(self, uint64_t text) noexcept:
+        cdef int32_t left = self.counts.get(text) - 1
+        if left > 0:
+            self.counts.put(text, left)
+        else:
+            self.counts.drop(text)
 
     def __init__(self, num_blocks, block_size):
         self.texts = np.zeros(num_blocks, np.uint64)
@@ -70,13 +72,8 @@ cdef class TextCounts:
     def drop(self, const int32_t[::1] blocks):
         """Count these no more; takes no memory."""
         cdef int64_t i
-        cdef int32_t left
         for i in range(blocks.shape[0]):
-            left = self.counts.get(self.texts[blocks[i]]) - 1
-            if left > 0:
-                self.counts.put(self.texts[blocks[i]], left)
-            else:
-                self.counts.drop(self.texts[blocks[i]])
+            self.count_one_less(self.texts[blocks[i]])
 
     def recount(self, const int32_t[::1] blocks):
         """Count these and no others; each was counted before, or was about to be."""

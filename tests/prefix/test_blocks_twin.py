@@ -84,7 +84,7 @@ class BlocksMachine(RuleBasedStateMachine):
         room = min(room, wanted)
         assert cached == len(old) // SIZE + room
         if room:
-            blocks = self.cache._index.find(np.array(tokens, np.uint32), name).blocks.tolist()
+            blocks = self.cache._index.find(np.array(tokens, np.uint32), name).pages.tolist()
             assert len(blocks) == cached
             self.naive.insert(root, tokens[: cached * SIZE], blocks)
 

@@ -79,9 +79,9 @@ def test_memory_stays_flat(long):
     def held():
         gc.collect()
         cache.check()
-        arenas = cache._index.arenas.values()
-        waiting = sum(len(arena.leases) + len(arena.uncounted) + len(arena.ended) for arena in arenas)
-        return cache._index.trie.nbytes, sum(arena.num_slots for arena in arenas), waiting
+        kinds = cache._index.kinds
+        held = sum(int(kind.counts().sum()) for kind in kinds)
+        return cache._index.trie.nbytes, sum(kind.pool.num_blocks for kind in kinds), held
 
     count = 100_000 if long else 4_000
     for _ in range(count // 2):

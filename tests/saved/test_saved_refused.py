@@ -141,8 +141,8 @@ def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
     assert open_files() == before
 
 
-@pytest.mark.parametrize(("kind", "module"), [(entries, "prefix.entry_index"), (blocks, "prefix.block_index")])
-def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, module, monkeypatch):
+@pytest.mark.parametrize("kind", [entries, blocks])
+def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, monkeypatch):
     """Nothing has changed: no slot is taken, no block, and the next load finds an empty cache."""
     saved, texts_ = kind(), prompts(9)
     for name, tokens in texts_:
@@ -158,7 +158,7 @@ def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, module, monkeyp
                 yield step
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"kvcache.{module}.walk_back", few)
+            patch.setattr("kvcache.prefix.files.walk_back", few)
             with pytest.raises(MemoryError):
                 loaded.load(tmp_path / "cache")
         assert len(loaded) == 0

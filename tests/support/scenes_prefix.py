@@ -32,14 +32,13 @@ class Prefix(Scene):
 
     def _state(self):
         it, content = self.it, {}
-        for root, name in it._index.names.items():
+        for space, root in it._index.spaces_in_use():
             for leaf in it._index.trie.leaf_ids():
                 top, tokens, slots = it._index.trie.path(leaf)
                 if top == root:
-                    arena = it._index.arena_of[root]
-                    data = [arena.rows.read(s, layer, slots) for s in (0, 1) for layer in range(LAYERS)]
-                    content[name, tokens.tobytes()] = plain([it._index.trie.is_marked(leaf), data])
-        leases = sum(arena.num_leased() for arena in it._index.arenas.values())
+                    data = [space.slots.rows.read(s, layer, slots) for s in (0, 1) for layer in range(LAYERS)]
+                    content[space.name, tokens.tobytes()] = plain([it._index.trie.is_marked(leaf), data])
+        leases = sum(np.count_nonzero(kind.counts()) for kind in it._index.kinds)
         return content, it.stats(), leases, nodes(it._index.trie)[1:4]
 
     def store(self):
@@ -85,15 +84,16 @@ def block_cache(cache):
     """All that a `PrefixCache` says of itself."""
     index = cache._index
     stats = dataclasses.replace(cache.stats(), bookkeeping_bytes=0)  # memory may be there, and not in use
-    counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), index.holds.counts)
+    counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), cache._slots.counts())
     blocks = {}
-    for root, name in index._names.items():
+    for space, root in index.spaces_in_use():
         for leaf in index.trie.leaf_ids():
             top, tokens, values = index.trie.path(leaf)
             if top == root:
                 data = [cache.get_block(int(value)).keys for value in values]
-                blocks[name, tokens.tobytes()] = plain([values, index.used[values], index.born[values], data])
-    return blocks, plain(counters), plain(cache._pool.ref_counts()), nodes(index.trie)[1:3]
+                records = [cache._slots.record(int(value)) for value in values]
+                blocks[space.name, tokens.tobytes()] = plain([values, records, data])
+    return blocks, plain(counters), plain(cache._pool.ref_counts()), len(index.trie)
 
 
 class Blocks(Scene):
@@ -123,7 +123,7 @@ class Blocks(Scene):
     def _kept(state):
         """All but how often and when: a lookup that found its blocks and cannot hold them has used them."""
         blocks, counters, references, held = state
-        return {key: (value[0], value[3]) for key, value in blocks.items()}, counters[-1], references, held
+        return {key: (value[0], value[2]) for key, value in blocks.items()}, counters[-1], references, held
 
     def store_and_evict(self):
         self._put(self.it, self.text[300:400])

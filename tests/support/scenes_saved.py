@@ -53,10 +53,10 @@ class SavedPrefix(Scene):
         return 0 if hit is None else hit[0]
 
     def _texts(self):
-        """`(name, tokens, slots, arena)` of every sequence."""
-        trie, names = self.it._index.trie, self.it._index.names
-        for root, tokens, slots in map(trie.path, trie.leaf_ids()):
-            yield names[root], tokens, slots, self.it._index.arena_of[root]
+        """`(name, tokens, pages, slots)` of every sequence."""
+        trie, spaces = self.it._index.trie, {root: space for space, root in self.it._index.spaces_in_use()}
+        for root, tokens, pages in map(trie.path, trie.leaf_ids()):
+            yield spaces[root].name, tokens, pages, spaces[root].slots
 
     def _state(self):
         texts = sorted((repr(name), tokens.tobytes()) for name, tokens, *_ in self._texts())
@@ -65,11 +65,11 @@ class SavedPrefix(Scene):
     def _check(self):
         """All invariants, and that rows that do not wait are those of their tokens."""
         super()._check()
-        for name, tokens, slots, arena in self._texts():
-            here = np.full(len(slots), True) if arena.saved is None else arena.saved.places(slots) < 0
+        for name, tokens, pages, slots in self._texts():
+            here = ~slots.wait(pages)
             for side, layers in enumerate(rows(name, tokens, DIM)):
                 for layer, expected in enumerate(layers):
-                    found = arena.rows.read(side, layer, slots).reshape(-1, DIM)
+                    found = slots.rows.read(side, layer, pages).reshape(-1, DIM)
                     assert np.allclose(found[here], expected[here], atol=0.03), "rows of other tokens"
 
     def lookup(self):
@@ -159,11 +159,6 @@ class SavedBlocks(SavedPrefix):
             cache.release(block.index)
         return length
 
-    def _texts(self):
-        index = self.it._index
-        for root, tokens, blocks in map(index.trie.path, index.trie.leaf_ids()):
-            yield index._names[root], tokens, blocks
-
     def _state(self):
         texts, stats = super()._state()
         stats = dataclasses.replace(stats, bookkeeping_bytes=0)
@@ -176,9 +171,8 @@ class SavedBlocks(SavedPrefix):
 
     def _check(self):
         self.it.check()
-        saved = self.it._index.saved
-        for name, tokens, blocks in self._texts():
-            waits = np.full(len(blocks), False) if saved is None else saved.places(blocks) >= 0
+        for name, tokens, blocks, slots in self._texts():
+            waits = slots.wait(blocks)
             expected = pairs(name, tokens, SIZE, 1, DIM)
             for i, block in enumerate(blocks.tolist()):
                 assert waits[i] or np.array_equal(read_block(self.it._store, block, DIM), expected[i]), "K of others"

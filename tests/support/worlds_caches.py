@@ -68,8 +68,8 @@ class Prefixes:
         return self._open(lambda text: self.prefill.prepare(text)[0], via).matched_prefix_len
 
     def _closed(self, session):
-        holds, key = session._holds, session._hold
-        self.promises.append((lambda: key not in holds._open, "a session is open that was closed"))
+        claim = session._claim
+        self.promises.append((lambda: claim.is_released, "a session is open that was closed"))
 
     @release
     def prefix_close_session(self, via):
@@ -129,12 +129,12 @@ class Prefixes:
     def _let_go(self):
         self.sessions.clear()
         self.found.clear()
-        holds = self.prefix._index.holds
-        for block, keys in list(holds.looked_up.items()):
-            for _ in list(keys):
+        slots = self.prefix._slots
+        for block in range(self.prefix._pool.num_blocks):
+            while slots.is_looked_up(block):
                 self.prefix.release(block)
         assert self.prefix.pinned_blocks == 0
-        assert not holds._open
+        assert (slots.counts(references=True) <= 1).all()
 
 
 def rows(tag, positions, layer):
@@ -717,8 +717,8 @@ class EntriesWorld(World):
     def _finish(self):
         self.states.clear()
         self.cache.check()
-        for arena in self.cache._index.arenas.values():
-            assert arena.num_leased() == 0, "a state is lent that nobody has"
+        for kind in self.cache._index.kinds:
+            assert not kind.counts().any(), "a state is lent that nobody has"
         self.cache.clear()
         assert self.cache.memory_usage == 0
         text = self._text(1, 45)

@@ -1,0 +1,576 @@
+"""The index of cached prefixes; explained in index.pxd."""
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from kvcache.core.tokens cimport uint32_tokens
+from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
+from kvcache.prefix.slots cimport Claim, Slots
+from kvcache.trie.entries cimport EntryTrie
+from kvcache.trie.paths cimport walk_t
+from kvcache.trie.trie cimport TokenTrie
+
+from collections import namedtuple
+
+import numpy as np
+
+from kvcache.prefix.misses import REASONS
+
+__all__ = ["Match", "PrefixIndex", "Space", "commit"]
+
+cnp.import_array()
+
+# length: tokens matched; pages: the full ones, int32; tail: a page that holds the tokens after these, -1: none
+Match = namedtuple("Match", ("length", "pages", "tail"))
+
+
+cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
+    return <const uint32_t *>cnp.PyArray_DATA(array)
+
+
+cdef TokenTrie like(TokenTrie trie):
+    """An empty one."""
+    return type(trie)(trie.page_size)
+
+
+cdef class Space:
+    """A namespace: its name, and where its pages lie."""
+
+    def __cinit__(self):
+        self.root = -1
+
+
+cdef class PrefixIndex:
+    """A trie per namespace over the pages of a `Slots`, or of several where namespaces differ in shape.
+
+    Args:
+        trie: empty. An `EntryTrie` keeps whole keys, with one token to a page.
+        slots: of every namespace; None: `insert` says which.
+        most_ghosts: evicted pages to remember, so that a lookup knows why it missed; None: it need not know.
+    """
+
+    def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
+        self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
+        self.kinds = [] if slots is None else [slots]
+        self.spaces, self.of_root = {}, {}
+        if slots is not None:
+            slots.trie = trie
+        if most_ghosts is not None:
+            self.reasons_of = MissReasons(slots.num_pages, trie.page_size, most_ghosts)
+
+    def like(self):
+        """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
+        cdef PrefixIndex other = PrefixIndex.__new__(PrefixIndex)
+        other.trie, other.slots, other.entries = like(self.trie), self.slots, self.entries
+        other.kinds, other.spaces, other.of_root = list(self.kinds), {}, {}
+        if self.reasons_of is not None:
+            other.reasons_of = MissReasons(self.slots.num_pages, self.trie.page_size, self.reasons_of.most_pages)
+        return other
+
+    def __len__(self):
+        """Pages, or entries, that are cached."""
+        return self.trie.num_entries if self.entries else self.trie.num_pages
+
+    # -- namespaces -----------------------------------------------------------------------------------------
+
+    cdef Space space_of(self, object name):
+        cdef Space space = self.spaces.get(name)
+        return None if space is None or space.root < 0 else space
+
+    cdef int settle(self) except -1:
+        cdef Slots slots
+        for slots in self.kinds:
+            slots.settle_()
+            if slots.num_waiting == 0:
+                slots.source = None
+        while self.vacant is not None:
+            if self.vacant.root < 0:
+                self.spaces.pop(self.vacant.name, None)
+            self.vacant.listed = False
+            self.vacant = self.vacant.next
+        if self.slots is None and self.kinds:
+            self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
+        return 0
+
+    cdef int close(self, Space space) except -1:
+        if self.trie.nodes[space.root].child >= 0:
+            return 0
+        self.of_root.pop(space.root, None)
+        self.trie.give(space.root)
+        space.root = -1
+        if not space.listed:
+            space.listed, space.next, self.vacant = True, self.vacant, space
+        return 0
+
+    def spaces_in_use(self):
+        """`(Space, root)` of every namespace that has something cached."""
+        return [(space, root) for root, space in self.of_root.items()]
+
+    def slots_of(self, name):
+        """The `Slots` of a namespace; None if nothing of it is cached."""
+        cdef Space space = self.space_of(name)
+        return None if space is None else space.slots
+
+    # -- match ----------------------------------------------------------------------------------------------
+
+    def find(self, tokens, name=None):
+        """What is cached of `tokens`, a `Match`; changes nothing."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef Space space = self.space_of(name)
+        if space is None:
+            return Match(0, np.empty(0, np.int32), -1)
+        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef cnp.npy_intp n = at.length // self.trie.page_size
+        cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
+        self.trie.gather(at, <int32_t *>cnp.PyArray_DATA(pages))
+        cdef Py_ssize_t usable = space.slots.usable(<const int32_t *>cnp.PyArray_DATA(pages), n)
+        if usable < n or space.slots.table != NULL:
+            return Match(usable * self.trie.page_size, pages[:usable], -1)
+        return Match(at.length, pages, self.trie.partial(at))
+
+    def has_entry(self, tokens, name=None):
+        """Whether there is an entry of exactly these tokens."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef Space space = self.space_of(name)
+        return space is not None and self.entry(space, ids) >= 0
+
+    cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:
+        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        if at.length < ids.shape[0] or self.trie.nodes[at.node].end > at.length or not self.trie.nodes[at.node].marked:
+            return -1
+        return at.node
+
+    def claim(self, tokens, name=None):
+        """Find, count, use and hold: a `Claim` on the full pages of a match, and on the one that it ends inside."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef uint64_t key = <uint64_t>hash(name)
+        self.settle()
+        cdef Space space = self.space_of(name)
+        cdef Slots slots = self.kinds[0] if space is None else space.slots
+        cdef Py_ssize_t size = self.trie.page_size, n = ids.shape[0], walked = 0, held = 0, i
+        cdef walk_t at
+        cdef int32_t tail = -1, node = -1
+        cdef int reason = -1
+        if space is not None:
+            at = self.trie.walk(space.root, uint32s(ids), n)
+            walked = at.length // size
+        cdef Claim claim = slots.claim_of(walked + 1)
+        cdef int32_t *pages = claim.data.pages
+        if space is not None:
+            self.trie.gather(at, pages)
+            held = slots.usable(pages, walked)
+            if held == walked and slots.table == NULL:
+                tail = self.trie.partial(at)
+        if self.reasons_of is not None and 0 < n < size:
+            reason = SHORTER
+        elif self.reasons_of is not None and (held + 1) * size <= n:
+            reason = EVICTED if held < walked else self.reasons_of.why(key, uint32s(ids), pages, held, tail >= 0)
+        if held:
+            node = self.trie.at_depth(at.node, held * size)
+        # Nothing fails from here on.
+        self.clock += 1
+        if held:
+            self.trie.stamp_path(node)
+        for i in range(held):
+            slots.pages[pages[i]].used = self.clock
+        claim.data.held = claim.data.n = held
+        if tail >= 0:
+            pages[held] = tail
+            claim.data.n, claim.tail_tokens = held + 1, at.length - held * size
+        slots.keep(claim.data, held)
+        self.hits += held
+        self.hit_tokens += held * size
+        self.lookup_tokens += n
+        if (held + 1) * size <= n:
+            self.misses += 1
+        elif 0 < n < size:    # neither a hit nor a miss, and yet nothing can be reused
+            self.short += 1
+        if reason >= 0:
+            self.counts[reason] += 1
+        return claim
+
+    def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
+        """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
+
+        The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        self.settle()
+        cdef Space space = self.space_of(name)
+        cdef walk_t at = walk_t(node=-1, length=0)
+        cdef Claim claim = None
+        if space is not None:
+            at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+            while whole and at.length > 0 and (
+                not self.trie.nodes[at.node].marked or self.trie.nodes[at.node].end > at.length
+            ):
+                at = walk_t(node=self.trie.nodes[at.node].parent, length=self.trie.nodes[at.node].begin)
+        if at.length >= max(1, least):
+            claim = space.slots.claim_of(at.length)
+            self.trie.gather(at, claim.data.pages)
+            claim.data.held = claim.data.n = at.length
+            space.slots.keep(claim.data, 0)
+            self.trie.stamp_path((<EntryTrie>self.trie).serving(at.node))
+            self.hits += 1
+            self.hit_tokens += at.length
+        else:
+            self.misses += 1
+        self.lookup_tokens += ids.shape[0]
+        return claim
+
+    def head(self, tokens, name=None):
+        """A `Claim` on the full pages of `tokens` that are named, whichever groups have slots of them; None: no page.
+
+        They count as used and, without entries, stay in the trie.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        self.settle()
+        cdef Space space = self.space_of(name)
+        if space is None:
+            return None
+        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef Py_ssize_t n = at.length // self.trie.page_size
+        if n == 0:
+            return None
+        cdef Claim claim = space.slots.claim_of(n)
+        self.trie.gather(at, claim.data.pages)
+        cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.page_size)
+        claim.data.n = n
+        self.trie.stamp_path(node)
+        space.slots.keep(claim.data, 0 if self.entries else n)
+        return claim
+
+    # -- insert ---------------------------------------------------------------------------------------------
+
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None, most_entries=None):
+        """Name the pages of `fresh`, which cover what `tokens` have after the pages of `head`; they are the trie's now.
+
+        Args:
+            tokens: exactly those of the pages of both.
+            head: from `head` of the same tokens; None: there is none.
+            slots: of a new namespace; by default those of all.
+            most_entries: unmark entries that this one extends, the longest first, while there are more.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef int64_t most = -1 if most_entries is None else most_entries
+        cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
+        slots = self.slots if slots is None else slots
+        if fresh.slots is not slots or (head is not None and head.slots is not slots):
+            raise ValueError("fresh: expected pages of the namespace's slots, got others")
+        self.settle()
+        cdef Space space = self.space_for(name, slots)
+        cdef int32_t node
+        cdef int32_t *values = <int32_t *>malloc(n * sizeof(int32_t))
+        if values == NULL:
+            raise MemoryError(f"no memory for {n} pages")
+        try:
+            if old:
+                memcpy(values, head.data.pages, old * sizeof(int32_t))
+            memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
+            node = self.put(ids, space, values, n, old, &existing)
+            # Nothing fails from here on.
+            self.clock += 1
+            for i in range(existing, n):
+                slots.name_(values[i], self.clock, False)
+                if self.reasons_of is not None:
+                    self.reasons_of.count(values[i])
+                if i < old:    # it had left the trie, and the claim has kept it
+                    slots.pool.retain_(values[i])
+            fresh.data.n = max(0, existing - old)
+        finally:
+            free(values)
+        if self.entries:
+            self.mark(node)
+        while most >= 0 and self.trie.num_entries > most and self.trie.nodes[node].parent >= 0:
+            node = self.trie.nodes[node].parent
+            self.evictions += self.trie.nodes[node].marked
+            self.trie.num_entries -= self.trie.nodes[node].marked
+            self.trie.nodes[node].marked = 0
+
+    def name(self, tokens, pages, name=None, Slots slots=None):
+        """Name the pages of `tokens`, int32 `(n,)`, in an index from `like`; `commit` makes them its own."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens), values = np.ascontiguousarray(pages, np.int32)
+        slots = self.slots if slots is None else slots
+        cdef Space space = self.space_for(name, slots)
+        cdef Py_ssize_t existing = 0, old = 0
+        if space.root >= 0:
+            old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.page_size
+        cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(values)
+        cdef int32_t node = self.put(ids, space, given, values.shape[0], old, &existing)
+        if self.entries:
+            self.mark(node)
+
+    cdef void mark(self, int32_t node) noexcept:
+        self.trie.num_entries += not self.trie.nodes[node].marked
+        self.trie.nodes[node].marked = 1
+
+    cdef Space space_for(self, object name, Slots slots):
+        cdef uint64_t key = <uint64_t>hash(name)
+        cdef Space space = self.spaces.get(name)
+        if space is None:
+            space = Space.__new__(Space)
+            space.name, space.key = name, key
+            space.listed, space.next, self.vacant = True, self.vacant, space
+            self.spaces[name] = space
+        if space.root < 0:
+            space.slots = slots
+        if space.slots is not slots:
+            raise ValueError("slots: expected those of the namespace, got others")
+        if slots not in self.kinds:
+            self.kinds.append(slots)
+        return space
+
+    cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
+                     Py_ssize_t *existing) except -1:
+        cdef Py_ssize_t size = self.trie.page_size, i
+        cdef const uint32_t *tokens = uint32s(ids)
+        cdef int32_t root = space.root, node
+        if ids.shape[0] != n * size or n == 0:
+            raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
+        for i in range(old, n):    # no prompt finds these pages yet
+            memcpy(space.slots.tokens + values[i] * size, tokens + i * size, size * sizeof(uint32_t))
+        if self.reasons_of is not None:
+            self.reasons_of.prepare(tokens, values, old, n)
+        if root < 0:
+            root = self.trie.new_root()
+        try:
+            self.of_root[root] = space
+            node = self.trie.put(root, tokens, n * size, values, existing)
+        except BaseException:
+            if space.root < 0:
+                self.of_root.pop(root, None)
+                self.trie.give(root)
+            raise
+        space.root = root
+        return node
+
+    # -- evict and forget -----------------------------------------------------------------------------------
+
+    def evict(self, Py_ssize_t count=1):
+        """Take up to `count` pages, or one entry, of what leaves next; a `Claim` with `name` and `tokens`, or None.
+
+        `tokens`: the text that its pages end. They are free when the claim is released, so they can be saved before.
+        """
+        self.settle()
+        cdef Py_ssize_t pages = 0
+        cdef int32_t leaf = self.victim(count, &pages), root = leaf
+        if leaf < 0:
+            return None
+        while self.trie.nodes[root].parent >= 0:
+            root = self.trie.nodes[root].parent
+        cdef Space space = self.of_root[root]
+        _, tokens, values = self.trie.path(leaf)
+        cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
+        claim.name, claim.tokens = space.name, tokens
+        if self.reasons_of is not None:
+            self.reasons_of.remember(space.key, uint32s(tokens), <const int32_t *>cnp.PyArray_DATA(values), len(tokens))
+        if self.entries:
+            self.evictions += 1
+            self.cut(leaf, claim)
+        else:
+            self.evictions += pages
+            claim.data.n = pages
+            self.trie.shrink(leaf, pages, claim.data.pages)
+        self.taken(space, claim)
+        self.close(space)
+        return claim
+
+    cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
+        """The leaf to take pages from, and how many its tail has of `count` that are not pinned; -1: none."""
+        cdef int32_t leaf = self.trie.leaves.top(), last
+        cdef Py_ssize_t n
+        cdef const int32_t *values
+        if self.entries or count <= 0:
+            return leaf if self.entries else -1
+        while leaf >= 0:
+            n, values = self.trie.pages(leaf), self.trie.values(leaf)
+            pages[0] = 0
+            while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
+                pages[0] += 1
+            if pages[0]:
+                return leaf
+            last = values[n - 1]
+            self.slots.pages[last].parked = leaf
+            self.trie.nodes[leaf].pins += 1
+            self.trie.list_leaf(leaf)
+            leaf = self.trie.leaves.top()
+        return -1
+
+    cdef void cut(self, int32_t node, Claim claim) noexcept:
+        self.trie.num_entries -= self.trie.nodes[node].marked
+        self.trie.nodes[node].marked = 0
+        if self.trie.nodes[node].child < 0:
+            claim.data.n = self.trie.cut(node, claim.data.pages)
+
+    cdef void taken(self, Space space, Claim claim) noexcept:
+        cdef Py_ssize_t i, n = claim.data.n
+        cdef int32_t *pages = claim.data.pages
+        for i in range(n // 2):    # the last one left first; the claim has them in the order of the text
+            pages[i], pages[n - 1 - i] = pages[n - 1 - i], pages[i]
+        for i in range(n):
+            space.slots.unname(pages[i])
+            if self.reasons_of is not None:
+                self.reasons_of.uncount(pages[i])
+        if space.slots.num_waiting == 0:
+            space.slots.source = None
+
+    def remove(self, tokens, name=None):
+        """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        self.settle()
+        cdef Space space = self.space_of(name)
+        cdef int32_t node = -1 if space is None else self.entry(space, ids)
+        if node < 0:
+            return None
+        cdef Claim claim = space.slots.claim_of(ids.shape[0])
+        self.cut(node, claim)
+        self.taken(space, claim)
+        self.close(space)
+        return claim
+
+    def clear(self):
+        """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
+        self.settle()
+        cdef PrefixIndex other = self.like()
+        cdef Slots slots
+        cdef int32_t page
+        for slots in self.kinds:
+            for page in range(<int32_t>slots.num_pages):
+                if slots.pages[page].named:
+                    slots.unname(page)
+                    slots.give(&page, 1)
+            slots.void_pins(other.trie)
+            slots.source = None
+        before = self.take_over(other)
+        del before    # its names may have finalisers
+
+    cdef tuple take_over(self, PrefixIndex other):
+        before = self.trie, self.reasons_of, self.spaces, self.of_root, self.vacant
+        self.trie, self.reasons_of, self.kinds = other.trie, other.reasons_of, other.kinds
+        self.spaces, self.of_root, self.vacant = other.spaces, other.of_root, other.vacant
+        return before
+
+    # -- what comes from elsewhere --------------------------------------------------------------------------
+
+    def waiting(self, tokens, name=None):
+        """The pages of a match, the one that it ends inside of included, that wait for their content, int32."""
+        cdef Space space = self.space_of(name)
+        if space is None or space.slots.num_waiting == 0:
+            return np.empty(0, np.int32)
+        found = self.find(tokens, name)
+        pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
+        return pages[space.slots.wait(pages)]
+
+    def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
+        """Forget a page of a match of `tokens`, and all that continues it.
+
+        Args:
+            least: what leads there becomes an entry if it has so many tokens and no entry needs it; -1: it goes.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
+        self.settle()
+        cdef Space space = self.space_of(name)
+        found = self.find(ids, name)
+        cdef Py_ssize_t at = [*found.pages.tolist(), found.tail].index(page)
+        cdef Py_ssize_t length = at * self.trie.page_size
+        bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
+        cdef int32_t node = self.trie.boundary(self.trie.match(space.root, ids[:length])[0], length)
+        cdef Claim claim = space.slots.claim_of(self.trie.num_pages)
+        self.trie.nodes[node].pins += 1    # It keeps its id while what follows it goes.
+        self.trie.list_leaf(node)
+        try:
+            values = self.trie.prune(space.root, bad)
+        finally:
+            self.trie.nodes[node].pins -= 1
+            self.trie.list_leaf(node)
+        claim.data.n = values.shape[0]
+        memcpy(claim.data.pages, cnp.PyArray_DATA(values), values.shape[0] * sizeof(int32_t))
+        self.taken(space, claim)
+        if self.entries and length and self.trie.nodes[node].child < 0 and not self.trie.nodes[node].marked:
+            if 0 <= least <= length:
+                self.mark(node)
+            else:
+                rest = space.slots.claim_of(length)
+                self.cut(node, rest)
+                self.taken(space, rest)
+        self.close(space)
+
+    # -- what is inside -------------------------------------------------------------------------------------
+
+    @property
+    def reasons(self):
+        """How many lookups stopped for each of `REASONS`."""
+        return {name: self.counts[i] for i, name in enumerate(REASONS)}
+
+    @property
+    def nbytes(self):
+        """Bytes of the index: records of all pages, the trie, and what was evicted not long ago."""
+        size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
+        return size if self.reasons_of is None else size + self.reasons_of.nbytes
+
+    def check(self):
+        """Verify every invariant; AssertionError names the broken one."""
+        cdef Slots slots
+        cdef Space space
+        cdef Py_ssize_t id, parked = 0, pins = 0
+        self.settle()
+        self.trie.check()
+        assert self.trie.roots() == sorted(self.of_root), "prefix index: roots differ"
+        for root, space in self.of_root.items():
+            assert space.root == root and self.spaces.get(space.name) is space, "prefix index: names differ"
+            assert self.trie.nodes[space.root].child >= 0, "prefix index: a namespace without pages has a root"
+            assert space.slots in self.kinds, "prefix index: a namespace with slots of others"
+        assert len(self.spaces) == len(self.of_root), "prefix index: a name without pages"
+        for slots in self.kinds:
+            slots.check()
+            named = [self.trie.all_values(root) for root, space in self.of_root.items() if space.slots is slots]
+            named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
+            assert named.tolist() == slots.named().tolist(), "prefix index: the trie names other pages"
+            if self.reasons_of is not None:
+                self.reasons_of.check(named)
+            for id in range(slots.num_pages):
+                parked += slots.pages[id].parked >= 0
+        for id in range(self.trie.used):
+            pins += self.trie.nodes[id].pins if self.trie.nodes[id].begin >= 0 else 0
+        assert parked == pins, "prefix index: leaves are parked that no page knows of"
+        if self.reasons_of is not None:
+            assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
+            assert self.hits * self.trie.page_size == self.hit_tokens, "prefix index: hits do not add up"
+
+
+def commit(parts):
+    """Put indices filled by `name` in the place of empty ones, all or none; their pages wait for their content.
+
+    Args:
+        parts: of each, `(index, filled, claims, sources)`: claims on all pages that `filled` names, each of one
+            `Slots`, and what to fetch the content of each from. The claims are empty then.
+
+    Raises:
+        MemoryError: nothing has changed.
+    """
+    cdef PrefixIndex index, filled
+    cdef Claim claim
+    cdef Py_ssize_t i
+    todo = [(<PrefixIndex?>index, <PrefixIndex?>filled, list(zip(claims, sources)))
+            for index, filled, claims, sources in parts]
+    before = [None] * len(todo)
+    for index, filled, pairs in todo:
+        index.settle()
+        if filled.reasons_of is not None:
+            filled.reasons_of.texts.counts.reserve(sum([len(claim) for claim, _ in pairs]))
+            filled.reasons_of.ghosts, filled.reasons_of.roots = index.reasons_of.ghosts, index.reasons_of.roots
+    # Nothing fails from here on.
+    for number, (index, filled, pairs) in enumerate(todo):
+        before[number] = index.take_over(filled)
+        index.clock += 1
+        for claim, source in pairs:
+            claim.slots.void_pins(index.trie)
+            for i in range(claim.data.n):
+                claim.slots.name_(claim.data.pages[i], index.clock, True)
+                if index.reasons_of is not None:
+                    index.reasons_of.count(claim.data.pages[i])
+            if claim.data.n:
+                claim.slots.source = source
+            claim.data.n = 0

@@ -1,0 +1,74 @@
+"""What a lookup of a `PrefixCache` found: blocks that are made when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import BlockNotFoundError
+from kvcache.prefix.block_rows import read_block
+from kvcache.prefix.sessions import CacheBlock
+from kvcache.prefix.slots import Claim
+
+if TYPE_CHECKING:
+    from kvcache.prefix.blocks import PrefixCache
+
+__all__ = ["FoundBlocks", "block_of"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+def block_of(cache: PrefixCache, index: int, ref_count: int, clock: int, token_ids: list[int]) -> CacheBlock:
+    """A block as it was when the index's clock said `clock`; its K and V are read when first asked for."""
+    store, head_dim, slots = cache._store, cache._head_dim, cache._slots
+    block = CacheBlock(store.num_layers, store.num_heads, head_dim, store.block_size)
+    block.index, block.token_ids, block.ref_count, block.last_used = index, token_ids, ref_count, clock
+
+    def read() -> tuple[list[Float32], list[Float32]]:
+        with cache._lock:
+            named, born, _ = slots.record(index)
+            if born > clock or not (named or slots.counts()[index]):
+                raise BlockNotFoundError(index)
+            return read_block(store, index, head_dim)
+
+    block._read = read
+    return block
+
+
+class FoundBlocks(Sequence[CacheBlock]):
+    """The blocks of a prompt, in its order.
+
+    Args:
+        tokens: of the prompt.
+        claim: of the match.
+    """
+
+    def __init__(self, cache: PrefixCache, tokens: npt.NDArray[np.uint32], claim: Claim) -> None:
+        self._cache, self._clock = cache, cache._index.clock
+        self._indices = claim.pages[: claim.num_held]
+        self._tokens = tokens[: len(self._indices) * cache.block_size].copy()
+        self._made: dict[int, CacheBlock] = {}
+        self._held: npt.NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, i: int) -> CacheBlock: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[CacheBlock]: ...
+    def __getitem__(self, i: int | slice) -> CacheBlock | list[CacheBlock]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        if i not in self._made:
+            index, size = int(self._indices[i]), self._cache.block_size
+            tokens = self._tokens[i * size : (i + 1) * size].tolist()
+            if self._held is None:
+                with self._cache._lock:
+                    self._held = self._cache._slots.counts()[self._indices]
+            self._made[i] = block_of(self._cache, index, int(self._held[i]), self._clock, tokens)
+        return self._made[i]

@@ -1,0 +1,85 @@
+"""The slots of cached pages, and what callers hold of them.
+
+    page     0    1    2    3    4    5      a page: the K and V of `page_size` tokens
+    named    x    x    x    .    x    .      the trie names it
+    claims   1    2    .    1    .    .      claims of callers: sessions, lookups, states, what a call is about to name
+    slots    0    1    2    3    4    5      with one group of layers a page is its slot
+
+A page is free when neither names it; `BlockPool` counts the references. With several groups of layers (full
+attention, windows of one width) a page has a slot in the pool of each group, or -1 where the group has none.
+
+A `Claim` owns references. Its deallocation gives them back, so whatever ends a call, nothing leaks. Deallocation may
+happen inside of another call (garbage collection), so it only appends the claim to a list that takes no memory; the
+next call of the cache settles it.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+from kvcache.core.pool cimport BlockPool
+from kvcache.trie.trie cimport TokenTrie
+
+
+cdef enum:
+    MOST_GROUPS = 16    # of layers
+
+
+cdef struct page_t:
+    int64_t born          # the index's clock when the page was last named
+    int64_t used          # and when it was last found
+    int32_t pins          # claims and lookups that keep it, and so all before it, in the trie
+    int32_t looked        # lookups that hold it until they are released by name
+    int32_t looked_pins   # those among its pins
+    int32_t parked        # the leaf that ends with this page, which an eviction has found pinned; -1: none
+    bint named
+    bint waits            # named, and its content is still in a file
+
+
+cdef struct claim_t:
+    claim_t *next         # all claims of a `Slots`
+    claim_t *before
+    claim_t *next_ended   # those that were dropped and are not settled
+    int32_t *pages        # (n,) referenced, in the order of the text
+    int64_t n
+    int64_t held          # the first so many count as held by a caller
+    int64_t epoch
+    int32_t pinned        # page whose pin is the claim's; -1: none
+
+
+cdef class Slots:
+    cdef object __weakref__
+    cdef readonly BlockPool pool       # of pages
+    cdef readonly tuple pools          # of the slots of each group; (pool,) with one group
+    cdef readonly tuple windows        # newest pages of a text that each group needs; 0: all
+    cdef Py_ssize_t[MOST_GROUPS] window_of
+    cdef readonly int32_t page_size    # tokens
+    cdef readonly Py_ssize_t num_waiting
+    cdef public object source          # what pages that wait are fetched from; None: none waits
+    cdef page_t *pages                 # (num_pages,)
+    cdef uint32_t *tokens              # (num_pages, page_size) what each page covers
+    cdef int32_t *table                # (groups, num_pages) slots, -1 is none; NULL with one group
+    cdef Py_ssize_t num_pages
+    cdef Py_ssize_t num_spaces         # namespaces whose pages are here
+    cdef claim_t *claims
+    cdef claim_t *ended
+    cdef TokenTrie trie                # whose leaves are parked
+    cdef int64_t epoch                 # a new one voids all pins
+
+    cdef Claim claim_of(self, Py_ssize_t n)                  # with room for n pages, and none yet
+    # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
+    cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept
+    cdef void give(self, const int32_t *pages, Py_ssize_t n) noexcept    # drop references
+    cdef void let_go(self, claim_t *claim) noexcept
+    cdef void unpin(self, int32_t page) noexcept
+    cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
+    cdef void unname(self, int32_t page) noexcept
+    cdef void void_pins(self, TokenTrie trie) noexcept       # nothing is pinned; leaves are parked in another trie now
+    cdef void settle_(self) noexcept
+    cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept    # of a prefix, by all groups
+
+
+cdef class Claim:
+    cdef readonly Slots slots
+    cdef claim_t *data
+    cdef bint released
+    cdef readonly object name, tokens      # what was evicted: its namespace, and the text that ends with these pages
+    cdef readonly Py_ssize_t tail_tokens   # first tokens of the last page that are part of the match, 0: all of it

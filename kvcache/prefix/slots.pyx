@@ -1,0 +1,405 @@
+"""Slots of pages and claims on them; drawn and explained in slots.pxd."""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset
+
+from kvcache.core.pool cimport BlockPool
+from kvcache.trie.trie cimport TokenTrie
+
+import numpy as np
+
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
+
+__all__ = ["Claim", "Slots"]
+
+cnp.import_array()
+
+
+cdef inline int32_t *int32s(cnp.ndarray array) noexcept:
+    return <int32_t *>cnp.PyArray_DATA(array)
+
+
+cdef class Slots:
+    """Pages with their slots in one pool for each group of layers.
+
+    Args:
+        pools: of the slots of each group.
+        page_size: tokens of a page.
+        windows: for each group, how many of the newest pages of a text it needs; 0: all of them.
+    """
+
+    def __init__(self, pools, int32_t page_size=1, windows=(0,)):
+        cdef Py_ssize_t group
+        self.pools, self.windows, self.page_size = tuple(pools), tuple(windows), page_size
+        if not 1 <= len(self.pools) == len(self.windows) <= MOST_GROUPS:
+            raise ValueError(f"windows: expected {len(self.pools)}, one per group, got {len(self.windows)}")
+        for group in range(len(self.windows)):
+            self.window_of[group] = self.windows[group]
+        self.pool = self.pools[0]
+        if len(self.pools) > 1:
+            self.pool = BlockPool(max(pool.num_blocks for pool in self.pools))
+            self.table = <int32_t *>malloc(len(self.pools) * self.pool.num_blocks * sizeof(int32_t) + 1)
+        self.reserve(self.pool.num_blocks)
+        self.num_pages = self.pool.num_blocks
+        if len(self.pools) > 1:
+            if self.table == NULL:
+                raise MemoryError("no memory for slots")
+            memset(self.table, 255, len(self.pools) * self.num_pages * sizeof(int32_t))    # -1 in every place
+
+    def __dealloc__(self):
+        cdef claim_t *claim
+        while self.ended != NULL:
+            claim, self.ended = self.ended, self.ended.next_ended
+            free(claim)
+        free(self.pages)
+        free(self.tokens)
+        free(self.table)
+
+    def reserve(self, Py_ssize_t num_pages):
+        """Records for so many pages; MemoryError: nothing has changed."""
+        cdef Py_ssize_t page
+        cdef void *grown = realloc(self.pages, num_pages * sizeof(page_t) + 1)
+        if grown == NULL:
+            raise MemoryError(f"no memory for {num_pages} pages")
+        self.pages = <page_t *>grown
+        grown = realloc(self.tokens, num_pages * self.page_size * sizeof(uint32_t) + 1)
+        if grown == NULL:
+            raise MemoryError(f"no memory for {num_pages} pages")
+        self.tokens = <uint32_t *>grown
+        for page in range(self.num_pages, num_pages):
+            self.pages[page] = page_t(born=0, used=0, pins=0, looked=0, looked_pins=0, parked=-1, named=0, waits=0)
+
+    def grow(self, Py_ssize_t num_pages):
+        """Room for so many pages of a single group; MemoryError: nothing has changed."""
+        self.reserve(num_pages)
+        self.pool.grow(num_pages)
+        self.num_pages = num_pages
+
+    # -- references -----------------------------------------------------------------------------------------
+
+    cdef Claim claim_of(self, Py_ssize_t n):
+        cdef Claim claim = Claim.__new__(Claim)
+        cdef claim_t *data = <claim_t *>calloc(1, sizeof(claim_t) + n * sizeof(int32_t))
+        if data == NULL:
+            raise MemoryError(f"no memory for a claim on {n} pages")
+        data.pages, data.pinned = <int32_t *>(data + 1), -1
+        data.next = self.claims
+        if self.claims != NULL:
+            self.claims.before = data
+        self.claims = claim.data = data
+        claim.slots = self
+        return claim
+
+    cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept:
+        if claim.n:
+            self.pool.retain_each(claim.pages, claim.n, 1)
+        if pinned:    # leaves are evicted from their tails, so the last one's pin keeps those before it
+            claim.pinned, claim.epoch = claim.pages[pinned - 1], self.epoch
+            self.pages[claim.pinned].pins += 1
+
+    cdef void give(self, const int32_t *pages, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i, group
+        cdef int32_t *slot
+        if self.table == NULL:
+            if n:
+                self.pool.release_each(pages, n, 1)
+            return
+        for i in range(n):
+            if not self.pool.release_(pages[i]):
+                continue
+            for group in range(len(self.pools)):
+                slot = &self.table[group * self.num_pages + pages[i]]
+                if slot[0] >= 0:
+                    (<BlockPool>self.pools[group]).release_(slot[0])
+                slot[0] = -1
+
+    cdef void let_go(self, claim_t *claim) noexcept:
+        if claim.before != NULL:
+            claim.before.next = claim.next
+        else:
+            self.claims = claim.next
+        if claim.next != NULL:
+            claim.next.before = claim.before
+        if claim.pinned >= 0 and claim.epoch == self.epoch:
+            self.unpin(claim.pinned)
+        self.give(claim.pages, claim.n)
+
+    cdef void unpin(self, int32_t page) noexcept:
+        cdef page_t *record = &self.pages[page]
+        record.pins -= 1
+        if record.pins == 0 and record.parked >= 0:
+            self.trie.nodes[record.parked].pins -= 1
+            self.trie.list_leaf(record.parked)
+            record.parked = -1
+
+    cdef void settle_(self) noexcept:
+        cdef claim_t *claim
+        while self.ended != NULL:
+            claim, self.ended = self.ended, self.ended.next_ended
+            self.let_go(claim)
+            free(claim)
+
+    def settle(self):
+        """Give back what claims held that were dropped."""
+        self.settle_()
+
+    def room(self, Py_ssize_t n):
+        """How many of `n` more pages there are slots for in every group."""
+        n = min(n, self.pool.num_free)
+        for pool, window in zip(self.pools, self.windows):
+            if pool.num_free < (min(n, window) if window else n):
+                n = pool.num_free
+        return n
+
+    def take(self, Py_ssize_t n):
+        """A claim on `n` free pages; a group with a window gets slots for the newest ones alone.
+
+        Raises:
+            OutOfMemoryError: there are fewer; MemoryError: no memory for the claim. Nothing was taken.
+        """
+        if n < 0:
+            raise ValueError(f"n: expected a count of pages >= 0, got {n}")
+        cdef Py_ssize_t i, group, room = self.room(n)
+        if room < n:
+            raise OutOfMemoryError(n, room)
+        cdef Claim claim = self.claim_of(n)
+        claim.data.n = n
+        if n:
+            self.pool.take_each(claim.data.pages, n, 1)
+        for group in range(len(self.pools) if self.table != NULL else 0):
+            for i in range(n):
+                self.table[group * self.num_pages + claim.data.pages[i]] = -1
+                if not self.window_of[group] or i >= n - self.window_of[group]:
+                    self.table[group * self.num_pages + claim.data.pages[i]] = (<BlockPool>self.pools[group]).take()
+        return claim
+
+    def share(self, pages):
+        """A claim on pages that are in use (int32 `(n,)`, each once), as `BlockPool.retain`; raises as that."""
+        cdef cnp.ndarray ids = self.pool.in_use(pages)
+        cdef Claim claim = self.claim_of(ids.shape[0])
+        memcpy(claim.data.pages, int32s(ids), ids.shape[0] * sizeof(int32_t))
+        claim.data.n = ids.shape[0]
+        self.keep(claim.data, 0)
+        return claim
+
+    # -- the trie's pages -----------------------------------------------------------------------------------
+
+    cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept:
+        cdef page_t *record = &self.pages[page]
+        record.named, record.waits, record.born, record.used = True, waits, clock, clock
+        record.pins, record.looked_pins, record.parked = 0, 0, -1
+        self.num_waiting += waits
+
+    cdef void unname(self, int32_t page) noexcept:
+        self.num_waiting -= self.pages[page].waits
+        self.pages[page].named = self.pages[page].waits = False
+
+    cdef void void_pins(self, TokenTrie trie) noexcept:
+        cdef Py_ssize_t page
+        for page in range(self.num_pages):
+            self.pages[page].pins = self.pages[page].looked_pins = 0
+            self.pages[page].parked = -1
+        self.trie = trie
+        self.epoch += 1
+
+    cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t page, group, groups = len(self.pools), best = 0
+        cdef Py_ssize_t present[MOST_GROUPS]    # pages without a gap, up to the one that is looked at
+        cdef bint fits
+        if self.table == NULL:
+            return n
+        for group in range(groups):
+            present[group] = 0
+        for page in range(n):
+            fits = True
+            for group in range(groups):
+                present[group] = present[group] + 1 if self.table[group * self.num_pages + pages[page]] >= 0 else 0
+                fits &= present[group] >= min(self.window_of[group] or page + 1, page + 1)
+            best = page + 1 if fits else best
+        return best
+
+    def arrived(self, pages):
+        """These have their content now; those that do not wait, int32 `(n,)`, are passed over."""
+        cdef cnp.ndarray ids = np.ascontiguousarray(pages, np.int32)
+        cdef Py_ssize_t i
+        cdef int32_t page
+        for i in range(ids.shape[0]):
+            page = int32s(ids)[i]
+            if not 0 <= page < self.num_pages:
+                raise IndexError(f"pages: expected pages below {self.num_pages}, got {page}")
+            self.num_waiting -= self.pages[page].waits
+            self.pages[page].waits = False
+        if not self.num_waiting:
+            self.source = None
+
+    def release(self, Py_ssize_t page):
+        """End one lookup's hold on a page; InvalidOperationError if there is none."""
+        if not self.is_looked_up(page):
+            raise InvalidOperationError(f"expected a block that a lookup holds, got {page}")
+        cdef page_t *record = &self.pages[page]
+        cdef int32_t id = <int32_t>page
+        record.looked -= 1
+        if record.looked_pins:
+            record.looked_pins -= 1
+            self.unpin(id)
+        self.give(&id, 1)
+
+    def is_looked_up(self, Py_ssize_t page):
+        """Whether a lookup holds a page."""
+        return 0 <= page < self.num_pages and self.pages[page].looked > 0
+
+    # -- what is inside -------------------------------------------------------------------------------------
+
+    def record(self, Py_ssize_t page):
+        """`(named, born, used)` of a page in [0, num_pages)."""
+        if not 0 <= page < self.num_pages:
+            raise IndexError(f"page: expected one below {self.num_pages}, got {page}")
+        return bool(self.pages[page].named), self.pages[page].born, self.pages[page].used
+
+    def are_named(self, const int32_t[::1] pages):
+        """Which of these pages, int32 `(n,)` and in range, the trie names, bool."""
+        return np.array([self.pages[pages[i]].named for i in range(pages.shape[0])], bool)
+
+    def wait(self, const int32_t[::1] pages):
+        """Which of these pages, int32 `(n,)` and in range, wait for their content, bool."""
+        return np.array([self.pages[pages[i]].waits for i in range(pages.shape[0])], bool)
+
+    def named(self):
+        """The pages that the trie names, ascending, int32."""
+        cdef Py_ssize_t page
+        return np.array([page for page in range(self.num_pages) if self.pages[page].named], np.int32)
+
+    def of(self, pages):
+        """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""
+        ids = np.asarray(pages, np.int32)
+        if self.table == NULL:
+            return ids[None].copy()
+        shape = (len(self.pools), self.num_pages)
+        return np.asarray(<int32_t[:shape[0], :shape[1]]>self.table)[:, ids]
+
+    def tokens_of(self, pages):
+        """What pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
+        if not self.num_pages:
+            return np.empty((0, self.page_size), np.uint32)
+        return np.asarray(<uint32_t[:self.num_pages, :self.page_size]>self.tokens)[pages]
+
+    def counts(self, *, bint references=False):
+        """How many callers hold each page; with `references`, all references of this, int32 `(num_pages,)`."""
+        cdef Py_ssize_t i
+        out = np.zeros(self.num_pages, np.int32)
+        cdef int32_t *count = int32s(out)
+        cdef claim_t *claim = self.claims
+        while claim != NULL:
+            for i in range(claim.n if references else claim.held):
+                count[claim.pages[i]] += 1
+            claim = claim.next
+        for i in range(self.num_pages):
+            count[i] += self.pages[i].looked + (references and self.pages[i].named)
+        return out
+
+    @property
+    def nbytes(self):
+        """Bytes of the records of all pages."""
+        size = sizeof(page_t) + self.page_size * sizeof(uint32_t) + (self.table != NULL) * 4 * len(self.pools)
+        return self.num_pages * size
+
+    def check(self):
+        """Verify every invariant but those of the trie; AssertionError names the broken one."""
+        cdef Py_ssize_t page, waiting = 0
+        cdef page_t *record
+        self.settle_()
+        held, pins = self.counts(), np.zeros(self.num_pages, np.int32)
+        cdef claim_t *claim = self.claims
+        while claim != NULL:
+            if claim.pinned >= 0 and claim.epoch == self.epoch:
+                pins[claim.pinned] += 1
+            claim = claim.next
+        for page in range(self.num_pages):
+            record = &self.pages[page]
+            waiting += record.waits
+            assert record.pins == pins[page] + record.looked_pins, f"page {page}: pins do not add up"
+            assert 0 <= record.looked_pins <= record.looked, f"page {page}: lookups do not add up"
+            assert record.named or not (record.waits or record.pins), f"page {page}: waits or is pinned without a name"
+            assert not (record.waits and held[page]), f"page {page}: waits and is held"
+            assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
+        assert waiting == self.num_waiting, "slots: pages that wait do not add up"
+        assert waiting or self.source is None, "slots: nothing waits, and there is a source"
+        assert (self.counts(references=True) <= self.pool.ref_counts()).all(), "slots: the pool counts fewer references"
+        if self.table != NULL:
+            self.check_table()
+
+    def check_table(self):
+        """Every slot of every group belongs to one page in use."""
+        slots = self.of(np.arange(self.num_pages, dtype=np.int32))
+        for group, pool in enumerate(self.pools):
+            used = slots[group][slots[group] >= 0]
+            assert len(used) == len(set(used.tolist())) == pool.num_used, f"slots: group {group} has lost some"
+            assert self.pool.ref_counts()[slots[group] >= 0].all(), f"slots: group {group} has some of free pages"
+
+
+@cython.no_gc_clear
+cdef class Claim:
+    """References on pages, which are given back when this is released or dropped."""
+
+    def __dealloc__(self):
+        if self.data == NULL:
+            return
+        if self.released:
+            free(self.data)
+        else:
+            self.data.next_ended = self.slots.ended
+            self.slots.ended = self.data
+
+    def release(self):
+        """Give them back; nothing happens the second time. To be called with the cache's lock held."""
+        if not self.released:
+            self.released = True
+            self.slots.let_go(self.data)
+
+    def cut(self, Py_ssize_t n):
+        """Give back all pages but the first `n`, of a claim from `Slots.take`."""
+        if 0 <= n < self.data.n:
+            self.slots.give(self.data.pages + n, self.data.n - n)
+            self.data.n = n
+
+    def keep_by_name(self):
+        """What was held stays so until `Slots.release` of each page; the claim is empty then."""
+        cdef Py_ssize_t i
+        cdef claim_t *data = self.data
+        for i in range(data.held):
+            self.slots.pages[data.pages[i]].pins += 1
+            self.slots.pages[data.pages[i]].looked += 1
+            self.slots.pages[data.pages[i]].looked_pins += 1
+        if data.pinned >= 0:
+            self.slots.unpin(data.pinned)
+        self.slots.give(data.pages + data.held, data.n - data.held)
+        data.n, data.held, data.pinned = 0, 0, -1
+
+    @property
+    def is_released(self):
+        """Whether they were given back."""
+        return self.released
+
+    @property
+    def pages(self):
+        """The pages, in the order of the text, int32, a copy."""
+        cdef cnp.npy_intp n = self.data.n
+        cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
+        memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
+        return out
+
+    @property
+    def tail(self):
+        """The page that a match ends inside of; -1: none."""
+        return self.data.pages[self.data.held] if self.tail_tokens else -1
+
+    @property
+    def num_held(self):
+        """Whole pages of a match; what comes after them is the page that it ends in."""
+        return self.data.held
+
+    def __len__(self):
+        return self.data.n

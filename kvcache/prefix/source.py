@@ -1,0 +1,71 @@
+"""`Source`: where pages of a prefix cache come from, and where they go: a saved file, memory elsewhere, a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.slots import Slots
+
+__all__ = ["Source", "fetch_offered", "fetch_waiting"]
+
+Int32 = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint32]
+
+
+class Source(Protocol):
+    """What can fill the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
+
+    A page is known by its id; `Slots.of` says where its slots are, for each group of layers.
+    """
+
+    def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
+        """How many pages of `tokens` it has, from page `start` on, for every group that needs them."""
+
+    def expect(self, name: Hashable, tokens: Tokens, start: int, pages: Int32) -> None:
+        """`pages` are for what was offered of `tokens`, from page `start` on."""
+
+    def fetch(self, pages: Int32) -> Int32:
+        """Fill the slots of pages that it was told to expect; those that are good, others that wait among them."""
+
+    def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
+        """`tokens` end with `pages`, whose slots are free after this call."""
+
+
+def fetch_waiting(index: PrefixIndex, tokens: Tokens, name: Hashable, least: int = -1) -> None:
+    """Fetch what a match of `tokens` names and has not read yet; forget what is not good, and all that continues it.
+
+    Args:
+        least: as of `PrefixIndex.forget`.
+    """
+    while len(pages := index.waiting(tokens, name)):
+        slots = index.slots_of(name)
+        assert slots is not None
+        if slots.source is not None:
+            slots.arrived(slots.source.fetch(pages))
+        if len(left := index.waiting(tokens, name)):
+            index.forget(tokens, name, int(left[0]), least)
+
+
+def fetch_offered(
+    index: PrefixIndex, source: Source, slots: Slots, tokens: Tokens, name: Hashable, make_room: Callable[[int], int]
+) -> None:
+    """Name the pages of `tokens` that the index lacks and `source` has, with their content.
+
+    Args:
+        make_room: `make_room(count)` evicts for up to `count` more pages; how many there is room for.
+    """
+    size, head = slots.page_size, index.head(tokens, name)
+    start = 0 if head is None else len(head)
+    wanted = len(tokens) // size - start
+    if wanted > 0 and (count := make_room(min(wanted, source.offers(name, tokens, start)))) > 0:
+        claim = slots.take(count)
+        source.expect(name, tokens, start, claim.pages)
+        good = np.isin(claim.pages, source.fetch(claim.pages))
+        claim.cut(count if good.all() else int(good.argmin()))
+        if len(claim):
+            index.insert(tokens[: (start + len(claim)) * size], claim, name, head)

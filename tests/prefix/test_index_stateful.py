@@ -1,0 +1,241 @@
+"""`PrefixIndex` against dicts of whole prefixes: claims, lookups, evictions, two groups of layers, pages that wait."""
+
+import gc
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache.core.pool import BlockPool
+from kvcache.prefix.index import PrefixIndex, commit
+from kvcache.prefix.slots import Slots
+from kvcache.trie.trie import TokenTrie
+
+SIZE = 2
+NAMES = st.sampled_from([None, "a", ("a", 1)])
+TEXT = st.lists(st.integers(0, 1), max_size=11).map(tuple)
+PICK = st.integers(0, 9)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """A page is known by its namespace and the whole text that ends with it.
+
+    Attributes:
+        page_of, used: its id, and when it was used last.
+        present: for each group, whether it has a slot.
+        claims: claims with the pages that they refer to, and the text up to which they pin pages; None: a clear came.
+        looked: pages that lookups hold, each with its text or None.
+    """
+
+    @initialize(pages=st.integers(1, 14), window=st.integers(0, 3))
+    def start(self, pages, window):
+        self.window = window
+        self.pools = [BlockPool(pages), BlockPool(max(1, pages - 2))] if window else [BlockPool(pages)]
+        self.slots = Slots(self.pools, SIZE, (0, window) if window else (0,))
+        self.index = PrefixIndex(TokenTrie(SIZE), self.slots, 8)
+        self.page_of, self.used, self.present = {}, {}, {}
+        self.claims, self.looked, self.clock, self.evicted = [], [], 0, 0
+
+    # -- the twin
+
+    def matched(self, name, tokens):
+        """Full pages, as texts, that all groups can use."""
+        texts, n = [], SIZE
+        while n <= len(tokens) and (name, tokens[:n]) in self.page_of:
+            texts.append((name, tokens[:n]))
+            n += SIZE
+        while self.window and texts and not all(self.present[text] for text in texts[-self.window :]):
+            texts.pop()
+        return texts
+
+    def use(self, texts):
+        self.clock += 1
+        for text in texts:
+            self.used[text] = self.clock
+
+    def pinned(self):
+        return [text for *_, text in self.claims if text] + [text for _, text in self.looked if text]
+
+    def needed(self, text):
+        name, tokens = text
+        longer = [other for where, other in [*self.page_of, *self.pinned()] if where == name]
+        return text in self.pinned() or any(len(o) > len(tokens) and o[: len(tokens)] == tokens for o in longer)
+
+    def leave(self, text):
+        self.present.pop(text)
+        self.used.pop(text)
+        return self.page_of.pop(text)
+
+    def references(self):
+        held = list(self.page_of.values()) + [page for page, _ in self.looked]
+        return held + [page for _, pages, _ in self.claims for page in pages]
+
+    # -- what callers do
+
+    @rule(name=NAMES, tokens=TEXT)
+    def claim(self, name, tokens):
+        texts, before = self.matched(name, tokens), self.index.hits
+        claim = self.index.claim(tokens, name)
+        pages = claim.pages.tolist()
+        assert pages[: claim.num_held] == [self.page_of[text] for text in texts]
+        assert self.index.hits == before + len(texts)
+        assert claim.num_held == len(texts)
+        assert len(pages) - len(texts) == (claim.tail_tokens > 0) == (claim.tail >= 0)
+        if claim.tail_tokens:
+            part = tokens[: len(texts) * SIZE + claim.tail_tokens]
+            ends = [text for text, page in self.page_of.items() if page == claim.tail]
+            assert ends[0][0] == name
+            assert ends[0][1][: len(part)] == part
+        if texts:
+            self.use(texts)
+        self.claims.append((claim, pages, texts[-1] if texts else None))
+
+    @precondition(lambda self: self.claims)
+    @rule(choice=PICK, drop=st.booleans())
+    def let_go(self, choice, drop):
+        claim, *_ = self.claims.pop(choice % len(self.claims))
+        if not drop:
+            claim.release()
+            claim.release()
+
+    @precondition(lambda self: any(claim.num_held for claim, *_ in self.claims))
+    @rule(choice=PICK)
+    def keep_by_name(self, choice):
+        some = [each for each in self.claims if each[0].num_held]
+        claim, pages, last = some[choice % len(some)]
+        if last is None:
+            return  # it was claimed before a clear
+        held = claim.num_held
+        self.claims = [each for each in self.claims if each[0] is not claim]
+        claim.keep_by_name()
+        assert len(claim) == 0
+        self.looked += [(pages[i], (last[0], last[1][: (i + 1) * SIZE])) for i in range(held)]
+
+    @precondition(lambda self: self.looked)
+    @rule(choice=PICK)
+    def release(self, choice):
+        page = self.looked[choice % len(self.looked)][0]
+        last = max(i for i, (other, _) in enumerate(self.looked) if other == page)
+        del self.looked[last]
+        self.slots.release(page)
+
+    @rule(name=NAMES, tokens=TEXT)
+    def insert(self, name, tokens):
+        """The text, as far as there is room for it, behind what there is of it."""
+        tokens = tokens[: len(tokens) // SIZE * SIZE]
+        old = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE) if (name, tokens[:n]) in self.page_of]
+        head = self.index.head(tokens, name)
+        assert (0 if head is None else len(head)) == len(old)
+        if old:
+            self.use(old)
+        wanted = len(tokens) // SIZE - len(old)
+        self.slots.settle()
+        room = self.slots.room(wanted)
+        if room == 0:
+            return
+        fresh = self.slots.take(room)
+        pages = fresh.pages.tolist()
+        assert not set(pages) & set(self.references())
+        end = (len(old) + room) * SIZE
+        self.index.insert(tokens[:end], fresh, name, head)
+        assert len(fresh) == 0
+        for i, page in enumerate(pages):
+            text = name, tokens[: (len(old) + i + 1) * SIZE]
+            self.page_of[text] = page
+            self.present[text] = not self.window or i >= room - self.window
+        self.use([(name, tokens[:n]) for n in range(SIZE, end + 1, SIZE)])
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count):
+        evicted, gone = self.index.evict(count), []
+        for _ in range(count):
+            free = [text for text in self.page_of if not self.needed(text)]
+            if not free or (gone and gone[-1][1][:-SIZE] not in [text[1] for text in free]):
+                break
+            text = min(free, key=lambda text: self.used[text]) if not gone else (gone[-1][0], gone[-1][1][:-SIZE])
+            if gone and self.used[text] > self.used[gone[0]]:
+                break  # used since by another text: a leaf of its own
+            gone.append(text)
+        if evicted is None:
+            assert not gone
+            return
+        assert 1 <= len(evicted) <= count
+        first = evicted.name, tuple(evicted.tokens.tolist())
+        assert self.used[first] == min(self.used[text] for text in self.page_of if not self.needed(text))
+        for n in range(len(evicted)):
+            text = first[0], first[1][: len(first[1]) - n * SIZE]
+            assert not self.needed(text)
+            assert self.leave(text) == evicted.pages[len(evicted) - 1 - n]
+        self.claims.append((evicted, evicted.pages.tolist(), None))
+        self.evicted += len(evicted)
+
+    @precondition(lambda self: len(self.page_of) > 4)
+    @rule()
+    def clear(self):
+        self.index.clear()
+        for texts in (self.page_of, self.used, self.present):
+            texts.clear()
+        self.claims = [(claim, pages, None) for claim, pages, _ in self.claims]
+        self.looked = [(page, None) for page, _ in self.looked]
+
+    @precondition(lambda self: not self.page_of)
+    @rule(name=NAMES, texts=st.lists(TEXT, max_size=3), dropped=st.booleans(), bad=st.none() | PICK)
+    def load(self, name, texts, dropped, bad):
+        """Texts whose content arrives, but for one page, which goes with what continues it; or all is dropped."""
+        self.slots.settle()
+        filled, claim = self.index.like(), self.slots.take(self.slots.room(6))
+        free, page_of, order = claim.pages.tolist(), {}, []
+        for tokens in texts:
+            parts = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE)]
+            new = [text for text in parts if text not in page_of]
+            if new and len(new) <= len(free):
+                page_of |= {text: free.pop(0) for text in new}
+                filled.name(parts[-1][1], np.array([page_of[text] for text in parts], np.int32), name)
+                order.append(parts)
+        claim.cut(len(page_of))
+        if dropped or not page_of:
+            return
+        commit([(self.index, filled, [claim], [object()])])
+        self.page_of = page_of
+        self.present = {text: bool((self.slots.of(np.array([page])) >= 0).all()) for text, page in page_of.items()}
+        for parts in order:
+            self.use(parts)
+        found = self.matched(*order[0][-1])
+        damaged = found[bad % len(found)] if bad is not None and found else None
+        pages = np.array(list(page_of.values()), np.int32)
+        assert self.slots.wait(pages).all()
+        self.slots.arrived(pages[pages != page_of.get(damaged)])
+        if damaged is not None:
+            assert self.index.waiting(order[0][-1][1], name).tolist() == [page_of[damaged]]
+            self.index.forget(order[0][-1][1], name, page_of[damaged])
+            for text in [text for text in page_of if text[1][: len(damaged[1])] == damaged[1]]:
+                self.leave(text)
+        assert self.slots.source is None
+
+    # -- what holds always
+
+    @invariant()
+    def same(self):
+        if not hasattr(self, "index"):
+            return
+        gc.collect(0)
+        self.index.check()
+        held = np.bincount(self.references(), minlength=self.slots.pool.num_blocks)
+        assert self.slots.pool.ref_counts().tolist() == held.tolist()
+        assert len(self.index) == len(self.page_of)
+        assert self.slots.named().tolist() == sorted(self.page_of.values())
+        assert self.index.evictions == self.evicted
+
+    def teardown(self):
+        if hasattr(self, "index"):
+            self.claims.clear()
+            for page, _ in self.looked:
+                self.slots.release(page)
+            self.index.clear()
+            self.slots.settle()
+            assert all(pool.num_used == 0 for pool in self.pools), "a slot is lost"
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
