@@ -12,6 +12,7 @@ if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
 
 import os
+from collections import namedtuple
 from contextlib import contextmanager
 
 import numpy as np
@@ -55,7 +56,17 @@ cdef extern from "kvc.h" nogil:
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
+# The table of storage formats, by name; the columns are explained in ckernels/kvc_formats.h.
+Format = namedtuple("Format", ("name", "bits", "quantised", "fitted", "largest"))
+
+
+cdef object _format(int number):
+    cdef const kvc_format_info *line = kvc_format_of(<kvc_format>number)
+    return Format(line.name.decode(), line.bits, line.quantised != 0, line.fitted != 0, line.largest.decode())
+
+
+FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
+cdef list _NAMES = list(FORMATS)
 
 # The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
 cdef const kvc_kernels *_active = NULL
@@ -126,9 +137,9 @@ cdef int num_threads() noexcept nogil:
 
 
 cdef int format_code(object name, str what) except -1:
-    if name not in FORMATS:
-        raise ValueError(f"expected {what} to be one of {', '.join(FORMATS)}, got {name!r}")
-    return FORMATS.index(name)
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}")
+    return _NAMES.index(name)
 
 
 cdef class Layout:

@@ -14,7 +14,7 @@ cdef class BlockStore:
     # (num_blocks,) slots from here on are zero, and nobody's. Whatever writes bytes raises it, also in a block that
     # no sequence owns: a slot below it is cleared when it is handed out.
     cdef uint16_t *written_slots
-    cdef readonly str key_dtype        # "f32", "f16", "q8", "q4", "q3" or "q2"
+    cdef readonly str key_dtype        # a name in kernels.FORMATS
     cdef readonly str value_dtype
 
     # What callers hand in

@@ -71,8 +71,8 @@ cdef class BlockStore:
         if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
             raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
         if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
-                               _rotation(rotate, head_dim, key_dtype[0] == "q"),
-                               _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
+                               _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
+                               _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:
             raise ValueError(f"expected a supported layout, got head_dim {head_dim} with {key_dtype} and {value_dtype}")
         self.num_layers, self.num_blocks = num_layers, num_blocks
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
@@ -334,6 +334,7 @@ cdef class BlockStore:
                 row = bad // (keys.shape[1] * keys.shape[2])
                 value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
                 dtype = self.key_dtype if what == 0 else self.value_dtype
-                most = "2**96" if dtype == "f32" else "65504"
+                most = kernels.kvc_format_of(
+                    self.layout.key_format if what == 0 else self.layout.value_format).largest.decode()
                 raise ValueError(f"expected {name} that {dtype} can hold, up to {most}, got {value} in row {row}")
         return 0

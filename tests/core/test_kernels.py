@@ -168,7 +168,7 @@ ROW = np.zeros((1, 1, 8), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: kernels.Layout(4, 1, 8, "f64"), ValueError, "expected key_format .* got 'f64'"),
+        (lambda: kernels.Layout(4, 1, 8, "f64"), ValueError, "key_format: expected one of .* got 'f64'"),
         (lambda: kernels._write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
         (lambda: kernels._read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
         (lambda: kernels._read(LAYOUT, ARENA, [(0, 2, 1)], ROW, ROW), IndexError, "of 4 slots, got .*2.*1"),
