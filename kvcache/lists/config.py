@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.core.arguments import as_integer
+from kvcache.core.arguments import as_count, as_instance, as_integer
 from kvcache.core.kernels import FORMATS
 from kvcache.eviction import EvictionPolicy
 
@@ -41,22 +41,18 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
-            number = as_integer(getattr(self, name), name)
-            if not 1 <= number <= most:
-                raise ValueError(f"expected {name} in [1, {most}], got {number}")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, as_count(getattr(self, name), name, 1, most))
         for name in ("quantization_bits", "key_bits", "value_bits"):
             bits = getattr(self, name)
             if bits is not None or name == "quantization_bits":
                 if as_integer(bits, name) not in FORMAT_OF_BITS:
                     raise ValueError(f"{name}: expected one of {_BITS}, got {bits}")
                 object.__setattr__(self, name, int(bits))
-        if not isinstance(self.eviction_policy, EvictionPolicy):
-            raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
+        as_instance(self.eviction_policy, EvictionPolicy, "eviction_policy")
         if self.eviction_policy.endless:
             raise ValueError(
-                f"expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs an engine: its "
-                f"sinks meet other queries than the rest"
+                f"eviction_policy: expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs "
+                f"an engine: its sinks meet other queries than the rest"
             )
 
     @property

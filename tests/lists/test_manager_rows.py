@@ -116,7 +116,7 @@ def test_empty():
     cache.update_attention_scores([])
     cache.append(np.empty((0, 8), np.float32), np.empty((0, 8), np.float32))
     assert cache.layers == ()
-    with pytest.raises(IndexError, match=r"positions in \[0, 0\), got 0"):
+    with pytest.raises(IndexError, match=r"positions: expected ints in \[0, 0\), got 0"):
         cache.get([0])
 
 
