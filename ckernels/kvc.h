@@ -1,13 +1,13 @@
 /* kvc.h - the contract between the kernels and their callers.
  *
  * Pure C11, little-endian: no Python, no allocation, no globals. Every function is total on validated input:
- * the caller (kvcache/core/kernels.pyx and _store.pyx) checks shapes, ranges and finiteness once, the kernels never.
+ * the caller (kvcache/core/kernels.pyx and store.pyx) checks shapes, ranges and finiteness once, the kernels never.
  *
  * WHERE A TOKEN'S KV LIES
  *
  *   arena of one layer     block 0 | block 1 | ...            each layout.block_bytes long, 64-byte aligned
  *   one block              K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... | padding
- *   one head of K or V     f32, f16: [slot][dim]              quantised: see the tile drawing in kvc_quant.h
+ *   one head of K or V     float formats: [slot][dim]         quantised: see the tile drawing in kvc_quant.h
  *   a sequence             runs: (block, first slot, stop slot), the tokens in the order of the text
  */
 #ifndef KVC_H
@@ -16,14 +16,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum kvc_format { KVC_F32 = 0, KVC_F16, KVC_Q8, KVC_Q4, KVC_Q3, KVC_Q2 } kvc_format;
+#include "kvc_formats.h"
 
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
-
-/* The smallest |x| above the largest that f32 storage takes, 2^96. Attention sums weights times values before it divides
- * by the sum of the weights: with weights of at most 1, 2^31 tokens of 2^96 make 2^127, below the largest float. Scores
- * sum at most 256 products of a key and a scaled query: they are finite for scaled queries up to 2^23. */
-#define KVC_F32_OVERFLOW 0x1.000002p+96f
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
@@ -102,8 +97,7 @@ typedef struct kvc_kernels {
     /* The same way back. */
     void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
                       float *keys, float *values);
-    /* Index of the first value that is not finite or that the format cannot hold, or -1. The largest magnitudes:
-     * f32 2^96 (KVC_F32_OVERFLOW), all others those that do not round to a half beyond 65504. */
+    /* Index of the first value that is not finite or that the format cannot hold (kvc_formats.h), or -1. */
     int64_t (*check_representable)(const float *, int64_t n, kvc_format);
     /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c),
      * quantised formats below 1 % over what they store (kvc_tiles.h). */

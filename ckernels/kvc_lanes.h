@@ -135,7 +135,8 @@ static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead
     float lanes[(KVC_MAX_HEAD_DIM + KVC_LANES) * KVC_LANES], first[KVC_LANES], spread[KVC_LANES];
     const kvc_range range = kvc_into_lanes(rows, x, ahead, lanes);
     f32v minimum = kvc_rounded_to_half(range.lowest), scale = kvc_scale_of(minimum, range.highest, top);
-    if (rows.bits <= 4) kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
+    if (kvc_format_of(rows.format)->fitted)
+        kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
     f32v_store_half(out->minima + at, minimum);
     f32v_store_half(out->scales + at, scale);
     kvc_encode(lanes, rows.dim, minimum, scale, top, out->codes + at);

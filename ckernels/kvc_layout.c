@@ -5,11 +5,11 @@ int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_
                     kvc_format value_format, int rotate_keys, int rotate_values) {
     const int whole = block_size >= 1 && block_size <= KVC_MAX_BLOCK_SIZE && num_heads >= 1 &&
                       head_dim >= 8 && head_dim <= KVC_MAX_HEAD_DIM && head_dim % 8 == 0;
-    const int known = (unsigned)key_format <= KVC_Q2 && (unsigned)value_format <= KVC_Q2;
+    const int known = (unsigned)key_format < KVC_NUM_FORMATS && (unsigned)value_format < KVC_NUM_FORMATS;
     if (!whole || !known) return -1;
     const int power_of_two = (head_dim & (head_dim - 1)) == 0;
-    if (rotate_keys && (key_format < KVC_Q8 || !power_of_two)) return -1;
-    if (rotate_values && (value_format < KVC_Q8 || !power_of_two)) return -1;
+    if (rotate_keys && !(kvc_format_of(key_format)->quantised && power_of_two)) return -1;
+    if (rotate_values && !(kvc_format_of(value_format)->quantised && power_of_two)) return -1;
     layout->block_size = block_size;
     layout->num_heads = num_heads;
     layout->head_dim = head_dim;

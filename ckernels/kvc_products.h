@@ -46,11 +46,6 @@ INLINE void fetch_ahead(ahead_rows ahead, int token, int d) {
  * one row at a time, does too late. */
 INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 3); }
 
-INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
-    return format == KVC_F32 ? load_dims((const float *)row, d, dim)
-                             : load_dims_half((const uint16_t *)row, d, dim);
-}
-
 /* rows (1, 2 or 4) x KVC_DOT_SUMS / rows tokens. */
 INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
@@ -58,7 +53,7 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
     f32v sums[KVC_DOT_SUMS];
     UNROLL
     for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
-    const int line = format == KVC_F32 ? 16 : 32; /* values: constants say where one begins */
+    const int line = 512 / kvc_format_of(format)->bits; /* values: constants say where one begins */
     for (int start = 0; start < dim; start += line) {
         UNROLL
         for (int i = 0; i < line; i += KVC_LANES) {
@@ -232,7 +227,7 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
         UNROLL
         for (int i = 0; i < vecs; i++) {
             v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
-            const size_t at = (size_t)(d + i * KVC_LANES) * (format == KVC_F32 ? 4 : 2);
+            const size_t at = (size_t)((d + i * KVC_LANES) * kvc_format_of(format)->bits / 8);
             if (at % 64 == 0) fetch_near(v[t + KVC_NEAR_VALUES] + offset + at);
             if (ahead.rows) fetch_ahead(ahead, t, d + i * KVC_LANES);
         }

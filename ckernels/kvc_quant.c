@@ -3,7 +3,7 @@
  *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), the next half where that is too small
  *   code    = round((x - minimum) / scale), half to even, within 0 .. top = 2^bits - 1
  *
- * At 4 bits and less, the minimum and scale of kvc_fit.h instead, where the row's squared error is smaller with them.
+ * In fitted formats (kvc_formats.h), the minimum and scale of kvc_fit.h instead, where the row's squared error is smaller with them.
  *
  * All levels store the same bytes, a row those that it has alone: the arithmetic is plain float32, never fused, in one
  * order, or exact. Writing takes up to 36 KiB of the stack: 16 rows as floats, as whole numbers and as codes.
@@ -44,18 +44,15 @@ static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, 
 
 /* Through constants, so that shifts and divisions are. */
 static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned char *packed) {
-#define PUT(constant_bits)                                                \
-    rows.bits = constant_bits;                                            \
-    if (rows.side == KVC_KEYS)                                            \
-        rows.side = KVC_KEYS, kvc_put_tile_codes(rows, codes, t, packed); \
-    else                                                                  \
-        rows.side = KVC_VALUES, kvc_put_tile_codes(rows, codes, t, packed);
-    switch (rows.bits) {
-    case 8: PUT(8) break;
-    case 4: PUT(4) break;
-    case 3: PUT(3) break;
-    default: PUT(2) break;
-    }
+#define PUT(symbol, name, constant_bits, ...)                                   \
+    case constant_bits:                                                         \
+        rows.bits = constant_bits;                                              \
+        if (rows.side == KVC_KEYS)                                              \
+            rows.side = KVC_KEYS, kvc_put_tile_codes(rows, codes, t, packed);   \
+        else                                                                    \
+            rows.side = KVC_VALUES, kvc_put_tile_codes(rows, codes, t, packed); \
+        break;
+    switch (rows.bits) { KVC_QUANTISED_FORMATS(PUT) }
 #undef PUT
 }
 
@@ -124,7 +121,7 @@ static void write_queue(row_queue *queue) {
 
 static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
     if (queue->count) { /* else nothing says yet what its rows are */
-        const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
+        const int other = rows.format != queue->rows.format || rows.rotated != queue->rows.rotated;
         if (other || queue->count == KVC_TILE) write_queue(queue);
     }
     const int i = queue->count++;

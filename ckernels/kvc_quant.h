@@ -31,7 +31,6 @@
 #define KVC_QUANT_H
 
 #include "kvc.h"
-#include "kvc_half.h"
 
 #include <string.h>
 
@@ -42,27 +41,24 @@ typedef enum kvc_side { KVC_KEYS, KVC_VALUES } kvc_side;
 
 /* One side of a layout: what it takes to find and read a row. */
 typedef struct kvc_rows {
-    int bits; /* 2, 3, 4, 8; 16 and 32 for f16 and f32 */
+    kvc_format format;
+    int bits, quantised; /* of the format */
     int tiled;
     int rotated;
     int dim;
     kvc_side side;
 } kvc_rows;
 
-static inline int kvc_format_bits(kvc_format format) {
-    static const int bits[] = {32, 16, 8, 4, 3, 2};
-    return bits[format];
-}
-
 static inline kvc_rows kvc_rows_of(const kvc_layout *layout, kvc_side side) {
     const kvc_format format = side == KVC_KEYS ? layout->key_format : layout->value_format;
     const int rotated = side == KVC_KEYS ? layout->rotate_keys : layout->rotate_values;
-    const int tiled = format >= KVC_Q8 && layout->block_size % KVC_TILE == 0 && layout->head_dim % 32 == 0;
-    return (kvc_rows){kvc_format_bits(format), tiled, rotated, layout->head_dim, side};
+    const int bits = kvc_format_of(format)->bits, quantised = kvc_format_of(format)->quantised;
+    const int tiled = quantised && layout->block_size % KVC_TILE == 0 && layout->head_dim % 32 == 0;
+    return (kvc_rows){format, bits, quantised, tiled, rotated, layout->head_dim, side};
 }
 
 static inline size_t kvc_row_bytes(kvc_rows rows) {
-    return (size_t)(rows.dim * rows.bits / 8) + (rows.bits < 16 ? 4 : 0);
+    return (size_t)(rows.dim * rows.bits / 8) + (rows.quantised ? 4 : 0);
 }
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }

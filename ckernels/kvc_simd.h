@@ -63,6 +63,18 @@ INLINE void store_dims_half(uint16_t *row, int d, int dim, f32v x) {
         f32v_store_half(row + d, x);
 }
 
+/* The same of a row of a float format. */
+INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
+    return format == KVC_F32 ? load_dims((const float *)row, d, dim)
+                             : load_dims_half((const uint16_t *)row, d, dim);
+}
+INLINE void store_row(kvc_format format, unsigned char *row, int d, int dim, f32v x) {
+    if (format == KVC_F32)
+        store_dims((float *)row, d, dim, x);
+    else
+        store_dims_half((uint16_t *)row, d, dim, x);
+}
+
 /* 2^x, for x <= 127: 1 ulp, 0 below 2^-126 and for -inf. x = n + f with |f| <= 1/2; 2^f by the polynomial of
  * degree 6 whose largest relative error on [-1/2, 1/2] is least (1.9e-9, Remez). */
 INLINE f32v f32v_exp2(f32v x) {

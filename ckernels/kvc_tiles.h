@@ -185,13 +185,11 @@ INLINE void unit_dot_rows(int bits, int dim, int rows, const unit_query *q, cons
 }
 
 NOINLINE void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
-                     const unsigned char *ahead) {
-    switch (bits) {
-    case 8: unit_dot_rows(8, dim, rows, q, tile, s, ahead); break;
-    case 4: unit_dot_rows(4, dim, rows, q, tile, s, ahead); break;
-    case 3: unit_dot_rows(3, dim, rows, q, tile, s, ahead); break;
-    default: unit_dot_rows(2, dim, rows, q, tile, s, ahead); break;
-    }
+                       const unsigned char *ahead) {
+#define DOT(symbol, name, bits, ...) \
+    case bits: unit_dot_rows(bits, dim, rows, q, tile, s, ahead); break;
+    switch (bits) { KVC_QUANTISED_FORMATS(DOT) }
+#undef DOT
 }
 
 /* One row's weights times the scales of V, in digits. */
@@ -215,15 +213,13 @@ INLINE void quantise_row(int bits, int lanes, const float *w, const float *scale
 }
 
 NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, const float *scales,
-                             const float *middles, unit_weights *to) {
-#define ROWS(bits) \
-    for (int r = 0; r < rows; r++) quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r);
-    switch (bits) {
-    case 8: ROWS(8) break;
-    case 4: ROWS(4) break;
-    case 3: ROWS(3) break;
-    default: ROWS(2) break;
-    }
+                               const float *middles, unit_weights *to) {
+#define ROWS(symbol, name, bits, ...)                                              \
+    case bits:                                                                     \
+        for (int r = 0; r < rows; r++)                                             \
+            quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r); \
+        break;
+    switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
 #undef ROWS
 }
 
@@ -301,14 +297,12 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
 }
 
 NOINLINE void unit_mix(int bits, int dim, int rows, int tiles, const unit_weights *w,
-                     const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
-                     const unsigned char *const *ahead) {
-    switch (bits) {
-    case 8: unit_mix_rows(8, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    case 4: unit_mix_rows(4, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    case 3: unit_mix_rows(3, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    default: unit_mix_rows(2, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    }
+                       const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                       const unsigned char *const *ahead) {
+#define MIX_TILES(symbol, name, bits, ...) \
+    case bits: unit_mix_rows(bits, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    switch (bits) { KVC_QUANTISED_FORMATS(MIX_TILES) }
+#undef MIX_TILES
 }
 
 #endif

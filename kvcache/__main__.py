@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from kvcache.core.kernels import FORMATS
 from kvcache.engine import InferenceEngine, SamplingParams
 
 __all__ = ["main"]
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         help="1 is off (%(default)s)",
     )  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers (%(default)s)")
-    add("--dtype", default="f32", help="storage of keys and values: f32, f16, q8, q4, q3 or q2 (%(default)s)")
+    add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
     return parser
 

@@ -9,9 +9,7 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvcache.core.arguments import as_count
+from kvcache.core.arguments import as_count, as_finite, short
 
 __all__ = ["EvictionPolicy", "EvictionStrategy", "Rule", "pyramid_budgets"]
 
@@ -52,7 +50,7 @@ class EvictionStrategy:
     def __post_init__(self) -> None:
         rank, arguments = _of_name(_STRATEGIES, self.name)
         if self.rank != rank:
-            raise ValueError(f"rank: expected {rank!r} for {self.name}, got {self.rank!r:.100}")
+            raise ValueError(f"rank: expected {rank!r} for {self.name}, got {short(self.rank)}")
         _check_arguments(
             self,
             arguments,
@@ -287,7 +285,7 @@ def _pyramid(budget: int, total_layers: int) -> tuple[int, ...]:
 
 def _of_name(known: dict[str, Any], name: Any) -> Any:
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"name: expected one of {', '.join(known)}, got {name!r:.100}")
+        raise ValueError(f"name: expected one of {', '.join(known)}, got {short(name)}")
     return known[name]
 
 
@@ -298,12 +296,8 @@ def _check_arguments(made: Any, wanted: tuple[str, ...], **checks: Callable[[Any
         if name in wanted:
             object.__setattr__(made, name, check(value))
         elif value is not None:
-            raise ValueError(f"{name}: expected None for {made.name}, got {value!r:.100}")
+            raise ValueError(f"{name}: expected None for {made.name}, got {short(value)}")
 
 
 def _fraction(value: Any) -> float:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"recent_fraction: expected a number, got {type(value).__name__}")
-    if not 0 <= value <= 1:
-        raise ValueError(f"recent_fraction: expected a number from 0 to 1, got {value!r:.100}")
-    return float(value)
+    return as_finite(value, "recent_fraction", 0.0, 1.0)

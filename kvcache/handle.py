@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_integer
+from kvcache.core.arguments import as_count, as_integer
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]
@@ -54,8 +54,7 @@ class BlockTable:
     sequence_length: int = 0
 
     def __post_init__(self) -> None:
-        if as_integer(self.block_size, "block_size") < 1:
-            raise ValueError(f"expected block_size >= 1, got {self.block_size}")
+        as_count(self.block_size, "block_size", 1)
 
     @staticmethod
     def blocks_needed_for_length(length: int, block_size: int) -> int:
@@ -64,10 +63,7 @@ class BlockTable:
         Raises:
             ValueError: a negative length, or a block size below 1.
         """
-        length, block_size = as_integer(length, "length"), as_integer(block_size, "block_size")
-        if length < 0 or block_size < 1:
-            raise ValueError(f"expected length >= 0 and block_size >= 1, got {length} and {block_size}")
-        return -(-length // block_size)
+        return -(-as_count(length, "length") // as_count(block_size, "block_size", 1))
 
     @property
     def num_blocks(self) -> int:
@@ -97,9 +93,7 @@ class BlockTable:
             ValueError: a negative count.
             InvalidOperationError: more blocks are needed than there are; the length is as before.
         """
-        num_tokens = as_integer(num_tokens, "num_tokens")
-        if num_tokens < 0:
-            raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
+        num_tokens = as_count(num_tokens, "num_tokens")
         need = self.blocks_needed_for_length(self.sequence_length + num_tokens, self.block_size)
         if need > self.num_blocks:
             raise InvalidOperationError(f"expected {need} blocks for the longer sequence, got {self.num_blocks}")

@@ -14,14 +14,16 @@ from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, fma
 from bench.support.common import Candidate, Case, Claim, at_most, faster, share_of
 from bench.support.rates import Columns
-from bench.support.scattered import FORMATS, Scattered, Shape, fill_rows, queries_of, scatter
+from bench.support.scattered import Scattered, Shape, fill_rows, queries_of, scatter
+from kvcache.core.kernels import FORMATS
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["MIXED", "PREFILL", "mixed_cases", "prefill_cases", "thread_cases", "thread_columns"]
 
 ROWS = 512  # queries of a chunk
 PEAK = "FMA peak"
-PREFILL = Columns(FORMATS, lambda subject: PEAK, ("f32", TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values()), "GFLOP/s")
+_RIVALS = ("f32", TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values())
+PREFILL = Columns(tuple(FORMATS), lambda subject: PEAK, _RIVALS, "GFLOP/s")
 MIXED = Columns(("one call", "prefill", "decodes"))
 
 
@@ -39,7 +41,7 @@ def peak(threads: int, work: float) -> Candidate:
 
 def prefill_claims() -> tuple[Claim, ...]:
     """What is asked of 512 queries over 4k and more."""
-    quantised = tuple(faster(1.6, name, "f32") for name in FORMATS[2:])
+    quantised = tuple(faster(1.6, name, "f32") for name, format in FORMATS.items() if format.quantised)
     return (share_of(0.7, "f32", PEAK), faster(2, "f32", TORCH), faster(2, "f32", TORCH_BEST), *quantised)
 
 

@@ -14,7 +14,8 @@ from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, Bytes, huge_array
 from bench.support.common import Candidate, Case, Claim, at_most, faster, share_of
 from bench.support.rates import Columns
-from bench.support.scattered import FORMATS, Scattered, Shape, available_bytes, queries_of, relative_error
+from bench.support.scattered import Scattered, Shape, available_bytes, queries_of, relative_error
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["FLOATS", "QUANTISED", "cases", "level_cases", "level_columns"]
 
@@ -23,8 +24,10 @@ HOT_TOKENS = 4096  # most tokens for which the caches may hold K and V
 PLAIN = 0.85  # of a plain read
 LONG = 16384  # tokens from which memory decides
 
-FLOATS = Columns(("f32", "f16"), "read {}".format, RIVALS, "GB/s", "{}, hot".format)
-QUANTISED = Columns(("q8", "q4", "q3", "q2"), "read {}".format, ("f32", *RIVALS[1:]), "GB/s", "{}, hot".format)
+_CODES = tuple(name for name in FORMATS if FORMATS[name].quantised)
+_PLAIN = tuple(name for name in FORMATS if name not in _CODES)
+FLOATS = Columns(_PLAIN, "read {}".format, RIVALS, "GB/s", "{}, hot".format)
+QUANTISED = Columns(_CODES, "read {}".format, ("f32", *RIVALS[1:]), "GB/s", "{}, hot".format)
 
 _buffer: list[Bytes] = []
 
@@ -49,7 +52,7 @@ _errors: dict[tuple[Shape, str], float] = {}
 def claims(shape: Shape) -> tuple[Claim, ...]:
     """What is asked of decode at this context."""
     long = shape.context >= LONG
-    floats = () if shape.context < 1024 else tuple(share_of(PLAIN, name, f"read {name}") for name in ("f32", "f16"))
+    floats = () if shape.context < 1024 else tuple(share_of(PLAIN, name, f"read {name}") for name in _PLAIN)
     return (
         *floats,
         faster(2.5 if long else 1, "q8", "f32"),
@@ -115,7 +118,7 @@ def level_cases(contexts: Iterable[int], threads: Iterable[int]) -> Iterator[Cas
     bound = (share_of(0.6, "avx2", "avx512"),) if {"avx2", "avx512"} <= set(levels) else ()
     for context, dtype, count in product(contexts, ("f32", "f16", "q8", "q4"), threads):
         what = f"{dtype}, {Shape(context)}, {count} thr"
-        held = bound if dtype in ("f32", "f16") else ()
+        held = () if FORMATS[dtype].quantised else bound
         yield Case(what, partial(_level_candidates, Shape(context), dtype, count), held)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from bench.support.report import environment, markdown, text_table
 from kvcache import PagedKvCache
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["add_arguments", "main", "measure"]
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 HEADS, GROUP, BLOCK = 2, 4, 16
 HEADER = ["format", "bytes/token", "below f32", "K error", "K error, outliers", "kernel error", "output error"]
 NOTES = (

@@ -11,7 +11,8 @@ from bench.core.attention_rivals import NUMPY, TORCH, TORCH_BEST, TORCH_HALF
 from bench.core.chunks import PEAK
 from bench.support.common import Result, Table
 from bench.support.plot import pyplot, save
-from bench.support.scattered import FORMATS, Shape
+from bench.support.scattered import Shape
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["plot_kernels"]
 

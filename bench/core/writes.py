@@ -16,13 +16,14 @@ from bench.support.ceilings import huge_array, narrow
 from bench.support.common import Candidate, Case, faster, share_of
 from bench.support.rates import Columns
 from bench.support.report import markdown, text_table
-from bench.support.scattered import FORMATS, Shape, fill_rows, layer_count, scatter
+from bench.support.scattered import Shape, fill_rows, layer_count, scatter
+from kvcache.core.kernels import FORMATS
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["APPEND", "WRITE", "append_cases", "memory_report", "print_memory", "write_cases"]
 
 NARROW, RATE = "read 4, write 2", "3 GB/s"
-WRITE = Columns(FORMATS, lambda subject: NARROW)
+WRITE = Columns(tuple(FORMATS), lambda subject: NARROW)
 APPEND = Columns(("one call", "a call each"), rivals=("a call each",))
 CHUNK = 512  # tokens of a call: what an engine prefills at once
 FIXED = 1 << 20  # bytes by which the scratch of a large call may exceed that of a small one

@@ -10,7 +10,9 @@ import numpy as np
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, log_softmax
 from kvcache import InferenceEngine
+from kvcache.core.kernels import FORMATS as STORED
 from kvcache.engine import Transformer
+from kvcache.engine.residual import LENGTHS
 
 __all__ = ["BOUNDS", "FORMATS", "HEADER", "measure", "rows", "speeds", "verdicts"]
 
@@ -23,10 +25,10 @@ def _mixed(name: str) -> dict[str, Any]:
 PACKED, PLAIN = ", no residual", ", not rotated"
 FORMATS: dict[str, dict[str, Any]] = {
     name: _mixed(name)
-    for name in ("f32", "f16", "q8", "q4", "q3", "q2", "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
+    for name in (*STORED, "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
 }
-FORMATS |= {name + PACKED: _mixed(name) | {"residual_length": 0} for name in ("q4", "q3", "q2", "q8/q4", "q4/q8")}
-FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in ("q8", "q4", "q3", "q2")}
+FORMATS |= {name + PACKED: _mixed(name) | {"residual_length": 0} for name in (*LENGTHS, "q8/q4", "q4/q8")}
+FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in STORED if STORED[name].quantised}
 
 # What a format is asked to reach: name -> (figure, bound).
 BOUNDS = {"q8": ("kl", 0.001), "q4": ("rise", 0.005), "q3": ("rise", 0.02), "q2": ("rise", 0.08)}

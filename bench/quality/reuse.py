@@ -11,9 +11,8 @@ from bench.quality.network import Recorder
 from kvcache import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
 
-__all__ = ["FORMATS", "HEADER", "measure", "rows"]
+__all__ = ["HEADER", "measure", "rows"]
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 HEADER = ["format", "splits", "tokens reused", "largest difference", "median", "same bits", "same token", "other texts"]
 LENGTH, PROMPTS = 192, 10
 ONE = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=1)

@@ -18,6 +18,7 @@ from bench.quality import endless, eviction, formats, heldout, outliers, picture
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.support.report import environment, markdown, text_table
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["add_arguments", "main"]
 
@@ -152,7 +153,7 @@ class _Run:
 
     def reuse(self) -> None:
         splits = 25 if self.quick else 120
-        figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in reuse.FORMATS}
+        figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in FORMATS}
         self.data["reuse"] = figures
         self.table(
             "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER, reuse.rows(figures),

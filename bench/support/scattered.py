@@ -12,10 +12,9 @@ import numpy.typing as npt
 from bench.support.ceilings import last_level_bytes
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["FORMATS", "Scattered", "Shape", "available_bytes", "exact", "fill_rows", "queries_of", "relative_error"]
+__all__ = ["Scattered", "Shape", "available_bytes", "exact", "fill_rows", "queries_of", "relative_error"]
 
 Float32 = npt.NDArray[np.float32]
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 
 
 @dataclass(frozen=True)

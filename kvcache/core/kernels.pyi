@@ -1,11 +1,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-FORMATS: tuple[str, ...]
+class Format(NamedTuple):
+    name: str
+    bits: int
+    quantised: bool
+    fitted: bool
+    largest: str
+
+FORMATS: dict[str, Format]
 
 class Layout:
     def __init__(

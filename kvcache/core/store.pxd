@@ -14,7 +14,7 @@ cdef class BlockStore:
     # (num_blocks,) slots from here on are zero and unused. Every write raises it, also in a block that no sequence
     # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
-    cdef readonly str key_dtype        # "f32", "f16", "q8", "q4", "q3" or "q2"
+    cdef readonly str key_dtype        # a name in kernels.FORMATS
     cdef readonly str value_dtype
 
     # Arguments

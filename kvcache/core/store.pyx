@@ -14,7 +14,7 @@ from kvcache.core.kernels cimport kvc_format, kvc_run
 
 import numpy as np
 
-from kvcache.core.arguments import as_count, as_integer
+from kvcache.core.arguments import as_count, as_integer, short
 from kvcache.core.runs import RUN
 from kvcache.errors import OutOfMemoryError
 
@@ -38,7 +38,7 @@ def _rotation(rotate, head_dim, quantised):
     if rotate is True and not power_of_two:
         raise ValueError(f"head_dim: expected a power of two for rotate=True, got {head_dim}")
     if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
-        raise ValueError(f'rotate: expected True, False or "auto", got {rotate!r}')
+        raise ValueError(f'rotate: expected True, False or "auto", got {short(rotate)}')
     return int(bool(rotate) and quantised and power_of_two)
 
 
@@ -71,9 +71,9 @@ cdef class BlockStore:
         if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
             raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
         if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
-                               _rotation(rotate, head_dim, key_dtype[0] == "q"),
-                               _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
-            raise ValueError(f"head_dim: expected one that {key_dtype} and {value_dtype} support, got {head_dim}")
+                               _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
+                               _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:
+            raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}")
         self.num_layers, self.num_blocks = num_layers, num_blocks
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
         size = int(self.layout.block_bytes) * num_blocks * num_layers
@@ -250,7 +250,7 @@ cdef class BlockStore:
         Any bytes are safe to read and to attend over.
         """
         if not 0 <= block < self.num_blocks:
-            raise IndexError(f"block: expected one in [0, {self.num_blocks}), got {block}")
+            raise IndexError(f"block: expected an int in [0, {self.num_blocks}), got {block}")
         cdef cnp.npy_intp size = <cnp.npy_intp>self.layout.block_bytes
         cdef cnp.ndarray view
         cdef int64_t layer
@@ -269,21 +269,21 @@ cdef class BlockStore:
 
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots):
         if runs.dtype != RUN or runs.ndim != 1:
-            raise ValueError(f"runs: expected dtype {RUN} in one dimension, got {runs.dtype}")
+            raise ValueError(f"runs: expected dtype {RUN} (n,), got {runs.dtype} {runs.shape}")
         cdef const kvc_run[::1] view = np.ascontiguousarray(runs)
         cdef int64_t i, slots = 0
         for i in range(view.shape[0]):
             if not 0 <= view[i].block < self.num_blocks or not view[i].first < view[i].stop <= self.layout.block_size:
-                raise ValueError(f"runs: expected {self.num_blocks} blocks of {self.layout.block_size} slots, "
-                                 f"got ({view[i].block}, {view[i].first}, {view[i].stop})")
+                raise ValueError(f"runs: expected slots of {self.num_blocks} blocks of {self.layout.block_size} slots, "
+                                 f"got {view[i].first} to {view[i].stop} of {view[i].block}")
             slots += view[i].stop - view[i].first
         if num_slots >= 0 and slots != num_slots:
-            raise ValueError(f"keys: expected {slots} rows, one per slot, got {num_slots}")
+            raise ValueError(f"runs: expected {num_slots} slots, one per row, got {slots}")
         return view
 
     cdef unsigned char *layer_base(self, int64_t layer) except NULL:
         if not 0 <= layer < self.num_layers:
-            raise IndexError(f"layer: expected one in [0, {self.num_layers}), got {layer}")
+            raise IndexError(f"layer: expected an int in [0, {self.num_layers}), got {layer}")
         return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
 
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil:
@@ -322,9 +322,8 @@ cdef class BlockStore:
         if keys.shape[0] != values.shape[0] or keys.shape[1] != self.layout.num_heads \
                 or keys.shape[2] != self.layout.head_dim or values.shape[1] != keys.shape[1] \
                 or values.shape[2] != keys.shape[2]:
-            shape = f"(n, {self.layout.num_heads}, {self.layout.head_dim})"
-            raise ValueError(f"keys: expected shape {shape}, and values alike, "
-                             f"got {np.shape(keys)} and {np.shape(values)}")
+            raise ValueError(f"rows: expected shape (n, {self.layout.num_heads}, {self.layout.head_dim}) of both, got "
+                             f"{np.shape(keys)} and {np.shape(values)}")
         if n == 0:
             return 0
         for what, name in ((0, "keys"), (1, "values")):
@@ -337,7 +336,8 @@ cdef class BlockStore:
                 row = bad // (keys.shape[1] * keys.shape[2])
                 value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
                 dtype = self.key_dtype if what == 0 else self.value_dtype
-                most = "2**96" if dtype == "f32" else "65504"
+                most = kernels.kvc_format_of(
+                    self.layout.key_format if what == 0 else self.layout.value_format).largest.decode()
                 raise ValueError(f"{name}: expected values that {dtype} can hold, up to {most}, "
                                  f"got {value} in row {row}")
         return 0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcache.engine.files import read_json, short
+from kvcache.core.arguments import short
+from kvcache.engine.files import read_json
 from kvcache.engine.rope import Rope
 from kvcache.errors import CheckpointError
 
@@ -101,7 +102,7 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
         if not isinstance(config, Mapping):
-            raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
+            raise TypeError(f"config: expected a Mapping, got {type(config).__name__}")
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
         read = _Reader(config)

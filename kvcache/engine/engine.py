@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.arguments import natural
+from kvcache.core.arguments import as_count, as_index, as_instance
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
@@ -87,8 +87,8 @@ class InferenceEngine:
     ) -> None:
         self.model = model
         self.sampling_params = _params(sampling_params, SamplingParams())
-        block_size = natural("block_size", block_size, least=1)
-        prefill_chunk = natural("prefill_chunk", prefill_chunk, least=1)
+        block_size = as_count(block_size, "block_size", 1, most=None)
+        prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         budgets = None
         if eviction_policy is not None or kv_budget is not None:
             budgets = Budgets.of(eviction_policy, kv_budget, model)
@@ -102,7 +102,7 @@ class InferenceEngine:
             # One more than they fill: going back by a token may need a copy of the last block.
             num_blocks = -(-tokens // block_size) + 1
         self._cache_options: dict[str, Any] = {
-            "num_blocks": natural("num_blocks", num_blocks, least=1),
+            "num_blocks": as_count(num_blocks, "num_blocks", 1, most=None),
             "block_size": block_size,
             "num_heads": model.config.num_kv_heads,
             "head_dim": model.config.head_dim,
@@ -116,9 +116,7 @@ class InferenceEngine:
         self._sequence: ModelSequence
         if residual_length is None:
             residual_length = default_length(key_dtype or dtype, value_dtype or dtype) if budgets is None else 0
-        self._residual_length = residual_length = natural("residual_length", residual_length)
-        if residual_length > 256:
-            raise ValueError(f"residual_length: expected at most 256, got {residual_length}")
+        self._residual_length = residual_length = as_count(residual_length, "residual_length", 0, 256)
         if budgets is None:
             self._sequence = LiveSequence(model, cache, prefill_chunk, residual_length)
         elif residual_length:
@@ -165,7 +163,7 @@ class InferenceEngine:
         Raises:
             OutOfMemoryError: the system refuses the memory; the old cache stays.
         """
-        more = natural("blocks", blocks)
+        more = as_count(blocks, "blocks", most=None)
         with self._requests.call:
             total = self.cache.total_blocks + more
             self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}))
@@ -209,10 +207,7 @@ class InferenceEngine:
         Raises:
             TypeError, IndexError: no such layer.
         """
-        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-            raise TypeError(f"layer: expected a whole number, got {layer!r}")
-        if not 0 <= layer < self.config.num_layers:
-            raise IndexError(f"layer: expected 0 to {self.config.num_layers - 1}, got {layer}")
+        layer = as_index(layer, "layer", self.config.num_layers)
         with self._requests.lock:
             return self._sequence.positions(layer)
 
@@ -369,13 +364,13 @@ class InferenceEngine:
         A failing call leaves the sequence as it was. Where the cache cannot hold the new tokens beside those from
         `pos` on, it leaves the tokens before `pos`.
         """
-        tokens, pos = as_tokens(tokens, self.config.vocab_size), natural("pos", pos)
+        tokens, pos = as_tokens(tokens, self.config.vocab_size), as_count(pos, "pos")
         with self._requests.call:
             return self._requests.prefill(tokens, pos)
 
     def decode_step(self, token: int, pos: int) -> Float32:
         """Run one token at position `pos`: `prefill_from_pos` of one token, but not counted as prefill."""
-        tokens, pos = as_tokens((token,), self.config.vocab_size), natural("pos", pos)
+        tokens, pos = as_tokens((token,), self.config.vocab_size), as_count(pos, "pos")
         with self._requests.call:
             return self._requests.extend(tokens, pos)
 
@@ -406,6 +401,4 @@ class InferenceEngine:
 def _params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
     if params is None:
         return default
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params: expected SamplingParams, got {type(params).__name__}")
-    return params
+    return as_instance(params, SamplingParams, "params")

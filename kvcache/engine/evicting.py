@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.engine.arguments import natural
+from kvcache.core.arguments import as_count, as_instance
 from kvcache.engine.protocols import Float32, Logits, Model
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.errors import InvalidOperationError
@@ -65,13 +65,12 @@ class Budgets:
         """
         num_layers = model.config.num_layers
         if policy is None:
-            raise ValueError("kv_budget: expected an eviction_policy with it, got none")
-        if not isinstance(policy, EvictionPolicy):
-            raise TypeError(f"eviction_policy: expected an EvictionPolicy, got {type(policy).__name__}")
+            raise ValueError("kv_budget: expected an eviction_policy with it, got None")
+        as_instance(policy, EvictionPolicy, "eviction_policy")
         kv_budget = policy.most if kv_budget is None else kv_budget
         if kv_budget is None:
             raise ValueError("eviction_policy: expected a kv_budget (tokens per layer) with it, got none")
-        kv_budget = natural("kv_budget", kv_budget, least=1)
+        kv_budget = as_count(kv_budget, "kv_budget", 1, most=None)
         if policy.total_layers not in (None, num_layers):
             raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
         shares = policy.shares(kv_budget * num_layers, range(num_layers))

@@ -28,7 +28,7 @@ def fingerprint(model: Any) -> str:
         TypeError: another kind of model.
     """
     if not isinstance(model, Transformer):
-        raise TypeError(f"expected a Transformer, or a name for the model, got {type(model).__name__}")
+        raise TypeError(f"model: expected a Transformer, or a name for another model, got {type(model).__name__}")
     config, weights = model.config, model.weights
     digest = hashlib.blake2b(digest_size=16)
     options = asdict(config)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_count, as_instance
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.newest import NewestGroups
@@ -65,15 +66,10 @@ class PrefixCachedEngine:
     def __init__(
         self, engine: InferenceEngine, max_cache_blocks: int, *, seed: int | None = None, strict: bool = False
     ) -> None:
-        if not isinstance(engine, InferenceEngine):
-            raise TypeError(f"engine: expected an InferenceEngine, got {type(engine).__name__}")
-        if isinstance(max_cache_blocks, bool) or not isinstance(max_cache_blocks, (int, np.integer)):
-            raise TypeError(f"max_cache_blocks: expected an int, got {type(max_cache_blocks).__name__}")
-        if max_cache_blocks < 0:
-            raise ValueError(f"max_cache_blocks: expected at least 0, got {max_cache_blocks}")
-        if engine.eviction_policy is not None:
-            raise ValueError("engine: expected one without eviction_policy: a prefix with holes cannot be shared")
-        max_cache_blocks = int(max_cache_blocks)
+        as_instance(engine, InferenceEngine, "engine")
+        max_cache_blocks = as_count(max_cache_blocks, "max_cache_blocks", most=None)
+        if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
+            raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_count
 from kvcache.core.locks import CallLock, MendingLock
-from kvcache.engine.arguments import natural
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.sequence import ModelSequence
@@ -49,7 +49,7 @@ class Requests:
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers of requests without a seed of their own."""
-        self._seed = natural("seed", seed)
+        self._seed = as_count(seed, "seed", most=None)
         self._count = 0
 
     # ---------------------------------------------------------------- what a request brings

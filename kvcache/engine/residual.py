@@ -20,14 +20,16 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.kernels import FORMATS
 from kvcache.engine.protocols import Float32, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import blend
 
 __all__ = ["LENGTHS", "Residual", "default_length"]
 
-# Tokens of a group where K or V have this format, by measurement: `python -m bench quality --only formats`.
-LENGTHS = {"q4": 64, "q3": 64, "q2": 128}
+# Tokens of a group where K or V have this format, by measurement: `python -m bench quality --only formats`. Fitted
+# formats are those that round coarsely enough for a residual to pay.
+LENGTHS = {format.name: 64 if format.bits > 2 else 128 for format in FORMATS.values() if format.fitted}
 
 _IDS = range(4)  # of groups: as many as can be there at once
 
@@ -56,7 +58,8 @@ class Residual:
         self.length = length
         self.first = self.stop = 0
         self._config = config
-        self._dtypes = tuple("f32" if dtype == "f32" else "f16" for dtype in (cache.key_dtype, cache.value_dtype))
+        dtypes = (cache.key_dtype, cache.value_dtype)
+        self._dtypes = tuple("f16" if FORMATS[dtype].quantised else dtype for dtype in dtypes)
         # A block is a group. Three: the one that a failing call goes back to, the one that it fills, and the next.
         self._groups = self.empty_cache(3, length)
         # The groups of a piece, one layer at a time: only the last of them is needed afterwards.

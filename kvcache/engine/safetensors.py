@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import short
 from kvcache.core.files import read_at
-from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json, short
+from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json
 from kvcache.errors import CheckpointError
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
@@ -67,7 +68,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         length = int.from_bytes(first, "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
-                f"{self.path}: truncated: expected a header of {length} bytes, got {max(size - 8, 0)}"
+                f"{self.path}: expected a header of {length} bytes, got {max(size - 8, 0)}: truncated"
             )
         if length > MAX_JSON_BYTES:
             raise CheckpointError(f"{self.path}: expected a header of at most {MAX_JSON_BYTES} bytes, got {length}")
@@ -130,11 +131,11 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         try:
             whole = read_at(self._file.fd, buffers, offset)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {name}: {error.strerror}") from error
+            raise CheckpointError(f"{self.path}: {name}: expected a readable file, got {error.strerror}") from error
         if not whole:
             size = sum(memoryview(buffer).nbytes for buffer in buffers)
             raise CheckpointError(
-                f"{self.path}: {name}: truncated: expected {size} bytes at {offset}, the file ends before"
+                f"{self.path}: {name}: expected {size} bytes at {offset}, got a truncated file"
             )
 
 
@@ -150,30 +151,32 @@ def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> di
     try:
         entries = parse_json(header)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged header: {error}") from None
+        raise CheckpointError(f"{path}: header: expected valid JSON, got {error}") from None
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: damaged header: expected a JSON object, got {type(entries).__name__}")
+        raise CheckpointError(f"{path}: header: expected a JSON object, got {type(entries).__name__}")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__: expected an object of strings")
+        raise CheckpointError(f"{path}: __metadata__: expected an object of strings, got {short(metadata)}")
 
     tensors = {name: _entry(name, entry, data_start, path) for name, entry in entries.items()}
     position = data_start
     for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if info.start != position:
             problem = "overlaps the one before it" if info.start < position else "leaves a hole before it"
-            raise CheckpointError(f"{path}: {name}: {problem}: expected offset {position - data_start}")
+            raise CheckpointError(
+                f"{path}: {name}: expected offset {position - data_start}, got {info.start - data_start}: {problem}"
+            )
         position = info.stop
     if position != file_size:
         what = "truncated" if position > file_size else "bytes left over"
-        raise CheckpointError(f"{path}: {what}: expected {position} bytes, the file has {file_size}")
+        raise CheckpointError(f"{path}: expected {position} bytes, got {file_size}: {what}")
     return tensors
 
 
 def _entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
     """One tensor of the header. Raises CheckpointError where its parts are missing, mistyped or disagree."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: {name}: expected an object with dtype, shape and data_offsets")
+        raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, got {short(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise CheckpointError(f"{path}: {name}: expected a known dtype, got {short(dtype)}")

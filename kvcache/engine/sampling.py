@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.arguments import natural, number
-from kvcache.engine.files import short
+from kvcache.core.arguments import as_count, as_finite, short
 
 __all__ = ["Sampler", "SamplingParams"]
 
@@ -49,18 +48,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         store = object.__setattr__
-        store(self, "temperature", number("temperature", self.temperature, 0.0, math.inf, "at least 0"))
-        store(self, "top_k", natural("top_k", self.top_k))
-        store(self, "top_p", number("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", above=True))
-        penalty = number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", above=True)
+        store(self, "temperature", as_finite(self.temperature, "temperature", 0.0))
+        store(self, "top_k", as_count(self.top_k, "top_k", most=None))
+        store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0, above=True))
+        penalty = as_finite(self.repetition_penalty, "repetition_penalty", 0.0, above=True)
         store(self, "repetition_penalty", penalty)
-        store(self, "max_tokens", natural("max_tokens", self.max_tokens))
+        store(self, "max_tokens", as_count(self.max_tokens, "max_tokens", most=None))
         if self.seed is not None:
-            store(self, "seed", natural("seed", self.seed))
+            store(self, "seed", as_count(self.seed, "seed", most=None))
         try:
-            stops = tuple(natural("stop_token_ids", token) for token in self.stop_token_ids)
+            stops = tuple(as_count(token, "stop_token_ids", most=None) for token in self.stop_token_ids)
         except TypeError:
-            raise TypeError(f"stop_token_ids: expected whole numbers, got {short(self.stop_token_ids)}") from None
+            raise TypeError(f"stop_token_ids: expected ints, got {short(self.stop_token_ids)}") from None
         store(self, "stop_token_ids", stops)
 
 

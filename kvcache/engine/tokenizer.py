@@ -31,4 +31,4 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return Tokenizer.from_buffer(bytes(data))
     except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None

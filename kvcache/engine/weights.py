@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import short
 from kvcache.engine.config import ModelConfig
-from kvcache.engine.files import MAX_JSON_BYTES, read_json, short
+from kvcache.engine.files import MAX_JSON_BYTES, read_json
 from kvcache.engine.linear import empty_matrices
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, OutOfMemoryError
@@ -164,10 +165,10 @@ class Checkpoint:
             if info.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
         if missing:
-            raise CheckpointError(f"{self.directory}: {_some('missing', missing)}")
+            raise CheckpointError(f"{self.directory}: expected {_some(missing)}, got none")
         unexpected = sorted(name for name in left if not optional(name))
         if unexpected:
-            raise CheckpointError(f"{self.directory}: {_some('unexpected', unexpected)}")
+            raise CheckpointError(f"{self.directory}: expected no others, got {_some(unexpected)}")
 
     def read(self, name: str) -> Float32:
         """The tensor as a new float32 array."""
@@ -194,7 +195,7 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
     index = directory / _INDEX
     names = read_json(index, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files")
+        raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files, got {short(names)}")
     shards: dict[str, SafetensorsFile] = {}
     for name, shard in names.items():
         if (
@@ -212,11 +213,12 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
             except FileNotFoundError:
                 raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none") from None
         if name not in shards[shard]:
-            raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, found none")
+            raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, got none")
     for shard, file in shards.items():
         for name in file:
             if names.get(name) != shard:
-                raise CheckpointError(f"{directory / shard}: {name:.100}: the index does not place it in this file")
+                place = directory / shard
+                raise CheckpointError(f"{place}: expected tensors that the index lists for it, got {name:.100}")
     return {name: shards[shard] for name, shard in names.items()}
 
 
@@ -303,7 +305,7 @@ def _layer(
     )
 
 
-def _some(what: str, names: list[str]) -> str:
-    """A list of names for a message, the first few of them."""
+def _some(names: list[str]) -> str:
+    """A list of tensors for a message, the first few of them."""
     listed = ", ".join(f"{name:.100}" for name in names[:_FEW])
-    return f"{what} tensors: {listed}{' and more' if len(names) > _FEW else ''}"
+    return f"the tensors {listed}{' and more' if len(names) > _FEW else ''}"

@@ -7,7 +7,6 @@ Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,12 @@ import numpy.typing as npt
 
 from kvcache.core.arguments import (
     as_count,
+    as_finite,
     as_floats,
+    as_index,
     as_indices,
+    as_instance,
     as_integer,
-    as_number,
     as_rows,
     as_scores,
     checked_scores,
@@ -62,9 +63,7 @@ class CacheManager:
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        if not isinstance(config, KVCacheConfig):
-            raise TypeError(f"expected a KVCacheConfig, got {type(config).__name__}")
-        self._config = config
+        self._config = as_instance(config, KVCacheConfig, "config")
         self._policy = config.eviction_policy
         self._padding = -config.head_dim % 8
         self._entry_bytes = self._new_list(0).store.block_bytes // BLOCK_SIZE
@@ -125,9 +124,7 @@ class CacheManager:
             IndexError: no such layer.
         """
         layer, layers = as_integer(layer_idx, "layer_idx"), as_count(total_layers, "total_layers", 1, MAX_LAYERS)
-        if not 0 <= layer < layers:
-            raise IndexError(f"expected a layer in [0, {layers}), got {layer}")
-        return pyramid_budgets(self._config.max_seq_len, layers)[layer]
+        return pyramid_budgets(self._config.max_seq_len, layers)[as_index(layer, "layer_idx", layers)]
 
     # -- entries --------------------------------------------------------------------------------------------
 
@@ -149,7 +146,7 @@ class CacheManager:
         k = as_rows(key, config.num_heads, config.head_dim, "key")
         v = as_rows(value, config.num_heads, config.head_dim, "value")
         if len(k) != len(v):
-            raise ValueError(f"expected as many values as keys, {len(k)}, got {len(v)}")
+            raise ValueError(f"value: expected {len(k)} rows, as many as key has, got {len(v)}")
         if self._padding:
             widths = ((0, 0), (0, 0), (0, self._padding))
             k, v = np.pad(k, widths, "edge"), np.pad(v, widths, "edge")
@@ -197,7 +194,7 @@ class CacheManager:
             total = sum(map(len, lists))
             outside = wanted[(wanted < 0) | (wanted >= total)]
             if len(outside):
-                raise IndexError(f"expected positions in [0, {total}), got {outside[0]}")
+                raise IndexError(f"positions: expected ints in [0, {total}), got {outside[0]}")
             if len(lists) == 1:
                 keys, values = lists[0].read(wanted)
             else:
@@ -253,12 +250,10 @@ class CacheManager:
         config = self._config
         q = as_floats(queries, (None, None, config.head_dim), "queries")
         if q.shape[1] == 0 or q.shape[1] % config.num_heads:
-            raise ValueError(f"expected a multiple of {config.num_heads} query heads, got {q.shape[1]}")
+            raise ValueError(f"queries: expected a multiple of {config.num_heads} heads, got {q.shape[1]}")
         if not np.isfinite(q).all():
-            raise ValueError("expected finite queries")
-        scale = config.head_dim**-0.5 if scale is None else as_number(scale, "scale")
-        if not isfinite(scale):
-            raise ValueError(f"expected a finite scale, got {scale}")
+            raise ValueError("queries: expected finite numbers, got NaN or infinity")
+        scale = config.head_dim**-0.5 if scale is None else as_finite(scale, "scale")
         index = self._layer_index(layer_idx)
         if self._padding:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
@@ -266,7 +261,7 @@ class CacheManager:
             entries = self._layers.get(index)
             n = 0 if entries is None else len(entries)
             if len(q) > n:
-                raise ValueError(f"expected at most {n} queries, one per entry, got {len(q)}")
+                raise ValueError(f"queries: expected at most {n}, one per entry, got {len(q)}")
             scores = np.zeros(n, np.float32)
             out = q if entries is None else entries.attend(q, scale, scores if return_scores else None)
         if self._padding:
@@ -289,9 +284,7 @@ class CacheManager:
             TypeError, ValueError: not an integer, negative.
             IndexError: no such layer.
         """
-        budget, index = as_integer(budget, "budget"), self._layer_or_all(layer_idx)
-        if budget < 0:
-            raise ValueError(f"expected budget >= 0, got {budget}")
+        budget, index = as_count(budget, "budget"), self._layer_or_all(layer_idx)
         budget = min(budget, self._config.max_seq_len)  # more is no limit, and a roster counts in 32 bits
         with self._lock:
             if index is not None:
@@ -316,7 +309,7 @@ class CacheManager:
             parts = np.split(added, np.cumsum([len(entries) for entries in lists])[:-1])
             with np.errstate(over="ignore"):
                 if any(not np.isfinite(e.roster.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
-                    raise ValueError("expected scores with finite sums, got an overflow")
+                    raise ValueError("scores: expected finite sums, got an overflow")
             if lists:
                 add_to_all([entries.roster for entries in lists], parts)
 
@@ -334,10 +327,7 @@ class CacheManager:
     # -- layers ---------------------------------------------------------------------------------------------
 
     def _layer_index(self, layer_idx: int) -> int:
-        index, layers = as_integer(layer_idx, "layer_idx"), self._policy.total_layers
-        if index < 0 or (layers is not None and index >= layers):
-            raise IndexError(f"expected a layer in [0, {'any' if layers is None else layers}), got {index}")
-        return index
+        return as_index(layer_idx, "layer_idx", self._policy.total_layers)
 
     def _layer_or_all(self, layer_idx: int | None) -> int | None:
         return None if layer_idx is None else self._layer_index(layer_idx)

@@ -59,11 +59,11 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
     cdef cnp.ndarray buffer
     good = np.zeros(n, np.bool_)
     if offsets.shape[0] != n or checksums.shape[0] != n:
-        raise ValueError(f"expected {n} offsets and checksums, got {offsets.shape[0]} and {checksums.shape[0]}")
+        raise ValueError(f"pages: expected {n} offsets and checksums, got {offsets.shape[0]} and {checksums.shape[0]}")
     for buffers in pages:
         for buffer in buffers:
             if not (cnp.PyArray_IS_C_CONTIGUOUS(buffer) and cnp.PyArray_ISWRITEABLE(buffer)):
-                raise ValueError("expected arrays that are C-contiguous and writable, got another one")
+                raise ValueError("pages: expected C-contiguous and writable arrays, got another one")
             count += 1
     if n == 0:
         return good

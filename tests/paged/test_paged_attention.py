@@ -80,7 +80,7 @@ def test_bad_calls():
     q = np.zeros((1, 2, 8), np.float32)
     for wrong, message in (
         ({"queries": np.zeros((1, 3, 8), np.float32)}, "multiple of 2"),
-        ({"queries": np.zeros((1, 2, 16), np.float32)}, "queries of shape"),
+        ({"queries": np.zeros((1, 2, 16), np.float32)}, "queries: expected shape"),
         ({"seq_ids": [0, 0]}, "queries: expected 2 rows"),
         ({"query_lens": [2]}, "queries: expected 2 rows"),
         ({"query_lens": [6], "queries": np.zeros((6, 2, 8), np.float32)}, "0 to 5 queries"),
