@@ -1,4 +1,4 @@
-"""Numbers as they come in: checked by name, before anything is changed."""
+"""Checks of numeric arguments, made before anything is changed; errors name the argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["natural", "number"]
 
 
 def natural(name: str, value: Any, least: int = 0) -> int:
-    """A whole number of at least `least`. Raises TypeError or ValueError naming the argument."""
+    """Return `value` as an int of at least `least`. Raises TypeError or ValueError naming the argument."""
     try:
         if isinstance(value, (bool, np.ndarray, np.timedelta64)):
             raise TypeError
@@ -28,7 +28,10 @@ def natural(name: str, value: Any, least: int = 0) -> int:
 
 
 def number(name: str, value: Any, low: float, high: float, expected: str, *, above: bool = False) -> float:
-    """A finite number from `low` (or, with `above`, more than that) to `high`; `expected` says so in words."""
+    """Return `value` as a finite float in [low, high], or (low, high] with `above`; `expected` describes the range.
+
+    Raises TypeError or ValueError naming the argument.
+    """
     found = as_number(value, name)
     if not (math.isfinite(found) and low <= found <= high) or (above and found == low):
         raise ValueError(f"{name}: expected a finite number {expected}, got {short(value)}")
