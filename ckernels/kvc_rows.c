@@ -1,11 +1,11 @@
-/* kvc_rows.c - float rows into slots and back, and the check that a format can hold them. */
+/* kvc_rows.c - writes float rows to slots and reads them, and checks that a format can hold them. */
 #include "kvc_kernels.h"
 
 #include <math.h>
 #include <string.h>
 
-/* The rows of count tokens, each of all heads, to consecutive slots. Token by token, as the rows lie in memory: head by
- * head every row would come out of another page, which the processor does not fetch ahead. */
+/* Writes the rows of count tokens, each of all heads, to consecutive slots, token by token in their memory order. Head
+ * by head, every row would be read from another page, and the processor does not prefetch across pages. */
 static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes, int num_heads, int slot,
                          int count, const float *x) {
     const int dim = rows.dim;
@@ -83,8 +83,8 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
     }
 }
 
-/* f32 holds what attention can sum. All others keep halves, of the values or of the scale and minimum of a row, whose
- * magnitudes are at most those of the row (also under the rotation, which is scaled by 1/head_dim). */
+/* The limit of f32 is what attention can sum. All other formats store halves: the values, or the scale and minimum of a
+ * row, whose magnitudes are at most those of the row (with rotation too, since that is scaled by 1/head_dim). */
 int64_t KVC_FN(check_representable)(const float *x, int64_t n, kvc_format format) {
     const float limit = format == KVC_F32 ? KVC_F32_OVERFLOW : KVC_HALF_OVERFLOW;
     int64_t i = 0;
