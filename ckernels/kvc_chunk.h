@@ -1,4 +1,4 @@
-/* kvc_chunk.h - scores and mixing of one head over one chunk: picks integers on tiles, floats straight from
+/* kvc_chunk.h - scores and mixing of one head over one chunk, by one of three ways: integers on tiles, floats read from
  * the block (few rows of a float format), or floats that are staged first. */
 #ifndef KVC_CHUNK_H
 #define KVC_CHUNK_H
@@ -6,7 +6,7 @@
 #include "kvc_job.h"
 #include "kvc_products.h"
 
-/* One head's rows of the chunk as floats, and pointers to them. Behind the last token: the last one again. */
+/* One head's rows of the chunk as floats, and pointers to them. Pointers behind the last token repeat it. */
 static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
     const size_t k_bytes = j->layout->key_head_bytes, v_bytes = j->layout->value_head_bytes;
     const size_t values = (size_t)j->layout->num_heads * k_bytes + (size_t)head * v_bytes;
@@ -106,8 +106,8 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
     return c->lanes;
 }
 
-/* Scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
- * weight 0, but any bytes as scale and minimum: 0 too. */
+/* Loads scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
+ * weight 0 but arbitrary bytes as scale and minimum, so these become 0. */
 static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales,
                         float *middles) {
     const uint16_t *halves = (const uint16_t *)tile;
@@ -139,8 +139,8 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
 }
 #endif
 
-/* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
- * no meaning. Returns the lanes written. */
+/* Writes the scores of the chunk for the rows packed at index to weights. Lanes without a token have undefined scores.
+ * Returns the number of lanes written. */
 NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
                          const chunk *next) {
 #if defined(KVC_HAVE_DOTS)

@@ -1,10 +1,10 @@
-/* kvc_parallel.c - cuts an attention call into items for the threads; the only file that knows OpenMP.
+/* kvc_parallel.c - divides an attention call into items for the threads; the only file that uses OpenMP.
  *
  *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
- *   unit     -> parts of the context, when a unit is more than a thread's fair share: whole segments; where there
- *               are too few of them, a unit of few rows has fewer heads
+ *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
+ *               too few segments, a unit of few rows has fewer heads
  *
- * No two items write the same place, and how a call is cut changes no bit of its result (kvc_segment.h).
+ * No two items write to the same memory. The division changes no bit of the result (kvc_segment.h).
  * Scratch: [items][norms][results of segments][one piece per thread].
  */
 #if defined(__linux__)
@@ -21,10 +21,11 @@
 #endif
 
 enum {
-    PIECES_PER_THREAD = 4,     /* so that threads which start late or run slowly still end together */
-    MIN_PIECE_WORK = 1 << 11,  /* key-row products of an item that are worth its start */
-    MIN_SCORE_TOKENS = 256,    /* the same of an item of scores */
-    MIN_THREAD_WORK = 1 << 14, /* key-row products of 3 to 11 ns: several times what waking a thread takes */
+    PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
+    MIN_PIECE_WORK = 1 << 11,  /* least key-row products of an item: fewer do not pay for its start */
+    MIN_SCORE_TOKENS = 256,    /* least tokens of an item of scores */
+    MIN_THREAD_WORK = 1 << 14, /* least key-row products (3 to 11 ns each) of a call with threads: several times the
+                                  cost of waking one */
 };
 
 typedef struct plan {
@@ -60,7 +61,7 @@ static int64_t num_pieces(const plan *p, int64_t work) {
     return p->fair_share ? ceil_div(work, p->fair_share) : 1;
 }
 
-/* Into how many units the heads of few rows go: one, unless the context has too few segments for the threads. */
+/* The number of units for few rows: one with all heads, unless the context has too few segments for the threads. */
 static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
     const int64_t tokens = kvc_seen_tokens(seq, seq->num_queries - 1), segments = kvc_num_segments(tokens);
     const int64_t pieces = num_pieces(p, tokens * seq_rows(p, seq) * p->layout->num_heads);
@@ -78,7 +79,7 @@ static int64_t num_units(const plan *p, const kvc_seq *seq) {
 static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t units) {
     const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads;
     unit u = {.row_stop = rows};
-    if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V, and the last rows see most */
+    if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V; the last rows see most and come first */
         const int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
         u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
         u.row = (blocks - 1 - index % blocks) * KVC_ITEM_ROWS;
@@ -103,7 +104,7 @@ static int64_t num_score_parts(const plan *p, const kvc_seq *seq, int num_thread
     return ceil_div(seen, tokens);
 }
 
-/* What the segments of a unit in parts leave. */
+/* Floats of the results of all segments of a unit in parts. */
 static int64_t unit_floats(const plan *p, const unit *u) {
     return u->segments * kvc_result_floats(p->layout, (u->row_stop - u->row) * (u->head_stop - u->head));
 }
@@ -119,7 +120,7 @@ static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num
             p.work += u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
         }
     }
-    if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* else uncut */
+    if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* otherwise units are not divided */
         p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
         if (p.fair_share < MIN_PIECE_WORK) p.fair_share = MIN_PIECE_WORK;
     }
@@ -201,7 +202,7 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
     }
 }
 
-/* An attention call cut up: what its three steps, attend, combine and score, do item by item. */
+/* A divided attention call; its three steps, attend, combine and score, run item by item. */
 typedef struct call {
     const kvc_kernels *kernels;
     const kvc_attend_args *args;
@@ -210,7 +211,7 @@ typedef struct call {
     float *norms;
     unsigned char *own; /* one piece per thread */
     size_t own_bytes;
-    int num_threads; /* that the plan was made for */
+    int num_threads; /* of the plan */
 } call;
 
 static void attend_at(const call *c, int64_t i, int thread) {
@@ -225,7 +226,7 @@ static void score_at(const call *c, int64_t i, int thread) {
     c->kernels->score_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
 }
 
-/* Without OpenMP, whose region costs a microsecond also where it has one thread, and hangs after a fork. */
+/* Avoids OpenMP: its region costs a microsecond even with one thread, and deadlocks after a fork. */
 static void run_alone(const call *c) {
     for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, 0);
     for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
@@ -243,8 +244,8 @@ static int this_cpu(void) {
 #endif
 }
 
-/* A thread that was asleep is often woken on the core of its waker, and both then share it for milliseconds while
- * another is idle. Being forbidden that core for a moment moves it. */
+/* The system often wakes a sleeping thread on the core of its waker; both then share that core for milliseconds while
+ * another is idle. Forbidding the thread that core for a moment moves it. */
 static void leave_cpu(int cpu) {
 #if defined(__linux__)
     cpu_set_t allowed, others;

@@ -1,11 +1,11 @@
-/* kvc_rows.c - float rows into slots and back, and the check that a format can hold them. */
+/* kvc_rows.c - writes float rows to slots and reads them, and checks that a format can hold them. */
 #include "kvc_kernels.h"
 
 #include <math.h>
 #include <string.h>
 
-/* The rows of count tokens, each of all heads, to consecutive slots. Token by token, as the rows lie in memory: head by
- * head every row would come out of another page, which the processor does not fetch ahead. */
+/* Writes the rows of count tokens, each of all heads, to consecutive slots, token by token in their memory order. Head
+ * by head, every row would be read from another page, and the processor does not prefetch across pages. */
 static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes, int num_heads, int slot,
                          int count, const float *x) {
     const int dim = rows.dim;

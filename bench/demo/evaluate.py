@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo_card import write_card
-from demo_data import END_OF_TEXT, HELD_OUT, Document, default_stdlib, read_library, split
-from demo_model import Demo, load
-from demo_names import TEMPLATES, name_pieces, unseen_name
+from card import write_card
+from data import END_OF_TEXT, HELD_OUT, Document, default_stdlib, read_library, split
+from model import Demo, load
+from names import TEMPLATES, name_pieces, unseen_name
 from tokenizers import Tokenizer
 
 CONTEXTS = (256, 2048)

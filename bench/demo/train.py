@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from demo_data import (
+from data import (
     COPY_SHARE,
     HELD_OUT,
     LIBRARY_WEIGHT,
@@ -33,7 +33,7 @@ from demo_data import (
     split,
     train_tokenizer,
 )
-from demo_model import Config, Demo, export
+from model import Config, Demo, export
 from tokenizers import Tokenizer
 
 #: (fraction of the time, sequence length): short sequences first, for they are cheaper; the full one later.

@@ -231,7 +231,7 @@ def main(options: argparse.Namespace) -> int:
             for title, columns, result in measure(bench, rounds, options.quick):
                 missed += print_rates(title, columns, [result], as_markdown=options.markdown)
                 done.append((Table(title, ()), [result]))
-            shares[name] = {dtype: bench.engine.shares(dtype, rounds) for dtype in FORMATS}
+            shares[name] = {dtype: bench.shares(dtype, rounds) for dtype in FORMATS}
             missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
             del bench
             gc.collect()
@@ -253,7 +253,7 @@ def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Colum
     case = Case(f"{len(bench.prompt)} tokens", bench.prefill, (faster(2, "kvcache f32", Transformers.name),))
     yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     bounds = (faster(3, "kvcache f32", Transformers.name), faster(1, "kvcache f32", OpenVino.name))
-    case = Case(f"at {len(bench.prompt)} tokens", bench.core.decode, bounds)
+    case = Case(f"at {len(bench.prompt)} tokens", bench.decode, bounds)
     yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     shared, tail = (480, 32) if quick else (SHARED, TAIL)
     bounds = (at_most(0.05, CACHED, COLD), at_most(1, CACHED, f"{OpenVino.name}, {CACHED}"))
@@ -269,7 +269,7 @@ def measure_far(
     size = replace(size, positions=prompt + more + 2 * STEPS)
     bench = Bench(size, folder, options.threads, prompt, FAR_FORMATS, (OpenVino.name,))
     what = f"{size}, {options.threads} thr"
-    case = Case(f"at {prompt} tokens", bench.core.decode, (faster(2, "kvcache q4", OpenVino.name),))
+    case = Case(f"at {prompt} tokens", bench.decode, (faster(2, "kvcache q4", OpenVino.name),))
     yield f"8d. Decode far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     bounds = (faster(1, "kvcache f32", OpenVino.name), faster(1, "kvcache q4", OpenVino.name))
     case = Case(f"{more} tokens behind {prompt}", partial(bench.extend, more), bounds)

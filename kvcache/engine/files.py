@@ -13,15 +13,15 @@ from kvcache.errors import CheckpointError
 
 __all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json"]
 
-# More than 100 000 tensors of an index or of a header, about 100 bytes each; it bounds what parsing hostile JSON can
-# cost: less than half a GiB, and some seconds.
+# An index or a header: room for more than 100 000 tensors of about 100 bytes each. It bounds the cost of parsing
+# hostile JSON to less than half a GiB and some seconds.
 MAX_JSON_BYTES = 16 * 2**20
-MAX_CONFIG_BYTES = 4 * 2**20  # of a configuration; most take some KiB
-_MAX_DIGITS = 400  # of one number: parsing takes time quadratic in them, and float64 ends at 309
+MAX_CONFIG_BYTES = 4 * 2**20  # a configuration; most take some KiB
+_MAX_DIGITS = 400  # of one number: parsing takes quadratic time, and float64 ends at 309 digits
 
 
 def open_file(path: Path) -> tuple[File, int]:
-    """`(file, size)` of a regular file. Raises FileNotFoundError, or CheckpointError for what cannot be read."""
+    """Open a regular file: `(file, size)`. Raises FileNotFoundError, or CheckpointError if it cannot be read."""
     try:
         return open_regular(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError):
@@ -31,7 +31,7 @@ def open_file(path: Path) -> tuple[File, int]:
 
 
 def read_file(path: Path, most: int) -> bytearray:
-    """All bytes of a regular file of at most `most` bytes; raises as `open_file`."""
+    """Read a regular file of at most `most` bytes. Raises as `open_file`, and CheckpointError for a larger file."""
     file, size = open_file(path)
     try:
         if size > most:
@@ -47,7 +47,7 @@ def read_file(path: Path, most: int) -> bytearray:
 
 
 def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`. Raises FileNotFoundError, or CheckpointError for anything else, or more bytes."""
+    """Read the JSON object in `path`. Raises as `read_file`, and CheckpointError for anything but a JSON object."""
     data = read_file(path, most)
     try:
         content = parse_json(data)
@@ -59,14 +59,14 @@ def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """What UTF-8 JSON says. Raises ValueError also for a key given twice, and for NaN and Infinity; RecursionError."""
+    """Parse UTF-8 JSON. Raises RecursionError, and ValueError also for a repeated key, NaN and Infinity."""
     return json.loads(
         data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_int, parse_float=_float
     )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys must differ: of two values with one key it is unknown which is meant."""
+    """A JSON object as a dict. Raises ValueError for a repeated key, since it is unknown which value is meant."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a `CacheManager` is made with."""
+"""The configuration of a `CacheManager`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MAX_ENTRIES = 2**31 - 64
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """What a `CacheManager` holds.
+    """The sizes, bits and policy of a `CacheManager`.
 
     Args:
-        max_seq_len: entries in all, 1 to 2**31 - 64.
+        max_seq_len: most entries of all lists together, 1 to 2**31 - 64.
         num_heads: KV heads.
-        head_dim: channels per head, 1 to 256. Heads that are no multiple of 8 channels are stored padded.
+        head_dim: channels per head, 1 to 256. They are padded to a multiple of 8 in storage.
         quantization_bits: bits per value, those of a quantised format: 2, 3, 4 or 8.
-        eviction_policy: which entries stay, by default `EvictionPolicy.H2O()`.
-        key_bits, value_bits: bits of K and of V apart, by default `quantization_bits` each.
+        eviction_policy: chooses the entries that stay, by default `EvictionPolicy.H2O()`.
+        key_bits, value_bits: bits of K and bits of V, by default `quantization_bits` each.
 
     Raises:
         TypeError, ValueError: a setting that is not supported.

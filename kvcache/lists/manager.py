@@ -1,7 +1,7 @@
-"""`CacheManager`: quantised K and V of one text, held to a budget by a policy that evicts token by token.
+"""`CacheManager`: quantised K and V of one text, kept within a budget by a policy that evicts token by token.
 
-Rows are quantised per token and head, asymmetrically, as KIVI does for values (Liu et al., "KIVI: A Tuning-Free
-Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes the place of its per-channel keys.
+Rows are quantised asymmetrically per token and head, as KIVI does for values (Liu et al., "KIVI: A Tuning-Free
+Asymmetric 2bit Quantization for KV Cache", 2024). A rotation of the head replaces KIVI's per-channel keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class CacheManager:
-    """A quantised KV cache that evicts by itself: lists of entries, each one token's K and V of all heads.
+    """A quantised KV cache that evicts automatically: lists of entries, each one token's K and V of all heads.
 
     Args:
         config: sizes, bits and policy.
@@ -46,18 +46,17 @@ class CacheManager:
     Raises:
         TypeError: not a `KVCacheConfig`.
 
-    **Layers.** Every `layer_idx` that was appended to has a list of its own; a cache that is used without
-    `layer_idx` is one list. `max_seq_len` bounds all lists together: under `PyramidKV` each layer has its
-    `pyramid_budget`, under the other policies the layers appended to so far share it evenly, the lowest ones
-    taking what is left over. So a first row in another layer can evict entries of the ones before. Where a call
-    takes `layer_idx=None`, it means the lists of all layers one after another, the lowest layer first; `len`
-    counts these.
+    **Layers.** Every `layer_idx` that was appended to has its own list; a cache that is used without `layer_idx` is
+    one list. `max_seq_len` bounds all lists together. Under `PyramidKV` each layer has its `pyramid_budget`. Under the
+    other policies the layers appended to so far share it evenly, with the remainder in the lowest layers, so the first
+    row of a new layer can evict entries of the others. `layer_idx=None` means the lists of all layers, concatenated
+    from the lowest layer; `len` counts these.
 
-    **Order.** An index counts the entries of a list in the order of the text, and shifts when earlier ones leave;
-    `positions` gives each entry's place in the text, which never changes.
+    **Order.** An index counts the entries of a list in text order and shifts when earlier entries are evicted.
+    `positions` gives each entry's text position, which never changes.
 
-    Appending a row and evicting an entry are O(log n) and move nothing: a row is written over one that left. What
-    reads all entries (`get`, `positions`, `attention`, `update_attention_scores`) is O(n).
+    Appending a row and evicting an entry are O(log n) and move no data: a row overwrites an evicted one. Calls that
+    read all entries (`get`, `positions`, `attention`, `update_attention_scores`) are O(n).
 
     Calls on one manager are serialised; the kernels run without the GIL.
     """
@@ -81,16 +80,16 @@ class CacheManager:
 
     @property
     def config(self) -> KVCacheConfig:
-        """What the manager was made with."""
+        """The configuration of the manager."""
         return self._config
 
     def __len__(self) -> int:
-        """Entries of all lists; never more than `max_seq_len`."""
+        """The number of entries of all lists; at most `max_seq_len`."""
         return sum(len(entries) for entries in self._layers.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no entry."""
+        """Whether there are no entries."""
         return len(self) == 0
 
     @property
@@ -100,24 +99,24 @@ class CacheManager:
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of one entry in float32 over its bytes here, scales and minima counted."""
+        """Bytes of one entry in float32 over its packed bytes, scales and minima included."""
         return 8 * self._config.num_heads * self._config.head_dim / self._entry_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that K and V of all entries take, packed, with their scales and minima."""
+        """Bytes of packed K and V of all entries, scales and minima included."""
         return len(self) * self._entry_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all slots, used or not, and of the lists. The system maps slots as they are first written."""
+        """Bytes of all slots, used or not, and of the lists. The system maps a slot at its first write."""
         return sum(entries.nbytes for entries in self._layers.values())
 
     def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
-        """Entries that `layer_idx` of `total_layers` layers may hold under PyramidKV.
+        """The most entries of `layer_idx` out of `total_layers` layers under PyramidKV.
 
-        In proportion to `total_layers - layer_idx`, rounded so that all budgets sum to `max_seq_len`; at least 1
-        where `max_seq_len >= total_layers`.
+        It is proportional to `total_layers - layer_idx`, rounded so that all budgets sum to `max_seq_len`, and at
+        least 1 if `max_seq_len >= total_layers`.
 
         Raises:
             TypeError, ValueError: not integers; `total_layers` not from 1 to 4096.
@@ -129,7 +128,7 @@ class CacheManager:
     # -- entries --------------------------------------------------------------------------------------------
 
     def append(self, key: npt.ArrayLike, value: npt.ArrayLike, layer_idx: int = 0) -> None:
-        """Add the next tokens of the text to a layer's list, each followed by the evictions it makes necessary.
+        """Add the next tokens of the text to a layer's list; each is followed by the evictions it makes necessary.
 
         Args:
             key, value: one row `(num_heads * head_dim,)`, or many, `(n, num_heads * head_dim)` or
@@ -138,8 +137,8 @@ class CacheManager:
 
         Raises:
             IndexError: no such layer.
-            TypeError, ValueError: another shape or dtype; as many values as keys; values that are not finite or
-                that the format cannot hold.
+            TypeError, ValueError: another shape or dtype; different numbers of keys and values; numbers that are not
+                finite or that the format cannot hold.
             OutOfMemoryError: the system refuses the memory of a new list.
         """
         config = self._config
@@ -166,11 +165,11 @@ class CacheManager:
                 self._keep_to_shares()
 
     def _keep_to_shares(self) -> None:
-        """Evict what lists have over their shares: after one more came, also where an interrupt came between."""
+        """Evict what lists hold beyond their shares; runs when a list is added, and after an interrupt."""
         self._evict(self._policy.shares(self._config.max_seq_len, self._layers))
 
     def _evict(self, limits: Mapping[int, int]) -> int:
-        """Evict from every list down to its limit; how many left. All of it happens, or nothing."""
+        """Evict from every list down to its limit and return the number of evicted entries; all or nothing."""
         rules = [self._policy.rule(limits[i]) for i in self._layers]
         return evict_from_all([entries.roster for entries in self._layers.values()], rules)
 
@@ -178,8 +177,8 @@ class CacheManager:
         """K and V of the entries at these indices, dequantised.
 
         Args:
-            positions: integers `(n,)`, indices into the list in the order of the text; repeated ones are allowed.
-            layer_idx: which list; None: all of them, one after another.
+            positions: integers `(n,)`, indices into the list in text order; repetitions are allowed.
+            layer_idx: which list; None: all lists, concatenated.
 
         Returns:
             `(keys, values)`, float32 `(n, num_heads * head_dim)` each.
@@ -208,7 +207,7 @@ class CacheManager:
         return keys[..., : config.head_dim].reshape(shape), values[..., : config.head_dim].reshape(shape)
 
     def positions(self, layer_idx: int = 0) -> Int64:
-        """The positions in the text of a list's entries, ascending, int64 `(n,)`; the first row ever has 0.
+        """The text positions of a list's entries, ascending, int64 `(n,)`; the first row appended has position 0.
 
         Raises:
             IndexError: no such layer.
@@ -226,18 +225,18 @@ class CacheManager:
         *,
         scale: float | None = None,
     ) -> Any:
-        """softmax(q K^T scale) V over a list's entries, straight on the packed rows.
+        """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
-        Causal: the last query stands on the last entry, the one before on the entry before. To attend over all
-        tokens of a batch of rows, none of them may have been evicted since.
+        Causal: the last query has the position of the last entry, the query before it that of the entry before, and so
+        on. The result is that of a whole batch of rows only if none of them has been evicted.
 
         Args:
-            queries: `(num_queries, num_query_heads, head_dim)`, at most as many as there are entries;
-                num_query_heads a multiple of num_heads, query head h reads KV head
+            queries: `(num_queries, num_query_heads, head_dim)`, num_queries at most the number of entries,
+                num_query_heads a multiple of num_heads; query head h reads KV head
                 h // (num_query_heads / num_heads).
             layer_idx: which list.
-            return_scores: also return each entry's attention mass, summed over queries and heads: what
-                `update_attention_scores(scores, layer_idx)` takes.
+            return_scores: also return each entry's attention mass, summed over queries and heads, for
+                `update_attention_scores(scores, layer_idx)`.
             scale: by default head_dim ** -0.5.
 
         Returns:
@@ -271,32 +270,32 @@ class CacheManager:
     # -- eviction -------------------------------------------------------------------------------------------
 
     def evict(self, budget: int, layer_idx: int | None = None) -> int:
-        """Evict entries until there are at most `budget`; how many left.
+        """Evict entries until there are at most `budget`, and return the number of evicted entries.
 
-        The policy decides as it does for a cache of `budget` entries. Of all layers each gives up what it has over
-        its share; what a layer leaves of its share is given to the lowest layers that need it. Later appends may
-        fill the cache up to `max_seq_len` again.
+        The policy evicts as in a cache of `budget` entries. With several layers, each evicts what exceeds its share;
+        unused parts of shares go to the layers that exceed theirs, the lowest first. Later appends may fill the cache
+        up to `max_seq_len` again.
 
         Args:
-            layer_idx: whose entries are counted and evicted; None: those of all layers.
+            layer_idx: the layer whose entries are counted and evicted; None: all layers.
 
         Raises:
             TypeError, ValueError: not an integer, negative.
             IndexError: no such layer.
         """
         budget, index = as_count(budget, "budget"), self._layer_or_all(layer_idx)
-        budget = min(budget, self._config.max_seq_len)  # more is no limit, and a roster counts in 32 bits
+        budget = min(budget, self._config.max_seq_len)  # a larger one has no effect; a roster counts in 32 bits
         with self._lock:
             if index is not None:
                 return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))
             return self._evict(self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()}))
 
     def update_attention_scores(self, scores: npt.ArrayLike, layer_idx: int | None = None) -> None:
-        """Add to the score of every entry; H2O and PyramidKV evict the lowest.
+        """Add to the score of every entry; H2O and PyramidKV evict the lowest scores.
 
         Args:
             scores: one finite number per entry, in the order of the list.
-            layer_idx: which list; None: all of them, one after another.
+            layer_idx: which list; None: all lists, concatenated.
 
         Raises:
             TypeError, ValueError: not numbers, another length, not finite; sums that overflow.

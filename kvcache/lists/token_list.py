@@ -1,4 +1,4 @@
-"""One list of entries: who is in it, the slots that they stand in, and attention over them."""
+"""One list of entries: the roster that assigns them to slots, the store of their rows, and attention over them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["BLOCK_SIZE", "TokenList"]
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
-# Slots per block: a multiple of the 16 tokens of a tile, and few enough runs for long lists.
+# Slots per block: a multiple of the 16 tokens of a tile, and large enough that a long list has few runs.
 BLOCK_SIZE = 64
 
 
 class TokenList:
-    """The entries of one layer, in the order of the text, over a store of its own.
+    """The entries of one layer, in text order, in its own store.
 
     Args:
-        num_slots: the most entries there will ever be.
+        num_slots: the most entries that the list can have.
         num_heads, head_dim, key_dtype, value_dtype, rotate: as of `BlockStore`.
-        by_score: whether the lowest score leaves first.
+        by_score: whether the lowest score is evicted first.
 
-    A `Rule` says how many entries may stay and which are protected. Its owner checks what callers hand in.
+    A `Rule` gives the most entries and the protected ones. `CacheManager` checks all arguments.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class TokenList:
         return self.store.nbytes + self.roster.nbytes
 
     def append(self, keys: Float32, values: Float32, rule: Rule) -> None:
-        """Add rows `(n, num_heads, head_dim)`, each followed by the evictions it makes necessary.
+        """Add rows `(n, num_heads, head_dim)`; each is followed by the evictions it makes necessary.
 
         Raises:
-            ValueError: values that the format cannot hold.
-            MemoryError: nothing has changed then.
+            ValueError: numbers that the format cannot hold.
+            MemoryError: no memory; nothing has changed.
         """
         self.store.check_values(keys, values)
         self.roster.append_to(self.store, keys, values, *rule)
@@ -69,20 +69,21 @@ class TokenList:
         slots = self.roster.slots()[indices]
         if len(slots) < 2 or (np.diff(slots) > 0).all():
             return self.store.read(0, runs_of(slots, BLOCK_SIZE))
-        # Neighbours share a tile: by slot, each tile is unpacked once.
+        # Read in slot order, so that each tile is unpacked once.
         order = np.argsort(slots)
         keys, values = np.empty((2, len(slots), self.store.num_heads, self.store.head_dim), np.float32)
         keys[order], values[order] = self.store.read(0, runs_of(slots[order], BLOCK_SIZE))
         return keys, values
 
     def attend(self, queries: Float32, scale: float, scores: Float32 | None) -> Float32:
-        """softmax(q K^T scale) V, causal, the last query on the last entry.
+        """softmax(q K^T scale) V, causal; the last query has the position of the last entry.
 
         Args:
             queries: `(n, num_query_heads, head_dim)`, n at most `len(self)`.
-            scores: float32 `(len(self),)`, written with each entry's attention mass; or None.
+            scores: float32 `(len(self),)`, filled with each entry's attention mass; or None.
         """
-        # Softmax does not care about order: entries are read as they lie, but those that not every query sees.
+        # Softmax does not depend on the order: entries that all queries see are read in slot order, the rest in text
+        # order.
         order = self.roster.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
         if scores is None:
@@ -95,7 +96,7 @@ class TokenList:
         return out
 
     def check(self, rule: Rule) -> None:
-        """Verify every invariant of a list held to `rule`; AssertionError names the broken one."""
+        """Verify every invariant of a list under `rule`; AssertionError names the broken one."""
         self.roster.check()
         assert self.roster.size <= rule.limit, f"{self.roster.size} entries, at most {rule.limit}"
         room = self.store.num_blocks * BLOCK_SIZE
