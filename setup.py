@@ -63,7 +63,7 @@ class build_kernels(build_ext):
             self.build_lib, self.build_temp = "build/inplace", "build/temp"
 
     def build_extensions(self):
-        flags, links = FLAGS + CHECK, CHECK + ["-pthread"]
+        flags, links = FLAGS + CHECK, [*CHECK, "-pthread"]
         with ThreadPoolExecutor(self.parallel) as pool:
             kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT + ["-O1"] * COVERAGE, *unit), UNITS))
         for extension in self.extensions:

@@ -15,10 +15,7 @@ def available_cpus(root: str = "/") -> int:
     Args:
         root: where /proc and /sys are.
     """
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([count, *(math.ceil(quota) for quota in _quotas(Path(root)))]))
 
 

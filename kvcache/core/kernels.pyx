@@ -251,8 +251,8 @@ cdef struct _Runs:
 cdef void _note_run(void *context, int64_t index, int thread) noexcept nogil:
     cdef _Runs *runs = <_Runs *>context
     cdef double x = 1.0
-    cdef int64_t i
-    for i in range(runs.work):
+    cdef int64_t _
+    for _ in range(runs.work):
         x = x * 0.5 + <double>thread
     runs.times[index] += 1 if x < 1e300 else 0
     runs.threads[index] = thread

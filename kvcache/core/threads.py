@@ -2,8 +2,8 @@
 
 A decode step alternates between attention, on threads of the library's pool, and matrix products, on threads of a BLAS.
 OpenBLAS's threads spin for 18 ms after a product by default, on the core that attention needs next: on two busy cores a
-step takes twice as long. OpenBLAS reads how long to spin once, when NumPy loads it. What the environment says is obeyed,
-and the environment stays as it was.
+step takes twice as long. OpenBLAS reads how long to spin once, when NumPy loads it. A variable that the user has set is
+obeyed, and the environment stays as it was.
 """
 
 from __future__ import annotations
