@@ -125,7 +125,6 @@ void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t 
 void kvc_clear_slots(const kvc_layout *, unsigned char *arena, int32_t block, int slot, int count);
 
 /* kvc_parallel.c: attention on several threads; scratch has kvc_attend_scratch_bytes at any alignment. */
-int kvc_default_threads(void);
 size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, int64_t num_seqs, int num_query_heads,
                                 int num_threads);
 void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);

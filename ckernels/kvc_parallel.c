@@ -1,4 +1,4 @@
-/* kvc_parallel.c - divides an attention call into items for the threads; the only file that uses OpenMP.
+/* kvc_parallel.c - divides an attention call into items for the threads.
  *
  *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
  *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
@@ -7,18 +7,10 @@
  * No two items write to the same memory. The division changes no bit of the result (kvc_segment.h).
  * Scratch: [items][norms][results of segments][one piece per thread].
  */
-#if defined(__linux__)
-#define _GNU_SOURCE /* sched_getcpu */
-#include <sched.h>
-#endif
-
 #include "kvc_attend.h"
+#include "kvc_threads.h"
 
 #include <string.h>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 enum {
     PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
@@ -42,14 +34,6 @@ typedef struct unit { /* rows and heads that share their tokens */
     int64_t row, row_stop, tokens, segments;
     int32_t head, head_stop, parts;
 } unit;
-
-int kvc_default_threads(void) {
-#if defined(_OPENMP)
-    return omp_get_num_procs();
-#else
-    return 1;
-#endif
-}
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -211,76 +195,26 @@ typedef struct call {
     float *norms;
     unsigned char *own; /* one piece per thread */
     size_t own_bytes;
-    int num_threads; /* of the plan */
 } call;
 
-static void attend_at(const call *c, int64_t i, int thread) {
+static void attend_at(void *context, int64_t i, int thread) {
+    const call *c = context;
     c->kernels->attend_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
 }
 
-static void combine_at(const call *c, int64_t i) {
+static void combine_at(void *context, int64_t i, int thread) {
+    const call *c = context;
+    (void)thread;
     if (c->items[i].parts > 1) c->kernels->combine_parts(c->args, &c->items[i]);
 }
 
-static void score_at(const call *c, int64_t i, int thread) {
+static void score_at(void *context, int64_t i, int thread) {
+    const call *c = context;
     c->kernels->score_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
 }
 
-/* Avoids OpenMP: its region costs a microsecond even with one thread, and deadlocks after a fork. */
-static void run_alone(const call *c) {
-    for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, 0);
-    for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
-    if (!c->args->scores) return;
-    list_score_items(&c->plan, c->items, c->norms, c->num_threads);
-    for (int64_t i = 0; i < c->plan.num_score_items; i++) score_at(c, i, 0);
-}
-
-#if defined(_OPENMP)
-static int this_cpu(void) {
-#if defined(__linux__)
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-}
-
-/* The system often wakes a sleeping thread on the core of its waker; both then share that core for milliseconds while
- * another is idle. Forbidding the thread that core for a moment moves it. */
-static void leave_cpu(int cpu) {
-#if defined(__linux__)
-    cpu_set_t allowed, others;
-    if (cpu < 0 || sched_getcpu() != cpu || sched_getaffinity(0, sizeof allowed, &allowed)) return;
-    others = allowed;
-    CPU_CLR(cpu, &others);
-    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
-        sched_setaffinity(0, sizeof allowed, &allowed);
-#else
-    (void)cpu;
-#endif
-}
-
-static void run_threads(const call *c, int threads) {
-    const int callers = this_cpu();
-#pragma omp parallel num_threads(threads)
-    {
-        const int mine = omp_get_thread_num();
-        if (mine) leave_cpu(callers);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, mine);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
-        if (c->args->scores) {
-#pragma omp single
-            list_score_items(&c->plan, c->items, c->norms, c->num_threads);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < c->plan.num_score_items; i++) score_at(c, i, mine);
-        }
-    }
-}
-#endif
-
 void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
-    call c = {.kernels = kernels, .args = args, .num_threads = num_threads};
+    call c = {.kernels = kernels, .args = args};
     c.plan = make_plan(args->layout, args->seqs, args->num_seqs, args->num_query_heads, num_threads);
     unsigned char *base = (unsigned char *)align64((size_t)scratch);
     c.items = (kvc_item *)base;
@@ -289,11 +223,10 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     c.own = (unsigned char *)results + results_bytes(&c.plan);
     c.own_bytes = thread_bytes(&c.plan);
     list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
-#if defined(_OPENMP)
-    if (num_threads > 1 && c.plan.work >= MIN_THREAD_WORK) {
-        run_threads(&c, num_threads);
-        return;
-    }
-#endif
-    run_alone(&c);
+    const int threads = c.plan.work >= MIN_THREAD_WORK ? num_threads : 1;
+    kvc_run_items(c.plan.num_items, threads, attend_at, &c);
+    if (c.plan.result_floats) kvc_run_items(c.plan.num_items, threads, combine_at, &c);
+    if (!args->scores) return;
+    list_score_items(&c.plan, c.items, c.norms, num_threads);
+    kvc_run_items(c.plan.num_score_items, threads, score_at, &c);
 }

@@ -49,6 +49,10 @@ cdef extern from "kvc.h" nogil:
         int64_t hidden_tokens       # of which so many are seen by nobody
 
 
+cdef extern from "kvc_threads.h" nogil:
+    ctypedef void kvc_item_fn(void *context, int64_t index, int thread) noexcept nogil
+
+
 # 0, or -1 where the sizes or formats are not supported.
 cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
                      kvc_format value_format, int rotate_keys, int rotate_values) noexcept nogil
@@ -82,6 +86,9 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil
+
+# item(context, i, thread) for each i in [0, count), on the caller, which runs item 0, and threads of the pool.
+cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil
 
 # The number of the format of this name; ValueError lists the names that there are.
 cdef int format_code(object name, str what) except -1

@@ -48,6 +48,7 @@ _Floats = npt.NDArray[np.float32]
 _Bytes = npt.NDArray[np.uint8]
 _Runs = Sequence[tuple[int, int, int]] | npt.NDArray[np.int32]
 
+def _run_items(count: int, num_threads: int, work: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
 def _write(
     layout: Layout, arena: _Bytes, runs: _Runs, keys: _Floats | None, values: _Floats | None
 ) -> None: ...

@@ -20,6 +20,7 @@ import numpy as np
 from libc.stdlib cimport free, malloc
 
 from kvcache.core.arguments import as_count
+from kvcache.core.cpus import available_cpus
 
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_attend_args:
@@ -52,11 +53,13 @@ cdef extern from "kvc.h" nogil:
     void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
                         unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
     void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
-    int kvc_default_threads() noexcept
     size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                     int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
+
+cdef extern from "kvc_threads.h" nogil:
+    void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
 
 # The table of storage formats, by name; the columns are explained in ckernels/kvc_formats.h.
 Format = namedtuple("Format", ("name", "bits", "quantised", "fitted", "largest"))
@@ -71,11 +74,9 @@ FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
 cdef list _NAMES = list(FORMATS)
 cdef object MAX_THREADS = 1024
 
-# The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
+# The state of the process: the level in use, and how many threads a call may use.
 cdef const kvc_kernels *_active = NULL
-cdef int _threads = 0
-# A child of os.fork() has the runtime of its parent's threads and none of the threads: it would wait for ever.
-cdef bint _forked = False
+cdef int _threads = min(MAX_THREADS, available_cpus())
 
 
 # ---- For Cython: see core/kernels.pxd.
@@ -134,9 +135,11 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
 
 
 cdef int num_threads() noexcept nogil:
-    if _forked:
-        return 1
-    return _threads if _threads > 0 else kvc_default_threads()
+    return _threads
+
+
+cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil:
+    kvc_run_items(count, num_threads, item, context)
 
 
 cdef int format_code(object name, str what) except -1:
@@ -223,10 +226,7 @@ def get_num_threads():
 
 
 def set_num_threads(n):
-    """Let one call use at most `n` threads, n >= 1.
-
-    A process that was forked runs on one thread whatever is set here, for the threads of its parent do not exist in it.
-    """
+    """Let one call use at most `n` threads, 1 to 1024. By default as many as CPUs that the process may use."""
     global _threads
     _threads = as_count(n, "n", 1, MAX_THREADS)
 
@@ -244,13 +244,31 @@ def _read_environment(environ):
 _read_environment(os.environ)
 
 
-def _after_fork():
-    global _forked
-    _forked = True
+# ---- For tests: the pool of threads.
+
+cdef struct _Runs:
+    int *times       # (count,)
+    int *threads     # (count,) the last thread of each
+    int64_t work     # steps of each item
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+cdef void _note_run(void *context, int64_t index, int thread) noexcept nogil:
+    cdef _Runs *runs = <_Runs *>context
+    cdef double x = 1.0
+    cdef int64_t _
+    for _ in range(runs.work):
+        x = x * 0.5 + <double>thread
+    runs.times[index] += 1 if x < 1e300 else 0
+    runs.threads[index] = thread
+
+
+def _run_items(int64_t count, int num_threads, int64_t work):
+    """How often each of `count` items has run, and on which thread: int32 `(count,)` each."""
+    cdef int[::1] times = np.zeros(max(1, count), np.int32), threads = np.full(max(1, count), -1, np.int32)
+    cdef _Runs runs = _Runs(&times[0], &threads[0], work)
+    with nogil:
+        run_items(count, num_threads, _note_run, &runs)
+    return np.asarray(times)[:count], np.asarray(threads)[:count]
 
 
 # ---- For tests: the kernels over NumPy arrays, without pool or store. Sizes are checked, so none can crash.
