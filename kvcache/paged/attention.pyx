@@ -46,8 +46,8 @@ cdef class SequenceAttention:
 
         Args:
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads.
-            seq_ids, query_lens: integers `(n,)`; None is one query each. A sequence's queries stand on its last
-                tokens.
+            seq_ids, query_lens: integers `(n,)`; None is one query each. A sequence's queries have the positions of
+                its last tokens.
             scale: a float, or None for `head_dim ** -0.5`.
             sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
             out: float32, C-contiguous, like `queries`, apart from all other arguments, written; None: a new array.
