@@ -31,6 +31,7 @@ __all__ = ["PagedKvCache"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 T = TypeVar("T")
+Self = TypeVar("Self", bound="PagedKvCache")
 
 
 def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
@@ -217,7 +218,7 @@ class PagedKvCache:
         self._sequences.write(layer, as_seq_id(seq_id), first, k, v)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """`write` of one token, the last one, of each of many sequences, all or nothing.
+        """`write` of the last token of each of many sequences, none of them empty, all or nothing.
 
         Args:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
@@ -293,14 +294,14 @@ class PagedKvCache:
         lambda self: self.utilization >= self._threshold, "Whether `utilization` is at least `eviction_threshold`."
     )
 
-    def with_eviction_strategy(self, strategy: EvictionStrategy) -> PagedKvCache:
+    def with_eviction_strategy(self: Self, strategy: EvictionStrategy) -> Self:
         """Choose which sequence is evicted first; returns the cache."""
         if not isinstance(strategy, EvictionStrategy):
             raise TypeError(f"strategy: expected an EvictionStrategy, got {type(strategy).__name__}")
         self._evictor.order_by(strategy)
         return self
 
-    def with_eviction_threshold(self, threshold: float) -> PagedKvCache:
+    def with_eviction_threshold(self: Self, threshold: float) -> Self:
         """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache."""
         share = as_number(threshold, "threshold")
         if isnan(share):
