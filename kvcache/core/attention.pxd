@@ -1,6 +1,6 @@
-"""Attention over the blocks of a store: what a call checks, and the scratch that stays from call to call.
+"""Attention over the blocks of a store: checked arguments, and scratch that is kept from call to call.
 
-A decoding step comes here once per layer, so what it needs beside the caller's arrays is kept.
+A decoding step calls this once per layer, so memory beside the caller's arrays is reserved once.
 """
 
 cimport numpy as cnp
@@ -14,10 +14,10 @@ cdef class Attention:
     cdef BlockStore store
     cdef void *scratch                 # of the kernels, grown to the largest call so far
     cdef size_t scratch_bytes
-    cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the call: filled by whoever calls `attend_`
+    cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the call, filled by the caller of `attend_`
     cdef int64_t seqs_capacity
 
-    # Arguments, converted: this may run any code
+    # Conversions of arguments, which may run any code
     cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries)       # `out` or a new array; ValueError
     cdef float scale_(self, object scale) except? -1                      # None: head_dim ** -0.5

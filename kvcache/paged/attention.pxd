@@ -1,4 +1,4 @@
-"""Attention over sequences of a table: which tokens each query sees, and the lock that keeps them in place."""
+"""Attention over sequences of a table: which tokens each query sees, with table and store locked."""
 
 cimport numpy as cnp
 from libc.stdint cimport int64_t

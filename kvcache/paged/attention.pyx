@@ -44,20 +44,8 @@ cdef class SequenceAttention:
              context_lens, bint return_lse):
         """Causal attention of several sequences in one call; counts as an access.
 
-        Args:
-            queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads.
-            seq_ids, query_lens: integers `(n,)`; None is one query each. A sequence's queries stand on its last
-                tokens.
-            scale: a float, or None for `head_dim ** -0.5`.
-            sink_queries: like `queries`, for the tokens before a StreamingLLM hole; or None.
-            out: float32, C-contiguous, like `queries`, apart from all other arguments, written; None: a new array.
-            return_scores: also return each token's attention mass, float32 `(total tokens seen,)`.
-            context_lens: integers `(n,)`, how many of its first tokens each sequence shows; None is all.
-            return_lse: also return the logarithm of each row's sum of exp(score), float32
-                `(total_queries, num_query_heads)`.
-
-        Raises:
-            SequenceNotFoundError, IndexError, TypeError, ValueError: before anything has changed.
+        Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing. `out`
+        must not share memory with another argument.
         """
         cdef Attention attention = self.attention
         cdef float factor = attention.scale_(scale)

@@ -31,6 +31,7 @@ __all__ = ["PagedKvCache"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 T = TypeVar("T")
+Self = TypeVar("Self", bound="PagedKvCache")
 
 
 def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
@@ -63,8 +64,9 @@ class PagedKvCache:
         TypeError, ValueError: an argument of another kind, shape or range; a sequence that a batch names twice; values
             that the format cannot hold.
 
-    Calls on one cache are serialised; the kernels run without the GIL. A call inside of another one on the same thread
-    (from a signal handler or a finaliser) raises InvalidOperationError; `free` and `free_batch` are done when it ends.
+    Calls on one cache are serialised; the kernels run without the GIL. A call inside another one on the same thread
+    (from a signal handler or a finaliser) raises InvalidOperationError; `free` and `free_batch` take effect when the
+    outer call ends.
     """
 
     def __init__(
@@ -150,14 +152,13 @@ class PagedKvCache:
         self._sequences.fork_batch(as_seq_ids(src_seqs, "src_seqs").copy(), as_seq_ids(dst_seqs, "dst_seqs").copy())
 
     def swap(self, first_seq: int, second_seq: int) -> None:
-        """Two sequences exchange their ids and handles: the way back to a fork. Takes no memory."""
+        """Exchange the ids and handles of two sequences, as to go back to a fork; takes no memory."""
         self._sequences.swap(as_seq_id(first_seq, "first_seq"), as_seq_id(second_seq, "second_seq"))
 
     def free(self, seq_id: int) -> None:
         """End a sequence and release its blocks.
 
-        Called inside another call of this cache on the same thread (by a signal handler, by a finaliser), it is done
-        when that call ends.
+        Inside another call of this cache on the same thread it takes effect when that call ends.
         """
         self._sequences.free(as_seq_id(seq_id))
 
@@ -217,7 +218,7 @@ class PagedKvCache:
         self._sequences.write(layer, as_seq_id(seq_id), first, k, v)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """`write` of one token, the last one, of each of many sequences, all or nothing.
+        """`write` of the last token of each of many sequences, none of them empty, all or nothing.
 
         Args:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
@@ -247,7 +248,7 @@ class PagedKvCache:
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
-        Causal: the last query of a sequence stands on its last token, the one before on the token before.
+        Causal: the last query of a sequence has the position of its last token, the one before it the position before.
 
         A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
         run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees
@@ -264,18 +265,18 @@ class PagedKvCache:
             out: float32, C-contiguous, shaped like `queries`: written and returned.
             return_scores: also return each token's attention mass, summed over queries and heads.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
-                context is attended elsewhere, `merge_attention` puts the parts together. A sequence may then be
-                named several times, with different queries. Without a token to see, the output is 0.
-            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf of none.
+                context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
+                times, with different queries. The output of a query that sees no token is 0.
+            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
 
         Returns:
-            float32 `(total_queries, num_query_heads, head_dim)`; a tuple with what else was asked for, in this order:
+            float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
             `return_scores`: float32 `(total tokens seen,)`, the sequences one after another;
-            `return_lse`: float32 `(total_queries, num_query_heads)`, of natural logarithms.
+            `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
         if scale is not None and not isfinite(scale := as_number(scale, "scale")):
             raise ValueError(f"scale: expected a finite number, got {scale}")
-        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # a step comes here once per layer
+        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # called once per layer of a step
             layer = as_integer(layer, "layer")
         return self._attention.over(
             layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores), context_lens,
@@ -293,14 +294,14 @@ class PagedKvCache:
         lambda self: self.utilization >= self._threshold, "Whether `utilization` is at least `eviction_threshold`."
     )
 
-    def with_eviction_strategy(self, strategy: EvictionStrategy) -> PagedKvCache:
+    def with_eviction_strategy(self: Self, strategy: EvictionStrategy) -> Self:
         """Choose which sequence is evicted first; returns the cache."""
         if not isinstance(strategy, EvictionStrategy):
             raise TypeError(f"strategy: expected an EvictionStrategy, got {type(strategy).__name__}")
         self._evictor.order_by(strategy)
         return self
 
-    def with_eviction_threshold(self, threshold: float) -> PagedKvCache:
+    def with_eviction_threshold(self: Self, threshold: float) -> Self:
         """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache."""
         share = as_number(threshold, "threshold")
         if isnan(share):

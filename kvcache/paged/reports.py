@@ -1,4 +1,4 @@
-"""What `PagedKvCache` reports: frozen snapshots of a sequence, of the counters, of block tables."""
+"""What `PagedKvCache` reports: snapshots of a sequence, of the counters, of block tables; its text forms."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CacheStats:
     """A snapshot of the cache's counters.
 
     Attributes:
-        total_allocations: blocks handed out.
+        total_allocations: times a free block was taken.
         total_frees: blocks whose last reference was dropped.
         total_evictions: sequences evicted.
         total_forks: forks made.

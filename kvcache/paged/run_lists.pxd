@@ -23,7 +23,7 @@ cdef class RunLists:
     cdef int32_t[::1] copy_src        # (>= num_copies,) block to copy from
     cdef int32_t[::1] copy_dst        # (>= num_copies,) block to copy to
     cdef int32_t num_copies
-    # The runs that `slice_` has collected.
+    # The runs that `slice_` has collected since its caller set `num_cut` to 0.
     cdef kvc_run *cut                 # (cut_capacity,)
     cdef int64_t cut_capacity
     cdef int64_t num_cut
@@ -31,11 +31,10 @@ cdef class RunLists:
     # Reading
     cdef bint shares_all(self, const Sequence *seq) noexcept nogil            # dropping it would free nothing
     cdef int slice_(self, const Sequence *seq, int64_t start, int64_t stop) except -1    # these tokens, onto `cut`
-    cdef object copy_runs(self, const Sequence *seq)             # copies: RUN (num_runs,)
-    cdef object copy_positions(self, const Sequence *seq)        # int64 (num_runs,)
-    cdef object distinct_blocks(self, const Sequence *seq)           # int32, each once
-
-    cdef int check_(self, const Sequence *seq) except -1       # every invariant, or AssertionError
+    cdef object copy_runs(self, const Sequence *seq)                          # RUN (num_runs,)
+    cdef object copy_positions(self, const Sequence *seq)                     # int64 (num_runs,)
+    cdef object distinct_blocks(self, const Sequence *seq)                    # int32, each once
+    cdef int check_(self, const Sequence *seq) except -1                      # every invariant, or AssertionError
 
     # Changes; those that can fail do so before the first change
     cdef int reserve_copies_(self, int64_t count) except -1

@@ -1,6 +1,6 @@
 """Any one-dimensional integer array-like as uint64 sequence ids; see paged/seq_ids.pxd.
 
-A decoding step begins here, so the two usual inputs, a uint64 array and a list of ints, cost next to nothing.
+Every decoding step converts ids, so the two usual inputs, a uint64 array and a list of ints, do without NumPy.
 """
 
 cimport numpy as cnp

@@ -7,10 +7,10 @@ from kvcache.core.heap cimport IndexedHeap
 from kvcache.paged.records cimport Sequence, SequenceRecords
 
 
-# A touch leaves the heap as it is: by recency and by frequency a key only grows, so the heap may hold an older,
-# smaller one, and the top is brought up to its present key before it is believed. A decoding step touches every
-# running sequence and evicts none of them: it pays nothing for the order, and an eviction pays at most what the
-# touches since would have cost. Keys of length and priority are always exact.
+# A touch does not change the heap. By recency and by frequency a key only grows, so the heap may hold an older, smaller
+# key, and `first` updates the key of the top until it is current. A decoding step touches every running sequence and
+# evicts none: it pays nothing for the order, and an eviction pays at most what the touches since would have cost. Keys
+# of length and priority are always current.
 @final
 cdef class VictimOrder:
     cdef SequenceRecords records

@@ -53,8 +53,8 @@ cdef class VictimOrder:
             assert (row in self.heap) == expected, f"row {row}: pinned or spare and a victim, or neither"
             if expected:
                 key, now = self.heap.key(row), self._key_of(row)
-                assert key <= now, f"{seq.seq_id}: stands behind its place among the victims"
-                assert key == now or not exact, f"{seq.seq_id}: not at its place"
+                assert key <= now, f"sequence {seq.seq_id}: its key in the heap is larger than its key"
+                assert key == now or not exact, f"sequence {seq.seq_id}: its key in the heap is not current"
 
     # -- below the shell ------------------------------------------------------------------------------------
 
