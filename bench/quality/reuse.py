@@ -1,4 +1,4 @@
-"""Prefix reuse: logits and texts after a hit against those of a cold run, split by split, in every format."""
+"""Prefix reuse: logits and texts after a hit compared with those of a cold run, in every format."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TEXT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=32)
 
 
 def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[str, float]:
-    """Prompts cut at random: the head is served first, with another tail, then the whole prompt hits it.
+    """Split prompts at random, serve the head first with another tail, then the whole prompt, which hits the head.
 
-    The greedy text of 32 tokens behind it is compared with that of an engine without a prefix cache.
+    The logits and the next 32 greedy tokens are compared with those of an engine without a prefix cache.
     """
     rng = np.random.default_rng(3)
     recorder = Recorder(model, lambda rows: rows[-1:].copy())
@@ -51,7 +51,7 @@ def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[
 
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
-    """The table."""
+    """The rows of the table."""
     return [
         [
             name, f"{f['splits']}", f"{f['reused']:,}", f"{f['largest']:.2g}", f"{f['median']:.2g}",
