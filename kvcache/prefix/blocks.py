@@ -39,6 +39,7 @@ from kvcache.prefix.lookups import FoundBlocks, block_of
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.slots import Claim, Slots
 from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
+from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
@@ -56,11 +57,12 @@ class PrefixCache:
         block_size: tokens per block, 1 to 256.
         num_layers, num_kv_heads, head_dim: the shape of K and V; rows are stored in multiples of 8 channels.
         dtype: storage format; `key_dtype` and `value_dtype` name them apart.
+        policy: which block leaves first of those that no other one continues: `LRU()`, the default, or `LFU(age)`.
 
     Raises:
-        ValueError: a setting that is not supported.
+        TypeError, ValueError: a setting that is not supported.
 
-    The least recently used block that no other one continues leaves first. `namespace` (tenant, model, adapter)
+    `namespace` (tenant, model, adapter)
     is any hashable value; nothing is shared between two of them. Calls on one cache are serialised.
 
     Attributes:
@@ -78,6 +80,7 @@ class PrefixCache:
         dtype: str = "f32",
         key_dtype: str | None = None,
         value_dtype: str | None = None,
+        policy: Policy | None = None,
     ) -> None:
         check_integers(
             max_blocks=max_blocks, block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads,
@@ -87,10 +90,10 @@ class PrefixCache:
         store = BlockStore(
             num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
         )
-        self._own(PagedBlocks(store), head_dim, max_blocks, shared=False)
+        self._own(PagedBlocks(store), head_dim, max_blocks, policy, shared=False)
 
     @classmethod
-    def over(cls, paged: PagedKvCache, max_blocks: int | None = None) -> PrefixCache:
+    def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
         """A prefix cache over the blocks of a paged cache: sequences `adopt` what it matched, and it what they wrote.
 
         `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
@@ -103,14 +106,16 @@ class PrefixCache:
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
         most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
-        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), shared=True)
+        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
         return cache
 
-    def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, *, shared: bool) -> None:
+    def _own(
+        self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool
+    ) -> None:  # fmt: skip
         self._blocks, self._pool, self._store, self._lock = blocks, blocks.pool, blocks.store, blocks.lock
         self._head_dim, self._shared, self._max_blocks = head_dim, shared, max_blocks
         self._slots = Slots([self._pool], self._store.block_size)
-        self._index = PrefixIndex(TokenTrie(self._store.block_size), self._slots, max_blocks)
+        self._index = PrefixIndex(TokenTrie(self._store.block_size, policy), self._slots, max_blocks)
         self.source: Source | None = None
         blocks.holders.append(partial(self._slots.counts, references=True))
 

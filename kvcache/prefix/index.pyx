@@ -32,7 +32,7 @@ cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
 
 cdef TokenTrie like(TokenTrie trie):
     """An empty one."""
-    return type(trie)(trie.page_size)
+    return type(trie)(trie.page_size, trie.policy)
 
 
 cdef class Space:

@@ -14,7 +14,7 @@ cdef class EntryTrie(TokenTrie):
     ends anywhere.
     """
 
-    def __cinit__(self, Py_ssize_t page_size=1):
+    def __cinit__(self, Py_ssize_t page_size=1, policy=None):
         if page_size != 1:
             raise ValueError(f"expected pages of one token, got a page size of {page_size}")
 

@@ -22,6 +22,7 @@ leaf's tail; a leaf without pages vanishes, and a parent that becomes a leaf is 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from kvcache.trie.children cimport ChildTable
+from kvcache.trie.policy cimport Policy
 from kvcache.core.heap cimport IndexedHeap
 
 
@@ -40,6 +41,7 @@ cdef struct node_t:
     int32_t pins        # above 0 the node stays, and with it, being no leaf any more, all above
     int32_t marked      # an entry ends here
     int32_t queue       # next in a list of the moment
+    int32_t uses        # how often it was used, where the policy asks; else 0
 
 
 # What comes after `id` when all below `top` is walked, a node before its children and they by recency; -1 at the end.
@@ -67,6 +69,7 @@ cdef class NodeTable:
     cdef int64_t clock             # counts uses; no wall clock anywhere
     cdef ChildTable children       # (node, first token) -> child
     cdef IndexedHeap leaves        # the unpinned leaves by rank: who is evicted next
+    cdef readonly Policy policy
 
     # Records, texts and links
     cdef int reserve(self, Py_ssize_t extra) except -1 nogil   # room for `extra` nodes: taking them cannot fail
@@ -98,6 +101,6 @@ cdef class NodeTable:
     cdef bint guarded(self, int32_t leaf) noexcept nogil
 
     # Order
-    cdef double rank(self, int32_t id) noexcept nogil
+    cdef double rank(self, int32_t id) noexcept nogil    # of `policy`
     cdef void stamp_path(self, int32_t id) noexcept nogil
     cdef void list_leaf(self, int32_t id) noexcept nogil

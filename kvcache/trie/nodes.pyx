@@ -5,6 +5,7 @@ from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
 
 from kvcache.trie.children cimport ChildTable
+from kvcache.trie.policy cimport Policy
 from kvcache.core.heap cimport IndexedHeap
 
 cdef enum:
@@ -15,11 +16,12 @@ cdef enum:
 cdef class NodeTable:
     """The shape of a token trie; `TokenTrie` adds the operations."""
 
-    def __cinit__(self, Py_ssize_t page_size=1):
+    def __cinit__(self, Py_ssize_t page_size=1, Policy policy=None):
         if not 1 <= page_size <= 256:
             raise ValueError(f"expected a page size in [1, 256], got {page_size}")
         self.page_size = <int32_t>page_size
         self.free_node = -1
+        self.policy = Policy() if policy is None else policy
         self.children = ChildTable()
         self.leaves = IndexedHeap()
 
@@ -58,7 +60,7 @@ cdef class NodeTable:
             self.used += 1
         self.nodes[id] = node_t(
             text=NULL, stamp=0, begin=0, end=0, head=0, capacity=0, parent=-1, child=-1, prev=-1, next=-1,
-            pins=0, marked=0, queue=-1,
+            pins=0, marked=0, queue=-1, uses=0,
         )
         return id
 
@@ -173,6 +175,7 @@ cdef class NodeTable:
         above = &self.nodes[upper]
         above.text = text
         above.stamp = node.stamp
+        above.uses = node.uses
         above.begin = node.begin
         above.end = <int32_t>depth
         above.capacity = above.end - above.begin
@@ -194,7 +197,9 @@ cdef class NodeTable:
         if above.parent < 0 or id < 0 or above.pins or above.marked:
             return
         node = &self.nodes[id]
-        if node.next >= 0 or node.stamp != above.stamp or node.end - above.begin > max_tokens:
+        if node.next >= 0 or node.stamp != above.stamp or node.uses != above.uses:
+            return
+        if node.end - above.begin > max_tokens:
             return
         if not self.retext(id, above.begin, node.end):
             return    # Two nodes serve as well as one.
@@ -306,8 +311,7 @@ cdef class NodeTable:
     # ------------------------------------------------------------------ order
 
     cdef double rank(self, int32_t id) noexcept nogil:
-        """The eviction policy: the leaf of lowest rank leaves first. Here the least recently used."""
-        return <double>self.nodes[id].stamp
+        return self.policy.rank(self.nodes[id].stamp, self.nodes[id].uses)
 
     cdef void list_leaf(self, int32_t id) noexcept nogil:
         """Put `id` where it belongs among the candidates for eviction: in if an unpinned leaf, else out."""
@@ -318,15 +322,16 @@ cdef class NodeTable:
 
     cdef void stamp_path(self, int32_t id) noexcept nogil:
         """Stamp `id` and all above it with a new time, each as the newest child of its parent."""
+        cdef int32_t leaf = id
         self.clock += 1
-        self.nodes[id].stamp = self.clock
-        self.list_leaf(id)
         while id >= 0:
             self.nodes[id].stamp = self.clock
+            self.nodes[id].uses += self.policy.counts and self.nodes[id].uses < 0x7FFFFFFF
             if self.nodes[id].prev >= 0:
                 self.delist(id)
                 self.enlist(id, self.nodes[id].parent)
             id = self.nodes[id].parent
+        self.list_leaf(leaf)
 
 
 cdef inline Py_ssize_t text_size(Py_ssize_t page_size, Py_ssize_t begin, Py_ssize_t capacity) noexcept nogil:

@@ -66,7 +66,7 @@ cdef class TokenPaths(NodeTable):
             node = &self.nodes[id]
             tokens += at.length
             values += existing[0]
-            if node.parent >= 0 and node.child < 0 and node.pins == 0 and not node.marked:
+            if node.parent >= 0 and node.child < 0 and node.pins == 0 and not node.marked and node.uses == 0:
                 self.extend(id, tokens, n, values)
             else:
                 id = self.attach(id, tokens, n, values)

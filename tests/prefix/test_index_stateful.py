@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.index import PrefixIndex, commit
 from kvcache.prefix.slots import Slots
+from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie
 
 SIZE = 2
@@ -22,19 +23,19 @@ class IndexMachine(RuleBasedStateMachine):
     """A page is known by its namespace and the whole text that ends with it.
 
     Attributes:
-        page_of, used: its id, and when it was used last.
+        page_of, used, uses: its id, when it was used last, and how often.
         present: for each group, whether it has a slot.
         claims: claims with the pages that they refer to, and the text up to which they pin pages; None: a clear came.
         looked: pages that lookups hold, each with its text or None.
     """
 
-    @initialize(pages=st.integers(1, 14), window=st.integers(0, 3))
-    def start(self, pages, window):
-        self.window = window
+    @initialize(pages=st.integers(1, 14), window=st.integers(0, 3), age=st.sampled_from([None, 0, 1, 3, 50]))
+    def start(self, pages, window, age):
+        self.window, self.age = window, age or 0
         self.pools = [BlockPool(pages), BlockPool(max(1, pages - 2))] if window else [BlockPool(pages)]
         self.slots = Slots(self.pools, SIZE, (0, window) if window else (0,))
-        self.index = PrefixIndex(TokenTrie(SIZE), self.slots, 8)
-        self.page_of, self.used, self.present = {}, {}, {}
+        self.index = PrefixIndex(TokenTrie(SIZE, None if age is None else LFU(age)), self.slots, 8)
+        self.page_of, self.used, self.uses, self.present = {}, {}, {}, {}
         self.claims, self.looked, self.clock, self.evicted = [], [], 0, 0
 
     # -- the twin
@@ -53,6 +54,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.clock += 1
         for text in texts:
             self.used[text] = self.clock
+            self.uses[text] = self.uses.get(text, 0) + 1
+
+    def rank(self, text):
+        """The policy: lowest first."""
+        return self.used[text] + self.age * self.uses[text]
 
     def pinned(self):
         return [text for *_, text in self.claims if text] + [text for _, text in self.looked if text]
@@ -65,6 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
     def leave(self, text):
         self.present.pop(text)
         self.used.pop(text)
+        self.uses.pop(text)
         return self.page_of.pop(text)
 
     def references(self):
@@ -148,21 +155,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def evict(self, count):
-        evicted, gone = self.index.evict(count), []
-        for _ in range(count):
-            free = [text for text in self.page_of if not self.needed(text)]
-            if not free or (gone and gone[-1][1][:-SIZE] not in [text[1] for text in free]):
-                break
-            text = min(free, key=lambda text: self.used[text]) if not gone else (gone[-1][0], gone[-1][1][:-SIZE])
-            if gone and self.used[text] > self.used[gone[0]]:
-                break  # used since by another text: a leaf of its own
-            gone.append(text)
+        evicted, free = self.index.evict(count), [text for text in self.page_of if not self.needed(text)]
+        assert (evicted is None) == (not free)
         if evicted is None:
-            assert not gone
             return
         assert 1 <= len(evicted) <= count
         first = evicted.name, tuple(evicted.tokens.tolist())
-        assert self.used[first] == min(self.used[text] for text in self.page_of if not self.needed(text))
+        assert self.rank(first) == min(map(self.rank, free))
         for n in range(len(evicted)):
             text = first[0], first[1][: len(first[1]) - n * SIZE]
             assert not self.needed(text)
@@ -174,7 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def clear(self):
         self.index.clear()
-        for texts in (self.page_of, self.used, self.present):
+        for texts in (self.page_of, self.used, self.uses, self.present):
             texts.clear()
         self.claims = [(claim, pages, None) for claim, pages, _ in self.claims]
         self.looked = [(page, None) for page, _ in self.looked]

@@ -1,10 +1,10 @@
-"""KeyboardInterrupt between any two lines of `kvcache/`, as Ctrl-C may strike there: counted, chosen, raised."""
+"""Ctrl-C at any place of `kvcache/` where Python looks at signals: counted, chosen, and sent as a real signal."""
 
 from __future__ import annotations
 
-import dis
-import functools
+import ctypes
 import gc
+import signal
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -16,69 +16,63 @@ HOUSE = str(Path(kvcache.__file__).parent)
 INSTRUCTIONS = sys.version_info < (3, 12)  # whether a trace function is shown all of them
 
 
-@functools.cache
-def quiet(code):
-    """Offsets of the instructions before which CPython raises nothing and looks at no signal.
+class Tripwire:
+    """`WIRE.trip` sends SIGINT to this thread.
 
-    That is a NOP (a bare `try:`), and the call of `__exit__` at the end of a `with`: no handler covers them, not even
-    that of the `with`, and nothing before them is a call or a loop that ends outside of it. And the loops of
-    comprehensions, which from Python 3.12 on are part of the function around them: a signal there leaves the `with`
-    around them as it should, and what a trace function raises does not.
+    It is an attribute because a trace function that called something would handle the signal itself: Python looks at
+    signals after a call, and not after it has read an attribute. So the code that is traced handles it, at the next
+    place where it would handle any other signal.
     """
-    found, every = set(), list(dis.get_instructions(code))
-    for i, instruction in enumerate(every):
-        if instruction.opname in ("NOP", "PUSH_EXC_INFO", "WITH_EXCEPT_START"):
-            found.add(instruction.offset)
-        if instruction.opname == "LOAD_FAST_AND_CLEAR":  # a comprehension begins
-            head = next(x for x in every[i:] if x.opname == "FOR_ITER")
-            found.update(x.offset for x in every if head.offset <= x.offset < head.argval)
-        # LOAD_CONST None, three times, or once and DUP_TOP, twice; then the call
-        nones = every[i : i + 3]
-        if (
-            instruction.opname == "LOAD_CONST"
-            and len(nones) == 3
-            and all(x.opname == "DUP_TOP" or (x.opname == "LOAD_CONST" and x.argval is None) for x in nones)
-        ):
-            first = i
-            while every[first - 1].opname in ("NOP", "POP_BLOCK", "SWAP", "ROT_TWO", "ROT_THREE"):
-                first -= 1
-            last = next(j for j in range(i, len(every)) if every[j].opname.startswith("CALL"))
-            found.update(x.offset for x in every[first : last + 1])
-    return frozenset(found)
+
+    _as_parameter_ = int(signal.SIGINT)
+    trip = property(ctypes.CDLL(None)["raise"])
+
+
+WIRE = Tripwire()
 
 
 class Lines:
-    """While entered, counts what runs in the Python files of `kvcache/`, and interrupts before the n-th.
+    """While entered, counts what runs in the Python files of `kvcache/`, and sends SIGINT before the n-th.
 
     Args:
-        stop: the count at which KeyboardInterrupt is raised; None: never.
+        stop: the count at which it is sent; None: never.
         opcodes: count single instructions of the interpreter instead of lines; from Python 3.12 on, which passes over
             most of them, lines all the same.
         house: count what stands in files whose names begin like this, or like one of these.
-        again: the count at which it is raised once more: who puts things right may be interrupted, too.
+        again: the count at which it is sent once more: a handler of the first may be interrupted, too.
 
     Attributes:
         count: lines that were reached.
         seen: where each stands, as (file, line), if `stop` is None.
-        struck: where it was raised, as "file:line", or None.
+        struck: where it was handled, as "file:line", or None.
     """
 
     def __init__(self, stop=None, opcodes=False, house=HOUSE, again=None):
         self.again = again
         self.stop, self.house = stop, house
         self.event = "opcode" if opcodes and INSTRUCTIONS else "line"
-        self.count, self.seen, self.struck = 0, [], None
+        self.count, self.seen, self.struck, self._late = 0, [], None, False
 
     def __enter__(self):
         gc.collect()
         gc.disable()  # what dies, dies at the same count each time
-        self._before = sys.gettrace()
+        self._before = sys.gettrace(), signal.signal(signal.SIGINT, self._handle)
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *exception):
-        sys.settrace(self._before)
+        sys.settrace(self._before[0])  # a signal that was sent is handled by now
+        signal.signal(signal.SIGINT, self._before[1])
         gc.enable()
+        if self._late and exception[0] is None:
+            raise KeyboardInterrupt
+
+    def _handle(self, _, frame):
+        self.struck = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        sys.settrace(self._call)
+        self._late = frame.f_code is Lines.__exit__.__code__
+        if not self._late:
+            raise KeyboardInterrupt
 
     def _call(self, frame, event, arg):
         if not frame.f_code.co_filename.startswith(self.house):
@@ -87,14 +81,14 @@ class Lines:
         return self._line
 
     def _line(self, frame, event, arg):
-        if event != self.event or frame.f_lasti in quiet(frame.f_code):
+        if event != self.event:
             return self._line
         self.count += 1
         if self.stop is None:
             self.seen.append((frame.f_code.co_filename, frame.f_lineno))
         elif self.count in (self.stop, self.again):
-            self.struck = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            raise KeyboardInterrupt
+            sys.settrace(None)  # until it is handled: the next trace function would handle it
+            WIRE.trip  # noqa: B018
         return self._line
 
 

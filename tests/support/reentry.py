@@ -31,7 +31,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-from interrupts import INSTRUCTIONS, quiet, spread
+from interrupts import INSTRUCTIONS, WIRE, spread
 from scene import plain
 
 import kvcache
@@ -303,29 +303,47 @@ class Disturbance:
 
 
 class Between:
-    """While entered, runs `action(n)` before the n-th line (instruction) of `kvcache/`, where a handler could run."""
+    """While entered, a signal is sent before each line (instruction) of `kvcache/`, whose handler runs `action`.
 
-    def __init__(self, action, opcodes=False):
-        self.action, self.count = action, 0
+    Args:
+        action: `action()`.
+        stop: send it before the n-th alone; 0: count.
+    """
+
+    def __init__(self, action, opcodes=False, stop=None):
+        self.action, self.count, self.stop, self.busy = action, 0, stop, False
         self.event = "opcode" if opcodes and INSTRUCTIONS else "line"
 
     def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self._handle)
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *exception):
-        sys.settrace(None)
+        sys.settrace(None)  # a signal that was sent is handled by now
+        signal.signal(signal.SIGINT, self.before)
+
+    def _handle(self, *_):
+        if not self.busy:
+            self.busy = True
+            try:
+                self.action()
+            finally:
+                self.busy = False
+                sys.settrace(self._call)
 
     def _call(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(HOUSE):
+        if self.busy or not frame.f_code.co_filename.startswith(HOUSE):
             return None
         frame.f_trace_opcodes = self.event == "opcode"
         return self._line
 
     def _line(self, frame, event, arg):
-        if event == self.event and frame.f_lasti not in quiet(frame.f_code):
+        if event == self.event and not self.busy:
             self.count += 1
-            self.action(self.count)
+            if self.stop in (None, self.count):
+                sys.settrace(None)  # until it is handled: the next trace function would handle it
+                WIRE.trip  # noqa: B018
         return self._line
 
 
@@ -479,20 +497,19 @@ class Run:
         """An exception at many places."""
         for outer in self.names:
             world = self.make(1)
-            with Between(lambda _: None, opcodes=True) as between:
+            with Between(None, opcodes=True, stop=0) as between:
                 world._call(outer, Via())
             for stop in spread(range(1, between.count + 1), 4 * self.rounds):
                 world = self.make(1)
                 inner = random.Random(f"{outer} {stop}").choice(self.names)
 
-                def strike(count, stop=stop, world=world, inner=inner):
-                    if count == stop:
-                        if stop % 2:
-                            world._loud(inner)
-                        raise HandlerError
+                def strike(stop=stop, world=world, inner=inner):
+                    if stop % 2:
+                        world._loud(inner)
+                    raise HandlerError
 
                 try:
-                    with Between(strike, opcodes=True):
+                    with Between(strike, opcodes=True, stop=stop):
                         world._call(outer, Via())
                 except HandlerError:
                     pass
