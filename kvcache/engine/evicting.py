@@ -30,7 +30,7 @@ from kvcache.engine.protocols import Float32, Logits, Model
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
-from kvcache.lists.roster import Roster
+from kvcache.lists.kept_tokens import KeptTokens
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
@@ -74,7 +74,7 @@ class Budgets:
         if policy.total_layers not in (None, num_layers):
             raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
         shares = policy.shares(kv_budget * num_layers, range(num_layers))
-        # No text has more than 2**30 tokens; the roster counts in 32 bits.
+        # No text has more than 2**30 tokens; `KeptTokens` counts in 32 bits.
         rules = tuple(policy.rule(min(share, 1 << 30)) for share in shares.values())
         if policy.endless:
             _check_endless(model, rules[0].limit)
@@ -329,14 +329,14 @@ def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
     """The entries of a list that stay: int64 indices, ascending, at most `rule.limit` of `len(scores)`.
 
     The first `rule.front` and the last `rule.back` stay. From the middle the lowest score is evicted first, among
-    equals the earliest entry; without `by_score` always the earliest. `CacheManager` evicts by the same roster.
+    equals the earliest entry; without `by_score` always the earliest. `CacheManager` evicts by the same code.
     """
-    roster = Roster(by_score)
-    roster.append(len(scores), len(scores), rule.front, rule.back)
+    kept = KeptTokens(by_score)
+    kept.append(len(scores), len(scores), rule.front, rule.back)
     if by_score:
-        roster.add_scores(scores)
-    roster.evict(*rule)
-    return roster.positions()
+        kept.add_scores(scores)
+    kept.evict(*rule)
+    return kept.positions()
 
 
 def most_blocks(num_tokens: int, block_size: int) -> int:

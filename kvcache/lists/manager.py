@@ -27,7 +27,7 @@ from kvcache.core.arguments import (
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.lists.config import KVCacheConfig
-from kvcache.lists.roster import add_to_all, evict_from_all
+from kvcache.lists.kept_tokens import add_to_all, evict_from_all
 from kvcache.lists.token_list import BLOCK_SIZE, TokenList
 
 __all__ = ["CacheManager"]
@@ -171,7 +171,7 @@ class CacheManager:
     def _evict(self, limits: Mapping[int, int]) -> int:
         """Evict from every list down to its limit and return the number of evicted entries; all or nothing."""
         rules = [self._policy.rule(limits[i]) for i in self._layers]
-        return evict_from_all([entries.roster for entries in self._layers.values()], rules)
+        return evict_from_all([entries.kept for entries in self._layers.values()], rules)
 
     def get(self, positions: npt.ArrayLike, layer_idx: int | None = None) -> tuple[Float32, Float32]:
         """K and V of the entries at these indices, dequantised.
@@ -215,7 +215,7 @@ class CacheManager:
         index = self._layer_index(layer_idx)
         with self._lock:
             entries = self._layers.get(index)
-            return np.empty(0, np.int64) if entries is None else entries.roster.positions()
+            return np.empty(0, np.int64) if entries is None else entries.kept.positions()
 
     def attention(
         self,
@@ -284,10 +284,10 @@ class CacheManager:
             IndexError: no such layer.
         """
         budget, index = as_count(budget, "budget"), self._layer_or_all(layer_idx)
-        budget = min(budget, self._config.max_seq_len)  # a larger one has no effect; a roster counts in 32 bits
+        budget = min(budget, self._config.max_seq_len)  # a larger one has no effect; `KeptTokens` counts in 32 bits
         with self._lock:
             if index is not None:
-                return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))
+                return sum(entries.kept.evict(*self._policy.rule(budget)) for entries in self._lists(index))
             return self._evict(self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()}))
 
     def update_attention_scores(self, scores: npt.ArrayLike, layer_idx: int | None = None) -> None:
@@ -307,10 +307,10 @@ class CacheManager:
             added = checked_scores(numbers, sum(map(len, lists)))
             parts = np.split(added, np.cumsum([len(entries) for entries in lists])[:-1])
             with np.errstate(over="ignore"):
-                if any(not np.isfinite(e.roster.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
+                if any(not np.isfinite(e.kept.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
                     raise ValueError("scores: expected finite sums, got an overflow")
             if lists:
-                add_to_all([entries.roster for entries in lists], parts)
+                add_to_all([entries.kept for entries in lists], parts)
 
     def attention_scores(self, layer_idx: int = 0) -> Float64:
         """The accumulated score of a list's entries, float64 `(n,)`; new entries have 0.
@@ -321,7 +321,7 @@ class CacheManager:
         index = self._layer_index(layer_idx)
         with self._lock:
             entries = self._layers.get(index)
-            return np.empty(0, np.float64) if entries is None else entries.roster.scores()
+            return np.empty(0, np.float64) if entries is None else entries.kept.scores()
 
     # -- layers ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One list of entries: the roster that assigns them to slots, the store of their rows, and attention over them."""
+"""One list of entries: which tokens it keeps, in which slots, and attention over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcache.core.attention import Attention
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
 from kvcache.eviction import Rule
-from kvcache.lists.roster import Roster
+from kvcache.lists.kept_tokens import KeptTokens
 
 __all__ = ["BLOCK_SIZE", "TokenList"]
 
@@ -44,15 +44,15 @@ class TokenList:
         num_blocks = -(-num_slots // BLOCK_SIZE)
         self.store = BlockStore(1, num_blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
         self._attention = Attention(self.store)
-        self.roster = Roster(by_score)
+        self.kept = KeptTokens(by_score)
 
     def __len__(self) -> int:
-        return self.roster.size
+        return self.kept.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, used or not, and of the roster."""
-        return self.store.nbytes + self.roster.nbytes
+        """Bytes of all slots, used or not, and of the entries."""
+        return self.store.nbytes + self.kept.nbytes
 
     def append(self, keys: Float32, values: Float32, rule: Rule) -> None:
         """Add rows `(n, num_heads, head_dim)`; each is followed by the evictions it makes necessary.
@@ -62,11 +62,11 @@ class TokenList:
             MemoryError: no memory; nothing has changed.
         """
         self.store.check_values(keys, values)
-        self.roster.append_to(self.store, keys, values, *rule)
+        self.kept.append_to(self.store, keys, values, *rule)
 
     def read(self, indices: Int64) -> tuple[Float32, Float32]:
         """`(keys, values)` of entries in range, float32 `(n, num_heads, head_dim)` each."""
-        slots = self.roster.slots()[indices]
+        slots = self.kept.slots()[indices]
         if len(slots) < 2 or (np.diff(slots) > 0).all():
             return self.store.read(0, runs_of(slots, BLOCK_SIZE))
         # Read in slot order, so that each tile is unpacked once.
@@ -84,20 +84,20 @@ class TokenList:
         """
         # Softmax does not depend on the order: entries that all queries see are read in slot order, the rest in text
         # order.
-        order = self.roster.reading_order(max(len(queries) - 1, 0))
+        order = self.kept.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
         if scores is None:
             out: Float32 = self._attention.over_runs(0, runs, queries, scale)
             return out
         out, mass = self._attention.over_runs(0, runs, queries, scale, return_scores=True)
-        by_slot = np.empty(self.roster.slots_used, np.float32)
+        by_slot = np.empty(self.kept.slots_used, np.float32)
         by_slot[order] = mass
-        np.take(by_slot, self.roster.slots(), out=scores)
+        np.take(by_slot, self.kept.slots(), out=scores)
         return out
 
     def check(self, rule: Rule) -> None:
         """Verify every invariant of a list under `rule`; AssertionError names the broken one."""
-        self.roster.check()
-        assert self.roster.size <= rule.limit, f"{self.roster.size} entries, at most {rule.limit}"
+        self.kept.check()
+        assert self.kept.size <= rule.limit, f"{self.kept.size} entries, at most {rule.limit}"
         room = self.store.num_blocks * BLOCK_SIZE
-        assert self.roster.slots_used <= room, f"{self.roster.slots_used} slots used of {room}"
+        assert self.kept.slots_used <= room, f"{self.kept.slots_used} slots used of {room}"
