@@ -53,10 +53,10 @@ def test_the_largest_value(name):
     largest = np.float32(eval(FORMATS[name].largest))
     for sign in (1, -1):
         row[0, 0, 3] = sign * largest
-        store.represent(row, row)
+        store.check_values(row, row)
         row[0, 0, 3] = sign * largest * np.float32(1.001)
         with pytest.raises(ValueError, match=re.escape(FORMATS[name].largest)):
-            store.represent(row, row)
+            store.check_values(row, row)
 
 
 @pytest.mark.parametrize("name", ["f64", "", "F32", None, 4, ["q4"], np.array(["q4", "q8"])])
