@@ -132,7 +132,7 @@ cdef class IndexedHeap:
     cdef int32_t _member(self, object id) except -1:
         cdef int32_t number = self._id(id)
         if not self.has(number):
-            raise KeyError(f"expected an id in the heap, got {id}")
+            raise KeyError(f"id: expected one in the heap, got {id}")
         return number
 
     def push(self, id, double key):

@@ -207,7 +207,7 @@ cdef class BlockPool:
         for i in range(seen):
             self.marks[view[i]] = 0
         if seen < view.shape[0]:
-            raise ValueError(f"blocks: expected each once, got {blocks[seen]} twice")
+            raise ValueError(f"block_ids: expected each block once, got {blocks[seen]} twice")
 
     def ref_count(self, block):
         """References held on `block`; 0 when it is free.

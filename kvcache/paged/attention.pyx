@@ -44,8 +44,7 @@ cdef class SequenceAttention:
              context_lens, bint return_lse):
         """Causal attention of several sequences in one call; counts as an access.
 
-        Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing. `out`
-        must not share memory with another argument.
+        Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing.
         """
         cdef Attention attention = self.attention
         cdef float factor = attention.scale_(scale)

@@ -209,7 +209,7 @@ cdef class RunLists:
     cdef int own_(self, Sequence *seq, int64_t start, int64_t stop) except -1:
         cdef int64_t before, end, i, run = self._run_at(seq, start, &before), first = run, blocks = 0
         end = before
-        while first < seq.num_runs and end < stop:
+        while start < stop and end < stop:
             if first == run or seq.runs[first].block != seq.runs[first - 1].block:
                 blocks += self.pool.refs[seq.runs[first].block] > 1
             end += run_length(seq.runs[first])

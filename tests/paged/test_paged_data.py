@@ -54,6 +54,15 @@ def test_a_fork_never_sees_the_others_tokens():
     c.check()
 
 
+def test_writing_no_rows_copies_no_shared_block():
+    c, k = written(20, block_size=16, dtype="f32")
+    c.fork(1, 2)
+    for start in (None, 0, 7, 18, 20):
+        c.write(0, 2, k[:0], k[:0], start=start)
+    assert c.used_block_count == 2
+    c.check()
+
+
 def test_the_copy_counts_in_what_is_requested():
     c = PagedKvCache(3, 16, 2, 8)
     c.allocate(1, 20)

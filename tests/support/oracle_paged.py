@@ -116,8 +116,7 @@ class NaivePagedKvCache:
             else:
                 block = seq.slots[-1][0]
                 need += self.references(block) - named.get(block, 0) > 1
-            if seq.slots:
-                named[seq.slots[-1][0]] = named.get(seq.slots[-1][0], 0) + 1
+                named[block] = named.get(block, 0) + 1
         self.demand(need)
         for seq_id in seq_ids:
             self.grow(self.sequences[seq_id], 1)
