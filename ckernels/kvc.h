@@ -41,9 +41,9 @@ typedef struct kvc_layout {
     size_t block_bytes;      /* all heads, K and V, rounded up to 64 */
 } kvc_layout;
 
-/* One sequence of an attention call. Query j of num_queries stands on token num_tokens - num_queries + j
- * and sees every token up to its own, but for the last hidden_tokens of the sequence, which nobody sees. The
- * first sink_tokens tokens meet the sink queries. */
+/* One sequence of an attention call. Query j of num_queries is at token num_tokens - num_queries + j and sees every
+ * token up to that one, except the last hidden_tokens of the sequence, which no query sees. The first sink_tokens
+ * tokens are scored with the sink queries. */
 typedef struct kvc_seq {
     const kvc_run *runs;
     int64_t num_runs;

@@ -10,7 +10,7 @@ enum {
     KVC_SEGMENT = 1024, /* tokens, from the first of the sequence on, that are summed up apart (kvc_segment.h) */
     KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
     KVC_NEAR_VALUES = 4, /* tokens that the mixing product brings into the L1 cache before it reads them */
-    KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and as many behind it as products fetch */
+    KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and those after it that products prefetch */
     KVC_DOT_ROWS = 8, /* up to so many rows, dot products beat turning K into panels */
     KVC_FEW_ROWS =
         16, /* up to so many rows, one item takes all heads, block by block as they lie in memory */
@@ -37,7 +37,7 @@ static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) 
 
 /* A query row in digits. */
 typedef struct unit_query {
-    float scale, sum, centre; /* the sum of q; what rounding has taken from it, times the centre of codes */
+    float scale, sum, centre; /* sum: of q; centre: the rounding error of that sum times the centre of codes */
     int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
 } unit_query;
 

@@ -139,8 +139,8 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
 }
 #endif
 
-/* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
- * no meaning. Returns the lanes written. */
+/* Scores of the chunk against the rows packed at index, in weights. Lanes without a token are
+ * undefined. Returns the lanes written. */
 NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
                          const chunk *next) {
 #if defined(KVC_HAVE_DOTS)

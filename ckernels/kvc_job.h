@@ -15,10 +15,10 @@ typedef struct piece {
     const unsigned char *block;
     int64_t first; /* token of the text */
     int slot, count;
-    int lane; /* of the chunk, where the first of them stands */
+    int lane; /* of the chunk, of the first of them */
 } piece;
 
-/* Consecutive tokens of one segment on at most KVC_CHUNK lanes, all before or all behind the end of the sinks. */
+/* Consecutive tokens of one segment on at most KVC_CHUNK lanes, all before or all after the end of the sinks. */
 typedef struct chunk {
     int lanes, pieces, sink;
     piece piece[KVC_CHUNK];
@@ -80,7 +80,7 @@ static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     c->lanes += count;
 }
 
-/* The next tokens of the item, as many as fit; c->lanes is 0 behind the last. Where chunks begin depends on the
+/* The next tokens of the item, as many as fit; c->lanes is 0 after the last. Where chunks begin depends on the
  * sequence alone, and where the last one ends is no matter: lanes that a row does not see add 0. */
 static void next_chunk(const job *j, cursor *at, chunk *c) {
     const int64_t sinks = j->seq->sink_tokens, segment_stop = (at->token / KVC_SEGMENT + 1) * KVC_SEGMENT;
@@ -125,7 +125,7 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
 #endif
 }
 
-/* Deals the thread's scratch out; an item that only combines what others left needs none. */
+/* Divides the thread's scratch; an item that only combines results of others needs none. */
 static void take_scratch(job *j, void *scratch) {
     const int64_t rows = kvc_item_max_rows(j->layout);
     float *free = scratch;

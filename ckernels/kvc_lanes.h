@@ -52,7 +52,7 @@ INLINE void kvc_place_row(kvc_rows rows, const float *x, int i, float *lanes) {
     }
 }
 
-/* The cache line of x[at], which may lie behind the end of all rows: nothing is read. */
+/* Prefetch the cache line of x[at], which may be past the end of all rows: nothing is read. */
 INLINE void kvc_prefetch(const float *x, ptrdiff_t at) {
     if (at % 16 == 0) __builtin_prefetch((const void *)((uintptr_t)x + (uintptr_t)at * sizeof(float)), 0, 3);
 }

@@ -19,7 +19,7 @@ int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_
     layout->rotate_values = rotate_values != 0;
     const size_t k_bytes = (size_t)block_size * kvc_row_bytes(kvc_rows_of(layout, KVC_KEYS));
     const size_t v_bytes = (size_t)block_size * kvc_row_bytes(kvc_rows_of(layout, KVC_VALUES));
-    layout->key_head_bytes = (k_bytes + 3) / 4 * 4; /* so that floats behind odd rows stay aligned */
+    layout->key_head_bytes = (k_bytes + 3) / 4 * 4; /* so that floats after odd rows stay aligned */
     layout->value_head_bytes = (v_bytes + 3) / 4 * 4;
     const size_t bytes = (size_t)num_heads * (layout->key_head_bytes + layout->value_head_bytes);
     layout->block_bytes = (bytes + 63) / 64 * 64;

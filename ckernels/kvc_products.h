@@ -4,7 +4,7 @@
  *   mixing    acc[row][dim]  = acc * alpha[row] + sum of s[row][token] * v[token]
  *
  * Tokens are given as pointers to their rows, so that blocks of any size, holes and staged copies are all the
- * same. A chunk has KVC_POINTERS of them; those behind its last token repeat it and meet a weight of 0.
+ * same. A chunk has KVC_POINTERS of them; those after its last token repeat it with a weight of 0.
  *
  * Few rows (decode): K and V come straight from the block, each row once; scores are dot products along dim.
  * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.

@@ -155,7 +155,7 @@ static int in_tile(int slot, int count) {
     return rest < count ? rest : count;
 }
 
-/* One side of all runs, but for what is left in the queue. */
+/* One side of all runs, except the rows that stay in the queue. */
 static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char *arena, const kvc_run *runs,
                           int64_t num_runs, const float *x, row_queue *queue) {
     const kvc_rows rows = kvc_rows_of(layout, side);

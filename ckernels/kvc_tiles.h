@@ -1,9 +1,9 @@
 /* kvc_tiles.h - the two products of attention straight on packed codes, in integers.
  *
- * A float becomes a whole number of two digits, a sum of products two sums of products of bytes:
+ * A float becomes an integer of two digits; a sum of products becomes two sums of products of bytes:
  *
- * Rounding does the less, the nearer to zero the other factor is: codes are counted from the middle of their
- * range, and what the middle stands for is added in floats, with the exact sums of queries and weights.
+ * Centring the codes reduces the rounding error: they are counted from the middle of their range, and the contribution
+ * of the middle is added in floats, with the exact sums of queries and weights.
  *
  *   score  =  k_scale * sum(q (code - centre))  +  (k_minimum + centre * k_scale) * sum(q)
  *   mixed  =  sum(u (code - centre))  +  sum(weight * v_minimum + u * centre)

@@ -159,7 +159,7 @@ INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
     const __m256i mask = _mm256_set1_epi8((char)byte);
     return (u8x64){_mm256_xor_si256(x.a, mask), _mm256_xor_si256(x.b, mask)};
 }
-/* Of 16-bit lanes: bits cross bytes and are masked off behind. */
+/* Of 16-bit lanes: bits cross bytes and are masked off afterwards. */
 INLINE u8x64 u8x64_shr(u8x64 x, int n) {
     return (u8x64){_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)};
 }

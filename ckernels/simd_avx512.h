@@ -158,7 +158,7 @@ INLINE u8x64 u8x64_load(const unsigned char *p) { return _mm512_loadu_si512(p); 
 INLINE u8x64 u8x64_and(u8x64 x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char)byte)); }
 INLINE u8x64 u8x64_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
 INLINE u8x64 u8x64_xor(u8x64 x, int byte) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)byte)); }
-/* Of 16-bit lanes: bits cross bytes and are masked off behind. */
+/* Of 16-bit lanes: bits cross bytes and are masked off afterwards. */
 INLINE u8x64 u8x64_shr(u8x64 x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
 INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n); }
 

@@ -32,7 +32,7 @@ INLINE f32v f32v_max(f32v a, f32v b) { return a > b ? a : b; }
 INLINE f32v f32v_abs(f32v x) { return fabsf(x); }
 /* Adding 1.5 * 2^23 leaves no bits below the point; |x| < 2^22. */
 INLINE f32v f32v_round(f32v x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
-/* From 2^128 on, which only K that nobody wrote gets to: infinite, and NaN of NaN. */
+/* From 2^128 on, which only unwritten K reaches: infinite, and NaN of NaN. */
 INLINE f32v f32v_scale2(f32v p, f32v n) {
     if (!(n < 128.0f)) return n * INFINITY;
     return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)n << 23));

@@ -1,4 +1,4 @@
-"""The only file that calls the C kernels: picks the level, validates for Python, and passes on for Cython."""
+"""The only file that calls the C kernels: it selects the level, checks arguments from Python, and forwards calls."""
 
 cdef extern from "Python.h":
     ctypedef struct PyInterpreterState:
@@ -6,8 +6,7 @@ cdef extern from "Python.h":
     PyInterpreterState *PyInterpreterState_Get()
     PyInterpreterState *PyInterpreterState_Main()
 
-# Cython takes the GIL of the main interpreter wherever compiled code goes back to Python from code without it: in
-# another interpreter that waits for ever.
+# Cython's `with gil` takes the GIL of the main interpreter: in another interpreter it would wait for ever.
 if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
 
@@ -74,7 +73,7 @@ cdef object MAX_THREADS = 1024
 # The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
 cdef const kvc_kernels *_active = NULL
 cdef int _threads = 0
-# A child of os.fork() has the runtime of its parent's threads and none of the threads: it would wait for ever.
+# A child of os.fork() has OpenMP's record of the parent's threads but not the threads: it would wait for ever.
 cdef bint _forked = False
 
 
@@ -225,7 +224,7 @@ def get_num_threads():
 def set_num_threads(n):
     """Let one call use at most `n` threads, n >= 1.
 
-    A process that was forked runs on one thread whatever is set here, for the threads of its parent do not exist in it.
+    A forked process always uses one thread, since the threads of its parent do not exist in it.
     """
     global _threads
     _threads = as_count(n, "n", 1, MAX_THREADS)

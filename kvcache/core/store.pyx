@@ -1,7 +1,7 @@
 """BlockStore: the arena of every layer, and the kernels over it.
 
-It knows bytes and runs, nothing of ids, references or sequences' names; those are the table's and the pool's.
-Values are checked here, once, before the first byte changes: what a format cannot hold never gets in.
+It knows bytes and runs; sequence ids and references are the table's and the pool's. Values are checked here, once,
+before the first byte changes.
 """
 
 cimport numpy as cnp
@@ -62,7 +62,7 @@ cdef class BlockStore:
                  value_dtype="f32", rotate="auto"):
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
         cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
-        # As ints: NumPy's wrap around, or raise OverflowError, where they are multiplied.
+        # Python ints: products of NumPy's wrap around or raise OverflowError.
         num_layers = as_count(num_layers, "num_layers", 1, MOST)
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
         num_heads = as_count(num_heads, "num_heads", 1, MOST)
@@ -80,7 +80,7 @@ cdef class BlockStore:
         cdef void *arena = MAP_FAILED
         if size < 1 << 62:
             self.arena_bytes = size
-            # A mapping of no bytes is an error to the system and nothing unusual to us.
+            # The system refuses a mapping of 0 bytes, which a store of 0 blocks needs.
             arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         if arena == MAP_FAILED:
             raise OutOfMemoryError(size, 0, "bytes")
@@ -124,7 +124,7 @@ cdef class BlockStore:
 
     @property
     def bookkeeping(self):
-        """Bytes beside the K and V that grow with the number of blocks."""
+        """Bytes of bookkeeping, in proportion to the number of blocks."""
         return sizeof(uint16_t) * self.num_blocks
 
     @property
@@ -231,7 +231,7 @@ cdef class BlockStore:
             self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
 
     def same_layout(self, BlockStore other not None):
-        """Whether a block of the one is a block of the other, byte for byte."""
+        """Whether the blocks of both stores have the same bytes for the same rows."""
         return (self.num_layers == other.num_layers
                 and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0)
 
@@ -247,7 +247,7 @@ cdef class BlockStore:
     def overwrite(self, int64_t block):
         """The packed bytes of a block, one uint8 array `(layout.block_bytes,)` per layer, to be written at once.
 
-        Any bytes are safe to read and to attend over; what they mean is up to whoever writes them.
+        Any bytes are safe to read and to attend over.
         """
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block: expected an int in [0, {self.num_blocks}), got {block}")
@@ -294,7 +294,7 @@ cdef class BlockStore:
             for i in range(n):
                 memcpy(base + targets[i] * size, base + sources[i] * size, size)
             base += self.num_blocks * size
-        for i in range(n):    # what lies behind the tokens that are wanted has come along
+        for i in range(n):    # the copy includes the slots after the wanted tokens
             self.written_slots[targets[i]] = self.written_slots[sources[i]]
 
     cdef void hand_out_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
@@ -306,7 +306,7 @@ cdef class BlockStore:
             block, stop = runs[run].block, runs[run].stop
             first = <int>max(<int64_t>runs[run].first, stop - count)
             count -= stop - first
-            if first < self.written_slots[block]:  # and all that lies behind: the block's next tokens cost nothing
+            if first < self.written_slots[block]:  # with all slots after them: the next tokens need no clearing
                 for layer in range(self.num_layers):
                     kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
                                         self.written_slots[block] - first)

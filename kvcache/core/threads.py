@@ -1,10 +1,10 @@
-"""Levels and threads of the kernels, loaded so that threads, theirs and those of BLAS, soon sleep where they wait.
+"""Levels and threads of the kernels, loaded so that waiting threads of OpenMP and of BLAS soon sleep.
 
-A decode step goes back and forth between attention, on threads of OpenMP, and matrix products, on threads of a BLAS
-that knows nothing of them. Either's threads spin where they wait, for milliseconds by default, on the very core that
-the other's need: on two busy cores a step took ten times as long where OpenMP's spun, and twice where OpenBLAS's did.
-Each library reads how long to wait once, when it is loaded: libgomp with `_kernels`, OpenBLAS with NumPy, unless that
-was there first. Whoever has said it in the environment is obeyed, and the environment is left as it was.
+A decode step alternates between attention, on threads of OpenMP, and matrix products, on threads of a BLAS. By default
+waiting threads of either spin for milliseconds on the cores that the other needs: on two busy cores a step took ten
+times as long while OpenMP's spun, and twice as long while OpenBLAS's did. Each library reads how long to spin once,
+when it is loaded: libgomp with `kernels`, OpenBLAS with NumPy, unless NumPy was loaded before. A value that the user
+has set in the environment stays in force; the environment is restored afterwards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 __all__ = ["get_num_threads", "set_num_threads", "simd_level", "simd_levels", "use_simd"]
 
-# What is set while the libraries are loaded, unless one of these variables is.
+# Set while the libraries are loaded, unless one of these variables is set already.
 _WAITS = {
-    ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"): "500",  # some microseconds: enough to meet at a barrier, and no more
+    ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"): "500",  # some microseconds: enough for a barrier
     # 2 to the 17 cycles, about 50 microseconds: from one product of a layer to the next, but not through its attention.
     ("OPENBLAS_THREAD_TIMEOUT",): "17",
 }
@@ -35,7 +35,7 @@ def _waiting_shortly() -> Iterator[None]:
 
 
 with _waiting_shortly():
-    # Before NumPy, which says less clearly that it does not load in a subinterpreter.
+    # Before NumPy, whose own error about subinterpreters is less clear.
     from kvcache.core.kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
 
     # isort: split
