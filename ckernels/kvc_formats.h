@@ -18,14 +18,15 @@
 
 #include "kvc_half.h"
 
-/* The smallest |x| above the largest that f32 storage takes, 2^96. Attention sums weights times values before it divides
- * by the sum of the weights: with weights of at most 1, 2^31 tokens of 2^96 make 2^127, below the largest float. Scores
- * sum at most 256 products of a key and a scaled query: they are finite for scaled queries up to 2^23. */
+/* The smallest |x| above the largest that f32 storage takes, 2^96. Attention sums weights times values before it
+ * divides by the sum of the weights: with weights of at most 1, 2^31 tokens of 2^96 make 2^127, below the largest
+ * float. Scores sum at most 256 products of a key and a scaled query: they are finite for scaled queries up to 2^23. */
 #define KVC_F32_OVERFLOW 0x1.000002p+96f
 
-/* f16 keeps halves; a quantised row keeps a scale and a minimum in halves, whose magnitudes are at most those of the row
- * (also under the rotation, which is scaled by 1/head_dim). */
-/*          symbol  name   bits quantised fitted overflow      largest */
+/* f16 keeps halves. A quantised row keeps a scale and a minimum in halves, whose magnitudes are at most those of the
+ * row (also under the rotation, which is scaled by 1/head_dim).
+ *
+ * symbol, name, bits, quantised, fitted, overflow, largest */
 #define KVC_FLOAT_FORMATS(X)                           \
     X(F32, "f32", 32, 0, 0, KVC_F32_OVERFLOW, "2**96") \
     X(F16, "f16", 16, 0, 0, KVC_HALF_OVERFLOW, "65504")

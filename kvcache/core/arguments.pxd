@@ -1,4 +1,4 @@
-"""Arrays that are handed in as the core takes them already: the one question before any conversion (_arrays.py)."""
+"""Whether an argument needs no conversion by core/arguments.py."""
 
 cimport numpy as cnp
 

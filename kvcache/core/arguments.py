@@ -183,9 +183,12 @@ def as_finite(
 
 def as_count(value: Any, name: str, least: int = 0, most: int | None = _INT64) -> int:
     """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
-    if not is_integer(value):
+    if type(value) is int:  # nearly always, and several times as fast
+        number = value
+    elif is_integer(value):
+        number = plain_int(value)
+    else:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    number = plain_int(value)
     if number < least:
         raise ValueError(f"{name}: expected an int >= {least}, got {_digits(number)}")
     if most is not None and number > most:
@@ -195,8 +198,6 @@ def as_count(value: Any, name: str, least: int = 0, most: int | None = _INT64) -
 
 def as_integer(value: Any, name: str) -> int:
     """`value` as an int of 64 bits; TypeError if it is no integer, ValueError beyond 64 bits."""
-    if type(value) is int and -_INT64 <= value <= _INT64:
-        return value
     return as_count(value, name, -(2**63))
 
 

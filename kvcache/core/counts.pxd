@@ -1,7 +1,6 @@
-"""Counts of tokens and blocks that callers name: any int64 is a count, and none overflows.
+"""Sums and quotients of counts from callers, which may be any int64 >= 0, without overflow.
 
-Every sum of such counts and every division of one goes through here. What saturates is more than any pool has, so
-that the call ends in `OutOfMemoryError`.
+A saturated count is more than any pool has, so the call raises `OutOfMemoryError`.
 """
 
 from libc.stdint cimport INT64_MAX, int64_t

@@ -4,10 +4,10 @@
         write_at(fd, buffers, 0)
     ...                                  synced, renamed to `path`, the folder synced
 
-Whenever the process or the system dies, `path` is the old file or the new one. An exception inside, Ctrl-C at any
-moment among them, leaves the old one and removes the temporary file; only a crash can leave that behind, as
-`.NAME.*.tmp`. A writer holds a lock (flock) on its temporary file, which ends with the process: the next writer of the
-same name removes the temporary files whose lock is free.
+If the process or the system crashes, `path` is the old file or the new one. An exception in the block (Ctrl-C at any
+moment too) leaves the old file and removes the temporary one. Only a crash leaves a temporary file, `.NAME.*.tmp`. A
+writer holds a lock (flock) on its temporary file, which ends with the process: the next writer of the same name removes
+the temporary files whose lock is free.
 """
 
 from posix.unistd cimport close
@@ -32,9 +32,9 @@ def kind_of(int mode):
 
 
 cdef class File:
-    """A descriptor, opened and owned in one call, and closed by `close`, at the latest when this dies.
+    """A descriptor, opened and owned in one call, and closed by `close`, at the latest when this is deallocated.
 
-    Args: as of `os.open`; what is created can be read and written by its owner alone.
+    Args: as of `os.open`; a created file can be read and written only by its owner.
 
     Raises:
         OSError: of the file system.
@@ -49,10 +49,10 @@ cdef class File:
         self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def close(self):
-        """Close it; nothing happens the second time."""
+        """Close it; no-op the second time."""
         cdef int fd = self.fd
         if fd >= 0:
-            self.fd = -1    # whatever the system says, it is closed then
+            self.fd = -1    # closed afterwards, even if the system reports an error
             os.close(fd)
 
     def __dealloc__(self):
@@ -61,10 +61,10 @@ cdef class File:
 
 
 cdef class Replacement:
-    """A descriptor to write the new content of `path` to; it takes its place when the block ends without an error.
+    """A descriptor of a new file, which replaces `path` when the block ends without an error.
 
-    The new file can be read and written by its owner alone. A symbolic link stays, what it names is replaced. What
-    killed writers of this name have left behind is removed.
+    Only its owner can read and write the new file. A symbolic link stays; its target is replaced. Temporary files of
+    killed writers of this name are removed.
 
     Raises:
         FileExistsError: `path` is not a regular file; nothing has changed.
@@ -87,7 +87,7 @@ cdef class Replacement:
                 self.file = File(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
             except FileExistsError:
                 continue
-            # A sweeper may have taken the lock, and the name, between these two calls: then the next name.
+            # Another writer's `sweep` may have locked and removed it between these two calls: then the next name.
             try:
                 if not (lock(self.file.fd) and is_named(self.temporary, self.file.fd)):
                     self.discard()
@@ -140,7 +140,7 @@ cdef class Replacement:
 
 
 cdef int lock(int fd) except -1:
-    """Take the lock of a file without waiting: 1 if it is taken, 0 if another has it, 2 where there are no locks."""
+    """Lock a file without waiting: 1 on success, 0 if another process has it, 2 if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

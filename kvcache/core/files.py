@@ -1,4 +1,4 @@
-"""Regular files opened to be read, and bytes to and from a position of a file, however little one system call takes.
+"""Open regular files, and read and write whole buffers at a position, over partial system calls.
 
 core/descriptors.pyx owns descriptors and replaces files.
 """
@@ -22,8 +22,8 @@ _BYTES = 1 << 30  # of one system call; the system takes just under 2**31
 def open_regular(path: str | os.PathLike[str], error: type[Exception]) -> tuple[File, int]:
     """`(file, size)` of a regular file, opened to be read.
 
-    Any other kind of file is refused before it is opened, since opening a device can act on it, and again after that:
-    the descriptor says what was opened. Without O_NONBLOCK a FIFO would wait for a writer.
+    Another kind of file is rejected before it is opened, since opening a device can act on it, and again afterwards by
+    its descriptor, since the name may have changed. Without O_NONBLOCK a FIFO would wait for a writer.
 
     Args:
         error: raised, with the path and the kind of file, for what is not a regular file.
@@ -47,7 +47,7 @@ def _views(buffers: Iterable[Any]) -> list[memoryview]:
 
 
 def _some(views: list[memoryview]) -> list[memoryview]:
-    """What one system call may take of them."""
+    """The first of them, as many as one system call accepts."""
     room, taken = _BYTES, []
     for view in views[:_BUFFERS]:
         taken.append(view[:room])
@@ -57,8 +57,8 @@ def _some(views: list[memoryview]) -> list[memoryview]:
     return taken
 
 
-def _behind(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of them after the first `count` bytes."""
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """The rest of them after the first `count` bytes."""
     first = 0
     while first < len(views) and count >= views[first].nbytes:
         count -= views[first].nbytes
@@ -67,29 +67,29 @@ def _behind(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def write_at(fd: int, buffers: Iterable[Any], offset: int) -> int:
-    """Write buffers, one behind the other, from `offset` on; the offset behind them."""
+    """Write buffers, one after the other, from `offset` on; returns the offset after them."""
     views = _views(buffers)
     while views:
         count = os.pwritev(fd, _some(views), offset)
         offset += count
-        views = _behind(views, count)
+        views = _after(views, count)
     return offset
 
 
 def read_at(fd: int, buffers: Iterable[Any], offset: int) -> bool:
-    """Fill writable buffers, one behind the other, from `offset` on; False if the file ends before."""
+    """Fill writable buffers, one after the other, from `offset` on; False if the file ends before."""
     views = _views(buffers)
     while views:
         count = os.preadv(fd, _some(views), offset)
         if count == 0:
             return False
         offset += count
-        views = _behind(views, count)
+        views = _after(views, count)
     return True
 
 
 def checksum(buffers: Iterable[Any]) -> int:
-    """The CRC-32 of buffers, one behind the other."""
+    """The CRC-32 of buffers, one after the other."""
     value = 0
     for buffer in buffers:
         value = zlib.crc32(buffer, value)

@@ -6,7 +6,7 @@ from libc.stdlib cimport free, realloc
 
 cdef enum:
     MAX_ID = 0x7FFFFFFE
-    ARITY = 4    # children of an item: half the levels of a binary heap, and each level may be a miss in the caches
+    ARITY = 4    # children of an item: half the levels of a binary heap; each level may be a cache miss
 
 
 cdef inline bint before(heap_item a, heap_item b) noexcept nogil:
@@ -17,7 +17,7 @@ cdef class IndexedHeap:
     """A priority queue of ids with keys that may change.
 
     Ids are dense small integers (memory grows with the highest one, 28 bytes each); keys are floats or
-    integers of less than 2**53 in magnitude. The smallest key leaves first, ties go to the lowest id.
+    integers of less than 2**53 in magnitude. The smallest key comes first, ties go to the lowest id.
     `push`, `update`, `remove` and `pop` are O(log n), the rest O(1).
     """
 
@@ -157,7 +157,7 @@ cdef class IndexedHeap:
         self.drop(self._member(id))
 
     def peek(self):
-        """`(id, key)` of the item that leaves next. IndexError when the heap is empty."""
+        """`(id, key)` of the first item. IndexError when the heap is empty."""
         if self.size == 0:
             raise IndexError("heap: expected one with items, got an empty one")
         return self.items[0].id, self.items[0].key

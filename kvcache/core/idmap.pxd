@@ -1,4 +1,4 @@
-"""A map from 64-bit ids to rows: what a dict {seq_id: row} would be, without Python objects."""
+"""A map from 64-bit ids to rows: a dict {seq_id: row} without Python objects."""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 

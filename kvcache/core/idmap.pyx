@@ -87,7 +87,7 @@ cdef class IdMap:
     def __contains__(self, uint64_t key):
         return self.get(key) >= 0
 
-    # The key stays an object in these signatures: a typed one would pass through ssize_t, as list indices do.
+    # Untyped keys: Cython would convert typed ones through ssize_t, as it does for list indices.
     def __getitem__(self, key):
         cdef int32_t value = self.get(key)
         if value < 0:
@@ -116,10 +116,10 @@ cdef class IdMap:
         return 12 * self.capacity
 
     def check(self):
-        """Verify that every id is found where it lies and that `used` counts them.
+        """Verify that every id can be found and that `used` counts them.
 
         Raises:
-            AssertionError: naming the broken one.
+            AssertionError: names the broken invariant.
         """
         cdef int64_t i, seen = 0
         for i in range(self.capacity):

@@ -1,4 +1,4 @@
-"""The kernels as the rest of the library sees them: what a block holds, and what can be done with it.
+"""The kernels for the rest of the library: how a block is laid out, and the operations on it.
 
 Everything here runs without the GIL on validated input: block ids inside the arena, first <= stop <=
 block_size, counts that agree. Nothing allocates: attend's caller gives it attend_scratch_bytes of scratch.

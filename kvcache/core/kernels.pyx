@@ -1,4 +1,4 @@
-"""The only file that calls the C kernels: picks the level, validates for Python, and passes on for Cython."""
+"""The only file that calls the C kernels: it selects the level, checks arguments from Python, and forwards calls."""
 
 cdef extern from "Python.h":
     ctypedef struct PyInterpreterState:
@@ -6,8 +6,7 @@ cdef extern from "Python.h":
     PyInterpreterState *PyInterpreterState_Get()
     PyInterpreterState *PyInterpreterState_Main()
 
-# Cython takes the GIL of the main interpreter wherever compiled code goes back to Python from code without it: in
-# another interpreter that waits for ever.
+# Cython's `with gil` takes the GIL of the main interpreter: in another interpreter it would wait for ever.
 if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
 

@@ -1,4 +1,4 @@
-"""Locks, and notes that are left by what dies; explained in core/locks.pxd."""
+"""Locks, and notes of deallocated objects; explained in core/locks.pxd."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
@@ -55,17 +55,17 @@ cdef int acquire(PyThread_type_lock lock, unsigned long *owner) except -1:
 
 
 cdef class CallLock:
-    """A lock that its owner cannot take twice: a second call of the thread that is inside raises.
+    """A lock that its owner cannot take twice: a second call of the thread that holds it raises.
 
-    Locks are waited for in one order, so that threads cannot wait for each other: from higher levels to lower ones, and
-    on one level in the order of their creation. Only code that runs in the middle of a call, a signal handler or a
-    finaliser, comes in another order. It gets the lock if that is free.
+    Threads wait for locks in one order, so no two wait for each other: from higher levels to lower ones, and on one
+    level in the order of creation. Only code that runs in the middle of a call, such as a signal handler or a
+    finaliser, can ask in another order. It gets the lock only if that is free.
 
     Args:
-        level: 2 for an engine, 1 for a cache, 0 for what is inside a cache.
+        level: 2 for an engine, 1 for a cache, 0 for a part of a cache.
 
-    Raises, where it is taken:
-        InvalidOperationError: this thread is inside already, or holds a lock that comes later and would have to wait.
+    Raises, when it is taken:
+        InvalidOperationError: this thread holds it already, or holds a lock that comes later and would have to wait.
     """
 
     def __cinit__(self, int level=1):
@@ -84,7 +84,7 @@ cdef class CallLock:
 
     @property
     def core(self):
-        """The lock itself, as of `MendingLock`."""
+        """This lock: the same attribute as that of `MendingLock`."""
         return self
 
     @property
@@ -114,10 +114,10 @@ cdef class CallLock:
 
     cdef int enter(self) except -1:
         self.take(True)
-        if self.torn or self.dues:    # what failed when the last call left comes first
+        if self.torn or self.dues:    # left over from earlier calls
             try:
                 self.make_good()
-                self.settle()
+                self.run_dues()
             except BaseException:
                 self.leave()
                 raise
@@ -130,20 +130,20 @@ cdef class CallLock:
             lock.make_good()
         return 0
 
-    cdef int settle(self) except -1:
-        # A signal handler may raise any exception inside a release, so each one gets a second try. If that works, the
-        # exception was the handler's, and leaves when all releases are done.
+    cdef int run_dues(self) except -1:
+        # A signal handler may raise any exception inside a release, so a failed one is tried again. If that works, the
+        # exception was the handler's; it is raised when all releases are done.
         foreign = None
         while self.dues:
-            due = self.dues[0]    # an interrupt leaves it there; a release may be done twice
+            due = self.dues[0]    # an interrupt leaves it queued; a release may run twice
             first = self.attempt(due)
             error = None if first is None else self.attempt(due)
             if error is None:
                 if foreign is None and not isinstance(first, MemoryError):
                     foreign = first
             elif self.attempt(self._nothing) is not None:
-                break    # nothing can be mended now: the next call does it, and then these releases
-            elif not isinstance(error, KvCacheError):    # else what it was to release has gone meanwhile
+                break    # mending fails now: the next call mends, then runs these releases
+            elif not isinstance(error, KvCacheError):    # else what it releases is gone already
                 PyErr_SetObject(type(error), error)
                 PyErr_WriteUnraisable(due)
             self.dues.popleft()
@@ -153,7 +153,7 @@ cdef class CallLock:
 
     cdef int leave(self) except -1:
         try:
-            self.settle()
+            self.run_dues()
         finally:
             set_innermost(self.outer)
             self.owner = 0
@@ -169,7 +169,7 @@ cdef class CallLock:
         return None
 
     def _nothing(self):
-        """A release of nothing, which fails where something cannot be mended."""
+        """A release of nothing: `attempt` then only mends."""
 
     cdef bint enter_to_release(self, object release, bint wait) except -1:
         try:
@@ -179,7 +179,7 @@ cdef class CallLock:
         if taken and self.attempt(self._nothing) is None:
             return True
         self.dues.append(release)
-        # The thread that is inside finds what is due when it leaves; has it left, this thread does it.
+        # The thread that holds the lock runs the queue when it leaves. If it has left meanwhile, this thread does.
         if taken or (not self.inside and self.take(False)):
             self.leave()
         return False
@@ -191,17 +191,17 @@ cdef class CallLock:
         self.leave()
 
     def when_free(self, release):
-        """Run `release()` inside the lock: now, or, where this thread is inside already, when it leaves.
+        """Run `release()` with the lock held: now, or at the end of the call that this thread is in.
 
-        `release` may run a second time if an exception leaves it. What it raises is raised here if it runs now. If it
-        runs later and raises twice, a `KvCacheError` is passed over, and any other goes to `sys.unraisablehook`.
+        `release` may run a second time if it raises. If it runs now, its exception is raised here. If it runs later and
+        raises twice, a `KvCacheError` is ignored, and any other goes to `sys.unraisablehook`.
         """
         self.run_to_release(release, True)
 
     def hand_over(self, release):
-        """`when_free` without waiting: now if the lock is free, else when whoever is inside leaves.
+        """`when_free` without waiting: now if the lock is free, else at the end of the running call.
 
-        For what a finaliser may do, on a thread that may hold a lock for which the owner of this one waits.
+        For finalisers: their thread may hold a lock for which the owner of this one waits.
         """
         self.run_to_release(release, False)
 
@@ -215,12 +215,11 @@ cdef class CallLock:
 
 
 cdef class MendingLock:
-    """A `CallLock`, maybe shared, whose block ends with `mend()` when an exception leaves it.
+    """A `CallLock`, maybe shared, that runs `mend()` when an exception leaves its block.
 
-    Whatever raised it (the call itself, Ctrl-C, a signal handler between two lines), nobody gets in before what is
-    guarded agrees again. `mend` is a bound method, whose object the lock does not keep alive; it may be called at any
-    time, any number of times, with the lock taken. Where it fails itself (memory, an interrupt), the next call to enter
-    runs it first.
+    Whatever raised the exception (the call, Ctrl-C, a signal handler between two lines), no other call begins before
+    the state is consistent again. `mend` is a bound method; the lock does not keep its object alive. It may run at any
+    time, any number of times, with the lock held. If it fails (memory, an interrupt), the next call runs it first.
 
     Args:
         core: the lock to take, a `CallLock`.
@@ -250,7 +249,7 @@ cdef class MendingLock:
 
     @property
     def torn(self):
-        """Whether an exception has left, and nothing has mended yet."""
+        """Whether an exception has ended a call and `mend` has not run since."""
         return self in self.core.torn
 
     def __enter__(self):
@@ -262,21 +261,21 @@ cdef class MendingLock:
                 try:
                     self.make_good()
                 except Exception:
-                    pass    # `error` goes on its way; the next one in mends
+                    pass    # `error` is raised; the next call mends
         finally:
             self.core.leave()
 
     def when_free(self, release):
-        """As of `CallLock`; `mend()` follows an exception here, too."""
+        """As of `CallLock`; `mend()` runs after an exception here, too."""
         self.core.run_to_release(_Mended(self, release), True)
 
     def hand_over(self, release):
-        """As of `CallLock`; `mend()` follows an exception here, too."""
+        """As of `CallLock`; `mend()` runs after an exception here, too."""
         self.core.run_to_release(_Mended(self, release), False)
 
 
 cdef class _Mended:
-    """A release that is due, and what to do when it fails."""
+    """A release, and `mend` after it if it fails."""
 
     cdef MendingLock lock
     cdef object release
@@ -292,14 +291,14 @@ cdef class _Mended:
             try:
                 self.lock.core.make_good()
             except Exception:
-                pass    # the next one in mends
+                pass    # the next call mends
             raise
 
 
 cdef class AllLocks:
     """Several locks as one context manager: each core is taken once, in the order that `CallLock` demands.
 
-    So two threads that take some of the same locks, in whatever order they name them, cannot wait for each other.
+    So two threads that take some of the same locks cannot wait for each other, in whatever order they list them.
     """
 
     cdef list locks, cores, taken
@@ -316,7 +315,7 @@ cdef class AllLocks:
                 core = self.taken.pop()
                 core.leave()
         finally:
-            if self.taken:    # what was due has raised; the others are left all the same
+            if self.taken:    # a due release has raised; leave the others all the same
                 self.leave_all()
         return 0
 
@@ -341,14 +340,14 @@ cdef class AllLocks:
                     for core in self.cores:
                         core.make_good()
                 except Exception:
-                    pass    # `error` goes on its way; the next one in mends
+                    pass    # `error` is raised; the next call mends
         finally:
             self.leave_all()
 
 
 @cython.no_gc_clear
 cdef class Parting:
-    """Appends `key` to the deque `notes` when it dies: a note that neither collection nor interrupts cut short."""
+    """Appends `key` to the deque `notes` when it is deallocated, which no collection or interrupt can prevent."""
 
     def __init__(self, notes, key):
         self.notes, self.key = notes, key

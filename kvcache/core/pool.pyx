@@ -1,4 +1,4 @@
-"""Block ids, reference counts and the free list: O(1) everything, first freed first reused."""
+"""Block ids, reference counts and the free list: all O(1); the block that was freed first is reused first."""
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -173,7 +173,7 @@ cdef class BlockPool:
         cdef const int32_t[::1] view = self.in_use(blocks)
         cdef Py_ssize_t i, undo, freed = 0
         for i in range(view.shape[0]):
-            # A name that comes twice in `blocks` could pass the check above and still be one too many.
+            # A block listed twice passes the check above even if it has only one reference.
             if self.refs[view[i]] == 0:
                 for undo in range(i):
                     self.refs[view[undo]] += 1
@@ -196,7 +196,7 @@ cdef class BlockPool:
         return ids
 
     def expect_each_once(self, blocks):
-        """ValueError names a block that stands twice among `blocks` (int32 `(n,)`, all of them in use)."""
+        """ValueError names a block that is listed twice in `blocks` (int32 `(n,)`, all of them in use)."""
         cdef const int32_t[::1] view = blocks
         cdef Py_ssize_t i, seen = view.shape[0]
         for i in range(view.shape[0]):
@@ -224,10 +224,10 @@ cdef class BlockPool:
         return np.array(self.refs)
 
     def recount(self, held):
-        """The references are these, int32 `(num_blocks,)`, whatever was counted before.
+        """Set all reference counts, int32 `(num_blocks,)`, whatever they were before.
 
-        For an owner that was interrupted, and knows who holds what. Blocks that nobody holds become free, behind those
-        that are.
+        For an owner that was interrupted and has counted its references again. Blocks without references become free,
+        after those that are free already.
 
         Raises:
             ValueError: another number of blocks, or a negative count; MemoryError: nothing has changed.

@@ -1,4 +1,4 @@
-"""Runs: the tokens of a sequence as stretches of neighbouring slots, `[first, stop)` of a block."""
+"""Runs: the tokens of a sequence as ranges of neighbouring slots, `[first, stop)` of a block."""
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -14,10 +14,9 @@ RUN = np.dtype([("block", np.int32), ("first", np.uint16), ("stop", np.uint16)])
 
 
 def runs_of(const int32_t[::1] slots, int32_t block_size, out=None):
-    """The slots in this order as runs (dtype `RUN`), slot s standing in block s // block_size.
+    """The slots in this order as runs (dtype `RUN`); slot s is in block s // block_size.
 
-    Neighbours that follow each other inside one block share a run. `out`, dtype `RUN`, at least as many as there are
-    slots, is where they are written.
+    Consecutive slots of one block share a run. `out`, dtype `RUN`, receives them; it has room for a run per slot.
     """
     cdef int64_t i, n = slots.shape[0], count = 0
     runs = np.empty(n, RUN) if out is None else out

@@ -62,7 +62,7 @@ cdef class BlockStore:
                  value_dtype="f32", rotate="auto"):
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
         cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
-        # As ints: NumPy's wrap around, or raise OverflowError, where they are multiplied.
+        # Python ints: products of NumPy's wrap around or raise OverflowError.
         num_layers = as_count(num_layers, "num_layers", 1, MOST)
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
         num_heads = as_count(num_heads, "num_heads", 1, MOST)
@@ -124,7 +124,7 @@ cdef class BlockStore:
 
     @property
     def bookkeeping(self):
-        """Bytes beside the K and V that grow with the number of blocks."""
+        """Bytes of bookkeeping, in proportion to the number of blocks."""
         return sizeof(uint16_t) * self.num_blocks
 
     @property

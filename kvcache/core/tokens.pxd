@@ -1,4 +1,4 @@
-"""Token ids at the boundary: one contiguous uint32 array, without a copy where the caller has one."""
+"""Token ids and page values from callers as contiguous arrays, without a copy where they are that already."""
 
 cimport numpy as cnp
 

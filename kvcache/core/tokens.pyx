@@ -37,7 +37,7 @@ cdef cnp.ndarray uint32_tokens(object tokens):
 
 
 cdef cnp.ndarray from_sequence(object tokens):
-    """A list or tuple: plain ints in range as fast as CPython hands them out, whatever else one by one."""
+    """A list or tuple: exact ints in one pass in C, anything else one by one."""
     cdef cnp.npy_intp n = PySequence_Fast_GET_SIZE(tokens)
     cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT32, 0)
     if not plain_ints(PySequence_Fast_ITEMS(tokens), n, <uint32_t*>cnp.PyArray_DATA(out)):
@@ -53,8 +53,8 @@ cdef cnp.ndarray from_sequence(object tokens):
 cdef bint plain_ints(PyObject** items, Py_ssize_t n, uint32_t* out) noexcept:
     """Copy exact ints; False if there is anything else, or one out of range, with or without an error set.
 
-    No Python code runs here, so the items stay where they are. The range is looked at once, at the end: a
-    branch per item costs more than the conversion.
+    No Python code runs here, so the list cannot change meanwhile. The range is checked once, at the end: a branch per
+    item costs more than the conversion.
     """
     cdef Py_ssize_t i
     cdef long long number
@@ -69,7 +69,7 @@ cdef bint plain_ints(PyObject** items, Py_ssize_t n, uint32_t* out) noexcept:
 
 
 cdef object whole_number(object item):
-    """An integer of another type (NumPy's) as int; bools, floats and the rest are refused."""
+    """An integer of another type (NumPy's) as int; TypeError for bools, floats and anything else."""
     if not isinstance(item, (*BOOLS, np.ma.MaskedArray)) and hasattr(item, "__index__"):
         return operator.index(item)
     raise TypeError(f"tokens: expected integers, got {type(item).__name__}")
