@@ -1,4 +1,4 @@
-"""A process that forks after threads have run: the child computes too, on one thread, and its parent goes on."""
+"""Forks after threads have run: the child computes on one thread, and the parent continues."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""States for a `PrefixKvCache`, and caches that have some."""
+"""States for a `PrefixKvCache`, and caches with states."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PAIRS = [*((name, name) for name in BITS), ("f32", "f16"), ("f32", "q2"), ("q8",
 
 
 def head_bytes(name: str, head_dim: int) -> int:
-    """One row of one head: codes of exactly so many bits; quantised ones have a scale and a minimum in f16."""
+    """Bytes of one row of one head: its codes, and for quantised formats a scale and a minimum in f16."""
     return -(-head_dim * BITS[name] // 8) + (4 if name[0] == "q" else 0)
 
 
 def round_trip(snapshot: CachedKvState, head_dim: int, *formats: str, rotate: bool | str = "auto") -> CachedKvState:
-    """What is left of a state that a store of its own has held, token by token."""
+    """A state after a round trip through a separate store, token by token."""
     n, heads = snapshot.seq_len, snapshot.kv_dim // head_dim
     store = BlockStore(snapshot.num_layers, n, 1, heads, head_dim, *formats, rotate)
     runs = np.array([(i, 0, 1) for i in range(n)], RUN)
