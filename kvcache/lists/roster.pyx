@@ -1,4 +1,4 @@
-"""Roster: the entries of one list and their eviction order; drawn and explained in lists/roster.pxd."""
+"""Roster: the entries of one list and their eviction order; see the drawing in lists/roster.pxd."""
 
 from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -22,7 +22,7 @@ cdef int by_slot(const void *a, const void *b) noexcept nogil:
 
 
 def evict_from_all(rosters, rules):
-    """`evict` from each roster by its rule; how many left. One call, which no interrupt cuts short."""
+    """`evict` from each roster by its rule; returns the number of evicted entries. No interrupt divides this call."""
     cdef int64_t left = 0
     for roster, rule in zip(rosters, rules, strict=True):
         left += roster.evict(*rule)
@@ -30,25 +30,25 @@ def evict_from_all(rosters, rules):
 
 
 def add_to_all(rosters, scores):
-    """`add_scores` to each roster; one call, which no interrupt cuts short."""
+    """`add_scores` to each roster. No interrupt divides this call."""
     for roster, part in zip(rosters, scores, strict=True):
         roster.add_scores(part)
 
 
 cdef class Roster:
-    """The entries of one list, each in a slot of its own.
+    """The entries of one list, each in its own slot.
 
     Args:
-        by_score: whether the lowest score leaves first (ties: the earliest), or always the earliest.
+        by_score: whether the lowest score is evicted first (ties: the earliest entry), or always the earliest entry.
 
-    `append` and `evict` take the rule as three numbers: at most `limit` entries stay, the first `front` and the
-    last `back` of them whatever their score; `front + back <= limit`. A new entry is part of the back as long as
-    that has room. Appending a row and evicting one are O(log n).
+    `append` and `evict` take the rule as three numbers: at most `limit` entries stay, and the first `front` and last
+    `back` entries are protected; `front + back <= limit`. A new entry belongs to the back while that has room.
+    Appending a row and evicting one are O(log n).
     """
 
     def __init__(self, bint by_score):
         self.by_score = by_score
-        self.spare = self.head = self.tail = self.last_front = self.first_back = -1
+        self.first_free = self.head = self.tail = self.last_front = self.first_back = -1
         self.middle = IndexedHeap()
 
     def __dealloc__(self):
@@ -57,14 +57,14 @@ cdef class Roster:
     # -- the shell ------------------------------------------------------------------------------------------
 
     def append(self, int64_t count, int32_t limit, int32_t front, int32_t back):
-        """Add `count` rows, each followed by the evictions that it makes necessary.
+        """Add `count` rows; each is followed by the evictions that it makes necessary.
 
         Returns:
-            `(rows, slots)`: int64 and int32, which of the rows in [0, count) stayed, and their slots, which ascend;
-            None as rows if all stayed in this order. Some of these slots may have been another entry's before.
+            `(rows, slots)`: int64 and int32, the rows in [0, count) that stayed and their slots, which ascend; rows is
+            None if all stayed in this order. Some of these slots may be those of evicted entries.
 
         Raises:
-            MemoryError: nothing has changed then.
+            MemoryError: no memory; nothing has changed.
         """
         cdef int64_t _i, i, first = self.next_position, kept = 0
         cdef int32_t slot
@@ -77,7 +77,7 @@ cdef class Roster:
         cdef placed[::1] pair = pairs
         with nogil:
             for _i in range(count):
-                self.admit(limit, front, back)
+                self.append_one(limit, front, back)
             slot = self.tail
             while slot >= 0 and self.entries[slot].position >= first:
                 pair[kept].row, pair[kept].slot = self.entries[slot].position - first, slot
@@ -92,49 +92,49 @@ cdef class Roster:
         return None if in_order and kept == count else rows[:kept], slots[:kept]
 
     def append_to(self, store, keys, values, int32_t limit, int32_t front, int32_t back):
-        """`append` rows, float32 `(n, num_heads, head_dim)`, and write those that stay to the `BlockStore`, layer 0.
+        """`append` rows, float32 `(n, num_heads, head_dim)`, and write those that stay to layer 0 of the `BlockStore`.
 
-        One call: no interrupt comes between an entry and its row.
+        No interrupt occurs between the change of an entry and the write of its row.
 
         Raises:
-            MemoryError: nothing has changed then.
+            MemoryError: no memory; nothing has changed.
         """
-        # What is admitted must be written, whatever happens: all memory comes before anything changes.
+        # The rows of new entries must be written in any case, so all memory is allocated before anything changes.
         runs = np.empty(min(len(keys), limit), RUN)
         by_slot = np.empty((2, *keys.shape), np.float32)
         rows, slots = self.append(len(keys), limit, front, back)
         if rows is not None:
-            # By slot: neighbours share a tile, so each tile is packed once.
+            # Write in slot order, so that each tile is packed once.
             into = by_slot[:, : len(rows)]
             keys, values = keys.take(rows, 0, into[0], "clip"), values.take(rows, 0, into[1], "clip")
         store.write(0, runs_of(slots, store.block_size, runs), keys, values)
 
     def evict(self, int32_t limit, int32_t front, int32_t back):
-        """Evict entries until at most `limit` are left; how many left."""
+        """Evict entries until at most `limit` remain; returns the number of evicted entries."""
         cdef int32_t before = self.size
         if self.size <= limit:
             return 0
         with nogil:
-            self.settle(front, back)
+            self.resize_ends(front, back)
             while self.size > limit:
-                self.expel(self.middle.top())
+                self.evict_slot(self.middle.top())
         self.text = None
         return before - self.size
 
     def add_scores(self, const double[::1] scores):
-        """Add to the score of every entry, in the order of the text; `len(scores)` is `size`, sums are finite."""
+        """Add to the score of every entry, in text order; `len(scores)` is `size`, and all sums are finite."""
         cdef int64_t i = 0
         cdef int32_t slot = self.head
         with nogil:
             while slot >= 0:
                 self.entries[slot].score += scores[i]
                 if self.by_score and self.middle.has(slot):
-                    self.rank(slot)
+                    self.put_in_middle(slot)
                 i += 1
                 slot = self.entries[slot].next
 
     def slots(self):
-        """The slots of all entries in the order of the text, int32 `(size,)`, read-only."""
+        """The slots of all entries in text order, int32 `(size,)`, read-only."""
         cdef int32_t[::1] view
         cdef int32_t slot = self.head
         cdef int64_t i = 0
@@ -151,9 +151,9 @@ cdef class Roster:
         return self.text
 
     def reading_order(self, int64_t in_order):
-        """The slots of all entries in the order that memory likes, int32 `(size,)`.
+        """The slots of all entries in ascending order, except for the last `in_order` entries, int32 `(size,)`.
 
-        Only the last `in_order` entries of the text, at most `size`, come last and in their order.
+        These entries, at most `size`, come last, in text order.
         """
         cdef int64_t _i, i, at = self.size, since
         cdef int32_t slot = self.tail
@@ -163,7 +163,7 @@ cdef class Roster:
             at -= 1
             view[at] = slot
             slot = self.entries[slot].prev
-        # What stands before them in the text, by slot.
+        # The entries before them in the text, by slot.
         since = self.entries[slot].position + 1 if slot >= 0 else 0
         with nogil:
             at = 0
@@ -174,7 +174,7 @@ cdef class Roster:
         return order
 
     def positions(self):
-        """The position in the text of every entry, ascending, int64 `(size,)`."""
+        """The text position of every entry, ascending, int64 `(size,)`."""
         cdef const int32_t[::1] slots = self.slots()
         positions = np.empty(self.size, np.int64)
         cdef int64_t[::1] view = positions
@@ -184,7 +184,7 @@ cdef class Roster:
         return positions
 
     def scores(self):
-        """The score of every entry in the order of the text, float64 `(size,)`."""
+        """The score of every entry in text order, float64 `(size,)`."""
         cdef const int32_t[::1] slots = self.slots()
         scores = np.empty(self.size, np.float64)
         cdef double[::1] view = scores
@@ -198,7 +198,7 @@ cdef class Roster:
 
     @property
     def nbytes(self):
-        """Bytes of memory that the roster holds."""
+        """Bytes of memory of the roster."""
         return self.room * sizeof(Entry) + self.middle.nbytes
 
     def check(self):
@@ -223,7 +223,7 @@ cdef class Roster:
             slot = self.entries[slot].next
         if before != self.tail or seen != self.size or last >= self.next_position:
             raise AssertionError(f"roster: {seen} entries are linked, {self.size} are counted")
-        slot = self.spare
+        slot = self.first_free
         while slot >= 0:
             if self.entries[slot].position != -1:
                 raise AssertionError(f"roster: slot {slot} is free and holds an entry")
@@ -250,7 +250,7 @@ cdef class Roster:
         self.room = <int32_t>room
         return 0
 
-    cdef void rank(self, int32_t slot) noexcept nogil:
+    cdef void put_in_middle(self, int32_t slot) noexcept nogil:
         cdef Entry *entry = &self.entries[slot]
         self.middle.put_tied(slot, entry.score if self.by_score else 0.0, <uint64_t>entry.position)
 
@@ -260,15 +260,15 @@ cdef class Roster:
             slot = self.first_back
             self.first_back = self.entries[slot].next
             self.back -= 1
-            self.rank(slot)
+            self.put_in_middle(slot)
 
-    cdef void settle(self, int32_t front, int32_t back) noexcept nogil:
+    cdef void resize_ends(self, int32_t front, int32_t back) noexcept nogil:
         cdef int32_t slot
         while self.front > front:
             slot = self.last_front
             self.last_front = self.entries[slot].prev
             self.front -= 1
-            self.rank(slot)
+            self.put_in_middle(slot)
         self.shrink_back(back)
         while self.front < front and self.middle.size > 0:
             self.last_front = self.head if self.front == 0 else self.entries[self.last_front].next
@@ -279,21 +279,21 @@ cdef class Roster:
             self.back += 1
             self.middle.drop(self.first_back)
 
-    cdef void admit(self, int32_t limit, int32_t front, int32_t back) noexcept nogil:
+    cdef void append_one(self, int32_t limit, int32_t front, int32_t back) noexcept nogil:
         cdef int32_t slot
         cdef int64_t position = self.next_position
         self.next_position += 1
         if self.size >= limit:
             if limit == 0:
                 return
-            # The row will take one place of the back. Without a back it competes at once, with a score of 0.
-            self.settle(front, max(back - 1, 0))
+            # The row will be in the back. With a back of 0 it is compared with the middle at once, with score 0.
+            self.resize_ends(front, max(back - 1, 0))
             if back == 0 and (self.middle.size == 0 or self.middle.items[0].key > 0):
                 return
-            self.expel(self.middle.top())
-        if self.spare >= 0:
-            slot = self.spare
-            self.spare = self.entries[slot].next
+            self.evict_slot(self.middle.top())
+        if self.first_free >= 0:
+            slot = self.first_free
+            self.first_free = self.entries[slot].next
         else:
             slot = self.slots_used
             self.slots_used += 1
@@ -310,7 +310,7 @@ cdef class Roster:
             self.first_back = slot
         self.shrink_back(back)
 
-    cdef void expel(self, int32_t slot) noexcept nogil:
+    cdef void evict_slot(self, int32_t slot) noexcept nogil:
         cdef int32_t before = self.entries[slot].prev, after = self.entries[slot].next
         self.middle.drop(slot)
         if before >= 0:
@@ -322,6 +322,6 @@ cdef class Roster:
         else:
             self.tail = before
         self.entries[slot].position = -1
-        self.entries[slot].next = self.spare
-        self.spare = slot
+        self.entries[slot].next = self.first_free
+        self.first_free = slot
         self.size -= 1

@@ -1,8 +1,8 @@
-/* omp_threads.c - gcc's OpenMP runtime over pthreads, as far as kvc_parallel.c asks for it.
+/* omp_threads.c - the part of gcc's OpenMP runtime that kvc_parallel.c uses, over pthreads.
  *
- * libgomp waits with futexes that ThreadSanitizer does not see, so that every join is a race to it. Here they are mutexes
- * and conditions that it knows. gcc turns `omp parallel`, `for schedule(dynamic)` and `single` into these names; another
- * pragma in kvc_parallel.c is an undefined symbol here.
+ * libgomp waits with futexes, which ThreadSanitizer does not see, so it reports every join as a race. This file uses
+ * mutexes and condition variables, which it knows. gcc compiles `omp parallel`, `for schedule(dynamic)` and `single` to
+ * these names; any other pragma in kvc_parallel.c is an undefined symbol here.
  */
 #include <pthread.h>
 #include <stdbool.h>
@@ -13,14 +13,14 @@ typedef struct team {
     pthread_cond_t moved;
     unsigned size, arrived;
     long turn;       /* barriers passed */
-    long constructs; /* loops and singles begun by anyone: each thread begins them in the same order */
+    long constructs; /* loops and singles begun by any thread: all threads begin them in the same order */
     long next, stop;
 } team;
 
 typedef struct member {
     team *of;
     unsigned number;
-    long constructs; /* begun by this one */
+    long constructs; /* begun by this thread */
     void (*work)(void *);
     void *data;
 } member;
@@ -40,7 +40,7 @@ void GOMP_barrier(void) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Whether this thread is the first to begin the construct that it now begins; the lock is held. */
+/* Begins the next construct; returns whether this thread is the first to do so. The lock is held. */
 static bool begins(team *t) {
     if (++self->constructs <= t->constructs) return false;
     t->constructs = self->constructs;
@@ -71,7 +71,7 @@ bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long 
 
 void GOMP_loop_end(void);
 void GOMP_loop_end(void) { GOMP_barrier(); }
-void GOMP_loop_end_nowait(void); /* of the last loop: the team ends there */
+void GOMP_loop_end_nowait(void); /* the barrier of the last loop, after which the team ends */
 void GOMP_loop_end_nowait(void) {}
 
 bool GOMP_single_start(void);
