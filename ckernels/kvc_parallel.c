@@ -14,9 +14,9 @@
 
 enum {
     PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
-    MIN_PIECE_WORK = 1 << 11,  /* least key-row products of an item: fewer do not pay for its start */
-    MIN_SCORE_TOKENS = 256,    /* least tokens of an item of scores */
-    MIN_THREAD_WORK = 1 << 14, /* least key-row products (3 to 11 ns each) of a call with threads: several times the
+    MIN_PIECE_WORK = 1 << 11,  /* minimum key-row products of an item: fewer do not pay for its start */
+    MIN_SCORE_TOKENS = 256,    /* minimum tokens of an item of scores */
+    MIN_THREAD_WORK = 1 << 14, /* minimum key-row products (3 to 11 ns each) of a call with threads: several times the
                                   cost of waking one */
 };
 

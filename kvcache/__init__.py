@@ -3,7 +3,7 @@
 Paged blocks with copy-on-write, exact prefix reuse, token eviction and attention straight over the blocks.
 """
 
-# First of all: it says how threads wait, which libraries read when they are loaded.
+# The first import: it sets how threads wait, and libraries read this setting when they are loaded.
 from kvcache.core.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.errors import (

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add = generate.add_argument
     add("--model", required=True, metavar="DIR", help="folder with config.json, *.safetensors and tokenizer.json")
     add("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="most new tokens (%(default)s)")
+    add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="maximum of new tokens (%(default)s)")
     add("--temperature", type=float, default=defaults.temperature, metavar="T", help="0 is greedy (%(default)s)")
     add("--top-k", type=int, default=defaults.top_k, metavar="K", help="0 is off (%(default)s)")
     add("--top-p", type=float, default=defaults.top_p, metavar="P", help="1 is off (%(default)s)")

@@ -102,7 +102,7 @@ class EvictionStrategy:
 class Rule(NamedTuple):
     """The limits of one list of entries under a policy and a budget; `front + back <= limit`."""
 
-    limit: int  # most entries
+    limit: int  # maximum number of entries
     front: int  # first entries that are protected, whatever their score
     back: int  # last entries that are protected
 
@@ -203,7 +203,7 @@ class EvictionPolicy:
 
     @property
     def most(self) -> int | None:
-        """The most entries the policy keeps under any budget; None: as many as the budget allows."""
+        """The maximum number of entries under any budget; None: as many as the budget allows."""
         return None if self.window is None else self.window + (self.sink or 0)
 
     def rule(self, budget: int) -> Rule:

@@ -1,4 +1,4 @@
-"""Fixtures that every test may use, and how much work random tests do.
+"""Fixtures of all tests, and the amount of work of random tests.
 
 --long              an hour's worth of random examples and of load
 KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing allocations, for builds that run slowly
@@ -8,7 +8,7 @@ KVCACHE_TESTS=fast  a tenth of the random examples, a third of the failing alloc
 import gc
 import os
 
-# Before NumPy is loaded: on a busy machine BLAS waits for its own threads, spinning, and takes many times as long.
+# Set before NumPy is loaded: on a busy machine the threads of BLAS spin for each other, which takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
@@ -21,13 +21,13 @@ from places import GOLDEN
 from kvcache.core import kernels
 from kvcache.engine import InferenceEngine, Transformer
 
-# No test fails on time, however busy the machine is.
+# No deadlines: a busy machine must not fail a test.
 settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("fast" if FAST else "any time")
 
 
-LONGER = 30  # times the random examples with --long
+LONGER = 30  # factor of the random examples with --long
 
 
 def pytest_addoption(parser):
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what the simd fixture runs at every level anyway; state machines say their own number of examples."""
+    """Mark tests that the simd fixture runs at every level; scale the examples of state machines."""
     machines = {item.cls for item in items if isinstance(getattr(item.cls, "settings", None), settings)}
     times = LONGER if config.getoption("--long") else 0.1 if FAST else 1
     for machine in machines:
@@ -48,13 +48,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def collect_only_what_is_new():
-    """Let each gc.collect() of a test look at what its module has made, not at all of pytest: 10 times as fast."""
+    """Make each gc.collect() examine only the objects of the current module: 10 times as fast."""
     gc.freeze()
 
 
 @pytest.fixture(params=kernels.simd_levels())
 def simd(request):
-    """Each SIMD level of this CPU in turn; what runs is asked from the table itself, not from the request."""
+    """Each SIMD level of this CPU in turn; the running level is read from the function table."""
     with kernels.use_simd(request.param):
         assert kernels.simd_level() == request.param
         yield request.param
@@ -62,19 +62,19 @@ def simd(request):
 
 @pytest.fixture(scope="session")
 def long(request):
-    """Whether there is an hour's time."""
+    """Whether --long was given."""
     return request.config.getoption("--long")
 
 
 @pytest.fixture(scope="session")
 def network():
-    """The network of a golden checkpoint; whoever wants it to fail wraps it."""
+    """The network of a golden checkpoint; tests of failures wrap it."""
     return Transformer.from_pretrained(GOLDEN / "llama")
 
 
 @pytest.fixture(params=[DenseEngine, InferenceEngine])
 def make(request, network):
-    """Makes engines, with the cache of the twin and with the real one."""
+    """Makes engines with the naive cache and with the real one."""
 
     def make_engine(model=network, **options):
         return request.param(model, **options)

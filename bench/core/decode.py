@@ -20,7 +20,7 @@ from kvcache.core.kernels import FORMATS
 __all__ = ["FLOATS", "QUANTISED", "cases", "level_cases", "level_columns"]
 
 RIVALS = (NUMPY, TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values())
-HOT_TOKENS = 4096  # most tokens whose K and V may fit the CPU's caches
+HOT_TOKENS = 4096  # maximum number of tokens whose K and V may fit the CPU's caches
 PLAIN = 0.85  # bound: share of the speed of a plain read
 LONG = 16384  # tokens from which the speed of memory decides
 

@@ -17,7 +17,7 @@ __all__ = ["BIN", "HEADER", "RUNS", "measure", "reference", "rows", "verdicts"]
 SINKS, WINDOW, CHUNK, BIN = 4, 1500, 64, 2048
 FAR = 1 << 20  # overrides the network's number of positions, for runs beyond those it was trained on
 
-# name -> (options, most tokens, whether positions exceed those of the network)
+# name -> (options, maximum number of tokens, whether positions exceed those of the network)
 STREAM, FAR_SINKS = EvictionPolicy.StreamingLLM(SINKS, WINDOW), EvictionPolicy.SlidingWindow(WINDOW, SINKS)
 RUNS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "StreamingLLM, f32": ({"eviction_policy": STREAM}, FAR, False),

@@ -26,7 +26,7 @@ from kvcache.engine import Transformer
 
 __all__ = ["add_arguments", "main", "measure"]
 
-BOUND = 50  # least gain over the prefill
+BOUND = 50  # minimum gain over the prefill
 FORMATS = ("f32", "f16", "q8", "q4")
 HEADER = ["format", "file", "prefill", "save", "load", "first token", "gain", f"at least {BOUND}x", "bit for bit"]
 FIRST = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=1)

@@ -25,7 +25,7 @@ from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]
 
-_DEFAULT_TOKENS = 8192  # most tokens that the default pool holds
+_DEFAULT_TOKENS = 8192  # maximum number of tokens of the default pool
 
 
 class InferenceEngine:
@@ -60,7 +60,7 @@ class InferenceEngine:
     and one piece must fit the network's positions: pieces are shorter than `prefill_chunk` where they would not.
 
     Positions always count the whole text. After an eviction, `prefill_from_pos` and `decode_step` cannot go back to a
-    position behind the first evicted token: InvalidOperationError.
+    position after the first evicted token: InvalidOperationError.
 
     Attributes:
         model: the network.

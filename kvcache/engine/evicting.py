@@ -81,11 +81,11 @@ class Budgets:
         return cls(policy, kv_budget, rules)
 
     def piece(self, chunk: int, positions: int) -> int:
-        """Most tokens of one piece: `chunk`, under StreamingLLM at most the positions that survivors leave free."""
+        """The maximum length of a piece: `chunk`, and under StreamingLLM the positions that survivors leave free."""
         return min(chunk, positions - self.rules[0].limit) if self.policy.endless else chunk
 
     def peak_blocks(self, block_size: int, chunk: int, positions: int) -> int:
-        """The most blocks that a text can need if it runs in pieces of `chunk` and at most `positions` tokens survive.
+        """The maximum number of blocks of a text that runs in pieces of `chunk` with at most `positions` survivors.
 
         Per layer: the survivors, one piece, and the survivors again, which a fork keeps until the call has succeeded.
         For one layer at a time, also the new blocks of a compaction.
@@ -340,6 +340,6 @@ def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
 
 
 def most_blocks(num_tokens: int, block_size: int) -> int:
-    """The most blocks that a layer of `num_tokens` occupies between calls: a quarter more than needed, plus one."""
+    """The maximum number of blocks of a layer between calls: a quarter more than needed, plus one."""
     needed = -(-num_tokens // block_size)
     return needed + needed // 4 + (needed > 0)

@@ -32,7 +32,7 @@ class NewestGroups:
     Args:
         residual: the source of K and V.
         block_size: tokens per block of the prefix cache.
-        max_blocks: most blocks of the prefix cache; sets the room for groups, at least two.
+        max_blocks: maximum number of blocks of the prefix cache; sets the room for groups, at least two.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the

@@ -45,8 +45,8 @@ class PrefixCachedEngine:
 
     Args:
         engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
-        max_cache_blocks: most blocks of the prefix cache, a hard limit. The unpacked groups take memory on top of it:
-            one token for every 32, or two groups if that is more.
+        max_cache_blocks: maximum number of blocks of the prefix cache. The unpacked groups take more memory: one token
+            for every 32, or two groups if that is more.
         seed: replaces the engine's seed, for requests without their own.
         strict: re-raise internal failures of `generate` instead of logging them.
 

@@ -20,7 +20,7 @@ __all__ = ["Requests", "Tokens"]
 
 Tokens = NDArray[np.uint32]
 
-_SCORE_FLOATS = 2**24  # most logits that score() holds at a time: 64 MiB
+_SCORE_FLOATS = 2**24  # maximum number of logits that score() holds at a time: 64 MiB
 
 
 class Requests:
@@ -28,7 +28,7 @@ class Requests:
 
     Args:
         sequence: the tokens so far, and the network that extends them.
-        max_positions: most positions of a text; None: no limit.
+        max_positions: maximum number of positions of a text; None: no limit.
         seed: see `InferenceEngine`.
 
     Attributes:

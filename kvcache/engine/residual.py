@@ -51,7 +51,7 @@ class Residual:
         config: sizes of the network.
         cache: the cache of the sequence.
         length: tokens of a group, 1 to 256.
-        chunk: most tokens of one piece.
+        chunk: maximum number of tokens of one piece.
     """
 
     def __init__(self, config: NetworkConfig, cache: PagedKvCache, length: int, chunk: int) -> None:

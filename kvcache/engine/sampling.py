@@ -30,7 +30,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
         top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
             sampling, arXiv 1904.09751, section 3.1). 1 is off.
-        max_tokens: most new tokens.
+        max_tokens: maximum number of new tokens.
         seed: seed of this request's random numbers; None derives one from the engine's seed and the number of
             the request.
         stop_token_ids: tokens that end the text, besides the model's own; they are not returned.

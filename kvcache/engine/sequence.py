@@ -25,7 +25,7 @@ class ModelSequence(ABC):
     Args:
         model: the network.
         cache: the cache of keys and values.
-        chunk: most tokens that run through the network in one piece.
+        chunk: maximum number of tokens that run through the network in one piece.
 
     Attributes:
         num_tokens: the number of tokens of the text, evicted ones included: the position of the next token.

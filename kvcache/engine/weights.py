@@ -29,7 +29,7 @@ Float32 = NDArray[np.float32]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FEW = 4  # most names in a message
+_FEW = 4  # maximum number of names in a message
 _MAX_NAME = 255  # characters of a file name; no file system takes more
 _MAX_SHARDS = 512  # all shards are open while a checkpoint is read; a process may have 1024 files open
 

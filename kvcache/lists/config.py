@@ -20,7 +20,7 @@ class KVCacheConfig:
     """The sizes, bits and policy of a `CacheManager`.
 
     Args:
-        max_seq_len: most entries of all lists together, 1 to 2**31 - 64.
+        max_seq_len: maximum number of entries of all lists together, 1 to 2**31 - 64.
         num_heads: KV heads.
         head_dim: channels per head, 1 to 256. They are padded to a multiple of 8 in storage.
         quantization_bits: bits per value, those of a quantised format: 2, 3, 4 or 8.

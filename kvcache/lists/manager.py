@@ -113,7 +113,7 @@ class CacheManager:
         return sum(entries.nbytes for entries in self._layers.values())
 
     def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
-        """The most entries of `layer_idx` out of `total_layers` layers under PyramidKV.
+        """The maximum number of entries of `layer_idx` out of `total_layers` layers under PyramidKV.
 
         It is proportional to `total_layers - layer_idx`, rounded so that all budgets sum to `max_seq_len`, and at
         least 1 if `max_seq_len >= total_layers`.

@@ -24,11 +24,11 @@ class TokenList:
     """The entries of one layer, in text order, in its own store.
 
     Args:
-        num_slots: the most entries that the list can have.
+        num_slots: maximum number of entries.
         num_heads, head_dim, key_dtype, value_dtype, rotate: as of `BlockStore`.
         by_score: whether the lowest score is evicted first.
 
-    A `Rule` gives the most entries and the protected ones. `CacheManager` checks all arguments.
+    A `Rule` gives the maximum number of entries and the protected ones. `CacheManager` checks all arguments.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_token
 
 
 @pytest.mark.parametrize("capacity", [64, 300, 2_000])
-def test_the_replay_of_lru_is_what_the_trie_does(capacity):
+def test_the_replay_of_lru_agrees_with_the_trie(capacity):
     for seed in range(3):
         trace = synthetic(replace(SMALL, seed=seed))
         outcome, real = replay(trace, capacity, lru), through_trie(trace, capacity)
@@ -30,7 +30,7 @@ def test_the_replay_of_lru_is_what_the_trie_does(capacity):
         assert outcome.evictions == real["evictions"]
 
 
-def test_nothing_beats_the_optimum():
+def test_no_policy_beats_the_optimum():
     trace = synthetic(SMALL)
     for capacity in (64, 300, 2_000, trace.num_pages):
         best = optimal(trace, capacity).hits
@@ -70,14 +70,14 @@ def test_tables_and_times():
 
 
 def test_a_saved_cache(capsys):
-    """Whatever the times are: every block comes back byte for byte, or the bench says no."""
+    """Every loaded block is the saved one byte for byte, whatever the times are."""
     assert main(["saved", "--quick"]) == 0
     out = capsys.readouterr().out
     assert out.count("yes") == 4
     assert "NO" not in out
 
 
-def test_the_published_algorithms_find_and_forget_what_they_should():
+def test_the_published_algorithms_match_and_evict_correctly():
     first, second = prompts(2, 64)
     other = np.concatenate([first[:40], second[:24]])
     hashes, scan, whole = ChainedHashes(16), PromptScan(16), PromptDict(16)
@@ -85,7 +85,7 @@ def test_the_published_algorithms_find_and_forget_what_they_should():
         for prompt in (first, second):
             rival.insert(rival.key(prompt))
     assert hashes.match(hashes.key(first)) == [0, 1, 2, 3]
-    assert hashes.match(hashes.key(other)) == [0, 1]  # full pages alone, and only those before the first difference
+    assert hashes.match(hashes.key(other)) == [0, 1]  # only full pages before the first difference
     assert scan.match(scan.key(other)) == scan.key(first)
     assert whole.match(whole.key(other)) is None
     assert whole.match(whole.key(second)) is not None
@@ -96,7 +96,7 @@ def test_the_published_algorithms_find_and_forget_what_they_should():
 
 
 @pytest.mark.parametrize("rival", PREFIX, ids=lambda rival: rival.name)
-def test_rivals_keep_what_they_are_given(rival):
+def test_rivals_match_what_was_inserted(rival):
     if rival not in prefix_rivals():
         pytest.skip("its package is not installed")
     tree, (first, second) = rival(16), prompts(2, 64)

@@ -1,4 +1,4 @@
-"""The bench's own parts: what it measures against must be right, and its verdicts those of the numbers."""
+"""The parts of the kernel bench: its ceilings are correct, and its verdicts agree with the numbers."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_verdicts_and_ratios_are_those_of_the_rounds():
     assert "error" not in header
 
 
-def test_a_candidate_may_bring_its_own_time():
+def test_a_candidate_may_report_its_own_time():
     case = Case("case", lambda: [Candidate("fixed", seconds=2.0), Candidate("own", seconds=lambda: 3.0)])
     assert run_case(case, 2).times == {"fixed": [2.0, 2.0], "own": [3.0, 3.0]}
 

@@ -1,4 +1,4 @@
-"""What `bench quality` measures with: its text, prompts, windows and bins, and that it measures the thing it names."""
+"""The parts of `bench quality`: text, prompts, windows and bins, and the meaning of its figures."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_windows_cover_without_overlap():
         assert all(b[0] > a[-1] for a, b in pairwise(windows))
 
 
-def test_a_folder_without_the_modules_says_so(demo, tmp_path):
+def test_a_folder_without_the_modules_is_refused(demo, tmp_path):
     with pytest.raises(SystemExit, match="--library: expected the standard library"):
         heldout.load(demo[1], tmp_path)
 
 
-def test_names_are_defined_and_asked_for(demo, text):
+def test_names_are_defined_and_requested(demo, text):
     tokenizer = demo[1]
     for prompt in make_prompts(text, tokenizer, 3):
         assert LENGTH - 80 < len(prompt.tokens) <= LENGTH
@@ -60,7 +60,7 @@ def test_names_are_defined_and_asked_for(demo, text):
 
 
 def test_formats_are_compared_with_the_f32_cache(model, text):
-    length = 2 * default_length("q2", "q2") + 44  # beyond the first groups, so that q2 is read packed
+    length = 2 * default_length("q2", "q2") + 44  # beyond the first two groups, so that q2 is read packed
     figures = formats.measure(model, text, length, 2 * length, ["f32", "q8", "q2"])
     assert figures["f32"]["rise"] == figures["f32"]["kl"] == 0
     assert figures["f32"]["same"] == 1
@@ -90,13 +90,13 @@ def test_random_eviction_keeps_a_uniform_sample(model, text):
     assert len({tuple(row) for row in kept.tolist()}) == len(kept)
 
 
-def test_attention_adds_up(model, text):
+def test_attention_sums_to_one(model, text):
     mass = attention_mass(model, text.tokens[:120], 20)
     np.testing.assert_allclose(mass.sum(axis=1), 1, rtol=1e-4)
     assert (mass[:, :100] > 0).all()
 
 
-def test_a_policy_is_held_to_its_budget(demo, model, text):
+def test_a_policy_keeps_its_budget(demo, model, text):
     prompts = make_prompts(text, demo[1], 1)
     found = eviction.measure(model, prompts, "window", 5, chunk=512)
     assert found["alive"] == found["budget"] == 102

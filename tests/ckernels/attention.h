@@ -1,4 +1,4 @@
-/* attention.h - the step that attends: sequences and queries drawn, asked at every level, compared with the twin. */
+/* attention.h - the attention step: draws sequences and queries, runs every level, compares with the twin. */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
@@ -10,7 +10,7 @@ typedef struct question {
     const world *world;
     sequence of[MOST_SEQS];
     kvc_seq seqs[MOST_SEQS];
-    int num_seqs, query_heads, threads, offset; /* offset: of the scratch, which may start anywhere */
+    int num_seqs, query_heads, threads, offset; /* offset: of the scratch, at any alignment */
     float scale;
     int64_t queries, tokens;
     memory q, sink_q;
@@ -49,7 +49,7 @@ static void *ask(void *to) {
     return NULL;
 }
 
-/* One thread, or several at once that must agree. */
+/* Runs one thread, or several in parallel that must agree. */
 static answer ask_level(const kvc_kernels *kernels, const question *q) {
     answer first = {.kernels = kernels, .question = q};
 #if defined(CALLERS)
@@ -110,8 +110,8 @@ static int query_is_ordinary(const float *q, int dim) {
     return 1;
 }
 
-/* One (query, query head) of every level's answers against the twin; its weights join `total`, their errors `error`.
- * Returns whether the row is ordinary. */
+/* Compares one (query, query head) of every level's answers with the twin; adds its weights to `total` and their errors
+ * to `error`. Returns whether the row is ordinary. */
 static int expect_row(const question *q, int seq, int64_t query, int64_t first, int query_head,
                       const answer *answers, double *weights, double *total, double *error) {
     const world *w = q->world;
@@ -161,7 +161,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
     return 1;
 }
 
-/* One query in a call of its own, with another number of threads: the same bits at every level. */
+/* One query in a separate call, with another number of threads, has the same bits at every level. */
 static void expect_same_alone(const question *q, int seq, int64_t query, int64_t first, const answer *answers) {
     const int dim = q->world->layout.head_dim;
     const size_t heads = (size_t)q->query_heads, row = (size_t)(first + query) * heads;

@@ -1,22 +1,23 @@
-/* case.c - one input of the fuzzer: a world of blocks, and writes, copies, clears, reads and attention in it.
+/* case.c - one input of the fuzzer: writes, copies, clears, reads and attention in a world of blocks.
  *
- * The bytes choose sizes that callers would let through and data that nobody has checked: blocks start as any bytes, as
- * a hostile saved file may bring them, queries are any bits. After every step, at every level of this CPU:
+ * The bytes choose sizes that callers accept and unchecked data: blocks start as arbitrary bytes, as from a hostile
+ * saved file, and queries have arbitrary bits. After every step, at every level of this CPU:
  *
- *   stored bytes     equal at all levels, and only those of the slots that were named have changed
- *   rows read        equal bit for bit to the twin's (twin.h); what was written, within the format's error
- *   attention, lse   within the error of twin.h where slots and queries are ordinary: finite, then, too. Elsewhere it
- *                    may be anything, but ends, stays inside its memory, and leaves other sequences alone
- *   one query        alone, with another number of threads, the same bits, where all that it sees is ordinary
- *   Gaussian data    5e-6 of the largest output in f32 and f16, 1 % of the row quantised, as the kernels promise
+ *   stored bytes     equal at all levels; only those of the named slots have changed
+ *   rows read        equal to the twin's bit for bit (twin.h); written rows within the format's error
+ *   attention, lse   finite and within the error of twin.h if slots and queries are ordinary. Otherwise any values, but
+ *                    the call ends, stays inside its memory, and does not affect other sequences
+ *   one query        alone, with another number of threads: the same bits, if all tokens that it sees are ordinary
+ *   Gaussian data    error of 5e-6 of the largest output in f32 and f16, 1 % of the row in quantised formats
  *
- * Memory is exact (memory.h). With -DCALLERS=n, n threads make each attention call at once and must agree bit for bit.
+ * Memory is exact (memory.h). With -DCALLERS=n, n threads make each attention call in parallel and must agree bit for
+ * bit.
  */
 #include "attention.h"
 
 /* ---- Layouts. */
 
-/* A shape that no caller has checked is refused or has these properties. */
+/* An unchecked shape is refused or has these properties. */
 static void try_any_shape(source *s) {
     int x[7];
     for (int i = 0; i < 7; i++) {
@@ -43,7 +44,7 @@ static void draw_layout(source *s, world *w) {
               head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
     const int can = (head_dim & (head_dim - 1)) == 0;
     int heads = draw_between(s, 1, 4);
-    w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are many cases */
+    w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are fast, so there can be many */
     if (w->many) w->most_floats = 1 << 15, heads = 1 + heads % 2;
     while (heads > 1 && heads * head_dim * block_size > w->most_floats) heads--;
     const int refused =
@@ -57,7 +58,7 @@ static void draw_layout(source *s, world *w) {
     w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
 }
 
-/* ---- The twin: rows read by the scalar level, which the steps below move about themselves. */
+/* ---- The twin: rows as the scalar level reads them; the steps below copy them too. */
 
 static void read_whole(const kvc_kernels *kernels, const world *w, const unsigned char *arena,
                        float *const rows[2]) {
@@ -87,7 +88,7 @@ static void expect_rows(const world *w, const char *after) {
 
 /* ---- Steps that store. */
 
-/* x H / dim, as a rotated row is stored; straight from the definition of the matrix. */
+/* x H / dim, the stored form of a rotated row, by the definition of the matrix. */
 static void rotate(const float *x, int dim, double *y) {
     for (int i = 0; i < dim; i++) {
         y[i] = 0;
@@ -98,7 +99,7 @@ static void rotate(const float *x, int dim, double *y) {
 
 static double spacing(double x) { return fmax(ldexp(1.0, ilogb(fmax(fabs(x), 0x1p-30)) - 10), 0x1p-24); }
 
-/* The root of the mean squared error that kvc_quant.c allows a row; f16 errs half a spacing at most. */
+/* The bound of kvc_quant.c on the root mean square error of a row; f16 is off by at most half a spacing. */
 static double allowed_error(const kvc_rows rows, const float *x) {
     double y[KVC_MAX_HEAD_DIM], lowest = INFINITY, highest = -INFINITY;
     if (rows.format == KVC_F32) return 0;
@@ -127,7 +128,7 @@ static void expect_written(const world *w, const sequence *q, kvc_side side, con
     }
 }
 
-/* What a format cannot hold is found where it is, at every level; zero then stands there. */
+/* Every level finds the first value that the format cannot hold; it is then replaced by zero. */
 static void make_representable(source *s, float *x, size_t n, kvc_format format) {
     const float limit = kvc_format_of(format)->overflow;
     size_t bad = 0;
@@ -147,7 +148,7 @@ static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
     const size_t floats = (size_t)q.num_tokens * w->row;
     const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
-              checked = draw(s, 4); /* sides: 1 K alone, 2 V alone */
+              checked = draw(s, 4); /* sides: 1 only K, 2 only V */
     memory x[2];
     const float *given[2];
     for (int side = 0; side < 2; side++) {
@@ -233,7 +234,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 #if defined(CALLERS)
     w.many = 1;
 #else
-    w.many = (s.state >> 40) % 6 == 1; /* of the bytes, yet none of them */
+    w.many = (s.state >> 40) % 6 == 1; /* derived from the bytes, but consumes none */
 #endif
     w.lse = (s.state >> 32) % 2; /* likewise */
     try_any_shape(&s);

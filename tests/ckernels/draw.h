@@ -1,4 +1,4 @@
-/* draw.h - an input's bytes as the choices that make a case; behind the last one a generator goes on, seeded by all. */
+/* draw.h - makes the choices of a case from the bytes of an input, then from a generator seeded by all bytes. */
 #ifndef DRAW_H
 #define DRAW_H
 
@@ -38,13 +38,13 @@ static inline int draw_between(source *s, int low, int high) { return low + draw
 #define DRAW_OF(s, ...) \
     (((const int[]){__VA_ARGS__})[draw(s, (int)(sizeof((const int[]){__VA_ARGS__}) / sizeof(int)))])
 
-static inline float gaussian(uint64_t *state) { /* near enough: a sum of uniforms */
+static inline float gaussian(uint64_t *state) { /* approximately: a sum of uniforms */
     float sum = -6.0f;
     for (int i = 0; i < 12; i++) sum += (float)(splitmix(state) >> 40) * 0x1p-24f;
     return sum;
 }
 
-/* What rows of floats are made of. GAUSSIAN is what error bounds were measured on; ANY_BITS is all that there is. */
+/* Kinds of float rows. Error bounds were measured on GAUSSIAN; ANY_BITS covers all floats. */
 enum { GAUSSIAN, WIDE, OUTLIERS, CONSTANT, EDGES, ANY_BITS, NUM_KINDS };
 
 static inline void draw_floats(source *s, int kind, float *x, size_t n) {
@@ -60,7 +60,7 @@ static inline void draw_floats(source *s, int kind, float *x, size_t n) {
         case OUTLIERS: x[i] = gaussian(&state) * (bits % 61 ? 1.0f : 3000.0f); break;
         case CONSTANT: x[i] = constant; break;
         case EDGES: x[i] = edges[bits % (sizeof edges / sizeof *edges)]; break;
-        default: { /* the input's own, then the generator's */
+        default: { /* bits of the input, then of the generator */
             uint32_t word = (uint32_t)(bits >> 32);
             if (s->at + 4 <= s->size) memcpy(&word, s->data + s->at, 4), s->at += 4;
             memcpy(x + i, &word, 4);

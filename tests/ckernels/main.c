@@ -1,9 +1,9 @@
-/* main.c - the fuzzer where there is no libFuzzer: mutants of a corpus, for so many seconds or so many of them.
+/* main.c - the fuzzer without libFuzzer: runs mutants of a corpus, for a number of seconds or of cases.
  *
  *     fuzz [--seconds N] [--cases N] [--seed N] FILE...
  *
- * First the files as they are, then mutants: mutant i of a seed is the same each time. On the way down the input is
- * written to crash-<seed>-<i>, to be given as FILE then.
+ * Runs the files unchanged, then mutants; mutant i of a seed is always the same. After a crash the input is written to
+ * crash-<seed>-<i>, which can be passed as FILE.
  */
 #include "draw.h"
 #include "kvc.h"
@@ -44,7 +44,7 @@ static int read_input(const char *path, input *to) {
     return 1;
 }
 
-/* Some bytes changed, put in, cut out, repeated, or taken from another input: always within MOST_BYTES. */
+/* Changes, inserts, removes or repeats some bytes, or copies them from another input; at most MOST_BYTES. */
 static void mutate(input *x, const input *other, uint64_t *state) {
     for (int left = 1 + (int)(splitmix(state) % 6); left; left--) {
         const size_t at = x->size ? splitmix(state) % x->size : 0, rest = x->size - at;
@@ -57,13 +57,13 @@ static void mutate(input *x, const input *other, uint64_t *state) {
         case 1: /* a byte */
             if (rest) x->data[at] = byte;
             break;
-        case 2: /* random bytes put in */
+        case 2: /* insert random bytes */
             if (x->size + n > MOST_BYTES) break;
             memmove(x->data + at + n, x->data + at, rest);
             for (size_t i = 0; i < n; i++) x->data[at + i] = (uint8_t)splitmix(state);
             x->size += n;
             break;
-        case 3: /* bytes cut out */
+        case 3: /* remove bytes */
             if (n > rest) n = rest;
             memmove(x->data + at, x->data + at + n, rest - n);
             x->size -= n;
@@ -72,7 +72,7 @@ static void mutate(input *x, const input *other, uint64_t *state) {
             x->size = at + (at < other->size ? other->size - at : 0);
             memcpy(x->data + at, other->data + at, x->size - at);
             break;
-        default: /* the end, so that the generator takes over there */ x->size = at;
+        default: /* cut the end off: the generator continues there */ x->size = at;
         }
     }
 }
@@ -100,7 +100,7 @@ int main(int argc, char **argv) {
             return fprintf(stderr, "expected at most %d readable files, got %s\n", MOST_FILES, argv[i]), 2;
     }
     signal(SIGABRT, on_crash);
-#if !defined(__SANITIZE_ADDRESS__) /* which has its own and comes to SIGABRT */
+#if !defined(__SANITIZE_ADDRESS__) /* ASan has its own handlers and raises SIGABRT */
     signal(SIGSEGV, on_crash), signal(SIGBUS, on_crash), signal(SIGFPE, on_crash), signal(SIGILL, on_crash);
 #endif
     printf("levels:");

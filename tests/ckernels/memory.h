@@ -1,7 +1,7 @@
-/* memory.h - pieces of memory that end where their contents end, so that one byte too far is seen.
+/* memory.h - memory that ends where its contents end, so that an access beyond them is detected.
  *
- * Where a tool watches every allocation (ASan; memcheck, with -DWATCHED) they come from malloc, and what is not written
- * yet stays undefined. Elsewhere they lie between two pages that nobody may touch, at the end or at the start.
+ * If a tool watches every allocation (ASan; memcheck, with -DWATCHED) the memory comes from malloc and is not
+ * initialised. Otherwise it is between two inaccessible pages, directly before or directly after one.
  */
 #ifndef MEMORY_H
 #define MEMORY_H
@@ -22,12 +22,12 @@
 #endif
 
 typedef struct memory {
-    void *at;   /* what to use: `size` bytes */
-    void *base; /* what to give back */
+    void *at;   /* the usable `size` bytes */
+    void *base; /* the allocation to free */
     size_t size, mapped;
 } memory;
 
-/* Starts at a multiple of `align`; of 64 only where size is one too. at_end: the unreadable begins behind it. */
+/* Allocates at a multiple of `align`; of 64 only if size is one too. at_end: an inaccessible page follows directly. */
 static inline memory take(size_t size, size_t align, int at_end) {
     memory m = {.size = size};
 #if defined(WATCHED)
@@ -42,7 +42,7 @@ static inline memory take(size_t size, size_t align, int at_end) {
     if (m.base == MAP_FAILED) abort();
     if (inner && mprotect((char *)m.base + page, inner, PROT_READ | PROT_WRITE)) abort();
     m.at = (char *)m.base + page + (at_end ? inner - size : 0);
-    memset(m.at, 0xff, size); /* NaN, if anyone reads it */
+    memset(m.at, 0xff, size); /* NaN, if it is read */
 #endif
     return m;
 }

@@ -1,4 +1,4 @@
-/* runs.h - the levels of this CPU, how a failure is told, and runs of slots drawn for a sequence. */
+/* runs.h - the levels of this CPU, the report of a failure, and random runs of slots for a sequence. */
 #ifndef RUNS_H
 #define RUNS_H
 
@@ -12,7 +12,7 @@
 #include <pthread.h>
 #endif
 
-static const world *failing; /* for the message alone */
+static const world *failing; /* only for the message */
 
 static void fail(const char *what, ...) {
     const kvc_layout *l = &failing->layout;
@@ -27,7 +27,7 @@ static void fail(const char *what, ...) {
     abort();
 }
 
-/* Asked for once: in a virtual machine, asking a CPU what it is takes longer than a small case. */
+/* Queried once: in a virtual machine, CPUID takes longer than a small case. */
 static const kvc_kernels *levels[4];
 
 static int num_levels(void) {
@@ -39,7 +39,7 @@ static int num_levels(void) {
     return count;
 }
 static const kvc_kernels *level_at(int index) { return levels[index]; }
-static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; } /* the last, always */
+static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; } /* always the last */
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -49,7 +49,7 @@ typedef struct sequence {
     size_t *slots; /* of each token */
 } sequence;
 
-/* Blocks in any order, each at most once; of each, pieces of its slots. */
+/* Blocks in random order, each at most once, and of each some pieces of its slots. */
 static sequence draw_runs(source *s, const world *w, int empty_too) {
     const int size = w->layout.block_size, style = w->many ? 3 * draw(s, 2) : draw(s, 4);
     const int blocks = w->many ? w->num_blocks : draw_between(s, empty_too ? 0 : 1, w->num_blocks);

@@ -1,16 +1,17 @@
-/* twin.h - what a world of blocks holds, row by row as the scalar level reads it, and attention over that in float64.
+/* twin.h - the contents of a world of blocks, row by row as the scalar level reads them, and attention over them in
+ * float64.
  *
- * THE ERROR OF A LEVEL, from what the kernels do and not from what they gave. For one row q, with norms |.| of L2 and
- * `half` the half of the range that the codes of a stored row span (its scale times top / 2; 0 for f32 and f16):
+ * THE ERROR OF A LEVEL, derived from the arithmetic of the kernels, not measured. For one row q, with |.| the L2 norm
+ * and `half` half of the range that the codes of a stored row span (its scale times top / 2; 0 for f32 and f16):
  *
  *   score    scale * (2^-19 |q| |k|  +  0.5 step_q dim half_k)    step_q = max |q| / 1791, the coarser of the digits
  *   weight   w -> w e^(+-2 score error)
- *   output   weight error of the largest |v|  +  rounding 1e-5 |v|  +  0.5 / 1791 * 128 * 2 sum(w half_v)    per channel
+ *   output   weight error of the largest |v|  +  rounding 1e-5 |v|  +  0.5 / 1791 * 128 * 2 sum(w half_v)   per channel
  *
  *   lse      score error  +  rounding 1e-5 and 2^-20 |lse|
  *
- * where 128 tokens of a chunk share a step, and rotation, H of norm sqrt(dim), takes what is stored to what is read.
- * These are worst cases: any data keeps them, a wrong lane, scale or token does not. Gaussian data keep more, see case.c.
+ * where the 128 tokens of a chunk share a step, and the rotation H has norm sqrt(dim). These are worst cases: they hold
+ * for any data, but not for a wrong lane, scale or token. The bounds for Gaussian data are tighter, see case.c.
  */
 #ifndef TWIN_H
 #define TWIN_H
@@ -20,13 +21,13 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores that float32 holds: finite in, finite out */
+enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores within float32: finite inputs give finite outputs */
 
 typedef struct world {
     kvc_layout layout;
-    int lse;  /* attention is asked for the logarithm of its sums, too */
-    int many; /* tokens, so many that kvc_parallel.c splits a context, for threads too: 2^14 products and more */
-    int num_blocks, most_floats; /* most_floats: of K, all blocks, about */
+    int lse;  /* attention returns the logarithms of its sums too */
+    int many; /* 1: enough tokens that kvc_parallel.c splits a context and uses threads: at least 2^14 products */
+    int num_blocks, most_floats; /* most_floats: approximate limit on the floats of K */
     size_t arena_bytes, row;     /* floats of a token: heads * dim */
     unsigned char *arena;
     float *rows[2];       /* K and V, [block][slot][head][dim] */
@@ -53,7 +54,7 @@ static inline float stored_scale(const world *w, kvc_side side, int block, int s
     return kvc_float_of_half(half);
 }
 
-/* Whether attention owes this slot a number: finite, of a size to be multiplied, and with a scale as writers make it. */
+/* Whether attention over this slot must be finite: its values are below 2^LARGEST and its scales not negative. */
 static inline int slot_is_ordinary(const world *w, int block, int slot) {
     for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
         const float *x = w->rows[side] + slot_of(w, block, slot) * w->row;
@@ -75,7 +76,7 @@ static inline double norm_of(const float *x, int n) {
 
 /* One row: the query at q over the first `seen` tokens of a sequence, of one KV head. */
 typedef struct row_answer {
-    double out[KVC_MAX_HEAD_DIM], error; /* error: L2, of the row */
+    double out[KVC_MAX_HEAD_DIM], error; /* error: the bound on the L2 error of the row */
     double score_error;                  /* of any score, in natural logarithms */
     double lse, lse_error;               /* ln sum exp(score) */
     int plain;

@@ -1,4 +1,4 @@
-"""Counts, numbers and masked arrays: the same rules for every argument, and limits that end what would not end."""
+"""Counts, numbers and masked arrays: the same rules for every argument, and limits on sizes."""
 
 import time
 
@@ -74,7 +74,7 @@ SIZES = [2**31, 2**32, 2**40, 2**62, 2**63, 2**64, 10**5000, -(2**31), -(2**63),
 
 @pytest.mark.parametrize("number", SIZES, ids=range(len(SIZES)))
 def test_no_size_overflows(number):
-    """Whatever a size is, it is refused by name, or the memory for it is."""
+    """A size that is too large is refused by name, or the call has no memory."""
     sizes = ("num_blocks", "block_size", "num_heads", "head_dim")
     for at, name in enumerate(sizes):
         given = [8, 16, 2, 8]
@@ -104,7 +104,7 @@ def test_no_size_overflows(number):
         ("LRU", ["recency"]), (["LRU"], "recency"), ("Priority", "priority", 2**31),
     ],
 )  # fmt: skip
-def test_strategies_that_no_factory_makes(arguments):
+def test_inconsistent_strategies(arguments):
     with pytest.raises((TypeError, ValueError)):
         EvictionStrategy(*arguments)
 
@@ -117,7 +117,7 @@ def test_strategies_that_no_factory_makes(arguments):
         (None, 0.5), ("PyramidKV", 0.5, None, None, 4097), ("SlidingWindow", None, 2**63, 0), ("H2O", 10**400),
     ],
 )  # fmt: skip
-def test_policies_that_no_factory_makes(arguments):
+def test_inconsistent_policies(arguments):
     with pytest.raises((TypeError, ValueError)):
         EvictionPolicy(*arguments)
 
@@ -130,7 +130,7 @@ def test_pyramids_of_too_many_layers(layers):
 
 
 def slow_pyramid(budget, layers):
-    """As the definition says, in quadratic time."""
+    """The definition, in quadratic time."""
     whole = layers * (layers + 1) // 2
     parts = [divmod(budget * weight, whole) for weight in range(layers, 0, -1)]
     budgets = [share for share, _ in parts]
@@ -144,16 +144,16 @@ def slow_pyramid(budget, layers):
     return tuple(budgets)
 
 
-def test_pyramids_are_those_of_the_definition():
+def test_pyramids_agree_with_the_definition():
     for layers in (1, 2, 3, 5, 8, 13, 40):
         for budget in (*range(120), 1000, 4097):
             assert pyramid_budgets(budget, layers) == slow_pyramid(budget, layers)
 
 
-def test_the_largest_pyramid_takes_no_time():
+def test_the_largest_pyramid_is_fast():
     for budget in (4096, 5000, 100_000, 2**62):
         times = []
-        for more in range(3):  # each another one, since they are remembered
+        for more in range(3):  # another budget each time, since results are cached
             start = time.perf_counter()
             assert sum(pyramid_budgets(budget + more, 4096)) == budget + more
             times.append(time.perf_counter() - start)
@@ -183,7 +183,7 @@ def kv_cache():
 
 
 PAIRS = ([np.ones(64, np.float32)], [np.ones(64, np.float32)])
-# Each takes an array of this value: where every other argument is right.
+# A valid array, and a call that takes it with otherwise valid arguments.
 ARRAYS = {
     "keys": (ROWS, lambda x: paged().write(0, 1, x, ROWS)),
     "values": (ROWS, lambda x: paged().write(0, 1, ROWS, x)),
@@ -213,7 +213,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_what_is_masked_is_not_read(name):
+def test_masked_values_are_refused(name):
     array, call = ARRAYS[name]
     call(array)
     call(np.ma.array(array, mask=False))
@@ -250,7 +250,7 @@ LARGEST = 2.0**96
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_values_as_large_as_f32_storage_takes_average_to_themselves(simd, sign):
-    """Weights times values are summed before they are divided: 5000 of the largest are far from the largest float."""
+    """The sum of weights times values, before the division, does not overflow for 5000 of the largest values."""
     count = 5000
     cache = PagedKvCache(400, 16, 1, 16, dtype="f32")
     cache.allocate(1, count)

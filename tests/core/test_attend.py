@@ -7,7 +7,7 @@ from blocks import Scattered, attend, guarded_attention
 
 from kvcache.core import kernels
 
-TOLERANCE = 5e-6  # of the largest output of the row, as kvc_attend.c states it
+TOLERANCE = 5e-6  # relative to the largest output of the row, as stated in kvc_attend.c
 
 
 def assert_close(got, tolerance=TOLERANCE):
@@ -64,7 +64,7 @@ def test_holes(simd, rng, block_size, name):
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 16, 17, 64, 99, 100, 500])
-def test_sink_tokens_meet_the_sink_queries(simd, rng, sinks):
+def test_sink_tokens_use_the_sink_queries(simd, rng, sinks):
     s = Scattered(rng, [100, 100], heads=1)
     assert_close(attend(s, [1, 20], rng=rng, sinks=[sinks, sinks]))
 
@@ -87,12 +87,12 @@ def test_a_constant_value_is_its_own_average(simd, rng):
 
 @pytest.mark.parametrize("num_queries", [1, 30])
 @pytest.mark.parametrize("top", [100.0, 1e4])
-def test_extreme_scores_err_by_their_own_rounding_only(simd, rng, num_queries, top):
+def test_the_error_of_extreme_scores_is_their_rounding(simd, rng, num_queries, top):
     s = Scattered(rng, [300], heads=1, dim=64)
     out, scores, expected, _ = attend(s, [num_queries], rng=rng, scale=1.0, spread=top / 30)
     assert np.isfinite(out).all()
     assert np.isfinite(scores).all()
-    # |score| <= about `top`; each q * k of the sum is off by 2^-24, the scaled query by as much.
+    # |score| is at most about `top`; each product q * k and the scaled query have a relative error of 2^-24.
     largest = np.abs(s.read_values[0]).max()
     assert np.abs(out - expected).max() <= largest * (TOLERANCE + 8 * top * 2.0**-24)
 

@@ -5,13 +5,13 @@ import oracle
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 
-# Of the largest output of a row: as kvc_attend.c states it, and kvc_tiles.h for the integer products.
+# Relative to the largest output of a row, as stated in kvc_attend.c and, for integer products, in kvc_tiles.h.
 TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 FORMATS = list(TOLERANCE)
 
 
 def one(rng):
-    """A cache with some sequences, each cut, forked or with holes, and one call over all of them."""
+    """Test one call over all sequences of a cache; some are truncated, forked or have holes."""
     heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 9))
     dim = int(rng.choice([8, 16, 24, 40, 64, 72, 128, 256]))
     size = int(rng.choice([1, 3, 8, 16, 17, 32, 64, 256]))

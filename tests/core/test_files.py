@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: the writer is killed, and the file system fails, at every step of it."""
+"""Atomic replacement of files: the writer is killed, or the file system fails, at every step."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ def content(cache, path):
 
 
 class Steps:
-    """Counts the system calls that change something, and stops in one of them: before, after, or half way through."""
+    """Counts the system calls that change files, and interrupts one of them: before, after or in the middle."""
 
     def __init__(self, stop, action, when="before"):
         self.count, self.stop, self.action, self.when = 0, stop, action, when
@@ -63,12 +63,12 @@ def num_steps(cache, path, monkeypatch):
     return steps.count
 
 
-# Python 3.12 on warns of any fork beside threads, here those of OpenMP, which the child does without.
+# Python 3.12 and later warn of forks with threads, here those of OpenMP, which the child does not use.
 forks = pytest.mark.filterwarnings("ignore:.* use of fork:DeprecationWarning")
 
 
 def in_child(run):
-    """Fork, run, and wait; the signal that ended it."""
+    """Fork, run the function in the child, wait, and return the signal that ended the child."""
     child = os.fork()
     if child == 0:
         try:
@@ -84,7 +84,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
     path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
     contents = content(old, path), content(new, path)
     count = num_steps(new, path, monkeypatch)
-    assert count == 12  # open, truncate, 4 pages, tables, header, fsync, replace, open and fsync of the folder
+    assert count == 12  # open, truncate, 4 pages, tables, header, fsync, replace, open folder, fsync folder
     seen = set()
     for stop in range(1, count + 1):
         old.save(path)
@@ -104,7 +104,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
 
 
 def start(run):
-    """Fork a child that ends with 0 if nothing was raised; its id."""
+    """Fork a child that exits with 0 if the function raises nothing; return its process id."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -122,7 +122,7 @@ def temporaries(folder):
 
 @forks
 def test_writers_that_are_killed_at_any_time(tmp_path, long):
-    """Always the old file or the new one, it can be loaded, and of what they leave behind no more than one stays."""
+    """The file is always the old or the new one and can be loaded; few temporary files remain."""
     path, caches = tmp_path / "cache", (cache_of(1), cache_of(2, 700))
     contents, tokens = [content(cache, path) for cache in caches], ([1] * 200, [2] * 700)
     rng, left = random.Random(0), 0
@@ -141,7 +141,7 @@ def test_writers_that_are_killed_at_any_time(tmp_path, long):
         loaded = PrefixKvCache()
         assert loaded.load(path) == 1
         assert loaded.lookup(tokens[found])[0] == len(tokens[found])
-        # The first save of this child has removed what the child before had left.
+        # The first save of this child has removed the temporary file of the previous child.
         assert len(temporaries(tmp_path)) <= 2
         left += bool(temporaries(tmp_path))
     assert left, "no writer was killed while it wrote"
@@ -150,8 +150,8 @@ def test_writers_that_are_killed_at_any_time(tmp_path, long):
 
 
 @forks
-def test_writers_of_one_name_leave_each_other_alone(tmp_path, long):
-    """A file that is being written is never removed: of several writers, some of which are killed, the others go on."""
+def test_writers_of_one_name_do_not_disturb_each_other(tmp_path, long):
+    """A file that is being written is never removed, also if other writers of the same name are killed."""
     path, caches = tmp_path / "cache", (cache_of(1), cache_of(2, 700))
     contents, rng = [content(cache, path) for cache in caches], random.Random(1)
 
@@ -191,8 +191,8 @@ def test_only_temporaries_of_dead_writers_of_this_name_are_removed(tmp_path):
     assert set(os.listdir(tmp_path)) == {*kept, "cache"}
 
 
-def test_a_sweeper_between_the_creation_of_a_file_and_its_lock(tmp_path, monkeypatch):
-    """The name is gone, or its lock is taken: the writer takes another name."""
+def test_removal_between_the_creation_of_a_file_and_its_lock(tmp_path, monkeypatch):
+    """If the name was removed, or its lock is taken, the writer chooses another name."""
     path, cache, flock, taken = tmp_path / "cache", cache_of(1), fcntl.flock, []
 
     def late(fd, how):
@@ -217,7 +217,7 @@ def test_a_sweeper_between_the_creation_of_a_file_and_its_lock(tmp_path, monkeyp
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """Files are written as ever, and nothing is swept, for it cannot be known who lives."""
+    """Files are written as usual, and no temporary file is removed, since its writer may be alive."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -249,7 +249,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("linked", [False, True])
-def test_what_is_no_regular_file_is_not_replaced(tmp_path, kind, linked):
+def test_only_regular_files_are_replaced(tmp_path, kind, linked):
     path = tmp_path / "folder" / "cache"
     path.parent.mkdir()
     SPECIAL[kind](path)
@@ -263,7 +263,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path, kind, linked):
     assert os.listdir(path.parent) == ["cache"]
 
 
-def test_what_becomes_a_directory_meanwhile_is_not_replaced(tmp_path):
+def test_a_directory_that_appears_during_the_write_is_not_replaced(tmp_path):
     path = tmp_path / "cache"
     with pytest.raises(FileExistsError, match="got a FIFO"), Replacement(path):
         os.mkfifo(path)
@@ -286,20 +286,20 @@ def test_a_step_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     def fail():
         raise error
 
-    for stop in range(2 if when == "after" else 1, count + 1):  # after open it is nobody's
+    for stop in range(2 if when == "after" else 1, count + 1):  # an exception right after open loses the descriptor
         old.save(path)
         with monkeypatch.context() as patch:
             Steps(stop, fail, when).patch(patch.setattr)
             with pytest.raises(type(error)):
                 new.save(path)
-        # Once the new file has its name, only the sync of the folder can fail.
+        # After the replacement only the sync of the folder can fail.
         assert path.read_bytes() == contents[stop > count - 2 - (when == "after")]
         assert os.listdir(tmp_path) == ["cache"]
         new.check()
 
 
 def test_a_full_disk(tmp_path):
-    """The system itself refuses to write beyond some byte."""
+    """The system refuses to write beyond a limit."""
     path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
     want, size = content(old, path), len(content(new, path))
     old.save(path)
@@ -338,8 +338,8 @@ def test_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize("some", [1, 3, 1 << 30])
-def test_what_one_call_does_not_take_the_next_one_does(tmp_path, monkeypatch, some):
-    """Buffers of any number and size, also where the system reads and writes a few bytes at a time."""
+def test_partial_reads_and_writes_are_continued(tmp_path, monkeypatch, some):
+    """Any number and size of buffers, with system calls that read and write a few bytes at a time."""
     buffers = [bytes([i % 251]) * (i % 5) for i in range(2500)]
     whole = b"".join(buffers)
     monkeypatch.setattr("kvcache.core.files._BYTES", some)

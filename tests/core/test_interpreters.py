@@ -1,4 +1,4 @@
-"""Interpreters beside the main one: `import kvcache` is refused there, instead of hanging in the first call."""
+"""Subinterpreters: `import kvcache` raises ImportError there, instead of deadlocking in the first call."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ print("done")
 
 @pytest.mark.parametrize("first", [False, True], ids=["alone", "after the main interpreter"])
 def test_import_in_a_subinterpreter(tmp_path, first):
-    messages = [OURS, CYTHONS] if first else [OURS]  # Cython refuses what the main interpreter has loaded already
+    messages = [OURS, CYTHONS] if first else [OURS]  # Cython refuses modules of the main interpreter
     code = CODE.format(path=str(tmp_path / "outcome"), messages=messages)
     ran = subprocess.run(
         [sys.executable, "-c", RUN.format(code=code, first=first)], capture_output=True, text=True, timeout=60

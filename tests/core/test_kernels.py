@@ -1,4 +1,4 @@
-"""Storage: rows into slots and back, what a format can hold, moving slots; levels and threads."""
+"""Storage kernels: writing and reading rows, limits of formats, copying slots; levels and threads."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def test_floats_round_to_the_nearest_half_ties_to_even(simd, rng):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("f16", "f32")])
-def test_rows_come_back_as_the_format_keeps_them(simd, rng, block_size, formats):
+def test_rows_are_read_as_the_format_stores_them(simd, rng, block_size, formats):
     for dim in DIMS:
         s = Scattered(
             rng,
@@ -77,7 +77,7 @@ def test_rows_come_back_as_the_format_keeps_them(simd, rng, block_size, formats)
             np.testing.assert_array_equal(s.read_values[i], to_format(s.values[i], formats[1]))
 
 
-def test_one_side_is_written_and_read_alone(simd, rng):
+def test_one_side_can_be_written_and_read_alone(simd, rng):
     s = Scattered(rng, [20])
     more = rng.standard_normal(s.keys[0].shape).astype(np.float32)
     kernels._write(s.layout, s.arena, s.runs[0], None, more)
@@ -155,7 +155,7 @@ def test_copied_slots_are_the_same_bits_and_touch_no_others(rng, name, src, dst)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 8), (257, 1, 8), (16, 0, 8), (16, 1, 0), (16, 1, 12), (16, 1, 264)])
-def test_layouts_that_cannot_be_are_refused(sizes):
+def test_invalid_layouts_are_refused(sizes):
     with pytest.raises(ValueError, match="expected block_size"):
         kernels.Layout(*sizes)
 
@@ -189,7 +189,7 @@ ROW = np.zeros((1, 1, 8), np.float32)
     ],
 )
 def test_sizes_that_would_crash_are_refused(call, error, message):
-    """What tests of the kernels themselves rely on, when one of them is wrong."""
+    """The private functions check sizes, so that a wrong test fails instead of crashing."""
     with pytest.raises(error, match=message):
         call()
 

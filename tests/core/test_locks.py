@@ -1,4 +1,4 @@
-"""Locks that a thread takes once, releases that wait, and turns that outlast calls."""
+"""Locks that a thread takes once, queued releases, and turns."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.no_level
 
 
 class Books:
-    """Something that a `MendingLock` guards."""
+    """An object that a `MendingLock` guards."""
 
     def __init__(self, core=None):
         self.mended, self.fails = 0, False
@@ -27,7 +27,7 @@ class Books:
 
 
 def in_a_thread(function):
-    """Whether a function ends in another thread, for as long as it waits for nothing."""
+    """Start a function in another thread and wait 0.05 s for it; returns `(thread, list of its result)`."""
     done = []
     thread = threading.Thread(target=lambda: done.append(function()), daemon=True)
     thread.start()
@@ -43,7 +43,7 @@ def enter(lock):
 @pytest.mark.parametrize("make", [CallLock, lambda: Books().lock], ids=["call", "mending"])
 def test_a_thread_enters_once_and_others_wait(make):
     lock = make()
-    keep = lock  # a mending lock does not keep its owner
+    keep = lock  # a mending lock does not keep its object alive
     with lock:
         assert lock.inside
         with pytest.raises(InvalidOperationError), lock:
@@ -55,7 +55,7 @@ def test_a_thread_enters_once_and_others_wait(make):
     assert not keep.inside
 
 
-def test_a_release_inside_is_done_when_the_call_leaves():
+def test_a_release_inside_a_call_is_done_when_the_call_ends():
     lock, done = CallLock(), []
     with lock:
         lock.when_free(lambda: done.append(lock.inside))
@@ -68,11 +68,11 @@ def test_a_release_inside_is_done_when_the_call_leaves():
     assert not lock.inside
 
 
-def test_a_release_is_handed_over_to_the_thread_that_is_inside():
+def test_a_release_of_another_thread_is_queued():
     lock, done = CallLock(), []
     with lock:
         thread, handed = in_a_thread(lambda: lock.hand_over(lambda: done.append(threading.get_ident())))
-        thread.join()  # it waits for nothing
+        thread.join()  # it does not wait for the lock
         assert handed
         assert not done
         waiting, later = in_a_thread(lambda: lock.when_free(lambda: done.append("later")))
@@ -81,7 +81,7 @@ def test_a_release_is_handed_over_to_the_thread_that_is_inside():
     assert done == [threading.get_ident(), "later"]
 
 
-def test_what_a_release_raises(monkeypatch):
+def test_errors_of_releases(monkeypatch):
     lock, seen = CallLock(), []
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: seen.append(unraisable.exc_type))
 
@@ -91,7 +91,7 @@ def test_what_a_release_raises(monkeypatch):
     with pytest.raises(OutOfMemoryError):
         lock.when_free(lambda: fail(OutOfMemoryError(1, 0)))
     with lock:
-        lock.when_free(lambda: fail(OutOfMemoryError(1, 0)))  # what it was to release has gone
+        lock.when_free(lambda: fail(OutOfMemoryError(1, 0)))  # an error of the object's state is ignored
         lock.when_free(lambda: fail(ZeroDivisionError()))
     assert seen == [ZeroDivisionError]
     with lock:
@@ -115,7 +115,7 @@ def test_an_interrupted_release_is_done_again():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, InvalidOperationError])
-def test_whatever_leaves_is_followed_by_mending(error):
+def test_every_exception_is_followed_by_mending(error):
     books = Books()
     with pytest.raises(error), books.lock:
         raise error
@@ -151,7 +151,7 @@ def test_a_release_that_fails_is_mended_and_tried_again(monkeypatch):
     assert not books.lock.inside
 
 
-def test_releases_wait_until_what_is_torn_can_be_mended():
+def test_releases_wait_until_mending_succeeds():
     books, done = Books(), []
     books.fails = True
 
@@ -183,7 +183,7 @@ def test_many_locks_in_one_order_each_core_once():
     assert not books[0].lock.inside
 
 
-def test_two_threads_that_name_locks_in_two_orders():
+def test_two_threads_with_locks_in_opposite_orders():
     books = [Books() for _ in range(3)]
 
     def work(order):
@@ -202,9 +202,9 @@ def test_two_threads_that_name_locks_in_two_orders():
 def test_no_thread_waits_for_a_lock_out_of_order():
     engine, cache, later = CallLock(level=2), CallLock(), CallLock()
     for first, second in ((engine, cache), (cache, later)):
-        with first, second:  # the order in which they are waited for
+        with first, second:  # the fixed order
             pass
-        with second, first:  # another, and nobody is inside
+        with second, first:  # another order, but the lock is free
             pass
         entered, go_on = threading.Event(), threading.Event()
 
@@ -228,7 +228,7 @@ def test_no_thread_waits_for_a_lock_out_of_order():
         assert done == [1]
 
 
-def test_a_turn_is_not_waited_for_inside_of_a_call():
+def test_a_thread_inside_a_call_does_not_wait_for_a_turn():
     turns, cache = Turns(), CallLock()
     turn = turns.take(0)
 
@@ -245,7 +245,7 @@ def test_a_turn_is_not_waited_for_inside_of_a_call():
         turns.take(0).give_back()
 
 
-def test_a_turn_is_one_at_a_time():
+def test_one_turn_at_a_time():
     turns = Turns()
     turn = turns.take(0)
     with pytest.raises(InvalidOperationError):
@@ -256,12 +256,12 @@ def test_a_turn_is_one_at_a_time():
     turn.give_back()
     thread.join()
     assert done
-    turns.take(0)  # dropped, and so given back
+    turns.take(0)  # dropped, so it is given back
     gc.collect()
     turns.take(0).give_back()
 
 
-def test_an_overtaken_turn_is_taken_away():
+def test_a_turn_with_an_old_version_is_taken_away():
     turns = Turns()
     turn = turns.take(3)
     turn.leave(4)
@@ -270,14 +270,14 @@ def test_an_overtaken_turn_is_taken_away():
     other = turns.take(5)
     with pytest.raises(InvalidOperationError, match="changed"):
         turn.go_on(5)
-    turn.give_back()  # nothing: it has none
+    turn.give_back()  # no effect: it was taken away
     with pytest.raises(InvalidOperationError):
         turns.take(5)
     other.give_back()
     turns.take(5)
 
 
-def test_a_call_in_turn_waits_for_turns_of_other_threads_alone():
+def test_a_call_waits_for_turns_of_other_threads_only():
     books, turns = Books(), Turns()
     call = CallInTurn(turns, books.lock)
     with call:

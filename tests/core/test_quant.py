@@ -11,7 +11,7 @@ from kvcache.core import kernels
 
 BITS = {format.name: format.bits for format in kernels.FORMATS.values() if format.quantised}
 formats = pytest.mark.parametrize("name", BITS)
-# Tiles, tiles of which a run covers a part, and rows.
+# Tiles, tiles that a run covers in part, and rows.
 block_sizes = pytest.mark.parametrize("block_size", [16, 48, 256, 1, 5, 17])
 
 
@@ -39,7 +39,7 @@ def test_rows_take_exactly_their_bits_and_two_halves(name, dim):
 
 
 def hard_rows(rng, dim):
-    """Rows that try the format: ordinary, outliers, constants, tiny, huge, offsets, few values."""
+    """Difficult rows: outliers, constants, tiny, huge, offsets, few values; and ordinary ones."""
     normal = rng.standard_normal((40, dim))
     rows = [*normal, *(normal * np.exp(rng.standard_normal((40, 1)) * 6)), *(normal * 1e-6), *(normal * 1e-8)]
     rows += [np.full(dim, c) for c in (0.0, 1.0, -1.0, 0.1, -3.3, 65504.0, -65504.0, 6e-8, -6e-8, 1e-30)]
@@ -63,7 +63,7 @@ def hard_rows(rng, dim):
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 5])
-def test_rows_come_back_within_the_bound(simd, rng, name, rotate, block_size):
+def test_rows_are_read_within_the_error_bound(simd, rng, name, rotate, block_size):
     for dim in (8, 32, 64, 128, 256):
         rows = hard_rows(rng, dim)
         rows = np.concatenate([rows[:160:5], rows[160:]])
@@ -74,14 +74,14 @@ def test_rows_come_back_within_the_bound(simd, rng, name, rotate, block_size):
             assert np.sqrt(np.mean((back.astype(float) - row) ** 2)) <= bound, (row[:4], back[:4])
             if name == "q8" and not rotate:
                 assert np.abs(back - row).max() <= bound
-            if not rotate:  # a rotated sum rounds in another order than the oracle's, and a code may tip over
+            if not rotate:  # the kernel sums a rotated row in another order than the oracle, which may change a code
                 np.testing.assert_allclose(back, expected, rtol=1e-6, atol=2.0**-22 * np.abs(row).max())
 
 
 @pytest.mark.parametrize("name", ["q4", "q3", "q2"])
 @pytest.mark.parametrize("dim", [8, 24, 128, 256])
 def test_the_codes_are_those_of_the_oracle(simd, rng, name, dim):
-    """Bit for bit: rows as long as they come, read back as minimum + scale * code of the twin."""
+    """Rows are read, bit for bit, as minimum + scale * code of the oracle."""
     heavy = rng.standard_t(3, (20, dim)) * np.exp(rng.standard_normal((20, 1)))
     rows = np.concatenate([hard_rows(rng, dim)[::3], np.clip(heavy, -60000, 60000)]).astype(np.float32)
     got, _ = write_read(rows, name)
@@ -92,8 +92,8 @@ def test_the_codes_are_those_of_the_oracle(simd, rng, name, dim):
 
 @pytest.mark.parametrize(("name", "share"), [("q4", 0.85), ("q3", 0.78), ("q2", 0.56)])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_normal_rows_err_less_than_over_their_range(rng, name, share, rotate):
-    """What kvc_fit.h promises, and that no row is worse off."""
+def test_the_fit_reduces_the_error_of_normal_rows(rng, name, share, rotate):
+    """The reduction stated in kvc_fit.h, and no row has a larger error."""
     rows = rng.standard_normal((300, 64)).astype(np.float32)
     got, _ = write_read(rows, name, rotate=rotate)
     h = oracle.hadamard(64) if rotate else np.eye(64) * 8
@@ -108,8 +108,8 @@ def test_normal_rows_err_less_than_over_their_range(rng, name, share, rotate):
 
 @pytest.mark.parametrize("name", ["q4", "q3", "q2"])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_rows_on_a_grid_come_back_exactly(simd, rng, name, rotate):
-    """Where the range has no error, nothing is fitted."""
+def test_rows_on_a_grid_are_exact(simd, rng, name, rotate):
+    """If the range has no error, the fit is not used."""
     top = 2 ** BITS[name] - 1
     rows = rng.integers(0, top + 1, (50, 64)).astype(np.float32)
     rows[:, :2] = 0, top
@@ -123,7 +123,7 @@ def test_rows_on_a_grid_come_back_exactly(simd, rng, name, rotate):
 @pytest.mark.parametrize(
     "value", [0.0, 1.0, -1.0, 3.14159, -271.8, 65504.0, -65504.0, 1e-3, -1e-3, 6e-8, 65519.0]
 )
-def test_constant_rows_come_back_exactly_to_f16(simd, name, rotate, value):
+def test_constant_rows_are_exact_in_f16(simd, name, rotate, value):
     for block_size in (16, 3):
         got, _ = write_read(np.full((3, 64), value, np.float32), name, rotate=rotate, block_size=block_size)
         np.testing.assert_array_equal(got, np.float32(np.float16(value)))
@@ -135,7 +135,7 @@ def test_halves_between_two_codes_go_to_the_even_one(simd, name):
     codes = np.resize([0, top, 0.5, 1.5, 2.5, top - 0.5, top - 1.5, 1.4999999], 64)  # minimum 0, scale 1
     got, _ = write_read(codes[None], name)
     expected = oracle.stored(codes, BITS[name], False)[0] if name != "q8" else np.rint(codes.astype(np.float32))
-    np.testing.assert_array_equal(got[0], expected)  # fewer bits are fitted, and then round in the same way
+    np.testing.assert_array_equal(got[0], expected)  # with fewer bits the row is fitted, then rounded in the same way
 
 
 @formats
@@ -168,15 +168,15 @@ def test_writing_token_by_token_is_the_same_as_at_once(simd, rng, name, block_si
     kernels._read(layout, arenas[1], [(0, 0, block_size)], *got[2:])
     np.testing.assert_array_equal(got[0], got[2])
     np.testing.assert_array_equal(got[1], got[3])
-    if block_size % 4 == 0:  # no rounding up of a head
+    if block_size % 4 == 0:  # the size of a head is not rounded up
         np.testing.assert_array_equal(arenas[0][:used], arenas[1][:used])
 
 
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 48, 5])
-def test_the_company_of_a_row_does_not_matter(simd, rng, name, rotate, block_size):
-    """Rows are coded up to 16 at a time: of one tile, or of many heads, sequences and both sides. The bytes are those
+def test_the_bytes_of_a_row_do_not_depend_on_other_rows(simd, rng, name, rotate, block_size):
+    """Up to 16 rows are coded at a time: of one tile, or of many heads, sequences and both sides. The bytes are those
     of each row alone, whatever the runs of a call."""
     dim, heads, num_blocks = 64, 3, 6
     layout = kernels.Layout(block_size, heads, dim, name, name, rotate, rotate)
@@ -221,7 +221,7 @@ def test_copied_slots_are_the_same_codes_and_touch_no_others(rng, name, block_si
 
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (32, 32), (48, 96), (5, 40)])
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("q8", "q4"), ("q3", "q2"), ("q4", "f32")])
-def test_cleared_slots_are_zeros_and_the_others_as_they_were(block_size, dim, formats):
+def test_cleared_slots_are_zeros_and_others_are_unchanged(block_size, dim, formats):
     rng = np.random.default_rng(block_size)
     layout = kernels.Layout(block_size, 2, dim, *formats, False, False)
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
@@ -259,7 +259,7 @@ def test_rotation_needs_a_quantised_format_and_a_power_of_two(args):
 
 
 def relative_errors(got):
-    """Per output row: the L2 error over the L2 norm."""
+    """The L2 error of each output row relative to its L2 norm."""
     out, _, expected, _ = got
     return (np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)).ravel()
 
@@ -267,7 +267,7 @@ def relative_errors(got):
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @block_sizes
-def test_attention_over_what_read_returns(simd, rng, name, rotate, block_size):
+def test_attention_agrees_with_the_rows_of_read(simd, rng, name, rotate, block_size):
     s = Scattered(
         rng, [1, 15, 100, 37], block_size=block_size, dim=64, key_format=name, rotate=rotate, holes=True
     )
@@ -319,7 +319,7 @@ def test_outlier_channels_and_offsets(simd, rng, name, rotate):
 
 
 @formats
-def test_what_lies_in_unused_slots_does_not_matter(simd, rng, name):
+def test_attention_ignores_unused_slots(simd, rng, name):
     def garbage(size, dtype):
         return np.full(size, 0xFF, dtype)  # scales and minima are NaN
 

@@ -1,4 +1,4 @@
-"""A query's output and lse have the same bits whatever else is in the call and however many threads run it."""
+"""A query's output and lse have the same bits with any other queries and any number of threads in the call."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def first_tokens(runs, n):
 
 
 class Rows:
-    """Queries on the last tokens of sequence 0 of `s`, and calls that compute some of them."""
+    """Queries at the last positions of sequence 0 of `s`, and calls that compute some of them."""
 
     def __init__(self, s, num_queries, query_heads, rng, sinks=0, spread=1.0):
         self.s, self.n, self.sinks = s, num_queries, sinks
@@ -35,7 +35,7 @@ class Rows:
         self.tokens = sum(stop - first for _, first, stop in s.runs[0])
 
     def call(self, parts, threads=1, hidden=0, queries=None, runs=None, scores=None):
-        """One call of several sequences: `parts` are ranges of the queries, or (runs, queries) of others."""
+        """One call over several sequences: a part is a range of the queries, or other (runs, queries)."""
         seqs, q, sink_q = [], [], []
         for part in parts:
             if isinstance(part, tuple):
@@ -67,13 +67,13 @@ def same(got, want):
 
 
 def splits(rng, n):
-    """Ranges that cover n queries: some of one, some of a few, one of many."""
+    """Ranges that together cover n queries: single ones, a few, and one long range."""
     stops = np.unique(np.r_[rng.integers(1, n + 1, 3), np.arange(1, min(n, 4)), n])
     return [range(a, b) for a, b in zip(np.r_[0, stops[:-1]].tolist(), stops.tolist(), strict=True)]
 
 
 def check(rng, tokens, num_queries, *, dim, group=2, heads=2, sinks=0, spread=1.0, **keywords):
-    """A chunk of queries against single ones, splits, batches with others and counts of threads."""
+    """Compare a chunk of queries with single queries, splits, batches with others, and other numbers of threads."""
     s = Scattered(rng, [tokens, 70, 600], dim=dim, heads=heads, **keywords)
     rows = Rows(s, num_queries, heads * group, rng, sinks, spread)
     whole = rows.call([range(num_queries)])
@@ -87,12 +87,12 @@ def check(rng, tokens, num_queries, *, dim, group=2, heads=2, sinks=0, spread=1.
         same(rows.call([part], int(rng.integers(1, 4))), expected)
         batch = rows.call([others[0], part, others[1]], int(rng.integers(1, 9)))
         same([x[1 : 1 + len(part)] for x in batch], expected)
-    same(rows.call(parts, 2), whole)  # all of them as sequences of one call
+    same(rows.call(parts, 2), whole)  # all parts as sequences of one call
     for j in rng.integers(num_queries, size=3).tolist():
         expected = [x[j : j + 1] for x in whole]
         for threads in (1, 2, 5):
             same(rows.call([range(j, j + 1)], threads), expected)
-        behind = num_queries - 1 - j  # tokens behind what the query sees: there, but not for it
+        behind = num_queries - 1 - j  # tokens behind those that the query sees
         if behind:
             same(rows.call([range(j, j + 1)], 2, hidden=behind), expected)
 
@@ -162,7 +162,7 @@ def test_scores_do_not_depend_on_the_threads(simd, rng, name):
 
 @pytest.fixture
 def threads_kept():
-    """Put the number of threads back afterwards."""
+    """Restore the number of threads afterwards."""
     before = get_num_threads()
     yield
     set_num_threads(before)
@@ -171,7 +171,7 @@ def threads_kept():
 @pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q4"])
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_a_prompt_in_chunks_through_the_paged_cache(simd, threads_kept, rng, dtype, block_size):
-    """Two prompts in one go, and the same prompts in chunks of other sizes, the other one decoding meanwhile."""
+    """Two prompts as a whole, and the same prompts in chunks of other sizes while the other one decodes."""
     lengths, heads, group, dim = [1200, 90], 2, 2, 32
     k, v = (rng.standard_normal((2, max(lengths), heads, dim)).astype(np.float32) for _ in range(2))
     q = rng.standard_normal((2, max(lengths), heads * group, dim)).astype(np.float32)

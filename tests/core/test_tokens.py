@@ -1,4 +1,4 @@
-"""Token ids at the boundary: what is taken, what is copied, what is refused."""
+"""Conversion of token ids: accepted types, copies, and refused values."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_no_tokens(tokens: Any) -> None:
     "tokens",
     [[True], [1.0], ["1"], [None], [[1]], [np.bool_(True)], [np.float32(1)], np.zeros(2), np.zeros(2, bool), ["ab"]],
 )
-def test_what_is_no_integer_is_a_type_error(tokens: Any) -> None:
+def test_non_integers_are_a_type_error(tokens: Any) -> None:
     with pytest.raises(TypeError, match=r"expected .* got"):
         as_tokens(tokens)
 
 
 @pytest.mark.parametrize("tokens", [None, 5, "abc", {1, 2}, np.zeros((2, 2), np.uint32), np.uint32(3)])
-def test_what_is_no_sequence_is_refused(tokens: Any) -> None:
+def test_non_sequences_are_refused(tokens: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"expected .* got"):
         as_tokens(tokens)
 

@@ -1,4 +1,4 @@
-"""The command line: the demo runs and its outputs agree; errors are one line and exit code 2."""
+"""The command line: the demo runs and both passes agree; errors print one line and return 2."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from kvcache.demo import DIRECTORY
 from kvcache.demo.display import Display, TerminalDisplay, rows
 from kvcache.demo.run import Pass, Request, run
 
-# The package under test, also from another directory and where it was built in place.
+# Import the package under test from any directory, also if it was built in place.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
 pytest.importorskip("tokenizers")
 
 
 def one_line(capsys, code):
-    """The error as the user sees it."""
+    """The only line of an error."""
     assert code == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: ")
@@ -30,7 +30,7 @@ def one_line(capsys, code):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """One run of the demo as a user starts it, its output in a file."""
+    """The output of one run of the demo, started as a user does, with its output in a file."""
     path = tmp_path_factory.mktemp("demo") / "out.txt"
     with path.open("w") as out:
         command = [sys.executable, "-m", "kvcache"]
@@ -57,7 +57,7 @@ def test_the_demo_reuses_the_shared_prompt(shown):
     cold, warm = lines[:12], lines[12:]
     assert all(int(line[3]) == 0 for line in cold)
     assert all(int(line[3]) + int(line[4]) == int(line[2]) for line in lines)
-    # Every request but the very first finds the system prompt.
+    # Every request but the first finds the system prompt.
     assert all(int(line[3]) > int(line[2]) // 2 for line in warm[1:])
 
 
@@ -65,7 +65,7 @@ def request(first=0.5, answer=(1, 2)):
     return Request("ada", 1, 100, 40, 60, first, 50.0, answer)
 
 
-def test_the_terminal_display_shows_what_the_plain_one_says(capsys):
+def test_the_terminal_display_shows_the_plain_output(capsys):
     pytest.importorskip("rich")
     cold, warm = Pass((request(), request()), 2000, 0.0), Pass((request(), request(0.05)), 1000, 0.4)
     for display in (Display(), TerminalDisplay()):
@@ -81,7 +81,7 @@ def test_the_terminal_display_shows_what_the_plain_one_says(capsys):
             assert words in text, words
 
 
-def test_a_difference_is_said_and_is_a_failure(monkeypatch, capsys):
+def test_a_difference_is_reported_and_is_a_failure(monkeypatch, capsys):
     Display().summary(Pass((request(),) * 2, 1, 0.0), Pass((request(answer=(1, 3)),) * 2, 1, 0.0), False)
     assert "DIFFERENT" in capsys.readouterr().out
     monkeypatch.setattr("kvcache.demo.run.run", lambda display: False)
@@ -124,7 +124,7 @@ def test_usage_errors(arguments, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_help_names_everything(capsys):
+def test_help_lists_all_options(capsys):
     for arguments, words in (("--help", ("demo", "generate", "examples")), ("generate --help", ("--top-p", "DIR"))):
         with pytest.raises(SystemExit) as stopped:
             main(arguments.split())
@@ -133,7 +133,7 @@ def test_help_names_everything(capsys):
         assert all(word in text for word in words)
 
 
-def test_a_pipe_that_closes_is_no_traceback():
+def test_a_closed_pipe_gives_no_traceback():
     command = f"{sys.executable} -m kvcache --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.stdout.startswith("usage")

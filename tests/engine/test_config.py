@@ -1,4 +1,4 @@
-"""config.json: what is understood, what is refused by name, what absent keys mean."""
+"""config.json: supported options, options that are refused by name, and defaults of absent keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_biases_and_norms_of_each_architecture():
     assert flags(parse(QWEN3, attention_bias=True)) == (True, True, False, True)
 
 
-def test_model_type_stands_in_for_architectures():
+def test_model_type_replaces_absent_architectures():
     base = {key: value for key, value in QWEN2.items() if key != "architectures"}
     assert parse(base, model_type="qwen2").architecture == "Qwen2ForCausalLM"
 

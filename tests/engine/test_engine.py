@@ -1,4 +1,4 @@
-"""The engine: requests, the step-by-step calls, and one engine with many users."""
+"""The engine: requests, step-by-step calls, and one engine with several streams and threads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_text_ends_where_positions_end(engine):
     limit = engine.config.max_position_embeddings
     prompt = np.arange(limit - 3) % 256
     params = SamplingParams(temperature=0.0, max_tokens=50)
-    assert len(engine.generate(prompt, params)) == 4  # three more positions, and what follows the last of them
+    assert len(engine.generate(prompt, params)) == 4  # three more positions, and the token after the last of them
     assert engine.num_tokens == limit
     assert len(engine.generate(np.arange(limit) % 256, params)) == 1
 
@@ -77,16 +77,16 @@ def test_seeds(make):
     params = SamplingParams(temperature=1.5, max_tokens=12)
     one, other = make(seed=1), make(seed=2)
     first, second = one.generate(PROMPT, params), one.generate(PROMPT, params)
-    assert first != second  # each request has its own random numbers
-    assert first != other.generate(PROMPT, params)  # and each engine
+    assert first != second  # requests have different random numbers
+    assert first != other.generate(PROMPT, params)  # and so have engines
     again = make(seed=1)
     assert [again.generate(PROMPT, params), again.generate(PROMPT, params)] == [first, second]
     fixed = SamplingParams(temperature=1.5, max_tokens=12, seed=5)
     assert one.generate(PROMPT, fixed) == other.generate(PROMPT, fixed) == one.generate(PROMPT, fixed)
 
 
-def test_seed_is_drawn_when_the_stream_is_asked_for(make):
-    """Two streams made in one order and run in the other still have their own seeds."""
+def test_the_seed_is_drawn_when_the_stream_is_made(make):
+    """Two streams that run in the opposite order of their creation keep their seeds."""
     params = SamplingParams(temperature=1.5, max_tokens=6)
     expected = make()
     first, second = expected.generate(PROMPT, params), expected.generate(PROMPT, params)
@@ -127,7 +127,7 @@ def test_steps_agree_with_whole_prompts(engine):
 
 @pytest.mark.parametrize("pos", [0, 1, 15, 16, 17, 32, 36])
 def test_going_back(engine, pos):
-    """Positions before the end: the sequence is cut there, as if the rest had never been."""
+    """A position before the end cuts the sequence there; the rest has no effect."""
     expected = engine.prefill_from_pos(PROMPT, 0)
     engine.prefill_from_pos(PROMPT[::-1].copy(), 37)
     np.testing.assert_allclose(engine.prefill_from_pos(PROMPT[pos:], pos), expected, rtol=0, atol=1e-4)
@@ -137,7 +137,7 @@ def test_going_back(engine, pos):
 
 
 def test_going_back_in_a_full_cache(network):
-    """The whole context, and then the last token again: room for one copied block is there by default."""
+    """Run the whole context, then the last token again: the default cache has room for one copied block."""
     engine = InferenceEngine(network)
     limit = engine.config.max_position_embeddings
     tokens = np.arange(limit) % 256
@@ -160,7 +160,7 @@ def test_score(engine):
     assert engine.score(np.zeros(limit + 1, int)).shape == (limit,)
 
 
-def test_decode_goes_on_from_any_logits(engine):
+def test_decode_continues_from_any_logits(engine):
     expected = engine.generate(PROMPT, GREEDY)
     engine.reset()
     engine.prefill_from_pos(PROMPT[:20], 0)
@@ -198,7 +198,7 @@ def test_begin_that_fails_changes_nothing(engine, created):
     assert_same_state(engine, before)
 
 
-def test_begin_checks_what_it_was_given(engine):
+def test_begin_checks_the_new_sequence(engine):
     engine.prefill_from_pos(PROMPT, 0)
     before = state(engine)
     with pytest.raises(ValueError, match="of 5 tokens, got no sequence"):
@@ -251,10 +251,10 @@ def test_reseed(make):
     assert engine.generate(PROMPT, params) == make(seed=2).generate(PROMPT, params)
 
 
-# ---------------------------------------------------------------- one engine, many users
+# ---------------------------------------------------------------- one engine, several streams and threads
 
 
-def test_interrupted_stream_says_so(engine):
+def test_an_interrupted_stream_raises(engine):
     stream = engine.stream(PROMPT, GREEDY)
     next(stream)
     engine.prefill_from_pos(PROMPT[5:], 0)
@@ -264,7 +264,7 @@ def test_interrupted_stream_says_so(engine):
     assert_same_state(engine, before)
 
 
-def test_a_second_stream_of_a_thread_is_refused_and_the_first_goes_on(engine):
+def test_a_second_stream_of_a_thread_is_refused_and_the_first_continues(engine):
     expected = engine.generate(PROMPT, GREEDY)
     stream = engine.stream(PROMPT, GREEDY)
     got = [next(stream)]
@@ -275,7 +275,7 @@ def test_a_second_stream_of_a_thread_is_refused_and_the_first_goes_on(engine):
     assert engine.generate(PROMPT, GREEDY) == expected
 
 
-def test_a_stream_that_was_overtaken_gives_its_turn_back(engine):
+def test_a_stream_whose_sequence_changed_gives_its_turn_back(engine):
     expected = engine.generate(PROMPT, GREEDY)
     stream = engine.stream(PROMPT, GREEDY)
     next(stream)
@@ -329,7 +329,7 @@ def test_other_threads_wait_until_a_stream_ends(engine, end):
     assert end != "exhaust" or [first, *rest] == done[0]
 
 
-def test_a_stream_may_go_on_in_another_thread(engine):
+def test_a_stream_may_continue_in_another_thread(engine):
     expected = engine.generate(PROMPT, GREEDY)
     stream = engine.stream(PROMPT, GREEDY)
     got = [next(stream)]
@@ -354,7 +354,7 @@ def test_a_prompt_above_half_of_the_pool_runs_again_from_its_start(network):
     assert_same_state(engine, before)
 
 
-def test_a_step_between_interrupts_a_stream(engine):
+def test_another_step_interrupts_a_stream(engine):
     stream = engine.stream(PROMPT, GREEDY)
     next(stream)
     engine.decode_step(1, 37)

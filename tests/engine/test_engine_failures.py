@@ -1,4 +1,4 @@
-"""Mistakes of the caller, networks that fail, memory that runs out: an engine is left as it was."""
+"""Invalid arguments, failing networks, exhausted memory: an engine is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines import GREEDY, PROMPT, Failing, assert_same_state, state
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.errors import OutOfMemoryError
 
-# ---------------------------------------------------------------- mistakes of the caller
+# ---------------------------------------------------------------- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_failure_in_generate_and_score_leaves_an_empty_sequence(make, network):
         assert engine.generate(PROMPT, GREEDY) == expected
 
 
-def test_failure_in_a_stream_leaves_what_it_delivered(make, network):
+def test_failure_in_a_stream_keeps_the_delivered_tokens(make, network):
     model = Failing(network, RuntimeError("broken"))
     engine = make(model)
     expected = engine.generate(PROMPT, GREEDY)
@@ -196,7 +196,7 @@ def test_wrong_logits_are_named(make, network):
         make(model).generate(PROMPT)
 
 
-def test_logits_that_are_no_numbers(make, network):
+def test_logits_with_nan(make, network):
     def forward(*args):
         return network.forward(*args) * np.float32(np.nan)
 

@@ -1,4 +1,4 @@
-"""Engines that evict: the survivors of every layer, the logits, the memory, and what failures leave behind."""
+"""Engines that evict: the survivors of every layer, the logits, the memory, and the state after failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def policies(request):
     return POLICIES[request.param]
 
 
-# ---------------------------------------------------------------- the twin
+# ---------------------------------------------------------------- comparison with the naive engine
 
 
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, 512), (5, 16), (16, 7), (16, 1)])
@@ -41,7 +41,7 @@ def test_same_survivors_and_logits(network, policies, block_size, chunk):
 
 
 def test_several_prompts_in_one_text(network, policies):
-    """Going on with a long piece: forks of the survivors are kept meanwhile, and let go."""
+    """Continue with a long piece: forks of the survivors exist during the call and are freed after it."""
     policy, naive = policies
     engine = make(network, policy, block_size=3, prefill_chunk=11)
     twin = DenseEvictingEngine(network, naive, 16, 11)
@@ -108,8 +108,8 @@ def test_generate_and_stream(network, policies):
 
 
 def test_quantised_rows(network, policies):
-    """q4: rows as a cache of their own gives them back; the sums of the kernel are rounded, so survivors by score
-    may differ from the twin's where scores are close."""
+    """q4: the naive engine has the rows as the format stores them. The kernel's sums are rounded, so survivors by
+    score may differ where scores are close."""
     policy, naive = policies
     engine = make(network, policy, dtype="q4", prefill_chunk=16, block_size=5)
     twin = DenseEvictingEngine(network, naive, 16, 16, stored_as(network.config, "q4"))
@@ -126,7 +126,7 @@ def test_quantised_rows(network, policies):
     engine.check()
 
 
-# ---------------------------------------------------------------- who stays
+# ---------------------------------------------------------------- survivors
 
 
 def test_ties_go_to_the_earliest():
@@ -154,8 +154,8 @@ def test_survivors_by_sorting(seed):
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_memory_is_given_back(network, policies, block_size):
-    """The peak is a budget and a chunk per layer, however long the text; most of it is free after every call."""
+def test_memory_is_freed(network, policies, block_size):
+    """The peak is a budget and a chunk per layer for a text of any length; most of it is free after every call."""
     engine = make(network, policies[0], block_size=block_size, prefill_chunk=16, kv_budget=20)
     text = np.resize(PROMPT, 400)
     engine.prefill_from_pos(text, 0)
@@ -200,7 +200,7 @@ def test_enlarge_and_reset(network):
 # ---------------------------------------------------------------- going back
 
 
-def test_going_back_before_anything_left(network):
+def test_going_back_before_any_eviction(network):
     engine = make(network, EvictionPolicy.SlidingWindow(30, 4), 40)
     expected = engine.prefill_from_pos(PROMPT[:30], 0)
     np.testing.assert_allclose(engine.decode_step(PROMPT[29], 29), expected, rtol=0, atol=1e-4)
@@ -219,14 +219,14 @@ def test_going_back_behind_evicted_tokens(network):
         with pytest.raises(InvalidOperationError, match="reset"):
             engine.decode_step(1, pos)
         assert_same(state(engine), before)
-    # Up to the sinks nothing is missing.
+    # None of the sinks was evicted.
     engine.prefill_from_pos(PROMPT[4:], 4)
     engine.check()
     np.testing.assert_array_equal(engine.prefill_from_pos(PROMPT, 0), expected)
     assert_same(state(engine)[2:], before[2:])
 
 
-def test_restart_at_0_after_the_first_token_left(network):
+def test_restart_at_0_after_the_first_token_was_evicted(network):
     engine = make(network, EvictionPolicy.SlidingWindow(12, 0), 12)
     expected = engine.prefill_from_pos(PROMPT, 0)
     np.testing.assert_array_equal(engine.prefill_from_pos(PROMPT, 0), expected)

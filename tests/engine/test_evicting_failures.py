@@ -1,4 +1,4 @@
-"""Failures and mistakes of the caller with an engine that evicts: a failing call changes nothing."""
+"""Failures and invalid arguments with an engine that evicts: a failing call changes nothing."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_failures_change_nothing(network, policies, error, after):
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_interrupted_while_tokens_leave(network, monkeypatch, step):
-    """Half of the layers are already held to their budget: they too are as before."""
+def test_interrupted_during_evictions(network, monkeypatch, step):
+    """Half of the layers have already evicted: they are restored too."""
     engine = make(network, prefill_chunk=16)
     engine.prefill_from_pos(PROMPT, 0)
     before, calls = state(engine), itertools.count()
@@ -107,7 +107,7 @@ def test_failed_generate_leaves_an_empty_sequence(network):
         assert engine.generate(PROMPT, GREEDY) == expected
 
 
-# ---------------------------------------------------------------- mistakes of the caller
+# ---------------------------------------------------------------- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_no_prefix_cache_over_it(network):
     assert engine.cache.total_blocks == blocks
 
 
-def test_what_needs_one_sequence_for_all_layers_says_so(network):
+def test_calls_that_need_one_sequence_for_all_layers_are_refused(network):
     engine = make(network)
     engine.prefill_from_pos(PROMPT, 0)
     before = state(engine)

@@ -1,4 +1,4 @@
-"""The engine against the transformers library, on the data that golden/make_golden.py wrote."""
+"""The engine compared with the transformers library, on the data of golden/make_golden.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 
 
 class DenseEngine(InferenceEngine):
-    """The engine over the naive cache: what it gets wrong is wrong without any kernel."""
+    """The engine over the naive cache: its errors are not those of a kernel."""
 
     def _make_cache(self, **options):
         return DenseKvCache(**options)
@@ -79,8 +79,8 @@ def test_scores_are_the_log_softmax(golden, engine_class, chunk):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f16", 0.01), ("q8", 0.1), ("q4", 1.5)])
-def test_compressed_caches_stay_near(golden, dtype, bound):
-    """Root mean square of the logits' error; they spread over about 3, and random networks amplify noise."""
+def test_the_error_of_compressed_caches(golden, dtype, bound):
+    """The root mean square error of the logits, whose spread is about 3; random networks amplify noise."""
     model, arrays = golden
     logits = InferenceEngine(model, dtype=dtype).prefill_from_pos(arrays["prompt_200"], 0)
     error = float(np.sqrt(np.mean((logits - arrays["logits_200"][-1]) ** 2)))
@@ -89,7 +89,7 @@ def test_compressed_caches_stay_near(golden, dtype, bound):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_older_spelling_of_rope(name, tmp_path):
-    """Before transformers 5: `rope_theta` beside `rope_scaling`, whose kind was once called `type`."""
+    """Files from before transformers 5 have `rope_theta` and `rope_scaling`, with the kind as `rope_type` or `type`."""
     shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -110,7 +110,7 @@ def test_every_feature_has_a_model():
 
 
 def test_long_prompts_leave_the_original_context():
-    """Else the scaling kinds would be tested only where they change little."""
+    """The scaling kinds change little within the original context."""
     for name in MODELS:
         rope = Transformer.from_pretrained(GOLDEN / name).config.rope
         assert rope.original_positions < 200

@@ -1,4 +1,4 @@
-"""Every folder of hostile_checkpoints.py is refused: by an error that says why, soon, in bounded memory."""
+"""Every folder of hostile_checkpoints.py is refused with a clear error, soon and in bounded memory."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SOON = 15  # seconds, on a busy machine
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """How each case ended, in a process of its own, which a signal ends where one takes too long."""
+    """The outcome of each case, in a separate process that a signal ends if a case takes too long."""
     script, folder = hostile_checkpoints.__file__, tmp_path_factory.mktemp("hostile")
     environment = os.environ | {"PYTHONPATH": search_path()}
     ran = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, timeout=300)
@@ -24,7 +24,7 @@ def outcomes(tmp_path_factory):
     return json.loads(ran.stdout)
 
 
-def test_how_many():
+def test_number_of_cases():
     assert len(hostile_checkpoints.CASES) >= 300
 
 

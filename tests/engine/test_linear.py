@@ -1,4 +1,4 @@
-"""Products with the weights: every way through BLAS against float64, and where the matrices lie."""
+"""Products with the weights: every BLAS call compared with float64, and the memory order of the matrices."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def test_product(rng, rows, shape, order, biased):
     np.testing.assert_array_equal(x, before)
 
 
-def test_matrices_lie_in_one_piece_each_in_its_order():
+def test_matrices_share_one_allocation_each_in_its_order():
     matrices = empty_matrices(SHAPES)
     assert [matrix.shape for matrix in matrices] == SHAPES
     for i, matrix in enumerate(matrices):

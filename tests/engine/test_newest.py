@@ -1,4 +1,4 @@
-"""Groups in full beside the cached prefixes that end in them: what runs, what is kept, what a file has."""
+"""Unpacked groups of cached prefixes: the tokens that run, the groups that are kept, and saved files."""
 
 import gc
 
@@ -21,7 +21,7 @@ def engine(blocks=64, model=None, **options):
 
 
 def new_tokens(cached, tokens, namespace=None):
-    """How many of a prompt are run."""
+    """The number of tokens of a prompt that run."""
     before = cached.inner.prefill_token_count
     if isinstance(cached.inner.model, Teller):
         cached.inner.model.expect(tokens, namespace)
@@ -42,18 +42,18 @@ def prompt(seed, n):
 
 
 @pytest.mark.parametrize("length", [12, 48, 64])
-def test_only_what_is_new_is_run(length):
+def test_only_new_tokens_run(length):
     cached = engine(residual_length=length)
     assert new_tokens(cached, prompt(0, 100)) == 100
     assert new_tokens(cached, prompt(0, 100)) == 4  # 6 blocks of 16 are cached
-    begun = 0 if length == 64 else length  # of a group whose end is not that of the text, nothing is kept
+    begun = 0 if length == 64 else length  # a group that ends before the text is not kept
     assert new_tokens(cached, prompt(0, 96)) == begun
     assert new_tokens(cached, prompt(0, 96)) == 0  # the last token again, as a step
     assert new_tokens(cached, np.r_[prompt(0, 96), prompt(1, 30)]) == 30
     settled(cached)
 
 
-def test_a_prompt_that_parts_within_the_group_shares_its_head():
+def test_a_prompt_that_diverges_within_the_group_shares_its_head():
     cached = engine(1000, residual_length=64)
     cached.generate(prompt(0, 112), NONE)
     for head in (70, 80, 81, 95, 111):
@@ -63,7 +63,7 @@ def test_a_prompt_that_parts_within_the_group_shares_its_head():
     settled(cached)
 
 
-def test_what_parts_before_the_newest_group_runs_its_group_again():
+def test_a_prompt_that_diverges_before_the_newest_group_runs_its_group_again():
     cached = engine(residual_length=64)
     cached.generate(prompt(0, 200), NONE)
     assert new_tokens(cached, np.r_[prompt(0, 100), prompt(1, 10)]) == 110 - 64
@@ -71,8 +71,8 @@ def test_what_parts_before_the_newest_group_runs_its_group_again():
 
 
 @pytest.mark.parametrize("tail", [20, 70])
-def test_the_group_in_which_texts_part_runs_again_once(tail):
-    """A system prompt: the first text runs whole, the second finds that it is shared, all others what is new."""
+def test_the_group_in_which_texts_diverge_runs_again_once(tail):
+    """A shared system prompt: the first text runs whole, the second its last group too, all others new tokens only."""
     cached = engine(1000, residual_length=64)
     new = [new_tokens(cached, np.r_[prompt(0, 100), prompt(seed, tail)]) for seed in range(1, 9)]
     # With a tail of 20 the group is also the first text's newest.
@@ -80,8 +80,8 @@ def test_the_group_in_which_texts_part_runs_again_once(tail):
     settled(cached)
 
 
-def test_both_turns_of_a_chat_go_on(network):
-    """The prompt again, and prompt, answer and what comes then."""
+def test_both_turns_of_a_chat_continue(network):
+    """Repeat the prompt, and continue prompt and answer with a new turn."""
     cached = engine(model=network, residual_length=64)
     plain = InferenceEngine(network, dtype="q2", residual_length=64, prefill_chunk=24)
     sixty = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=60)
@@ -98,7 +98,7 @@ def test_both_turns_of_a_chat_go_on(network):
 
 
 @pytest.mark.parametrize("length", [12, 48, 64])
-def test_a_file_has_them(tmp_path, length):
+def test_a_file_contains_the_groups(tmp_path, length):
     saved = engine(1000, residual_length=length)
     for name in (None, "a"):
         saved.generate(prompt(0, 100), SHORT, namespace=name)
@@ -126,7 +126,7 @@ def test_a_file_has_them(tmp_path, length):
 
 
 def test_a_file_of_another_residual_or_none(tmp_path):
-    """The packed blocks are the same; groups that nobody asks for are passed over."""
+    """The packed blocks are loaded; groups that do not fit the engine are skipped."""
     saved = engine(residual_length=64)
     saved.generate(prompt(0, 100), NONE)
     saved.save(tmp_path / "cache", "teller")
@@ -163,7 +163,7 @@ def test_a_damaged_group_runs_again(tmp_path):
         assert new_tokens(loaded, prompt(0, 112)) == 0
 
 
-def test_how_many_there_can_be():
+def test_capacity():
     few, many = engine(1, residual_length=64), engine(4096, residual_length=64)
     assert few.newest.cache.capacity == 8  # two groups
     assert many.newest.cache.capacity == 4096 // 32
@@ -172,7 +172,7 @@ def test_how_many_there_can_be():
         many.generate(prompt(seed, 60), NONE)
         settled(few)
     settled(many)
-    assert len(few.newest.cache) == 0  # a text whose blocks are not all cached needs none
+    assert len(few.newest.cache) == 0  # the group of a text whose blocks are not all cached is not kept
     assert new_tokens(few, prompt(0, 20)) == 20
     assert len(few.newest.cache) == 1
     assert new_tokens(few, prompt(0, 20)) == 4
@@ -180,7 +180,7 @@ def test_how_many_there_can_be():
     assert new_tokens(many, prompt(79, 60)) == 12
 
 
-def test_where_there_are_none():
+def test_engines_without_groups():
     for blocks, options in (
         (0, {}),
         (64, {"residual_length": 0}),
@@ -206,7 +206,7 @@ def test_a_file_into_an_engine_whose_prefixes_are_gone(tmp_path):
     settled(saved)
 
 
-def test_groups_that_somebody_holds_stay():
+def test_groups_held_by_sessions_stay():
     cached = engine(residual_length=64)
     texts = [prompt(seed, 60) for seed in range(4)]
     for tokens in texts[:2]:
@@ -223,7 +223,7 @@ def test_groups_that_somebody_holds_stay():
     settled(cached)
 
 
-def test_clearing_forgets_them():
+def test_clearing_drops_the_groups():
     cached = engine(residual_length=64)
     cached.generate(prompt(0, 100), NONE)
     assert len(cached.newest.cache) == 2
@@ -233,8 +233,8 @@ def test_clearing_forgets_them():
     settled(cached)
 
 
-def test_rows_come_back_bit_for_bit():
-    """What a residual had, and another gets: all dtypes, all counts."""
+def test_rows_are_recalled_bit_for_bit():
+    """The rows of one residual, recalled for another: all dtypes, all counts."""
     rng = np.random.default_rng(0)
     config = Teller.config
     for key_dtype, value_dtype in (("q4", "q2"), ("f32", "q4"), ("q3", "f32")):

@@ -1,7 +1,7 @@
-"""A prefix-cached engine with a residual, by any requests: each query is told what it is told without a cache.
+"""A prefix-cached engine with a residual, under any requests: attention returns the same as without a cache.
 
-K and V depend on the whole text up to their token and on its namespace (teller.py), so whatever is served to another
-text, or packed where it is to be seen in full, is seen at once. Room is short, in blocks as in groups.
+K and V depend on the whole text up to their token and on its namespace (teller.py). So rows of another text, or packed
+rows where unpacked ones are due, are detected at once. There are few blocks and few groups.
 """
 
 import gc
@@ -20,7 +20,7 @@ FOUR = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 SOURCES = np.random.default_rng(0).integers(0, VOCABULARY, (5, 150)).astype(np.uint32)
 
 OWNERS = st.sampled_from([None, "a", ("a", 1)])
-# The head of one of two texts, and then some of another.
+# The head of one of two texts, then a part of another text.
 PROMPTS = st.builds(
     lambda which, head, tail, more: np.concatenate([SOURCES[which][:head], SOURCES[tail][:more]]),
     st.integers(0, 1), st.integers(0, 150), st.integers(2, 4), st.integers(1, 40),
@@ -28,7 +28,7 @@ PROMPTS = st.builds(
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests that end, are left, or fail; files."""
+    """Requests that end, are abandoned or fail; saved files."""
 
     @initialize(length=st.sampled_from([2, 7, 12, 16, 17, 48, 64]), blocks=st.sampled_from([1, 6, 40, 600]))
     def start(self, length, blocks):
@@ -41,7 +41,7 @@ class Requests(RuleBasedStateMachine):
         return PrefixCachedEngine(InferenceEngine(Teller(), **self.options), self.blocks, strict=True)
 
     def expect(self, tokens, owner):
-        """Whose text runs now; what its queries are told without a cache."""
+        """Set the text and namespace that run now, and the results without a cache."""
         for engine in (self.cached.inner, self.alone):
             engine.model.expect(tokens, owner)
         self.alone.generate(tokens, FOUR)
@@ -59,7 +59,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, owner=OWNERS)
     def generate_twice(self, tokens, owner):
-        """The second time at most the group runs in which the cached blocks end, and what comes after it."""
+        """The second request runs at most the group in which the cached blocks end and the tokens after it."""
         self.generate(tokens, owner)
         before = self.cached.inner.prefill_token_count
         self.generate(tokens, owner)

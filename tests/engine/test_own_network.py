@@ -1,4 +1,4 @@
-"""An engine over any network that keeps the protocol, with the formats and the pool that were asked for."""
+"""An engine over any network with the protocol, with the requested formats and pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.paged.cache import PagedKvCache
 
 
 class ToyNetwork:
-    """Two layers of bare attention with learned positions: nothing of the Transformer but the protocol."""
+    """Two layers of plain attention with learned positions; it shares only the protocol with `Transformer`."""
 
     def __init__(self):
         rng = np.random.default_rng(3)
@@ -35,7 +35,7 @@ class ToyNetwork:
 
 
 def toy_logits(network, tokens):
-    """The same without any cache."""
+    """The logits of the same network without a cache."""
     stored = {}
 
     def attend(layer, queries, keys, values):
@@ -72,7 +72,7 @@ def test_default_pool_is_bounded(make):
 
 @pytest.mark.parametrize("name", ["llama_biases", "mistral_yarn", "qwen3_tied"])
 def test_several_sequences_in_one_forward_pass(name):
-    """A chunk of one sequence and steps of two others side by side: each as if it were alone."""
+    """A chunk of one sequence and steps of two others in one pass give the same results as separate passes."""
     network = Transformer.from_pretrained(GOLDEN / name)
     config = network.config
     rng = np.random.default_rng(4)

@@ -1,4 +1,4 @@
-"""PrefixCachedEngine: the answer never changes, the work does."""
+"""PrefixCachedEngine: the cache changes the work, never the answer."""
 
 import gc
 import logging
@@ -40,7 +40,7 @@ def prompt(seed, n):
 
 
 def settled(cached):
-    """Nothing pinned, nothing lost."""
+    """Check that no block is pinned and none is lost."""
     gc.collect()
     cached.check()
     prefixes = cached.prefix_cache.cache
@@ -82,7 +82,7 @@ def test_a_cache_that_is_too_small_changes_nothing(golden):
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 def test_formats_share_too(golden, formats):
-    """Cold, warm and off are the same: attention reads what the format kept, also of what was just computed."""
+    """Cold, warm and without a cache are the same: attention always reads the stored codes, also of new tokens."""
     model, _ = golden
     options = {"key_dtype": formats[0], "value_dtype": formats[1]}
     cached = PrefixCachedEngine(InferenceEngine(model, **options), 64)
@@ -104,7 +104,7 @@ def test_the_second_call_prefills_nothing_that_is_cached(cached):
     assert stats.memory_bytes == 2 * cached.inner.cache.block_memory_bytes
     before = cached.inner.prefill_token_count
     assert cached.generate(tokens, SamplingParams(temperature=0.0, max_tokens=1)) == first
-    # The whole prompt is there: its last token is run again for its logits, which is a decode step.
+    # The whole prompt is cached: a decode step runs its last token again for the logits.
     assert cached.inner.prefill_token_count == before
     stats = cached.cache_stats()
     assert (stats.total_hits, stats.total_misses) == (2, 1)
@@ -126,7 +126,7 @@ def test_matched_blocks_are_shared_without_a_copy(cached):
     before = cache.stats().total_allocations
     stream = cached.stream(np.concatenate([tokens, prompt(2, 8)]), SHORT)
     next(stream)
-    # Five cached blocks are the sequence's own first five; only the new text takes a block.
+    # The sequence's first five blocks are the cached ones; only the new text takes a block.
     shared = cache.get_sequence(cached.inner.seq_id).block_ids
     assert shared[:5] == tuple(block.index for block in cached.prefix_cache.cache.lookup(tokens)[1])
     for block in shared[:5]:
@@ -151,7 +151,7 @@ def test_the_second_turn_of_a_chat_prefills_only_the_new_text(cached):
     text = prompt(1, 37).tolist()
     answer = cached.generate(text, GREEDY)
     assert len(answer) == 64
-    # The last token was never run, and the tail of the last block is not a full block.
+    # The last token did not run, and the last block is not full.
     text += answer
     kept = (len(text) - 1) // 16 * 16
     text += prompt(2, 9).tolist()
@@ -161,7 +161,7 @@ def test_the_second_turn_of_a_chat_prefills_only_the_new_text(cached):
     settled(cached)
 
 
-def test_foreign_prompts_take_the_tail_of_a_chain_not_its_head(network):
+def test_other_prompts_evict_the_tail_of_a_chain_not_its_head(network):
     cached = PrefixCachedEngine(InferenceEngine(network), 6)
     chain = prompt(1, 16 * 5)
     cached.generate(chain, SamplingParams(max_tokens=0))
@@ -212,7 +212,7 @@ def test_a_cleared_cache_holds_no_block(network):
     assert cached.cache_stats().cached_blocks == 0
 
 
-def test_no_tokens_wanted_still_caches_the_prompt(cached):
+def test_a_request_for_no_tokens_caches_the_prompt(cached):
     assert cached.generate(prompt(1, 40), SamplingParams(max_tokens=0)) == []
     assert cached.cache_stats().cached_blocks == 2
 
@@ -270,7 +270,7 @@ def test_a_callers_mistake_raises(cached):
 
 
 class Failing:
-    """A network that fails in its n-th call."""
+    """A network that fails in its nth call."""
 
     def __init__(self, network, error=None):
         self.network, self.config = network, network.config
@@ -291,13 +291,13 @@ class Failing:
 
 @pytest.mark.parametrize("error", [RuntimeError("broke"), OutOfMemoryError(1, 0), KeyboardInterrupt()])
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_an_internal_failure_leaves_the_cache_right(network, caplog, error, call):
+def test_an_internal_failure_leaves_the_cache_consistent(network, caplog, error, call):
     model = Failing(network, error)
     cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=32), 64)
     tokens = prompt(1, 40)
     expected = InferenceEngine(network).generate(tokens, SHORT)
     cached.generate(tokens[:20], SHORT)
-    model.left = call  # in the prefill, or in the decoding
+    model.left = call  # during the prefill or during decoding
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             cached.generate(tokens, SHORT)
@@ -345,7 +345,7 @@ def test_a_stream_ends_when_another_request_takes_the_engine(cached):
 
 
 def test_an_answer_that_ends_with_a_stop_token_is_cached(network):
-    # Turn 2 of a chat reuses turn 1, whatever ended it.
+    # Turn 2 of a chat reuses turn 1 however turn 1 ended.
     tokens = prompt(1, 40)
     plain = PrefixCachedEngine(InferenceEngine(network), 64)
     answer = plain.generate(tokens, GREEDY)
@@ -359,8 +359,8 @@ def test_an_answer_that_ends_with_a_stop_token_is_cached(network):
         settled(cached)
 
 
-def test_blocks_are_stored_under_the_tokens_that_they_are_of(network):
-    # A thread may lose the CPU anywhere between a step and its token: five threads with prompts of their own.
+def test_blocks_are_stored_under_their_own_tokens(network):
+    # Five threads with different prompts: a thread may lose the CPU between a step and its token.
     cached = PrefixCachedEngine(InferenceEngine(network), 64)
     cold = InferenceEngine(network)
     prompts = [prompt(i, 20 + 7 * i) for i in range(5)]

@@ -1,4 +1,4 @@
-"""The residual: each query sees the tokens of its own group in full, all others as the cache packs them."""
+"""The residual: each query reads its own group unpacked, and all other tokens as the cache packs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 1000
 
 
 class Echo:
-    """A network without one: what each token asks and is depends on layer and position; keeps what it was told."""
+    """Not a real network: Q, K and V depend only on layer and position; it records the results of attention."""
 
     config = SimpleNamespace(
         num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=8,
@@ -43,7 +43,7 @@ class Echo:
 
 
 def assert_all_answers_right(network, engine, full):
-    """`full[p]`: the first token that the query at p saw in full."""
+    """Compare all results; `full[p]` is the first token that the query at p reads unpacked."""
     for layer in range(LAYERS):
         packed = engine.cache.read(layer, engine.seq_id)
         for pos, first in enumerate(full):
@@ -69,10 +69,10 @@ STEPS = st.lists(
 
 @given(length=st.sampled_from([1, 4, 16, 17]), chunk=st.sampled_from([1, 5, 16, 64]), steps=STEPS)
 def test_any_history(length, chunk, steps):
-    """Runs, failures, steps back and shared prefixes: every answer is that of float64 over what was to be seen."""
+    """Runs, failures, steps back and shared prefixes: every result agrees with float64 over the expected rows."""
     network = Echo()
     engine = InferenceEngine(network, dtype="q4", residual_length=length, prefill_chunk=chunk, num_blocks=64)
-    full, start = [], 0  # of each query; where the newest group begins
+    full, start = [], 0  # `full` of each query; the start of the newest group
     for what, count in steps:
         pos = len(full)
         if pos + count > 400:
@@ -80,8 +80,8 @@ def test_any_history(length, chunk, steps):
         if what == "back" and pos:
             pos -= min(count, pos)
             if pos <= start or pos // length != start // length:
-                start = pos  # what stood there in full is gone
-        if what == "share":  # the same tokens come from a cached prefix, and none of them in full
+                start = pos  # the unpacked rows there are dropped
+        if what == "share":  # a cached prefix has the same tokens, all packed
             old = engine.seq_id
             kept = min(count, pos)
             engine.begin(lambda cache, fresh, old=old, kept=kept: share(cache, old, fresh, kept))
@@ -124,7 +124,7 @@ def test_a_failure_after_a_step_back_brings_the_group_back():
     assert_all_answers_right(network, engine, [p - p % 16 for p in range(31)])
 
 
-def test_when_there_is_one():
+def test_default_lengths():
     def length(**options):
         return InferenceEngine(Echo(), **options).residual_length
 

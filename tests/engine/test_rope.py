@@ -1,4 +1,4 @@
-"""Rotary embeddings: each kind's frequencies against its definition, and what rotation must preserve."""
+"""Rotary embeddings: the frequencies of each kind compared with its definition, and invariants of the rotation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_scores_depend_on_distance_alone(rope):
     assert score(20, 3) != pytest.approx(score(21, 3), abs=1e-3)
 
 
-def test_table_grows_to_what_is_asked_and_keeps_its_rows():
+def test_the_table_grows_on_request_and_keeps_its_rows():
     table, whole = RopeTable(Rope(), 8, 1000), RopeTable(Rope(), 8, 1000)
     everything = whole.rows(np.arange(1000))
     for stop in (0, 1, 255, 256, 257, 600, 1000):
@@ -101,7 +101,7 @@ def test_table_grows_to_what_is_asked_and_keeps_its_rows():
 
 
 def test_threads_share_a_table():
-    """Growing from two threads at once must not put rows where others belong."""
+    """Growth from two threads at once must keep every row at its position."""
     expected = RopeTable(Rope(), 8, 4096).rows(np.arange(4096))[0]
     for _ in range(20):
         table = RopeTable(Rope(), 8, 4096)
@@ -116,7 +116,7 @@ def test_threads_share_a_table():
 
 
 def test_strided_heads():
-    """The engine rotates queries and keys where they lie, between the values of the row before and theirs."""
+    """The engine rotates queries and keys in place, in rows that also contain values."""
     table = RopeTable(Rope(), 8, 100)
     wide = np.random.default_rng(2).standard_normal((4, 5, 8)).astype(np.float32)
     rows = table.rows(np.arange(4))

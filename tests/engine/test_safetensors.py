@@ -1,4 +1,4 @@
-"""One file of tensors: every dtype and alignment, and bytes that lie."""
+"""One file of tensors: every dtype and alignment, and false headers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_values_of_every_dtype_and_alignment(write, dtype, padding):
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
 @pytest.mark.parametrize("shape", [(256, 3), (257, 2), (600, 5), (0, 4), (7,)])
 def test_rows_into_columns(write, dtype, shape):
-    """A part of a larger matrix that lies by columns, in bands of rows."""
+    """Read into a part of a larger column-major matrix, in bands of rows."""
     array = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     header = {"w": entry(NAMES[np.dtype(dtype)], list(shape), 0, array.nbytes)}
     file = SafetensorsFile(write(pack(header, array.tobytes())))
@@ -71,8 +71,8 @@ def test_special_values_keep_their_bits(write):
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
-def test_values_are_no_longer_those_of_the_file(write, dtype):
-    """What is written into the file later does not reach what was read from it."""
+def test_values_do_not_follow_the_file(write, dtype):
+    """A later write to the file does not change the values that were read."""
     array = np.arange(12).reshape(3, 4).astype(dtype)
     path = write(pack_arrays({"w": array}))
     file = SafetensorsFile(path)
@@ -87,7 +87,7 @@ def test_values_are_no_longer_those_of_the_file(write, dtype):
 @pytest.mark.parametrize("order", "CF")
 @pytest.mark.parametrize("band", [8, 52, 1 << 20])
 def test_a_file_that_is_cut_short_while_it_is_read(write, monkeypatch, dtype, order, band):
-    """At every length: the values, or an error that names file and tensor."""
+    """At every length the result is the values, or an error that names file and tensor."""
     array = np.random.default_rng(0).standard_normal((9, 3)).astype(dtype)
     content = pack_arrays({"first": array, "second": array})
     path = write(content)
@@ -200,7 +200,7 @@ def test_error_is_a_value_error_of_the_family():
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_mutated_files_load_or_raise(tmp_path_factory, data):
-    """Whatever bytes change, a file is refused with CheckpointError, or every tensor in it can be read."""
+    """A mutated file is refused with CheckpointError, or every tensor in it can be read."""
     rng = np.random.default_rng(1)
     arrays = {
         "one": rng.standard_normal((4, 3)).astype(np.float32),

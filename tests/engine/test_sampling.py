@@ -1,4 +1,4 @@
-"""Sampling: the distribution that is drawn from, step by step, and the settings that are refused."""
+"""Sampling: the distribution of the tokens, step by step, and refused settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.engine import SamplingParams
 from kvcache.engine.sampling import Sampler, _top_k
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
-# Ties (at the top, and at the border of top_k 4), both signs, one token that cannot be.
+# Ties at the top and at the border of top_k 4, both signs, and one token with probability 0.
 LOGITS = np.array([1.5, -0.5, 2.0, 2.0, 0.25, 1.0, 1.0, -2.0, 0.0, 1.0, -np.inf, 0.75], np.float32)
 HISTORY = np.array([2, 7, 2, 4], np.uint32)
 
@@ -31,7 +31,7 @@ def settings_of(params):
 
 
 def draw(params, logits, history, count, seed=0):
-    """`count` draws at the same step: a fresh sampler each time would cost more and draw no differently."""
+    """`count` draws at the same step, all with one sampler, which is faster than a new one each time."""
     sampler = Sampler(params, np.random.default_rng(seed), len(logits), history)
     seen = sampler._seen.copy()
     tokens = np.empty(count, np.int64)
@@ -60,7 +60,7 @@ def test_chi_square_tail_on_tabled_values():
 
 
 def assert_drawn_from(probabilities, tokens):
-    """Chi-square at 1 in 10 000; what has no probability is never drawn. Rare tokens are counted together."""
+    """Chi-square test at 1 in 10 000, with rare tokens counted together. Tokens of probability 0 are never drawn."""
     probabilities = np.array(probabilities)
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert not counts[probabilities == 0].any(), np.flatnonzero(counts * (probabilities == 0))
@@ -85,14 +85,14 @@ def test_distribution(temperature, top_k, top_p, penalty):
 
 
 def test_distribution_closely():
-    """Few settings, many draws: an error of a percent would show."""
+    """Few settings with many draws, which would reveal an error of a percent."""
     for seed, params in enumerate([PLAIN, SamplingParams(), replace(PLAIN, temperature=1.7, top_p=0.8)]):
         tokens = draw(params, LOGITS, HISTORY, 30_000, seed)
         assert_drawn_from(sampling_distribution(LOGITS, HISTORY, **settings_of(params)), tokens)
 
 
-def test_the_test_would_notice():
-    """Each step left out changes the distribution by more than the test forgives."""
+def test_the_chi_square_test_has_power():
+    """Leaving out any step changes the distribution by more than the test accepts."""
     params = SamplingParams(temperature=0.8, top_k=8, top_p=0.9, repetition_penalty=1.3)
     tokens = draw(params, LOGITS, HISTORY, 1500)
     right = settings_of(params)
@@ -121,7 +121,7 @@ def test_only_possible_tokens(logits, temperature, top_k, top_p, penalty, seed):
 
 
 def test_large_vocabulary():
-    """Where sorting the tail is spared, the nucleus is the same."""
+    """The nucleus is the same when the tail is not sorted."""
     rng = np.random.default_rng(5)
     logits = (rng.standard_normal(20_000) * 3).astype(np.float32)
     params = replace(PLAIN, top_p=0.9)
@@ -137,7 +137,7 @@ def test_large_vocabulary():
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 640, 1000])
 @pytest.mark.parametrize("levels", [2, 30, 10**6])
 def test_top_k_against_sorting(size, levels):
-    """Sizes around the groups that candidates are found by; few levels make ties at every border."""
+    """Sizes around the size of a group; few different values make ties at every border."""
     logits = np.random.default_rng(size).integers(0, levels, size).astype(np.float32)
     ranked = np.lexsort((np.arange(size), -logits))
     for k in (0, 1, 2, 9, 10, 11, 15, 16, 64, max(size - 1, 1), size, size + 1):
@@ -155,7 +155,7 @@ def test_greedy_takes_the_lowest_of_equals(temperature):
     assert set(draw(params, np.zeros(7, np.float32), [], 20)) == {0}
 
 
-def test_greedy_heeds_the_penalty():
+def test_greedy_applies_the_penalty():
     params = SamplingParams(temperature=0.0, repetition_penalty=1.2)
     sampler = Sampler(params, np.random.default_rng(0), len(LOGITS), np.array([], np.uint32))
     assert [sampler.sample(LOGITS) for _ in range(4)] == [2, 3, 2, 2]
@@ -165,7 +165,7 @@ def test_penalty_counts_the_prompt_and_every_draw_once():
     params = SamplingParams(temperature=0.0, repetition_penalty=3.0)
     logits = np.array([3.0, 2.0, 1.5, -1.0], np.float32)
     sampler = Sampler(params, np.random.default_rng(0), 4, np.array([0, 0, 0], np.uint32))
-    # 0 counts 1.0 however often it came; then 1 counts 2/3 and 2 counts 0.5.
+    # Token 0 counts 1.0 however often it occurred; then 1 counts 2/3 and 2 counts 0.5.
     assert [sampler.sample(logits) for _ in range(5)] == [1, 2, 0, 0, 0]
 
 
@@ -175,7 +175,7 @@ def test_penalty_makes_negative_logits_less_likely():
     assert sampler.sample(np.array([-1.5, -1.0], np.float32)) == 0
 
 
-def test_logits_are_left_alone():
+def test_logits_are_not_changed():
     before = LOGITS.copy()
     draw(SamplingParams(), LOGITS, HISTORY, 3)
     np.testing.assert_array_equal(LOGITS, before)

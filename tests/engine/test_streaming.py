@@ -1,4 +1,4 @@
-"""Endless text under StreamingLLM: exact against keys rotated anew, in constant memory, beyond every position."""
+"""Endless text under StreamingLLM: agrees with re-rotated keys, in constant memory, beyond all positions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def make(network, policy=STREAM, **options):
     return InferenceEngine(network, eviction_policy=policy, **{"block_size": 4, "prefill_chunk": 16, **options})
 
 
-# ---------------------------------------------------------------- the twin
+# ---------------------------------------------------------------- comparison with the naive engine
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_biases", "mistral_yarn", "qwen3_tied"])
 @pytest.mark.parametrize(("sinks", "window", "chunk"), [(4, 20, 16), (4, 20, 1), (1, 3, 7), (0, 12, 5)])
-def test_as_if_keys_were_rotated_to_their_places_in_the_cache(name, sinks, window, chunk):
+def test_results_are_those_of_keys_rotated_to_their_cache_positions(name, sinks, window, chunk):
     network = Transformer.from_pretrained(GOLDEN / name)
     text = TEXT[:120] % network.config.vocab_size
     engine = make(network, EvictionPolicy.StreamingLLM(sinks, window), prefill_chunk=chunk)
@@ -43,12 +43,12 @@ def test_as_if_keys_were_rotated_to_their_places_in_the_cache(name, sinks, windo
 
 @pytest.mark.parametrize("dtype", ["f16", "q8", "q4"])
 def test_on_packed_keys(network, dtype):
-    """The same keys as they came back of the cache at first: nothing was written twice."""
+    """The naive engine has the keys as the cache stored them once: no key is written twice."""
     engine = make(network, dtype=dtype)
     twin = DenseStreamingEngine(network, 4, 20, 16, stored_as(network.config, dtype))
     found, expected = engine.score(TEXT[:200]), twin.extend(TEXT[:199]).astype(float)
     expected = expected[np.arange(199), TEXT[1:200]] - np.log(np.exp(expected).sum(axis=1))
-    bound = {"f16": 1e-3, "q8": 0.01, "q4": 0.05}[dtype]  # the kernel's own rounding, and what two layers make of it
+    bound = {"f16": 1e-3, "q8": 0.01, "q4": 0.05}[dtype]  # the kernel's rounding after two layers
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
     before = engine.cache.read(0, 0, 0, 4)
     engine.prefill_from_pos(TEXT[200:300], engine.num_tokens)
@@ -56,7 +56,7 @@ def test_on_packed_keys(network, dtype):
 
 
 def test_the_distance_of_the_sinks_matters(network):
-    """Were the sinks met at their distance in the text, the answers would be others, and so without sinks."""
+    """With the sinks at their distance in the text, or without sinks, the results differ."""
     near = make(network).score(TEXT[:300])
     far = make(network, EvictionPolicy.SlidingWindow(20, 4), kv_budget=24).score(TEXT[:300])
     none = make(network, EvictionPolicy.StreamingLLM(0, 24)).score(TEXT[:300])
@@ -70,19 +70,19 @@ def test_without_sinks_distances_are_those_of_a_plain_window(network):
     np.testing.assert_allclose(make(network, EvictionPolicy.StreamingLLM(0, 24)).score(TEXT[:300]), plain, atol=1e-4)
 
 
-def test_before_anything_leaves_it_is_any_other_engine(network):
+def test_without_evictions_it_equals_any_other_engine(network):
     plain, engine = InferenceEngine(network, prefill_chunk=16), make(network, EvictionPolicy.StreamingLLM(4, 300))
     np.testing.assert_array_equal(engine.score(TEXT[:300]), plain.score(TEXT[:300]))
     twin = DenseEvictingEngine(network, ("SlidingWindow", 300, 4), 304, 16)
     np.testing.assert_allclose(engine.decode_step(5, 299), twin.extend([*TEXT[:299], 5])[-1], rtol=0, atol=1e-4)
 
 
-# ---------------------------------------------------------------- no end
+# ---------------------------------------------------------------- long texts
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_far_beyond_the_positions_of_the_network(network, dtype):
-    """The memory is that of sinks, window and one piece, and neither blocks nor the table of angles grow."""
+    """The memory is that of sinks, window and one piece; neither the blocks nor the table of angles grow."""
     engine = make(network, dtype=dtype)
     assert len(TEXT) > 7 * network.config.max_position_embeddings
     engine.prefill_from_pos(TEXT, 0)
@@ -98,13 +98,13 @@ def test_far_beyond_the_positions_of_the_network(network, dtype):
     engine.check()
 
 
-def test_exact_after_a_long_way(network):
+def test_exact_after_a_long_text(network):
     engine, twin = make(network, EvictionPolicy.StreamingLLM(2, 6)), DenseStreamingEngine(network, 2, 6, 16)
     found, expected = engine.prefill_from_pos(TEXT[:1500], 0), twin.extend(TEXT[:1500])[-1]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-def test_generation_goes_on(network):
+def test_generation_continues_beyond_all_positions(network):
     endless = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=700)
     engine, plain = make(network), InferenceEngine(network)
     limit = plain.config.max_position_embeddings
@@ -115,7 +115,7 @@ def test_generation_goes_on(network):
 
 
 def test_pieces_are_as_long_as_positions_allow(network):
-    """Sinks, window and a piece stand within the positions that the network knows."""
+    """Sinks, window and one piece fit within the network's positions."""
     limit = network.config.max_position_embeddings
     seen = []
 
@@ -133,7 +133,7 @@ def test_pieces_are_as_long_as_positions_allow(network):
     assert set(seen) <= {6, 2 * limit % 6}
 
 
-# ---------------------------------------------------------------- going back, failures, mistakes
+# ---------------------------------------------------------------- going back, failures, invalid arguments
 
 
 def test_going_back(network):
@@ -142,7 +142,7 @@ def test_going_back(network):
     engine.prefill_from_pos(TEXT[:60], 0)
     with pytest.raises(InvalidOperationError, match="evicted"):
         engine.prefill_from_pos(TEXT[:10], 50)
-    engine.prefill_from_pos(TEXT[3:4], 3)  # into the sinks, of which none has left
+    engine.prefill_from_pos(TEXT[3:4], 3)  # into the sinks, none of which was evicted
     assert (engine.num_tokens, engine.alive_tokens(0)) == (4, 4)
     np.testing.assert_allclose(engine.prefill_from_pos(TEXT[:100], 0), expected, rtol=0, atol=1e-4)
     engine.check()
@@ -180,7 +180,7 @@ def test_failures_change_nothing(network):
     )
 
 
-def test_a_network_that_cannot_says_so(network):
+def test_a_network_without_sink_positions_is_refused(network):
     class Plain:
         config = network.config
 

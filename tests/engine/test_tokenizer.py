@@ -1,4 +1,4 @@
-"""Text to tokens and back, where a checkpoint has a tokenizer and where it has none."""
+"""Text to tokens and back, for checkpoints with and without a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: shards and their index, and what a network requires of them."""
+"""Checkpoint folders: shards, their index, and the tensors that a network requires."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_billions_of_layers(checkpoint):
 
 
 def test_unexpected_tensor(checkpoint):
-    """A bias that config.json does not mention would be left out in silence, and the text be wrong."""
+    """A bias that config.json does not mention would be ignored silently, and the text would be wrong."""
     _, tensors, save = checkpoint
     tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
     with pytest.raises(CheckpointError, match=r"no others, got the tensors model.layers.0.self_attn.q_norm.weight"):
@@ -101,7 +101,7 @@ def test_wrong_dtype(checkpoint):
 
 
 def test_nothing_is_allocated_for_a_bad_checkpoint(checkpoint, monkeypatch):
-    """Sizes come from config.json; they must be found wrong before matrices of those sizes are made."""
+    """Wrong sizes in config.json must be detected before matrices of these sizes are allocated."""
     folder, _, save = checkpoint
     config = json.loads((folder / "config.json").read_text())
     config.update(intermediate_size=2**30, vocab_size=2**30)
@@ -155,7 +155,7 @@ def test_index_names_the_wrong_shard(shards):
         Transformer.from_pretrained(folder)
 
 
-def test_index_forgets_a_tensor(shards):
+def test_index_lacks_a_tensor(shards):
     folder, weight_map, save = shards
     del weight_map["model.norm.weight"]
     save()
@@ -180,14 +180,14 @@ def test_truncated_shard(shards):
 
 
 def computed(model):
-    """Logits of a text, through every weight."""
+    """The logits of a text, which depend on every weight."""
     engine = InferenceEngine(model)
     return engine.prefill_from_pos(np.arange(40, dtype=np.uint32), 0)
 
 
 @pytest.mark.parametrize("source", ["llama_biases", "llama_linear_tied_sharded_f16", "llama_llama3_bf16", "qwen3_tied"])
 def test_no_change_of_a_file_reaches_a_network(tmp_path, source):
-    """The weights are the process's own memory: no file is mapped or open once they are loaded."""
+    """The weights are private memory: after the load no file is mapped or open."""
     shutil.copytree(GOLDEN / source, tmp_path, dirs_exist_ok=True)
     model = Transformer.from_pretrained(tmp_path)
     want = computed(model)
@@ -196,7 +196,7 @@ def test_no_change_of_a_file_reaches_a_network(tmp_path, source):
     assert not [name for name in opened if name.startswith(str(tmp_path))]
     for path in tmp_path.iterdir():
         size = path.stat().st_size
-        with path.open("r+b") as file:  # the same inode, as `cp` writes it
+        with path.open("r+b") as file:  # writes to the same inode, as `cp` does
             file.write(b"\xff" * size)
         np.testing.assert_array_equal(computed(model), want)
         os.truncate(path, 0)
@@ -226,7 +226,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read(shards, monkeypatch):
         Transformer.from_pretrained(folder)
 
 
-def test_weights_that_no_memory_is_left_for(checkpoint, monkeypatch):
+def test_weights_without_memory(checkpoint, monkeypatch):
     _, _, save = checkpoint
 
     def refuse(*_):
@@ -238,7 +238,7 @@ def test_weights_that_no_memory_is_left_for(checkpoint, monkeypatch):
 
 
 def test_every_golden_tensor_is_used():
-    """The shapes that a network requires add up to what the files hold."""
+    """The shapes that a network requires add up to the contents of the files."""
     for folder in GOLDEN.glob("*/golden.npz"):
         model = Transformer.from_pretrained(folder.parent)
         config = ModelConfig.from_pretrained(folder.parent)

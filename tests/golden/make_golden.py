@@ -1,6 +1,6 @@
-"""Make the golden data: tiny random checkpoints, and what the transformers library computes from them.
+"""Make the golden data: tiny random checkpoints, and the results of the transformers library for them.
 
-Run by hand, once, with torch and transformers installed; the tests only read what it wrote:
+Run by hand, once, with torch and transformers installed; the tests only read its output:
 
     python tests/golden/make_golden.py            # every model
     python tests/golden/make_golden.py qwen3      # one of them
@@ -13,9 +13,9 @@ Each model becomes a folder with a checkpoint as `save_pretrained` writes it and
     greedy_<n>     uint32 (64,)          the greedy continuation, each token by a forward pass without a cache
     margin         float32 ()            the smallest distance between best and second-best along all of them
 
-A random model is only a fair judge if its choices are clear: weights are scaled so that logits spread over
-several units, and a seed is taken only if every greedy choice has a margin that float32 noise cannot turn
-and the continuations are not stuck on one token.
+A random model is a useful reference only if its choices are clear. So weights are scaled such that logits spread over
+several units, and a seed is accepted only if float32 noise cannot change any greedy choice and the continuations do
+not repeat one token.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ YARN_ROPE = {
 
 
 class Variant(NamedTuple):
-    """One golden model: its configuration, the stored dtype and the size at which files are split."""
+    """One golden model: its configuration, stored dtype, and the size at which files are split."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
@@ -121,9 +121,9 @@ VARIANTS = {
 
 
 def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Fill every parameter so that each matters: attention that is not flat, logits that spread.
+    """Fill the parameters so that each has an effect: attention is not uniform, and logits spread.
 
-    With tied embeddings the layers speak louder, or every token would predict itself.
+    With tied embeddings the layers get larger weights, since otherwise every token would predict itself.
     """
     gain = 3.0 if model.config.tie_word_embeddings else 1.0
     for name, parameter in model.named_parameters():
@@ -145,12 +145,12 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Logits (len(tokens), vocab) of one forward pass from nothing."""
+    """Logits (len(tokens), vocab) of one forward pass without a cache."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
 def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
-    """The golden arrays of this model, or None where its greedy choices are not clear enough."""
+    """The golden arrays of this model, or None if its greedy choices are not clear enough."""
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {}
     margin = float("inf")

@@ -24,7 +24,7 @@ def test_h2o_protects_the_newest():
     cache = manager(8)
     fill(cache, 8)
     cache.update_attention_scores(np.full(8, 10.0))
-    # Without a recent window every new row would leave at once, since its score is 0.
+    # Without a recent window every new row would be evicted at once, since its score is 0.
     for i in range(8, 20):
         fill(cache, 1)
         assert kept(cache)[-4:] == list(range(i - 3, i + 1))
@@ -99,7 +99,7 @@ def test_pyramid_budgets():
                 assert budgets[0] > budgets[-1]
 
 
-def test_pyramid_holds_each_layer_to_its_budget():
+def test_pyramid_keeps_each_layer_within_its_budget():
     cache = manager(8, PyramidKV(4))
     for _ in range(20):
         for layer in (2, 0, 3, 1):
@@ -108,7 +108,7 @@ def test_pyramid_holds_each_layer_to_its_budget():
     assert [len(cache.positions(i)) for i in range(4)] == [3, 2, 2, 1]
     assert cache.layers == (0, 1, 2, 3)
     assert kept(cache, 0) == [17, 18, 19]
-    # Each layer gives up what it has over its share of 4.
+    # Each layer evicts what exceeds its share of 4.
     assert cache.evict(4) == 4
     assert [len(cache.positions(i)) for i in range(4)] == list(pyramid_budgets(4, 4))
 
@@ -121,18 +121,18 @@ def test_pyramid_evicts_like_h2o_inside_a_layer():
     cache.update_attention_scores([7, 0, 0], 1)
     fill(cache, 6, 0)
     fill(cache, 6, 1)
-    # Half of 4 and of 3 is 2: these are recent, and of the rest the heavy hitter and the latest stay.
+    # Half of 4 and of 3 is 2 recent entries; of the rest the heavy hitter and the latest stay.
     assert kept(cache, 0) == [1, 7, 8, 9]
     assert kept(cache, 1) == [0, 7, 8]
 
 
-def test_what_a_layer_leaves_of_its_share_serves_the_others():
+def test_unused_shares_go_to_other_layers():
     cache = manager(100, PyramidKV(4))
     fill(cache, 10, 2)
     assert cache.evict(9) == 1
     assert kept(cache, 2) == list(range(1, 10))
     fill(cache, 10, 3)
-    assert cache.evict(12) == 7  # budgets of 5, 4, 2, 1, and 9 of them unused
+    assert cache.evict(12) == 7  # budgets of 5, 4, 2, 1, of which 9 entries are unused
     assert [len(cache.positions(i)) for i in range(4)] == [0, 0, 9, 3]
 
 
@@ -141,7 +141,7 @@ def test_layers_share_evenly_under_the_other_policies():
     fill(cache, 9, 1)
     assert len(cache) == 9
     fill(cache, 9, 0)
-    # The lower layer takes the odd one.
+    # The lower layer gets the odd entry.
     assert [kept(cache, i) for i in (0, 1)] == [[4, 5, 6, 7, 8], [5, 6, 7, 8]]
     assert cache.evict(2, layer_idx=1) == 2
     assert [kept(cache, i) for i in (0, 1)] == [[4, 5, 6, 7, 8], [7, 8]]

@@ -1,4 +1,4 @@
-"""CacheManager.attention over entries that lie scattered in their slots, against float64."""
+"""CacheManager.attention over entries in scattered slots, compared with float64."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ from kvcache.lists.config import FORMAT_OF_BITS
 
 @pytest.fixture
 def unquantised(monkeypatch):
-    """Rows as they came, for what does not depend on the format."""
+    """Disable quantisation, for tests that do not depend on the format."""
     for bits in BITS:
         monkeypatch.setitem(FORMAT_OF_BITS, bits, "f32")
 
 
 def scattered(bits, heads, dim, rng, n=300, capacity=200):
-    """A cache whose entries lie in the slots of others."""
+    """A cache whose entries are in the slots of evicted ones."""
     cache = manager(capacity, heads=heads, dim=dim, bits=bits)
     for _ in range(3):
         fill(cache, n, rng=rng)

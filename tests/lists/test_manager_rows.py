@@ -1,4 +1,4 @@
-"""CacheManager: what one entry is, what it costs, what comes back of it."""
+"""CacheManager: the rows of an entry, their size, and their values when read."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_round_trip(simd, bits, row, heads, bound):
 
 
 def test_ties_round_to_even(simd):
-    # 0 and 255 make the scale 1 (fewer bits would be fitted); seven channels are stored padded, and so not rotated.
+    # 0 and 255 make the scale 1 (fewer bits would be fitted). Seven channels are padded in storage and so not rotated.
     row = np.array([0, 255, 2.5, 3.5, 4.5, 1.3, 1.7], np.float32)
     cache = manager(heads=1, dim=7, bits=8)
     cache.append(row, row)
@@ -34,7 +34,7 @@ def test_ties_round_to_even(simd):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [4, 5, 8, 40, 64])
 @pytest.mark.parametrize("constant", [0.5, 0.42, 1.0, 100.0, -1.0, -0.42])
-def test_constant_rows_come_back(simd, bits, dim, constant):
+def test_constant_rows_are_exact(simd, bits, dim, constant):
     cache = manager(dim=dim, bits=bits)
     row = np.full(2 * dim, constant, np.float32)
     cache.append(row, -row)
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_packed_rows(bits, dim):
 def test_known_ratios():
     assert round(manager(dim=128, bits=4).compression_ratio, 2) == 7.53
     assert manager().compression_ratio > 1
-    # Every bit saved is a bit saved.
+    # Each bit less reduces the size.
     ratios = [manager(dim=128, bits=bits).compression_ratio for bits in BITS]
     assert ratios == sorted(ratios, reverse=True)
 
@@ -64,7 +64,7 @@ def test_known_ratios():
 @pytest.mark.parametrize("value", BITS)
 @pytest.mark.parametrize("key", BITS)
 def test_keys_and_values_of_different_bits(key, value):
-    """Each side is what it is in a cache of these bits on both sides."""
+    """Each side is the same as in a cache with these bits on both sides."""
     cache = CacheManager(KVCacheConfig(64, 2, 64, key_bits=key, value_bits=value))
     alike = [manager(64, dim=64, bits=bits) for bits in (key, value)]
     for c in (cache, *alike):
@@ -78,7 +78,7 @@ def test_keys_and_values_of_different_bits(key, value):
 
 
 @pytest.mark.parametrize("name", ["quantization_bits", "key_bits", "value_bits"])
-def test_bits_that_are_not_supported(name):
+def test_unsupported_bits(name):
     for bits in (0, 1, 5, 6, 7, 16, 32, -4):
         with pytest.raises(ValueError, match=f"{name}: expected one of 2, 3, 4, 8, got {bits}"):
             KVCacheConfig(8, 2, 8, **{name: bits})

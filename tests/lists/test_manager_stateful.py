@@ -1,4 +1,4 @@
-"""CacheManager against its naive twin: who stays, in what order, with which scores and rows."""
+"""CacheManager compared with a naive manager: the entries, their order, scores and rows."""
 
 import random
 
@@ -23,7 +23,7 @@ SCORES = st.sampled_from([0.0, 0.25, 1.0, 3.0, -1.0])
 
 
 class Pair:
-    """The manager and its twin, fed the same rows: every row says which one it is."""
+    """The manager and the naive one, with the same rows; every row contains its number."""
 
     def __init__(self, max_seq_len, policy):
         make = getattr(EvictionPolicy, policy[0])
@@ -32,7 +32,7 @@ class Pair:
         self.stamp = 0
 
     def append(self, count, layer):
-        # 1 at one end and a whole number at the other: 8 bits hold both to f16, whatever the row.
+        # 1 at one end and a whole number at the other: with 8 bits both are exact to f16.
         stamps = np.arange(self.stamp, self.stamp + count) % 2000
         self.stamp += count
         keys = np.repeat(stamps[:, None], WIDTH, 1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What all faces have in common: errors of one family, reports that are snapshots, `check`, input that is converted."""
+"""Conventions of all public classes: one family of errors, snapshots as reports, `check`, conversion of input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvcache.core.kernels import FORMATS
 
 
 class Capsule:
-    """A tensor of another library, as DLPack hands it out."""
+    """A tensor of another library, exported by DLPack."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -46,7 +46,7 @@ class Capsule:
 
 
 class Convertible:
-    """A tensor of another library, as `__array__` hands it out."""
+    """A tensor of another library, exported by `__array__`."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -117,7 +117,7 @@ def test_k_and_v_of_any_float_array(face: Any, kind: str) -> None:
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e39])
 def test_k_and_v_that_are_not_finite(face: Any, bad: float) -> None:
-    """1e39 is finite in float64, and in no format."""
+    """1e39 is finite in float64 but in no storage format."""
     good = np.ones((2, 1, 8) if face is paged else (2, 8))
     worse = good.copy()
     worse[1, ..., 3] = bad
@@ -128,7 +128,7 @@ def test_k_and_v_that_are_not_finite(face: Any, bad: float) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_k_and_v_that_are_no_floats(face: Any) -> None:
+def test_k_and_v_of_other_dtypes(face: Any) -> None:
     good = np.ones((2, 1, 8) if face is paged else (2, 8))
     for wrong in (good.astype(int), good.astype(complex), good.astype(str)):
         with pytest.raises(TypeError, match="float"):
@@ -194,8 +194,8 @@ INTEGERS: list[Any] = [
 
 
 @pytest.mark.parametrize("call", INTEGERS, ids=range(len(INTEGERS)))
-def test_a_number_that_is_no_count(call: Any) -> None:
-    """A fraction is never cut, truth is no number, and what is too large for 64 bits is refused like any other."""
+def test_invalid_counts(call: Any) -> None:
+    """Fractions are not truncated, bools are not numbers, and integers beyond 64 bits are refused too."""
     for wrong in (1.5, np.float64(2), float("nan"), "1", object(), -(2**70)):
         with pytest.raises((TypeError, ValueError, IndexError, KvCacheError)):
             call(wrong)
@@ -256,7 +256,7 @@ def test_reports_are_snapshots() -> None:
     assert list(reports) == before
 
 
-def test_whatever_has_state_can_be_checked() -> None:
+def test_every_class_with_state_has_check() -> None:
     for kind in (PagedKvCache, CacheManager, PrefixKvCache, PrefixCache, KvCache, InferenceEngine, PrefixCachedEngine):
         assert callable(kind.check)
         assert "AssertionError" in (inspect.getdoc(kind.check) or "")
@@ -265,7 +265,7 @@ def test_whatever_has_state_can_be_checked() -> None:
 @pytest.mark.parametrize("value", FORMATS)
 @pytest.mark.parametrize("key", FORMATS)
 def test_every_format_on_either_side(key: str, value: str) -> None:
-    """In all that store K and V, rows come back as they do from a paged cache, and cost the same."""
+    """All classes that store K and V return the same rows as a paged cache, in the same number of bytes."""
     from kvcache import CachedKvState
 
     rows = np.random.default_rng(0).standard_normal((2, 16, 2, 32)).astype(np.float32)
@@ -290,7 +290,7 @@ def test_every_format_on_either_side(key: str, value: str) -> None:
     assert table.block_memory_bytes == trie.memory_bytes == cost
 
 
-def test_nothing_asks_the_clock_or_chance() -> None:
+def test_no_module_uses_the_clock_or_random_numbers() -> None:
     """Recency is a counter; only sampling and seeds draw numbers."""
     house = Path(kvcache.__file__).parent
     drawing, shown = house / "engine" / "sampling.py", {house / "__main__.py", house / "demo" / "run.py"}

@@ -1,4 +1,4 @@
-"""Every allocation fails once, alone and with all that follow it, in a process with `failing_malloc.c` loaded before
+"""Every allocation fails once, alone and with all later ones, in a process with `failing_malloc.c` loaded before
 libc; faults.py runs the scenes.
 """
 
@@ -34,12 +34,12 @@ def shim(tmp_path_factory):
     return library
 
 
-ALL = 1 << 40  # allocations that fail one after another: every one until the call ends
+ALL = 1 << 40  # number of consecutive failing allocations: all until the call ends
 
 
 @pytest.mark.parametrize("width", [1, ALL], ids=["one", "all"])
 @pytest.mark.parametrize(("module", "scene"), SCENES)
-def test_nothing_is_lost_when_memory_is_short(shim, long, module, scene, width):
+def test_nothing_is_lost_when_allocations_fail(shim, long, module, scene, width):
     step = 1 if long else (1, 3)[FAST] if width == 1 else (7, 23)[FAST]
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
     environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)

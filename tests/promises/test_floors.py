@@ -1,4 +1,4 @@
-"""The map of the house: README and CONTRIBUTING show the same, and imports go downwards in it."""
+"""The map of the packages: README and CONTRIBUTING show the same map, and imports only go down in it."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ def map_of(document):
 
 
 def floors():
-    """The floor of each room, and of each module that is in none."""
+    """The floor of each package, and of each module outside the packages."""
     lines = re.findall(r"(?m)^  (\d)  ((?:\w+/? )+)", map_of("README.md"))
     return {name.strip("/"): int(floor) for floor, names in lines for name in names.split()}
 
@@ -30,7 +30,7 @@ def room_of(module):
 
 
 def imported(path):
-    """Modules of the library that a file needs when it is loaded, or when one of its functions runs."""
+    """The modules of the library that a file imports, at its top or in a function."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         tree = ast.parse(text)
@@ -71,7 +71,7 @@ def test_no_circles():
     assert not uses
 
 
-def test_what_ls_shows():
+def test_folders_have_few_entries():
     for folder in ("kvcache", "tests"):
         shown = [p for p in (PROJECT / folder).iterdir() if p.suffix != ".so" and p.name != "__pycache__"]
         assert len(shown) < 25, folder

@@ -1,8 +1,7 @@
 """Every public call with every hostile value in place of each of its arguments.
 
-A call must end with a result or with one of a few errors, soon; the object must be sound after it and go on to work.
-`hostile_caches` and `hostile_makers` list, for each public class and function, how it is made and how it is called when
-all is right.
+A call must soon end with a result or with one of a few errors, and the object must be consistent and usable after it.
+`hostile_caches` and `hostile_makers` list, for each public class and function, how to make it and a valid call.
 """
 
 import itertools
@@ -18,7 +17,7 @@ from hostile_values import VALUES
 
 pytestmark = pytest.mark.no_level
 
-SOON = 10  # seconds for a call, on a busy machine; all but a few take less than a millisecond
+SOON = 10  # seconds for a call on a busy machine; nearly all take less than a millisecond
 TARGETS = {
     name.lower(): target
     for module in (hostile_caches, hostile_makers)
@@ -35,7 +34,7 @@ def single(target):
 
 
 def several(target, count):
-    """Hostile values in place of some arguments, at random."""
+    """Hostile values in place of several arguments, chosen at random."""
     rng = random.Random(0)
     names = [name for name, (_, arguments) in target.calls.items() if len(arguments) > 1]
     for _ in range(count if names else 0):
@@ -72,7 +71,7 @@ def attack(target, cases):
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.filterwarnings("ignore")
 def test_hostile_arguments(name, long, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a text may be the name of a file
+    monkeypatch.chdir(tmp_path)  # a string argument may become the name of a file
     target = TARGETS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
-"""Ctrl-C and a failing network at every step of a request: nothing pinned, nothing lost, and the next one is served.
+"""Ctrl-C and a failing network at every step of a request: nothing is pinned or lost, and the next request works.
 
-An interrupt may strike between any two lines of Python; it is mended before anybody can see it (core/locks.pyx).
-By default a spread of the lines of `kvcache/` that a call runs through is interrupted, with --long every line, every
-time that it runs.
+An interrupt may occur between any two lines of Python; the state is mended before the next call (core/locks.pyx). By
+default some of the lines of `kvcache/` that a call executes are interrupted, with --long every execution of every
+line.
 """
 
 import gc
@@ -33,14 +33,14 @@ def network():
 
 
 class Served:
-    """An engine, warm, of which one call is disturbed."""
+    """A warm engine; a test disturbs one of its calls."""
 
     def __init__(self, kind, network):
         self.kind = kind
         self.cached = kind.startswith("cached")
         options = OPTIONS[kind.removeprefix("cached").strip() or "plain"]
         engine = InferenceEngine(network, prefill_chunk=16, **options)
-        # 5 blocks of prefixes: what the second prompt needs must be taken from what the first has left.
+        # 5 blocks of prefixes: the second prompt must evict blocks of the first.
         self.it = PrefixCachedEngine(engine, 5, strict=True) if self.cached else engine
         self.inner = engine
         if self.cached:
@@ -66,7 +66,7 @@ class Served:
         return self.inner.score(TEXT[:40]).tobytes()
 
     def settled(self):
-        """Nobody holds anything but the prefix cache and the sequence that there is."""
+        """Check that only the prefix cache and the current sequence hold blocks."""
         gc.collect()
         self.it.check()
         cache, owned = self.inner.cache, self.inner.cache.sequence_ids()
@@ -82,7 +82,7 @@ class Served:
         assert cache.used_block_count == len(held)
 
     def state(self):
-        """The sequence, to the bit: how long, which positions, and what is in them."""
+        """The sequence, bit for bit: its length, its positions, and its K and V."""
         cache, inner = self.inner.cache, self.inner
         data = [
             [rows.tobytes() for rows in cache.read(layer, seq)]
@@ -93,7 +93,7 @@ class Served:
 
 
 def disturbed(served, name, disturb):
-    """The call under `disturb`; whether it was interrupted."""
+    """Run the call under `disturb`; returns whether it was interrupted."""
     try:
         with disturb:
             getattr(served, name)()
@@ -105,7 +105,7 @@ def disturbed(served, name, disturb):
 def expected(kind, network, name):
     """`(seen, answer, state)` of the undisturbed call."""
     served = Served(kind, network)
-    getattr(served, name)()  # the first time some modules load, and caches fill
+    getattr(served, name)()  # the first call loads modules and fills caches
     served = Served(kind, network)
     with Lines() as lines:
         answer = getattr(served, name)()
@@ -142,7 +142,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
                 assert served.state() in ((before, after) if interrupted else (after,)), "half of it was done"
             elif name != "stream":
                 assert served.inner.num_tokens in (0, before[0], after[0])
-            # The sequence that is left goes on, and the next request is served.
+            # The sequence can be continued, and the next request works.
             served.step()
             served.settled()
             assert served.generate() == reference
@@ -154,7 +154,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
 
 
 class Failing:
-    """A network that fails at a chosen call of `attend`, before or after it, counted over all its runs."""
+    """A network that fails before or after a chosen call of `attend`, counted over all passes."""
 
     def __init__(self, network):
         self.network, self.config = network, network.config

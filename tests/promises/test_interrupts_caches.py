@@ -1,8 +1,8 @@
-"""Ctrl-C at every step of a call on a cache: all of it has happened, or nothing, and every lock is free.
+"""Ctrl-C at every step of a call on a cache: the call has done everything or nothing, and every lock is free.
 
-The scenes are those of the failing allocations (scene.py). By default a spread of the instructions that a call runs
-through is interrupted, every other one a second time while things are put right; with --long every line, every time
-that it runs, and two instructions of each.
+The scenes are those of the failing allocations (scene.py). By default some of the instructions that a call executes are
+interrupted, every second one again during the mending; with --long every execution of every line, at two instructions
+each.
 """
 
 import functools
@@ -32,11 +32,11 @@ OPERATIONS = [
     if isinstance(scene, type) and issubclass(scene, Scene) and scene.__module__ == module.__name__
     for name in scene.operations()
 ]
-PYTHON = (HOUSE, str(Path(os.__file__).parent))  # what is called of Python's own library may be interrupted as well
+PYTHON = (HOUSE, str(Path(os.__file__).parent))  # interrupt functions of the standard library too
 
 
 def locked(lock, numbers):
-    """Every way out of a `with`."""
+    """Every way to leave a `with`."""
     for number in numbers:
         with lock:
             if number == 0:
@@ -56,8 +56,8 @@ def locked(lock, numbers):
         return sum(numbers)
 
 
-def test_no_interrupt_strikes_where_python_looks_at_no_signal():
-    """Between the block of a `with` and the call of `__exit__`, where a lock would stay taken for ever."""
+def test_no_interrupt_where_python_does_not_check_signals():
+    """Between the block of a `with` and the call of `__exit__`: an interrupt there would leave the lock taken."""
     lock = threading.Lock()
     with Lines(None, True, __file__) as lines:
         assert locked(lock, range(6)) == 15
@@ -70,7 +70,7 @@ def test_no_interrupt_strikes_where_python_looks_at_no_signal():
 
 @pytest.fixture(scope="module", autouse=True)
 def quietly():
-    """Damage is logged."""
+    """Silence the log, since damage is logged."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -78,7 +78,7 @@ def quietly():
 
 @pytest.mark.parametrize(("scene", "name"), OPERATIONS)
 def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, scene, name):
-    most = 4 if issubclass(scene, Paged) else 10 if FAST else 24  # a paged cache does each call in compiled code
+    most = 4 if issubclass(scene, Paged) else 10 if FAST else 24  # a paged cache runs each call in compiled code
     runs = [(most, True, False), (most // 3, True, True)]
     if long:
         runs = [(None, False, False), (500, True, False), (500, True, True)]
@@ -88,8 +88,8 @@ def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, scene, name):
     assert not problems, "\n".join(problems[:5])
 
 
-def test_a_cache_that_forgets_what_it_never_read_serves_nothing_of_it():
-    """The blocks of a file are forgotten before it is forgotten that they were never read."""
+def test_a_cache_that_drops_unread_blocks_never_serves_them():
+    """Lazily loaded blocks are dropped before their unread marks are."""
     _, problems = strike(SavedBlocks, "clear")
     assert not problems, "\n".join(problems[:5])
 
@@ -108,7 +108,7 @@ def test_rows_that_a_call_has_grown_before_it_was_interrupted():
 
 
 def open_files(path):
-    """How often this process has it open."""
+    """How many times this process has the file open."""
     if not sys.platform.startswith("linux"):
         return 0
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -116,7 +116,7 @@ def open_files(path):
 
 
 def struck(call, stop, again=None):
-    """Whether `call` was interrupted."""
+    """Run `call`; returns whether it was interrupted."""
     try:
         with Lines(stop, True, PYTHON, again) as lines:
             call()
@@ -157,7 +157,7 @@ def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path,
         here._check()
     here.it.save(path)
     assert path.read_bytes() == contents[1]
-    assert seen == {0, 1} or (seen == {0} and not INSTRUCTIONS)  # no line of Python comes after the file is replaced
+    assert seen == {0, 1} or (seen == {0} and not INSTRUCTIONS)  # no Python line runs after the replacement
     print(f"{scene.__name__}: {len(chosen)} interrupts of save")
 
 

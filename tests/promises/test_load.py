@@ -1,4 +1,4 @@
-"""Many requests over a cache twenty times too small: every output as without a cache, nothing lost at the end."""
+"""Many requests over a cache that is twenty times too small: outputs as without a cache, and nothing is lost."""
 
 import gc
 import itertools
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_requests_over_a_cache_that_is_far_too_small(network, long, dtype):
-    """Prompts of 1 token up to the limit over shared heads; 10,000 of them with --long. q4 has a residual."""
+    """Prompts of 1 token up to the limit with shared heads; 10,000 of them with --long. q4 has a residual."""
     rng = np.random.default_rng(7)
     limit = network.config.max_position_embeddings - GREEDY.max_tokens
     texts = [rng.integers(0, network.config.vocab_size, limit).astype(np.uint32) for _ in range(12)]
@@ -34,7 +34,7 @@ def test_requests_over_a_cache_that_is_far_too_small(network, long, dtype):
     plain = InferenceEngine(network, dtype=dtype)
     answers = {}
     for request in range(10_000 if long else 120):
-        # Mostly short, now and then as long as it goes; the same few cuts, so that the plain engine runs each once.
+        # Mostly short, sometimes the longest possible; few different cuts, so that the plain engine runs each once.
         which = int(rng.integers(len(texts)))
         cut = limit if request % 40 == 0 else int(2 ** rng.uniform(0, np.log2(limit)))
         head, tail = texts[which][:cut], texts[(which + 1) % len(texts)][: int(rng.integers(3)) * 9]
@@ -62,7 +62,7 @@ def test_requests_over_a_cache_that_is_far_too_small(network, long, dtype):
 
 
 def test_memory_stays_flat(long):
-    """Stores, lookups and dropped states for ever: what is held at half time is held at the end."""
+    """Many stores, lookups and dropped states: memory at the end equals that at half time."""
     rng = np.random.default_rng(3)
     row = np.ones(8, np.float32)
     cache = PrefixKvCache(PrefixCacheConfig(max_entries=20, max_memory_bytes=300 * 2 * 8 * 4, min_prefix_len=1))
@@ -122,7 +122,7 @@ class Blocks:
 
 
 class Entries:
-    """Saved now and then, and loaded into a fresh cache."""
+    """A cache of states that is sometimes saved and loaded into a new cache."""
 
     def __init__(self, path):
         self.path, self.turn = path, itertools.count(1)
@@ -165,7 +165,7 @@ class Managed:
 
 @pytest.mark.parametrize("face", [Blocks, Entries, Managed])
 def test_a_process_does_not_grow(face, long, tmp_path):
-    """What the allocator has handed out at half time, it has handed out at the end; 100,000 requests with --long."""
+    """The allocated bytes at the end equal those at half time; 100,000 requests with --long."""
     rng = np.random.default_rng(4)
     served = face(tmp_path / "cache") if face is Entries else face()
     count = 100_000 if long else 3_000
@@ -175,5 +175,5 @@ def test_a_process_does_not_grow(face, long, tmp_path):
         if request % (count // 6) == 0:
             served.check()
             taken.append(allocated())
-    # The first sixths fill the cache and what it remembers of the evicted.
+    # The first sixths fill the cache and its memory of evicted prompts.
     assert max(taken[4:]) <= max(taken[2:4]) + 64 * 1024, taken

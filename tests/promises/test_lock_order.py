@@ -16,7 +16,7 @@ PAIRS = ["saves", "saves_over_one", "states", "engines", "engine_and_cache", "en
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_no_deadlock(tmp_path, long, pair):
-    """The process ends itself with all stacks where a thread hangs."""
+    """If a thread hangs, the process prints all stacks and ends."""
     rounds = 3000 if long else 30 if FAST else 100
     if "engine" in pair:
         rounds //= 6

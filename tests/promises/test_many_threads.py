@@ -1,4 +1,4 @@
-"""Eight threads at random on one cache: every row that is read is the one that was written under its id."""
+"""Eight threads at random on one cache: every row that is read is the row that was written under its id."""
 
 import threading
 
@@ -10,7 +10,7 @@ THREADS, SIZE, DIM = 8, 4, 8
 
 
 class Worker:
-    """Sequences of its own, texts that all workers share; `done` counts operations."""
+    """A thread with its own sequences and with texts that all workers share; `done` counts operations."""
 
     def __init__(self, number, paged, prefixes):
         self.rng, self.paged = np.random.default_rng(number), paged
@@ -29,7 +29,7 @@ class Worker:
             np.testing.assert_array_equal(side[:, 0], np.repeat(self.rows[seq][:, None], DIM, 1), str(seq))
 
     def step(self):
-        """One operation, on a sequence that there is or begins."""
+        """One operation, on an existing or a new sequence."""
         rng, paged = self.rng, self.paged
         seq = int(rng.choice(self.ids))
         self.done += 1
@@ -39,7 +39,7 @@ class Worker:
                 paged.allocate(seq, count)
                 self.rows[seq] = np.zeros(count, np.float32)
                 return
-            # A text of which others may have cached a part; its rows say which token they are of.
+            # A text that other workers may have cached in part; each row identifies its token.
             text = np.cumsum(rng.integers(1, 3, count)).astype(np.uint32)
             with self.prefill.prepare(text)[0] as session:
                 start = session.num_tokens
@@ -75,7 +75,7 @@ class Worker:
         elif kind == 5:
             paged.compact(seq)
         elif kind == 6 and len(rows):
-            # Constant queries and rows: the result is the mean of the last rows' values, weighted; all lie between.
+            # With constant queries and rows the result is a weighted mean of values, so it lies between them.
             out = paged.attention(0, np.zeros((1, 2, DIM), np.float32), [seq])
             np.testing.assert_allclose(out, rows.mean(), rtol=1e-3, atol=1e-3)
         elif kind == 7 and rng.random() < 0.2:
@@ -89,7 +89,7 @@ class Worker:
                 self.step()
             except OutOfMemoryError:
                 self.prefixes.evict(4)
-                for seq in [seq for seq in self.ids if seq in self.paged]:  # what a failed step has begun is here too
+                for seq in [seq for seq in self.ids if seq in self.paged]:  # also of failed steps
                     self.paged.free(seq)
                 self.rows.clear()
         for seq in self.rows:

@@ -1,4 +1,4 @@
-"""What the bookkeeping says it takes, against what the allocator of this process has handed out."""
+"""The reported bytes of the bookkeeping, compared with the allocator of this process."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvcache.trie.trie import TokenTrie
 PAGE = 16
 
 
-# A leaf of one page is the worst case, and beyond the bound: it has a node to itself. Three pages to a leaf meet it.
+# The worst case, a leaf of one page with its own node, exceeds the bound. Three pages per leaf meet it.
 @pytest.mark.parametrize("length", [2048, 256, 48])
 def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
     pages = 40_960 // (length // PAGE) * (length // PAGE)
@@ -32,7 +32,7 @@ def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
     assert grown <= trie.nbytes + 32 * trie.num_nodes + 64 * 1024
 
 
-def test_a_page_with_a_node_to_itself_costs_what_the_readme_says(rng):
+def test_the_cost_of_a_page_with_its_own_node(rng):
     pages = 40_960
     trie = TokenTrie(PAGE)
     root = trie.add_root()
@@ -61,24 +61,24 @@ def test_a_million_operations_leave_the_tables_as_they_were():
     cache._table.check()
 
 
-def test_the_prefix_cache_reports_what_its_index_takes(rng):
+def test_the_prefix_cache_reports_the_bytes_of_its_index(rng):
     blocks, length = 2_048, 256
     prompts = rng.integers(0, 150_000, (2 * blocks * PAGE // length, length), dtype=np.uint32)
     row = [np.zeros(PAGE * 8, np.float32)]
     cache = PrefixCache(blocks, PAGE, 1, 1, 8)
     cache.store(prompts[0], 0, [(row, row)] * (length // PAGE))
     before, told = allocated(), cache.stats().bookkeeping_bytes
-    for prompt in prompts[1:]:  # twice as many as fit: those evicted are remembered
+    for prompt in prompts[1:]:  # twice as many as fit: the cache remembers the evicted ones
         cache.store(prompt, 0, [(row, row)] * (length // PAGE))
     grown, said = allocated() - before, cache.stats().bookkeeping_bytes - told
     assert len(cache) == blocks
     assert told > blocks * PAGE * 4
-    assert said > 2 * blocks * PAGE * 4 * 0.9  # the tokens of what is cached, and of what was evicted
+    assert said > 2 * blocks * PAGE * 4 * 0.9  # the tokens of cached and of evicted prompts
     assert said <= grown + 4096
     assert grown <= said + 64 * 2 * blocks * PAGE // length + 64 * 1024
 
 
-def test_block_tables_report_what_they_take():
+def test_block_tables_report_their_bytes():
     sequences, tokens = 2_000, 16 * PAGE
     allocated()
     cache = PagedKvCache(sequences * tokens // PAGE, PAGE, 1, 8)
@@ -86,7 +86,7 @@ def test_block_tables_report_what_they_take():
     before, told = allocated(), table.nbytes
     cache.allocate_batch(np.arange(sequences, dtype=np.uint64), np.full(sequences, tokens))
     grown, said = allocated() - before, table.nbytes - told
-    # The heap of victims is counted with it; ids, rows and runs are; malloc's own headers are not.
+    # The count includes the heap of victims, ids, rows and runs, but not the headers of malloc.
     assert said <= grown + 4096
     assert grown <= said + 64 * sequences + 64 * 1024
     assert said < 64 * sequences * tokens // PAGE

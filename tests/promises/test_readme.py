@@ -1,4 +1,4 @@
-"""The documents are true: their examples run, their links lead somewhere, the table of names is complete."""
+"""The documents: their examples run, their paths exist, and the table of names is complete."""
 
 import importlib.util
 import re
@@ -44,14 +44,14 @@ def test_example(number):
 
 
 def resolve(code):
-    """The object that `PagedKvCache.allocate` or `PrefixCache(max_blocks, ...)` names."""
+    """The object with a name such as `PagedKvCache.allocate` or `PrefixCache(max_blocks, ...)`."""
     head, _, attribute = re.sub(r"\(.*?\)", "", code).partition(".")
     owner = getattr(kvcache, head, None) or getattr(kvcache.engine, head)
     if not attribute:
         return owner
     if hasattr(owner, attribute):
         return getattr(owner, attribute)
-    # An attribute that instances get: documented as such, or a dataclass field.
+    # An attribute of instances: a documented one, or a dataclass field.
     assert attribute in getattr(owner, "__annotations__", {}) or f"{attribute}:" in (owner.__doc__ or "")
     return owner
 
@@ -61,7 +61,7 @@ def test_documented_name(documented, here):
     for code in re.findall(r"`(.+?)`", here):
         if code != "int":
             assert resolve(code) is not None
-    # What is documented under a name keeps that name.
+    # A documented name must not change.
     for code in re.findall(r"`(.+?)`", documented):
         name = re.sub(r"\(.*\)|impl \w+ for ", "", code).split("::")[-1]
         if name not in ("new", "len", "OutOfMemory", "SequenceNotFound", "BlockNotFound", "InvalidOperation"):

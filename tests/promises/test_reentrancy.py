@@ -1,6 +1,6 @@
-"""Calls from inside of calls, whoever makes them: arguments, signal handlers, the collector; see reentry.py.
+"""Nested calls from arguments, signal handlers and the collector; see reentry.py.
 
-Each world runs in a process of its own, which ends itself with all stacks where it hangs.
+Each world runs in a separate process, which prints all stacks and ends if it hangs.
 """
 
 import os
@@ -23,7 +23,7 @@ WORLDS = [
 
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("world", WORLDS)
-def test_calls_from_inside(tmp_path, long, world):
+def test_nested_calls(tmp_path, long, world):
     rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "reentry.py"), world, str(rounds), str(seconds), str(tmp_path)],

@@ -1,4 +1,4 @@
-"""Many threads on one cache and on many: results as in a serial run, nothing lost, no deadlock."""
+"""Many threads on one cache and on several: results as in a serial run, nothing lost, no deadlock."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ THREADS, ROUNDS = 8, 12
 
 
 def in_threads(work, count=THREADS):
-    """work(i) for every i at once; the first error is raised here, and a thread that never ends fails the test."""
+    """Run work(i) for all i in parallel. Raises the first error; fails if a thread does not end."""
     errors, start = [], threading.Barrier(count)
 
     def guarded(i):
@@ -54,7 +54,7 @@ def new_cache(num_blocks, dtype):
 
 
 def history(cache, seq, seed):
-    """Prefill, fork, decode on both, drop one: everything that attention gave on the way."""
+    """Prefill, fork, decode on both, free one; returns all results of attention."""
     rng = np.random.default_rng(seed)
     n, twin, outs = int(rng.integers(1, 60)), seq + 1, []
     cache.allocate(seq, n)
@@ -95,7 +95,7 @@ def test_as_in_a_serial_run(shared, dtype):
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_prompts_in_one_prefix_kv_cache(dtype):
-    """Too little memory for all: states that are held keep their bytes, whoever stores beside them."""
+    """Too little memory for all states: held states keep their bytes while other threads store."""
     limits = PrefixCacheConfig(max_entries=20, max_memory_bytes=200 * 1024, min_prefix_len=1, dtype=dtype)
     cache = PrefixKvCache(limits)
 
@@ -105,7 +105,7 @@ def test_prompts_in_one_prefix_kv_cache(dtype):
     def work(i):
         for n in (5, 40, 17, 64) * ROUNDS:
             text = [i] * n
-            with suppress(OutOfMemoryError):  # the states that others hold leave too little
+            with suppress(OutOfMemoryError):  # states held by other threads leave too little memory
                 cache.store_snapshot(text, CachedKvState(rows(i, n), rows(-i, n), n))
             hit = cache.lookup([*text, 99])
             if hit:
@@ -130,7 +130,7 @@ def test_prompts_in_one_prefix_cache():
             for block in session.block_indices:
                 assert prefill.cache.get_block(block).keys[0][0] == 1
             pairs = [([np.ones(4 * DIM)], [np.ones(4 * DIM)])] * ((n - start) // 4)
-            with suppress(InvalidOperationError):  # what it builds on was evicted: the last block is not held
+            with suppress(InvalidOperationError):  # the block before it was evicted, since nothing holds the last block
                 prefill.store_blocks(text, start, pairs)
             prefill.release_session(session)
 
@@ -145,7 +145,7 @@ def test_layers_of_one_manager():
     def work(i):
         for n in (1, 5, 30) * ROUNDS:
             manager.append(*np.full((2, n, HEADS * DIM), i + 1, np.float32), layer_idx=i)
-            with suppress(IndexError):  # another layer's rows may have taken the room
+            with suppress(IndexError):  # rows of another layer may have evicted these
                 keys, _ = manager.get([0], i)
                 assert (keys == i + 1).all()
             manager.evict(48)
@@ -171,7 +171,7 @@ def test_one_live_cache():
 
 
 def test_evictions_and_forks_under_attention():
-    """Too few blocks for all: sequences vanish between any two calls, and what is there is never another's rows."""
+    """Too few blocks for all: sequences are evicted between calls, but rows are never those of another sequence."""
     cache = new_cache(40, "f32")
 
     def rows(seq, n):
@@ -190,7 +190,7 @@ def test_evictions_and_forks_under_attention():
                 with suppress(SequenceNotFoundError):
                     cache.free(s)
 
-    users = threading.Semaphore(0)  # counts those that are done
+    users = threading.Semaphore(0)  # counts finished threads
 
     def evictor():
         done = 0
@@ -240,7 +240,7 @@ for path in pathlib.Path(numpy.__file__).parent.with_name("numpy.libs").glob("*o
     ("said", "order", "expected"),
     [
         ({}, ("kvcache", "numpy"), "17"),
-        ({}, ("numpy", "kvcache"), "0"),  # too late: as OpenBLAS has it by default
+        ({}, ("numpy", "kvcache"), "0"),  # too late: the default of OpenBLAS
         ({"OPENBLAS_THREAD_TIMEOUT": "20"}, ("kvcache", "numpy"), "20"),
     ],
 )

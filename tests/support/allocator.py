@@ -1,4 +1,4 @@
-"""What the allocator of this process has handed out."""
+"""The bytes that the allocator of this process has allocated."""
 
 import ctypes
 import gc
@@ -27,7 +27,7 @@ class Mallinfo(ctypes.Structure):
 
 
 def allocated():
-    """Bytes that malloc has handed out: in its arenas, and mapped apart because they are large."""
+    """Bytes allocated by malloc: in its arenas, and in separate mappings for large blocks."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         pytest.skip("needs glibc's mallinfo2")

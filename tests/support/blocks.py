@@ -1,4 +1,4 @@
-"""Sequences scattered over an arena, and memory that ends where an array ends: for tests of the kernels."""
+"""For tests of the kernels: sequences scattered over an arena, and arrays between unreadable pages."""
 
 import ctypes
 import mmap
@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(shape, dtype, *, at_end=True):
-    """A zeroed array between two unreadable pages, ending where one begins or beginning where one ends."""
+    """A zeroed array between two unreadable pages, directly before one or directly after one."""
     page = mmap.PAGESIZE
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     inner = max(1, -(-size // page)) * page
@@ -32,9 +32,9 @@ def copy_guarded(array, *, at_end=True):
 
 
 class Scattered:
-    """Sequences of the given lengths in one arena, blocks in random order: what was written, what is read.
+    """Sequences of the given lengths in one arena, with blocks in random order, and their rows as written and as read.
 
-    holes: each sequence keeps only some slots of every block, as scattered survivors of eviction do.
+    holes: each sequence has only some slots of every block, like scattered survivors of an eviction.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Scattered:
 
 
 def guarded_attention(rng, name, dim, at_end, thread_counts):
-    """Calls of attention whose every array is guarded: yields `(sequence, queries, output, scores)` after each."""
+    """Calls attention with all arrays guarded; yields `(sequence, queries, output, scores)` after each call."""
 
     def empty(size, dtype):
         return guarded(size, dtype, at_end=at_end)
@@ -103,7 +103,7 @@ def guarded_attention(rng, name, dim, at_end, thread_counts):
 
 
 def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, spread=1.0):
-    """Output and scores of one call over all sequences of s, and the oracle's."""
+    """Output and scores of one call over all sequences of s, and those of the oracle."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
     queries = (spread * rng.standard_normal((sum(num_queries), heads * group, dim))).astype(np.float32)

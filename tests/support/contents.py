@@ -1,6 +1,6 @@
-"""K and V that say of which text they are: rows that depend on the namespace and every token up to their own.
+"""K and V that identify their text: a row depends on the namespace and on every token up to its own.
 
-So whoever is given the rows of other tokens, of another position, or of another namespace, sees it at once.
+So rows of other tokens, of another position or of another namespace are detected at once.
 """
 
 import zlib
@@ -13,7 +13,7 @@ LAYERS = 2
 
 
 def rows(name, tokens, kv_dim, layers=LAYERS):
-    """`(keys, values)`, each a list of float32 `(len(tokens), kv_dim)`, multiples of 1/512 that f16 holds exactly."""
+    """`(keys, values)`, each a list of float32 `(len(tokens), kv_dim)`: multiples of 1/512, which are exact in f16."""
     seeds, seed = [], zlib.crc32(repr(name).encode())
     for token in tokens:
         seed = zlib.crc32(int(token).to_bytes(4, "little"), seed)
@@ -29,12 +29,12 @@ def rows(name, tokens, kv_dim, layers=LAYERS):
 
 
 def state(name, tokens, kv_dim, layers=LAYERS):
-    """The same as a state for a `PrefixKvCache`."""
+    """The rows as a state for a `PrefixKvCache`."""
     return CachedKvState(*rows(name, tokens, kv_dim, layers), len(tokens))
 
 
 def pairs(name, tokens, block_size, heads, dim, layers=LAYERS):
-    """The same as blocks for a `PrefixCache`: per block `(keys, values)`, per layer [head][position][dim], flat."""
+    """The rows as blocks for a `PrefixCache`: per block `(keys, values)`, per layer [head][position][dim], flat."""
     keys, values = rows(name, tokens, heads * dim, layers)
     blocks = []
     for start in range(0, len(tokens) - block_size + 1, block_size):

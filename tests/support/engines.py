@@ -1,4 +1,4 @@
-"""Engines to be compared and disturbed, and all that a failing call must leave as it was."""
+"""Engines for comparisons and failures, and the state that a failing call must not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DenseEngine(InferenceEngine):
 
 
 def state(engine):
-    """Everything that a failing call must leave as it was."""
+    """The state that a failing call must not change."""
     engine.check()
     cache, seq = engine.cache, engine.seq_id
     held = [np.array(rows) for layer in range(engine.config.num_layers) for rows in read(cache, layer, seq)]
@@ -38,7 +38,7 @@ def assert_same_state(engine, before):
 
 
 class Failing:
-    """A network that fails at a chosen call of `attend`, counted over all forward passes, before or after it."""
+    """A network that fails before or after a chosen call of `attend`, counted over all forward passes."""
 
     def __init__(self, network, error):
         self.network, self.config, self.error = network, network.config, error

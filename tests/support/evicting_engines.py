@@ -1,4 +1,4 @@
-"""Engines that evict under each policy, and all that a failing call must leave as it was."""
+"""Engines that evict under each policy, and the state that a failing call must not change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(found, expected):
 
 
 def assert_bounded(engine):
-    """Between calls: every layer within its budget, in at most `most_blocks` blocks; nothing else is in use."""
+    """Between calls every layer is within its budget, in at most `most_blocks` blocks, and no other block is in use."""
     used = 0
     for layer in layers(engine):
         blocks = engine.cache.get_sequence(layer).num_blocks
@@ -53,7 +53,7 @@ def assert_bounded(engine):
 
 
 def stored_as(config, dtype):
-    """What a cache of this format gives back of rows, whatever stands beside them."""
+    """The rows as a cache of this format returns them; this does not depend on other rows."""
     rows = PagedKvCache(8, 16, config.num_kv_heads, config.head_dim, dtype=dtype)
 
     def stored(layer, keys, values):

@@ -1,8 +1,8 @@
-/* failing_malloc.c - loaded before libc: allocations of the calling thread fail, from the n-th on as many as wanted.
+/* failing_malloc.c - loaded before libc: makes a number of the calling thread's allocations fail, from the nth on.
  *
- * For tests/support/faults.py. While armed it counts what the modules below the folder FAULTS_IN ask of malloc, calloc,
- * realloc and mmap, and the data of every NumPy array, by the allocator that NumPy calls through faults_handler(). What
- * NumPy and CPython allocate for themselves never fails: some of NumPy's loops do not survive that.
+ * For tests/support/faults.py. While armed it counts the calls of malloc, calloc, realloc and mmap by modules below the
+ * folder FAULTS_IN, and the data of every NumPy array, whose allocator is faults_handler(). Other allocations of NumPy
+ * and CPython never fail, since some of NumPy's loops do not survive that.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,8 +1,8 @@
-"""Every allocation of every operation fails: what `test_faults.py` runs in a process with `failing_malloc.c`.
+"""Lets every allocation of every operation fail; `test_faults.py` runs this in a process with `failing_malloc.c`.
 
-For each operation of a scene, and n = 1, 2, 3, ... until nothing fails any more: build the object, let the n-th
-allocation fail, alone or with all that follow it, call the operation. It raises a MemoryError and has changed nothing,
-or it did without the memory and has done everything; either way all invariants hold, and the same call then works.
+For each operation of a scene, and n = 1, 2, 3, ... until nothing fails any more: build the object, let the nth
+allocation fail, alone or with all later ones, and call the operation. Either it raises MemoryError and has changed
+nothing, or it succeeds without the memory. In both cases all invariants hold, and the same call then works.
 Prints one line of counts.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 
 def run(scene, name, shim, width, step=1):
-    """Fail allocation 1, 1 + step, ... until none is left; returns `(faults, failed calls, problems)`."""
+    """Let allocations 1, 1 + step, ... fail until none is left; returns `(faults, failed calls, problems)`."""
     clean = scene()
     getattr(clean, name)()
     clean._check()
@@ -42,14 +42,14 @@ def run(scene, name, shim, width, step=1):
         gc.enable()
         try:
             trace = "" if error is None else "".join(traceback.format_tb(error.__traceback__)[-5:])
-            # NumPy's reductions report a failed allocation by no exception at all, which Python makes a SystemError.
+            # NumPy's reductions set no exception for a failed allocation; Python then raises SystemError.
             numpys = isinstance(error, SystemError) and "without exception set" in str(error)
             if error is not None and not isinstance(error, MemoryError) and not numpys:
                 raise AssertionError(f"a {type(error).__name__}, not a MemoryError") from error
             assert hits or error is None, "it failed without a fault"
             error = None
             here._check()
-            # Of a prefix cache, what left to make room has left, whether or not that was enough.
+            # What a prefix cache evicted to make room stays evicted, whether or not that was enough.
             evicted = scene.evicts and "evict" in name
             if not (trace and evicted):
                 here_is, was = here._state(), before if trace else after
@@ -68,11 +68,11 @@ def run(scene, name, shim, width, step=1):
     raise AssertionError(f"{scene.__name__}.{name}: no end of allocations")
 
 
-SET_HANDLER = 304  # PyDataMem_SetHandler in NumPy's table of C functions, the same in every version
+SET_HANDLER = 304  # PyDataMem_SetHandler in NumPy's C API table, the same in all versions
 
 
 def load_shim():
-    """The functions of `failing_malloc.c`, through which NumPy now allocates arrays."""
+    """Make NumPy allocate arrays through `failing_malloc.c`, and return its functions."""
     shim, python = ctypes.CDLL(None), ctypes.pythonapi
     shim.faults_arm.argtypes = [ctypes.c_long, ctypes.c_long]
     shim.faults_disarm.restype = ctypes.c_long
@@ -92,7 +92,7 @@ def main(module, scene_name, width, step):
     shim = load_shim()
     scene = getattr(importlib.import_module(module), scene_name)
     logging.disable()  # damage is logged
-    gc.freeze()  # so that each gc.collect() looks at what the scene made, and not at all of NumPy
+    gc.freeze()  # makes each gc.collect() examine only the scene's objects
     operations, faults, failed, problems = scene.operations(), 0, 0, []
     for name in operations:
         more, bad, wrong = run(scene, name, shim, width, step)

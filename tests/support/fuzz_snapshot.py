@@ -1,12 +1,12 @@
-"""Saved caches with every kind of damage: SnapshotError or less of the right K and V, never anything else.
+"""Saved caches with every kind of damage: the result is SnapshotError, or fewer but correct K and V.
 
     python tests/support/fuzz_snapshot.py --mutations 100000 [--seed 0]
 
 Half of the mutations are accidents: flipped bits, bytes overwritten, cut or put in, sections swapped or repeated,
-counts at their extremes. After them every lookup must give a prefix of what the cache had, bit for bit; every row says
-of which text it is (contents.py). The other half is malice: the same, and then the checksums are made right again. Such
-a file may say anything, so only this is asked: SnapshotError, or a cache that keeps its invariants and its limits and
-serves on. The process runs under a limit of memory, so that whoever takes a count from a file at its word fails here.
+counts at their extremes. After them every lookup must return a prefix of the cached rows, bit for bit; every row
+identifies its text (contents.py). The other half is malice: the same mutations with corrected checksums. Such a file
+may contain anything, so the only requirement is SnapshotError, or a cache that keeps its invariants and limits and
+remains usable. The process has a memory limit, so code that trusts a count of the file fails here.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from saved_caches import DIM, HEADS, SIZE, get, put
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache, SnapshotError
 
-ROOM = 1 << 29  # bytes that the process may take beyond what it has
+ROOM = 1 << 29  # bytes that the process may allocate in addition
 EXTREMES = (0, 1, 2, 0x7F, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 NAMES = (None, "tenant", ("tenant", 2))
 
 
 class Original:
-    """A cache, and maybe others beside it, their file, and what each has for each of some texts."""
+    """A cache, possibly with others in the same file, the file, and the rows of each cache for each text."""
 
     def __init__(self, make, path):
         self.make = make
@@ -45,7 +45,7 @@ class Original:
         for cache in caches:
             for name, tokens in self.texts:
                 put(cache, name, tokens)
-        # Every text in every namespace: what is not found there must not be found after any damage either.
+        # Every text in every namespace: a miss must still be a miss after any damage.
         self.texts = [(name, tokens) for name in (*NAMES, "nobody") for _, tokens in self.texts]
         self.full = [[look(cache, name, tokens) for name, tokens in self.texts] for cache in caches]
         caches[0].save(path, model="fuzz", **beside(caches))
@@ -74,7 +74,7 @@ def beside(caches):
 
 
 def look(cache, name, tokens):
-    """`(length, rows)`: all K and V of what is found, float32 `(sides and layers, length, HEADS * DIM)`."""
+    """`(length, rows)`: all K and V of the match, float32 `(sides and layers, length, HEADS * DIM)`."""
     length, keys, values = get(cache, name, tokens)
     return length, np.reshape(keys + values, (4, length, HEADS * DIM))
 
@@ -83,7 +83,7 @@ def look(cache, name, tokens):
 
 
 def somewhere(rng, data):
-    """A position: half of them in the header and the tables, where the most can go wrong."""
+    """A random position, in half of the cases in the header or the tables."""
     return rng.randrange(len(data) if rng.random() < 0.5 else min(len(data), 2200))
 
 
@@ -118,7 +118,7 @@ def delete(rng, data):
 
 
 def swap(rng, data):
-    """Two sections of one length: entries of a table, pages."""
+    """Swap two sections of one length: entries of a table, pages."""
     length = rng.choice((4, 16, 64, 256, 1024, 4096))
     one, other = (somewhere(rng, data) // length * length for _ in range(2))
     if max(one, other) + length <= len(data):
@@ -126,14 +126,14 @@ def swap(rng, data):
 
 
 def repeat(rng, data):
-    """A section in the place of another."""
+    """Overwrite a section with another one."""
     length = rng.choice((4, 16, 64, 256, 1024, 4096))
     one, other = (somewhere(rng, data) // length * length for _ in range(2))
     data[other : other + length] = data[one : one + length][: len(data) - other]
 
 
 def count(rng, data):
-    """A number of the header, of an arena or of a segment at one of its extremes."""
+    """Set a number of the header, of an arena or of a segment to one of its extremes."""
     size, at = rng.choice(((4, 8), (4, 12), (8, 16), (8, 24), (8, 32), (8, 40), (8, 48), (4, 56), (4, 60), (4, 64)))
     if rng.random() < 0.5:
         size = rng.choice((4, 8))
@@ -146,7 +146,7 @@ MUTATIONS = (flip, overwrite, truncate, lengthen, insert, delete, swap, repeat, 
 
 
 def repair(rng, data):
-    """Make the checksums right, and mostly the length; of the pages, some."""
+    """Correct the checksums, mostly also the length, and some checksums of pages."""
     if len(data) < 128:
         return
     if rng.random() < 0.8:
@@ -155,7 +155,7 @@ def repair(rng, data):
     arenas, _, model = struct.unpack("<3I", data[56:68])
     end = 128 + 64 * arenas + 16 * segments + 4 * tokens + 4 * pages + names + model
     if end <= len(data) and rng.random() < 0.5 and pages:
-        # A page is replaced: its checksum is the last thing that anybody could check.
+        # The replaced page gets a valid checksum, so nothing can detect it.
         at = 128 + 64 * arenas + 16 * segments + 4 * tokens
         page_bytes = int.from_bytes(data[128 + 28 : 128 + 36], "little")
         first = -(-end // 4096) * 4096
@@ -170,7 +170,7 @@ def repair(rng, data):
 
 
 def loaded(original, path):
-    """New caches with what is in the file; none if it was refused, which must have left them empty."""
+    """New caches with the contents of the file; none if it was refused, in which case they must be empty."""
     caches = original.make()
     try:
         caches[0].load(path, model="fuzz", **beside(caches))
@@ -183,7 +183,7 @@ def loaded(original, path):
 
 
 def accident(original, path):
-    """After an accident: refused, or a part of the truth."""
+    """After an accident the file is refused, or a part of the original rows is loaded."""
     caches = loaded(original, path)
     if not caches:
         return "refused"
@@ -199,7 +199,7 @@ def accident(original, path):
 
 
 def malice(original, path):
-    """After malice: refused, or caches like any other."""
+    """After malice the file is refused, or the caches are valid."""
     caches = loaded(original, path)
     if not caches:
         return "refused"
@@ -215,14 +215,14 @@ def malice(original, path):
 
 
 def fuzz(mutations, seed, folder):
-    """Run them; how often each kind of mutation had each outcome."""
+    """Run the mutations; returns how often each kind had each outcome."""
     outcomes = collections.Counter()
     rng = random.Random(seed)
     cases = itertools.cycle(originals(folder))
     path = os.path.join(folder, "mutant")
     for number in range(mutations):
         original, data = next(cases), None
-        # From the seed and the number alone, so that one can be run again.
+        # Depends only on the seed and the number, so that a single mutation can be repeated.
         rng.seed(f"{seed} {number}")
         data = bytearray(original.data)
         mutation = rng.choice(MUTATIONS)

@@ -1,4 +1,4 @@
-"""The caches, and every public call on them."""
+"""Targets: the caches, with every public call on them."""
 
 import os
 

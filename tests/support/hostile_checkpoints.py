@@ -1,9 +1,9 @@
-"""Checkpoint folders made to do harm: each must be refused soon, in little memory.
+"""Hostile checkpoint folders: each must be refused soon, in little memory.
 
     python tests/support/hostile_checkpoints.py FOLDER
 
-tries all of them in one process under a limit of memory and prints, as JSON, how each ended. A case is a change of a
-good checkpoint: `CASES` maps its name to a function of the folder.
+loads all of them in one process with a memory limit and prints their outcomes as JSON. A case is a change of a valid
+checkpoint: `CASES` maps its name to a function of the folder.
 """
 
 import json
@@ -23,7 +23,7 @@ from tensor_files import entry, pack, pack_arrays
 from kvcache.engine import InferenceEngine
 from kvcache.engine.files import MAX_CONFIG_BYTES, MAX_JSON_BYTES
 
-ROOM = 1 << 30  # bytes that the process may take beyond what it has
+ROOM = 1 << 30  # bytes that the process may allocate in addition
 SECONDS = 60  # for one case; most take milliseconds
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 CASES = {}
@@ -35,7 +35,7 @@ def case(name, prepare):
 
 
 def edit(name, change):
-    """A JSON file of the folder, changed."""
+    """Change a JSON file of the folder."""
 
     def prepare(folder):
         content = json.loads((folder / name).read_text())
@@ -58,7 +58,7 @@ def header_of(folder):
 
 
 def tensors(change):
-    """The header of the single file, changed; its data stays."""
+    """Change the header of the single file; its data is kept."""
 
     def prepare(folder):
         header, data = header_of(folder)
@@ -87,7 +87,7 @@ def special(name, make):
 
 
 def sharded(prepare):
-    """The case over the golden checkpoint that has shards."""
+    """A case over the golden checkpoint that has shards."""
 
     def prepare_shards(folder):
         shutil.rmtree(folder)
@@ -122,7 +122,7 @@ SPECIAL = {
 for kind, make in SPECIAL.items():
     for name in (CONFIG, SINGLE, "generation_config.json", "tokenizer.json"):
         if kind == "a link to itself" and name in ("generation_config.json", "tokenizer.json"):
-            continue  # leads nowhere, as if it were absent
+            continue  # a dangling link counts as absent
         case(f"{name}: {kind}", special(name, make))
     for name in (INDEX, "model-00002-of-00005.safetensors"):
         case(f"{name}: {kind}", sharded(special(name, make)))
@@ -243,7 +243,7 @@ case(f"{SINGLE}: a byte more", lambda f: (f / SINGLE).write_bytes((f / SINGLE).r
 
 
 def terabytes(folder):
-    """A file as large as it says, of zeros, which takes no room on the disk, and a configuration that asks for it."""
+    """A sparse file of zeros with the size in its header, and a configuration that asks for all of it."""
     header, config = header_of(folder)[0], json.loads((folder / CONFIG).read_text())
     config.update(vocab_size=2**31 - 1)
     at = 0
@@ -305,7 +305,7 @@ case("a file instead of a folder", lambda folder: (shutil.rmtree(folder), folder
 
 
 def outcome(prepare, folder):
-    """`(error, message, seconds)`: the class that ended it."""
+    """`(error, message, seconds)`: the class of the error, its message, and the time."""
     shutil.copytree(GOLDEN / "llama_biases", folder)
     prepare(folder)
     signal.alarm(SECONDS)

@@ -1,4 +1,4 @@
-"""Constructors, functions and engines, and every public call on these."""
+"""Targets: constructors, functions and engines, with every public call on them."""
 
 import os
 

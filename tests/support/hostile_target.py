@@ -1,4 +1,4 @@
-"""What test_hostile.py calls: objects, their calls with arguments that are right, and what must hold afterwards."""
+"""The targets of test_hostile.py: objects, calls with valid arguments, and checks after a call."""
 
 import numpy as np
 
@@ -11,13 +11,13 @@ LINE = np.ones(16, np.float32)
 
 
 class Target:
-    """What is called.
+    """An object with its calls.
 
     Args:
-        make: a new object.
-        calls: by name, a function of the object and the arguments, and good arguments.
-        works: asserts that the object works; the calls leave what it needs.
-        errors: that a call may end with.
+        make: returns a new object.
+        calls: name -> a function of the object and the arguments, and valid arguments.
+        works: asserts that the object works; no call removes what this needs.
+        errors: the errors that a call may raise.
     """
 
     def __init__(self, make, calls, works=lambda it: None, errors=ALLOWED):
@@ -29,7 +29,7 @@ def method(name, *arguments):
 
 
 def keyword(name, key, value, *arguments):
-    """An argument that is given by its name, after those that are not."""
+    """A keyword argument; these follow the positional ones."""
     return f"{name}({key}=)", (lambda it, given: getattr(it, name)(*arguments, **{key: given}), (value,))
 
 

@@ -1,4 +1,4 @@
-"""Values that no argument expects, and those that only some do: numbers, arrays and objects that lie."""
+"""Hostile values for arguments: numbers, arrays, and objects that violate their protocols."""
 
 import array
 import decimal
@@ -10,7 +10,7 @@ __all__ = ["VALUES"]
 
 
 class Lying:
-    """Answers every question that a conversion may ask, by an error or by nonsense."""
+    """Responds to every method that a conversion may call with an error or with nonsense."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -41,7 +41,7 @@ class Lying:
 
 
 def ring():
-    """A list that holds itself."""
+    """A list that contains itself."""
     items = []
     items.append(items)
     return items
@@ -60,7 +60,7 @@ def masked(x, mask):
     return np.ma.array(x, mask=mask)
 
 
-# By name: makes the value anew for each call, since a call may use it up or change it.
+# name -> function that makes the value, called for each call, since a call may consume or change the value.
 VALUES = {
     "None": lambda: None,
     "Ellipsis": lambda: ...,

@@ -1,4 +1,4 @@
-"""Pairs of calls that take several locks, in two threads: what `test_lock_order.py` runs in a process of its own.
+"""Pairs of calls that take several locks, in two threads; `test_lock_order.py` runs them in a separate process.
 
 python tests/support/lock_order.py PAIR ROUNDS FOLDER
 """
@@ -24,7 +24,7 @@ PROMPT = np.arange(3, 40, dtype=np.uint32)
 
 
 def both(rounds, *work):
-    """Each of `work` in a thread of its own, so many times; how many calls that were."""
+    """Run each function of `work` repeatedly in its own thread; returns the number of calls."""
     errors, start = [], threading.Barrier(len(work))
 
     def loop(call):
@@ -52,7 +52,7 @@ def filled(name):
 
 
 def holds(cache, name):
-    """The cache has the text, with the rows of this name."""
+    """Check that the cache has the text, with the rows of this name."""
     matched, blocks = cache.lookup(TEXT, name)
     assert matched == 24, f"{matched} tokens of {name}"
     for block, (keys, values) in zip(blocks, pairs(name, TEXT, 4, 1, 8), strict=True):
@@ -83,7 +83,7 @@ def saves(rounds, folder):
 
 
 def saves_over_one(rounds, folder):
-    """The same of two caches over one paged cache, with two over another; sequences adopt beside them."""
+    """The same with two caches over one paged cache and two over another, while sequences adopt blocks."""
     names = ("one", "two")
     pools = [PagedKvCache(40, 4, 1, 8, num_layers=2, dtype="f32") for _ in range(2)]
     caches = [PrefixCache.over(pool, 16) for pool in (pools[0], pools[0], pools[1])]
@@ -117,7 +117,7 @@ def saves_over_one(rounds, folder):
 
 
 def states(rounds, folder):
-    """Two caches that store each other's states, and restore them to one live cache."""
+    """Two caches that store each other's states and restore them to one live cache."""
     config = PrefixCacheConfig(min_prefix_len=1, max_entries=200, dtype="q8")
     caches, live = [PrefixKvCache(config) for _ in range(2)], [KvCache(2, 30, 8) for _ in range(2)]
     whole = state(None, TEXT, 8)
@@ -162,7 +162,7 @@ def answering(it, answers):
 
 
 def engines(rounds, folder):
-    """Two engines that share a network, streams of both in both threads."""
+    """Two engines that share a network, with streams of both in both threads."""
     one, two, answers = new_engine(False), new_engine(True), {}
 
     def streams(first, second):
@@ -198,7 +198,7 @@ def engine_and_cache(rounds, folder):
 
 
 def engine_and_save(rounds, folder):
-    """An engine saves its caches beside streams; the residual's cache is saved with them."""
+    """An engine saves its caches, the cache of unpacked groups included, while streams run."""
     it, answers = new_engine(True, dtype="q4", residual_length=12), {}
 
     def saving(i):

@@ -1,9 +1,9 @@
-"""Saved caches whose header and tables lie, with checksums that are right: each is refused or makes a good cache.
+"""Saved caches with false headers and tables and valid checksums: each is refused or gives a valid cache.
 
     python tests/support/lying_snapshots.py FOLDER
 
-tries all of them in one process under a limit of memory and prints, as JSON, how each ended. `cases` makes them: from
-nothing, so that every number can be chosen apart from what it counts, and sparse, so that a terabyte costs nothing.
+loads all of them in one process with a memory limit and prints their outcomes as JSON. `cases` writes them by hand, so
+that every number can differ from what it counts, and as sparse files, so that a terabyte costs nothing.
 """
 
 import json
@@ -22,7 +22,7 @@ from kvcache import SnapshotError
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.saved.snapshot import ARENA, HEADER, KINDS, MAGIC, VERSION
 
-ROOM = 1 << 30  # bytes that the process may take beyond what it has: ten times the largest tables
+ROOM = 1 << 30  # bytes that the process may allocate in addition: ten times the largest tables
 SECONDS = 60  # for one case; most take milliseconds
 NONE = 2**32 - 1
 WIDTH = HEADS * DIM
@@ -38,7 +38,7 @@ def name(arena=0, value="a", length=None):
 
 
 class File:
-    """The parts of a file, and the numbers that its header gives for them, where they are to differ."""
+    """The parts of a file, and the numbers in its header where these shall differ."""
 
     def __init__(self, kind, arenas=None, names=None, segments=((0, NONE, 4, 1),), tokens=None, lies=()):
         arenas = (ARENAS[kind],) if arenas is None else arenas
@@ -87,13 +87,13 @@ class File:
 
 
 def arena_of(kind, **changes):
-    """The right arena, changed by the name of a field."""
+    """The valid arena with some fields changed."""
     fields = ("layers", "heads", "dim", "key", "value", "rotate_k", "rotate_v", "layout", "page_tokens", "page_bytes")
     return tuple(changes.get(field, value) for field, value in zip(fields, ARENAS[kind], strict=True))
 
 
 def cases(kind):
-    """`(name, file, whether it may be taken in)`."""
+    """`(name, file, whether it may be loaded)`."""
     size = ARENAS[kind][9]
     yield "what is right", File(kind), True
     yield "no segments", File(kind, segments=()), True
@@ -107,7 +107,7 @@ def cases(kind):
     for number in (0, 127, 128, 4096, 2**40, 2**63, 2**64 - 1):
         yield f"a size of {number}", File(kind, lies={"size": number, "real_size": 8192}), False
     yield "a real size of 2**40", File(kind, lies={"real_size": 2**40}), False
-    # Large and sparse, and what the header says of sizes agrees with itself and with the file.
+    # Large and sparse, with sizes in the header that agree with each other and with the file.
     yield "30 GB of tokens", File(kind, segments=((0, NONE, 4, 1),), tokens=7 * 2**30), False
     yield "30 GB of segments", File(kind, lies={"segments": 2**31 - 1}, tokens=2**31 - 1), False
     yield "30 GB of names", File(kind, lies={"names_bytes": 30 * 2**30}), False
@@ -181,7 +181,7 @@ CASES = {f"{kind}: {name}": (file, taken) for kind in ARENAS for name, file, tak
 
 
 def outcome(file, path, make):
-    """`(error, message, seconds)`; "taken in" where a cache came of it, which then serves on."""
+    """`(error, message, seconds)`; the error is "taken in" if the file was loaded into a usable cache."""
     file.write(path)
     cache = make()
     signal.alarm(SECONDS)

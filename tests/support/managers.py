@@ -1,4 +1,4 @@
-"""A small `CacheManager`, filled, and what float64 says of its attention."""
+"""A small filled `CacheManager`, and its attention in float64."""
 
 import numpy as np
 from oracle import attention

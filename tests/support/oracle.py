@@ -1,19 +1,19 @@
-"""Obviously right answers: NumPy in float64, dicts, heaps. Slow on purpose."""
+"""Simple reference implementations: NumPy in float64, dicts, heaps. Slow on purpose."""
 
 import zlib
 
 import numpy as np
 
-# ---- Kernels: attention over one sequence whose K and V lie in plain arrays.
+# ---- Kernels: attention over one sequence with K and V in plain arrays.
 
 
 def to_format(rows, name):
-    """What f32 or f16 storage gives back."""
+    """Values as f32 or f16 storage returns them."""
     return np.asarray(rows, np.float32 if name == "f32" else np.float16).astype(np.float64)
 
 
 def attention(queries, keys, values, scale, *, sink_queries=None, sink_tokens=0):
-    """queries (n, query heads, dim) standing on the last n tokens of keys, values (tokens, heads, dim).
+    """Attention of queries (n, query heads, dim) at the last n positions of keys, values (tokens, heads, dim).
 
     Returns the output, shaped like queries, and each token's weight summed over queries and query heads.
     """
@@ -61,8 +61,8 @@ LEFT_OUT = {4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
 
 
 def quantise(row, bits):
-    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or with fewer bits at the
-    minimum and scale of `fit`."""
+    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or for 4 bits and fewer
+    with the minimum and scale of `fit`."""
     f32 = np.float32
     row = np.asarray(row, f32)
     codes, scale, minimum = quantise_range(row, bits)
@@ -73,8 +73,8 @@ def quantise(row, bits):
 
 
 def fit(row, bits, minimum, scale):
-    """kvc_fit.h, in its float32 arithmetic: four starts, least squares, once more the best; its line rounded to halves,
-    or the minimum and scale given, where that saves less than 2^-12 of a squared step per value."""
+    """kvc_fit.h, in its float32 arithmetic: four starts, least squares, the best once more. Returns its line rounded to
+    halves, or the given minimum and scale if that saves less than 2^-12 of a squared step per value."""
     f32, n, top = np.float32, np.float32(len(row)), 2**bits - 1
     step, lowest = f32(2 ** (15 - bits)), row.min()
     first, whole = step - f32(1), f32(top) * step
@@ -117,7 +117,7 @@ def fit(row, bits, minimum, scale):
 
 
 def quantise_range(row, bits):
-    """`quantise` over the whole range: float32 steps in the kernels' order."""
+    """`quantise` over the whole range, in float32 in the kernels' order."""
     f32 = np.float32
     row, top = np.asarray(row, f32), 2**bits - 1
     low, high = row.min(), row.max()
@@ -134,10 +134,10 @@ def quantise_range(row, bits):
 
 
 def stored(row, bits, rotated):
-    """What a row of a quantised format is read as, in float64, and the bound on the root of its mean squared error.
+    """A row of a quantised format as it is read, in float64, and the bound on the root of its mean squared error.
 
-    The bound: half a step of the range, or half the spacing of halves at the minimum where that is more (kvc_quant.c),
-    which a fitted row keeps to within a 64th of a step. Un-rotating adds up the errors of all values.
+    The bound is half a step of the range, or half the spacing of halves at the minimum if that is more (kvc_quant.c);
+    a fitted row exceeds it by at most a 64th of a step. Reversing the rotation adds up the errors of all values.
     """
     row = np.asarray(row, np.float32)
     dim, h = len(row), hadamard(len(row)) if rotated else None
@@ -156,7 +156,7 @@ def stored(row, bits, rotated):
 
 
 def read_pages(content, offsets, lengths, checksums):
-    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of so many bytes; void where it is not good."""
+    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of so many bytes; undefined for a bad page."""
     good, arrays = [], []
     for offset, parts, checksum in zip(offsets, lengths, checksums, strict=True):
         page = content[offset : offset + sum(parts)]

@@ -1,4 +1,4 @@
-"""Naive twins for the engine's tests: slow, short, and obviously right."""
+"""Naive implementations for the tests of the engine: slow, short and simple."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvcache.errors import OutOfMemoryError, SequenceNotFoundError
 
 
 class DenseKvCache:
-    """What `PagedKvCache` does for the engine, with one float32 array per sequence and layer.
+    """The part of `PagedKvCache` that the engine uses, with one float32 array per sequence and layer.
 
-    A fork copies. Memory is still counted in blocks, each sequence paying for its own.
+    A fork copies. Memory is counted in blocks, without sharing.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DenseKvCache:
 
 
 def dense_attention(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.float64]:
-    """Causal attention in float64, the last query on the last token: `(n, heads, head_dim)`."""
+    """Causal attention in float64, with the last query at the last position: `(n, heads, head_dim)`."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(rows.astype(np.float64), group, axis=1) for rows in (keys, values))
     scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), keys) / math.sqrt(queries.shape[2])
@@ -119,7 +119,7 @@ def sampling_distribution(
     top_p: float,
     repetition_penalty: float,
 ) -> list[float]:
-    """The probability of each token, step by step as the documentation of SamplingParams has it."""
+    """The probability of each token, in the steps of the documentation of SamplingParams."""
     logits = list(map(float, logits))
     for token in set(history):
         logits[token] = logits[token] / repetition_penalty if logits[token] > 0 else logits[token] * repetition_penalty

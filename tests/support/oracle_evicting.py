@@ -1,4 +1,4 @@
-"""The obviously right twin of an engine that evicts: a list of tokens per layer, dense attention, and a sort."""
+"""A naive engine that evicts: a list of tokens per layer, dense attention, and a sort."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from oracle_manager import NaiveCacheManager, NaiveEntry, pyramid
 
 @dataclass
 class Token(NaiveEntry):
-    """One token of one layer: its position, K and V `(kv_heads, head_dim)`, and the attention it has drawn."""
+    """One token of one layer: its position, K and V `(kv_heads, head_dim)`, and the attention mass on it."""
 
     drawn: float = 0.0
 
 
 class DenseEvictingEngine:
-    """`policy` as of `NaiveCacheManager`; `stored` says what the cache gives back of keys and values."""
+    """`policy` as for `NaiveCacheManager`; `stored` maps keys and values to what the cache returns."""
 
     def __init__(self, network, policy, kv_budget, chunk, stored=lambda layer, keys, values: (keys, values)):
         self.network, self.policy, self.chunk, self.stored = network, policy, chunk, stored
@@ -72,10 +72,10 @@ def dense(queries, keys, values):
 
 
 class DenseStreamingEngine(DenseEvictingEngine):
-    """StreamingLLM as its paper says it (arXiv 2309.17453, section 3.2): positions are those inside the cache.
+    """StreamingLLM as in its paper (arXiv 2309.17453, section 3.2): positions are those inside the cache.
 
-    Cached keys and the queries that meet them are taken back to position 0, from where they stood in the text, and
-    rotated again, to where they stand in the cache, all in float64 and anew for every chunk.
+    For every chunk, queries and cached keys are rotated back from their text positions to 0, and then to their
+    positions in the cache, all in float64.
     """
 
     def __init__(self, network, sinks, window, chunk, stored=lambda layer, keys, values: (keys, values)):

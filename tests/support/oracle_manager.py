@@ -1,4 +1,4 @@
-"""The obviously correct twin of `CacheManager`: a list of entries per layer, searched when someone must leave."""
+"""A naive `CacheManager`: a list of entries per layer, which is searched for the entry to evict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NaiveEntry:
 
 
 def pyramid(budget, layers):
-    """Largest remainders, then one entry for each layer that has none, taken from the largest."""
+    """Largest remainders; then each layer without an entry gets one from the largest."""
     quotas = [Fraction(2 * budget * (layers - i), layers * (layers + 1)) for i in range(layers)]
     budgets = [int(q) for q in quotas]
     for i in sorted(range(layers), key=lambda i: (budgets[i] - quotas[i], i))[: budget - sum(budgets)]:
@@ -46,7 +46,7 @@ class NaiveCacheManager:
         if self.policy[0] == "SlidingWindow":
             _, window, sink = self.policy
             if sink + window > budget:
-                # The newest keeps its place, then the sinks, then what is left of the window.
+                # The newest entry stays first, then the sinks, then the rest of the window.
                 sink = min(sink, max(budget - 1, 0))
                 window = budget - sink
             if len(entries) > sink + window:
@@ -76,7 +76,7 @@ class NaiveCacheManager:
             return
         if len(self.entries()) <= budget:
             return
-        # Everyone starts with its share; what is left over goes, one by one, to the lowest layer in need.
+        # Each layer starts with its share; the rest goes, one by one, to the lowest layer with more entries.
         kept = {i: min(len(self.layers[i]), self.share(budget, i)) for i in sorted(self.layers)}
         while sum(kept.values()) < budget:
             kept[next(i for i in kept if kept[i] < len(self.layers[i]))] += 1

@@ -1,7 +1,7 @@
-"""The obviously correct twin of `PagedKvCache`: Python lists, one object per token.
+"""A naive `PagedKvCache`: Python lists, one object per token.
 
-Content and structure are kept apart. A sequence's content is its own list of tokens, copied on fork, so no
-sharing bug can hide in it; its structure is a list of (block, slot), with references counted by looking.
+Content and structure are separate. The content of a sequence is a list of tokens, copied by a fork, so it has no
+sharing bugs. Its structure is a list of (block, slot); references are counted by searching all lists.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NaivePagedKvCache:
         return self.free_blocks.popleft()
 
     def release_unnamed(self, blocks):
-        """Blocks that nobody names any more go back, in this order."""
+        """Free the blocks that no sequence uses any more, in this order."""
         for block in blocks:
             if self.references(block) == 0:
                 self.free_blocks.append(block)
@@ -186,12 +186,12 @@ class NaivePagedKvCache:
         self.touch(seq)
 
     def rows(self, layer, seq_id, zero):
-        """Keys and values of every token; `zero` for what was never written in this layer."""
+        """Keys and values of every token; `zero` for tokens that were never written in this layer."""
         tokens = [token.get(layer, (zero, zero)) for token in self.sequences[seq_id].content]
         return np.array([k for k, _ in tokens]), np.array([v for _, v in tokens])
 
     def victim(self, rank, *, sole=False):
-        """The next to leave: least of `rank(seq)`, then the lowest id."""
+        """The next sequence to evict: the least `rank(seq)`, ties to the lowest id."""
         candidates = [
             (rank(seq), seq_id)
             for seq_id, seq in self.sequences.items()

@@ -1,11 +1,11 @@
-"""A saved cache read by hand: struct, slices and dicts, no code of the library."""
+"""A reader of saved caches without code of the library: struct, slices and dicts."""
 
 import struct
 import zlib
 
 
 def parse(data):
-    """What a file says: kind, model, arenas, and `segments`, each a dict; pages as bytes, None where damaged."""
+    """The contents of a file: kind, model, arenas, and `segments`, each a dict; pages as bytes, None if damaged."""
     (
         magic, version, kind, size, num_segments, num_tokens, num_pages, names_bytes,
         num_arenas, num_names, model_bytes, checksum,
@@ -88,7 +88,7 @@ def name_of(data):
 
 
 def texts(parsed):
-    """`(namespace, tokens, slots, arena, marked)` of every segment, with all that leads to it, newest first."""
+    """`(namespace, tokens, slots, arena, marked)` of every segment, with its whole prefix, newest first."""
     found = []
     for segment in parsed["segments"]:
         tokens, slots, at = [], [], segment

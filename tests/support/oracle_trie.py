@@ -1,7 +1,7 @@
-"""The token trie and the heap, written to be obviously right: dicts of whole prefixes and sorted lists.
+"""Naive versions of the token trie and the heap: dicts of whole prefixes and sorted lists.
 
-Everything is a scan over all that is cached. A page is known by the whole sequence that ends with it, so no
-tree, no node and no sharing appear here.
+Every operation scans the whole cache. A page is identified by the whole sequence that ends with it, so there are no
+trees, nodes or sharing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NaiveHeap:
 
 
 class NaiveTrie:
-    """What a `TokenTrie` has cached: per namespace, page sequence -> [value, time of last use]."""
+    """A naive `TokenTrie`: per namespace, page sequence -> [value, time of last use]."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -107,9 +107,9 @@ class NaiveTrie:
 
 
 class NaiveEntries:
-    """What an `EntryTrie` has stored: per namespace, the entries; tokens are those of the entries.
+    """A naive `EntryTrie`: per namespace, the entries; the cached tokens are those of the entries.
 
-    `used` holds, for every prefix of an entry, the time of its last use. The tokens of `kept` stay.
+    `used` has the time of the last use of every prefix of an entry. The tokens of `kept` are not evicted.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class NaiveEntries:
             self.used[root, prefix[:n]] = self.clock
 
     def serving(self, root: int, prefix: Tokens) -> Tokens:
-        """The entry that serves a match: from its last token along the most recent use to the first entry."""
+        """The entry that serves a match: the first one on the path of most recent uses from its last token."""
         while prefix not in self.entries[root]:
             nexts = [p for p in self.alive(root) if len(p) == len(prefix) + 1 and p[:-1] == prefix]
             prefix = max(nexts, key=lambda p: self.used[root, p])
@@ -175,7 +175,7 @@ class NaiveEntries:
 
 
 class NaivePrefixKv:
-    """What a `PrefixKvCache` holds, with room for `max_tokens` slots and `max_entries` entries."""
+    """A naive `PrefixKvCache` with room for `max_tokens` slots and `max_entries` entries."""
 
     def __init__(self, max_entries: int, max_tokens: int, min_prefix_len: int, partial: bool) -> None:
         self.trie = NaiveEntries()
@@ -183,7 +183,7 @@ class NaivePrefixKv:
         self.min_prefix_len = max(1, min_prefix_len)
         self.partial = partial
         self.next_slot = 0
-        self.held: list[set[int]] = []  # the slots of each state out there
+        self.held: list[set[int]] = []  # the slots of each state that a caller holds
 
     def slots(self, root: int, tokens: Tokens) -> list[int]:
         return [self.trie.values[root, tokens[:n]] for n in range(1, len(tokens) + 1)]
@@ -203,7 +203,7 @@ class NaivePrefixKv:
         return length
 
     def store(self, root: int, tokens: Tokens) -> bool:
-        """False if it can never fit."""
+        """Store an entry; returns False if it can never fit."""
         if len(tokens) < self.min_prefix_len:
             return True
         max_entries, max_tokens = self.limits

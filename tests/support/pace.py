@@ -1,4 +1,4 @@
-"""How much work random tests do: KVCACHE_TESTS=fast asks for less."""
+"""The amount of work of random tests: KVCACHE_TESTS=fast reduces it."""
 
 import os
 

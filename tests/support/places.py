@@ -1,4 +1,4 @@
-"""Where the files of the tests lie."""
+"""The folders of the tests."""
 
 import os
 import sys
@@ -10,5 +10,5 @@ PROJECT = SUPPORT.parent.parent
 
 
 def search_path() -> str:
-    """PYTHONPATH of a process that imports what this one does."""
+    """PYTHONPATH of a process with the same imports as this one."""
     return os.pathsep.join([str(SUPPORT), *sys.path])

@@ -1,4 +1,4 @@
-"""States for a `PrefixKvCache`, and caches that have some."""
+"""States for a `PrefixKvCache`, and caches with states."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def head_bytes(name: str, head_dim: int) -> int:
 
 
 def round_trip(snapshot: CachedKvState, head_dim: int, *formats: str, rotate: bool | str = "auto") -> CachedKvState:
-    """What is left of a state that a store of its own has held, token by token."""
+    """A state after a round trip through a separate store, token by token."""
     n, heads = snapshot.seq_len, snapshot.kv_dim // head_dim
     store = BlockStore(snapshot.num_layers, n, 1, heads, head_dim, *formats, rotate)
     runs = np.array([(i, 0, 1) for i in range(n)], RUN)

@@ -1,4 +1,4 @@
-"""Caches of both kinds to save and to load, with K and V that say of which text they are."""
+"""Caches of both kinds for saving and loading, with K and V that identify their text."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def blocks(capacity=512, **options):
 
 
 def prompts(seed, count=9, longest=150):
-    """Texts that begin alike and part somewhere, each with a namespace."""
+    """Texts with a common head that diverge somewhere, each with a namespace."""
     rng = np.random.default_rng(seed)
     common = rng.integers(0, 3, longest)
     cuts = rng.integers(0, longest, count)
@@ -37,7 +37,7 @@ def put(cache, name, tokens):
 
 
 def get(cache, name, tokens):
-    """`(length, keys, values)` of what is found, per layer float32 `(length, HEADS * DIM)`."""
+    """`(length, keys, values)` of the match, per layer float32 `(length, HEADS * DIM)`."""
     if isinstance(cache, PrefixKvCache):
         hit = cache.lookup(tokens, namespace=name)
         if hit is None:
@@ -66,14 +66,14 @@ def assert_same(one, other):
 
 
 def assert_true(found, name, tokens):
-    """What was found is K and V of exactly these tokens in exactly this namespace."""
+    """Check that the match has K and V of exactly these tokens in exactly this namespace."""
     length = found[0]
     if length:
         assert_same(found, (length, *rows(name, tokens[:length], HEADS * DIM)))
 
 
 def refuse(cache, path, match, model="this one"):
-    """`load` of this file fails with a message that says why and names it, and the cache is as good as new."""
+    """Check that `load` of this file fails with a message that names it and the reason, and leaves the cache empty."""
     with pytest.raises(SnapshotError, match=match) as caught:
         cache.load(path, model=model)
     assert str(path) in str(caught.value)

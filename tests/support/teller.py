@@ -1,4 +1,4 @@
-"""A network without one, which keeps what its queries are told: K and V say which token follows which text."""
+"""Not a real network: K and V identify the token and its text, and the results of attention are recorded."""
 
 from types import SimpleNamespace
 
@@ -9,10 +9,10 @@ KINDS = 997
 
 
 class Teller:
-    """K and V of a token depend on all that stands before it, and on whose text that is; it always says token 0.
+    """A network whose K and V depend on all tokens up to their own and on the namespace; it always predicts token 0.
 
     Attributes:
-        told: what the query at (layer, position) was told.
+        told: (layer, position) -> the result of attention of that query.
         countdown: calls of `attend` after which it fails; -1: never.
     """
 
@@ -29,7 +29,7 @@ class Teller:
         self.expect((), None)
 
     def expect(self, text, owner):
-        """What runs from now on is this text, and then zeros."""
+        """Expect this text, followed by zeros, in the next calls."""
         state = hash(owner) % KINDS
         self.kinds = np.empty(TOKENS, np.int64)
         for pos in range(TOKENS):

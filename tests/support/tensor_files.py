@@ -15,7 +15,7 @@ def entry(dtype, shape, start, stop):
 
 
 def pack(header, data=b"", length=None):
-    """The bytes of a file; `header` may be anything JSON can say, or raw bytes."""
+    """The bytes of a file; `header` is any JSON value, or raw bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
 

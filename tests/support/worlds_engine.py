@@ -1,4 +1,4 @@
-"""Worlds of the engines for `reentry.py`: requests whose answers are known, whatever is called in between."""
+"""Worlds of the engines for `reentry.py`: requests with known answers, whatever nested calls do."""
 
 import gc
 from typing import ClassVar
@@ -17,7 +17,7 @@ PROMPTS = [TEXT[:20], TEXT[:33], TEXT[40:60]]
 
 
 class Network:
-    """A network that calls before and behind its attention."""
+    """A network that makes nested calls before and after its attention."""
 
     def __init__(self, world):
         self.world, self.config, self.fingerprint = world, MODEL.config, "a network"
@@ -208,7 +208,7 @@ class EvictingWorld(EngineWorld):
 
 
 class CachedWorld(EngineWorld):
-    """The same behind a prefix cache; half of the requests are in a namespace."""
+    """An engine with a prefix cache; half of the requests are in a namespace."""
 
     rare = ("save", "load", "enlarge", "score", "generate", "enlarge")
 
@@ -223,7 +223,7 @@ class CachedWorld(EngineWorld):
         return self.cached
 
     def enlarge(self, via):
-        pass  # the prefix cache is over the cache that there is
+        pass  # the prefix cache uses the current cache
 
     def generate_in_a_namespace(self, via):
         which = self._which()
