@@ -154,9 +154,9 @@ def test_the_largest_pyramid_takes_no_time():
     for budget in (4096, 5000, 100_000, 2**62):
         times = []
         for more in range(3):  # each another one, since they are remembered
-            start = time.perf_counter()
+            start = time.process_time()
             assert sum(pyramid_budgets(budget + more, 4096)) == budget + more
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         assert min(times) < 0.05
 
 
