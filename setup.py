@@ -1,12 +1,13 @@
 """Build data: the Cython modules, and the C kernels once per SIMD level of the target machine.
 
-KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -O1 -g in C
+KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -Og -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 """
 
 import os
 import platform
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -27,14 +28,19 @@ NEON = ["-march=armv8.2-a+dotprod+fp16"]
 LEVELS = {"x86_64": {"avx2": AVX2, "avx512": AVX2 + AVX512}, "aarch64": {"neon": NEON}, "arm64": {"neon": NEON}}
 LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
+# -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
 FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
-FLAGS += ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
-CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZE else []
+FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
+
+# -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
+# -fno-wrapv: Python's -fwrapv hides overflows, and gcc takes three times as long over kernels with checks.
+CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
 
 # gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
 # into another. Threads may lose counts; none goes back to zero.
-COUNT = ["--coverage"] if COVERAGE else []
+COUNT = ["--coverage", "-O0"] if COVERAGE else []
+KERNELS = ["-O1", "-fno-wrapv"] if SANITIZE or COVERAGE else []
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
@@ -46,7 +52,7 @@ for level, flags in LEVELS.items():
 
 # What is older than a dependency is built again; this file is as old as the last change of settings.
 SETTINGS = Path("build/settings.txt")
-settings = repr([FLAGS, CHECK, COUNT, os.environ.get("CC"), os.environ.get("CFLAGS"), Cython.__version__])
+settings = repr([FLAGS, CHECK, COUNT, KERNELS, *map(os.environ.get, ("CC", "CFLAGS")), Cython.__version__])
 if not SETTINGS.exists() or SETTINGS.read_text() != settings:
     SETTINGS.parent.mkdir(exist_ok=True)
     SETTINGS.write_text(settings)
@@ -65,9 +71,9 @@ class build_kernels(build_ext):
     def build_extensions(self):
         flags, links = FLAGS + CHECK, [*CHECK, "-pthread"]
         with ThreadPoolExecutor(self.parallel) as pool:
-            kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT + ["-O1"] * COVERAGE, *unit), UNITS))
+            kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT + KERNELS, *unit), UNITS))
         for extension in self.extensions:
-            extension.extra_compile_args += flags + COUNT + ["-O0"] * COVERAGE
+            extension.extra_compile_args += flags + COUNT
             extension.extra_link_args += links + COUNT
             extension.extra_objects += kernels if extension.name == "kvcache.core.kernels" else []
         super().build_extensions()
@@ -80,35 +86,20 @@ class build_kernels(build_ext):
         return target
 
 
-def each_line_says_its_source(generated):
-    """Cython's C with a line directive before each line: it has them before pieces alone, which can be several lines.
-
-    What follows the functions, tables and the start of the module, is then in no line of ours.
-    """
-    lines, place, goes_on = [], "", False
-    for line in generated.splitlines():
-        if line.startswith("#line "):
-            place = line
-            continue
-        if line.startswith("/* #### Code section: "):
-            place = '#line 1 "cython"'
-        lines += [line] if goes_on or not place else [place, line]
-        goes_on = line.endswith("\\")
-    return "\n".join(lines) + "\n"
-
-
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
 GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * COVERAGE}"
 MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 INCLUDE = ["ckernels", numpy.get_include()]
+# The last one is Cython's own code, memoryviews above all: the others import it instead of having a copy each.
+SOURCES = [*sorted(glob("kvcache/**/*.pyx", recursive=True)), "kvcache/core/cython_runtime.c"]
 EXTENSIONS = [
     Extension(module, [source], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)
-    for source in sorted(map(str, Path("kvcache").rglob("*.pyx")))
-    for module in [source.removesuffix(".pyx").replace(os.sep, ".")]
+    for source in SOURCES
+    for module in [os.path.splitext(source)[0].replace(os.sep, ".")]
 ]
-MODULES = cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, build_dir=GENERATED, emit_linenums=COVERAGE)
+OPTIONS = {"compiler_directives": DIRECTIVES, "build_dir": GENERATED, "emit_linenums": COVERAGE}
+MODULES = cythonize(EXTENSIONS, shared_utility_qualified_name=EXTENSIONS[-1].name, **OPTIONS)
 if COVERAGE:
-    for module in MODULES:
-        Path(module.sources[0]).write_text(each_line_says_its_source(Path(module.sources[0]).read_text()))
+    subprocess.run([".ci/each_line", *(module.sources[0] for module in MODULES)], check=True)
 setup(ext_modules=MODULES, cmdclass={"build_ext": build_kernels})

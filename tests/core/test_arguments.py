@@ -153,10 +153,10 @@ def test_pyramids_agree_with_the_definition():
 def test_the_largest_pyramid_is_fast():
     for budget in (4096, 5000, 100_000, 2**62):
         times = []
-        for more in range(3):  # another budget each time, since results are cached
-            start = time.perf_counter()
+        for more in range(3):  # each another one, since they are remembered
+            start = time.process_time()
             assert sum(pyramid_budgets(budget + more, 4096)) == budget + more
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         assert min(times) < 0.05
 
 

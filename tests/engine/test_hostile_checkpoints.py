@@ -1,27 +1,18 @@
 """Every folder of hostile_checkpoints.py is refused with a clear error, soon and in bounded memory."""
 
-import json
-import os
-import subprocess
-import sys
-
 import hostile_checkpoints
 import pytest
-from places import search_path
+from limited_process import outcomes_of
 
 pytestmark = pytest.mark.no_level
 
-SOON = 15  # seconds, on a busy machine
+SOON = 15  # seconds of CPU time
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The outcome of each case, in a separate process that a signal ends if a case takes too long."""
-    script, folder = hostile_checkpoints.__file__, tmp_path_factory.mktemp("hostile")
-    environment = os.environ | {"PYTHONPATH": search_path()}
-    ran = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr.decode()
-    return json.loads(ran.stdout)
+    """How each case ended, in a process of its own, which a signal ends where one takes too long."""
+    return outcomes_of(hostile_checkpoints, tmp_path_factory.mktemp("hostile"))
 
 
 def test_number_of_cases():

@@ -1,7 +1,5 @@
 """PrefixCachedEngine: the cache changes the work, never the answer."""
 
-import gc
-import logging
 import threading
 import time
 from dataclasses import replace
@@ -9,18 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from places import GOLDEN
+from prefix_engines import GREEDY, SHORT, prompt, settled
 
-from kvcache import OutOfMemoryError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.engine.sampling import Sampler
-from kvcache.errors import InvalidOperationError
 
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 LENGTHS = (1, 15, 16, 17, 33, 200)
-GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q8", "q4"), ("f16", "q2"), ("q4", "f32")]
 SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
-SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -33,18 +28,6 @@ def golden(request):
 @pytest.fixture
 def cached(network):
     return PrefixCachedEngine(InferenceEngine(network), 64)
-
-
-def prompt(seed, n):
-    return np.random.default_rng(seed).integers(0, 250, n).astype(np.uint32)
-
-
-def settled(cached):
-    """Check that no block is pinned and none is lost."""
-    gc.collect()
-    cached.check()
-    prefixes = cached.prefix_cache.cache
-    assert prefixes.references().sum() == len(prefixes)
 
 
 # -- the answer ---------------------------------------------------------------------------------------------
@@ -246,102 +229,7 @@ def test_sampling_uses_a_seed_per_request(network):
     assert cached.generate(tokens, fixed) == cached.generate(tokens, fixed)
 
 
-# -- errors -------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_prompt_is_answered_with_nothing(cached):
-    assert cached.generate([], SHORT) == []
-    assert list(cached.stream([], SHORT)) == []
-    assert cached.cache_stats().lookup_tokens == 0
-
-
-def test_a_callers_mistake_raises(cached):
-    for call, error in (
-        (lambda: cached.generate([1, 2, 5000], SHORT), ValueError),
-        (lambda: cached.generate([1.5], SHORT), TypeError),
-        (lambda: cached.generate(prompt(1, 5000), SHORT), ValueError),
-        (lambda: cached.generate([1], {"temperature": 0}), TypeError),
-        (lambda: PrefixCachedEngine(cached.inner, -1), ValueError),
-        (lambda: PrefixCachedEngine(object(), 4), TypeError),
-    ):
-        with pytest.raises(error, match="expected"):
-            call()
-    settled(cached)
-
-
-class Failing:
-    """A network that fails in its nth call."""
-
-    def __init__(self, network, error=None):
-        self.network, self.config = network, network.config
-        self.error, self.left = error or RuntimeError("the network broke"), -1
-
-    def forward(self, tokens, positions, attend, logits):
-        self.left -= 1
-        if self.left == 0:
-            attend(0, *self._half(len(tokens)))  # some layers have run already
-            raise self.error
-        return self.network.forward(tokens, positions, attend, logits)
-
-    def _half(self, n):
-        c = self.config
-        shapes = ((n, c.num_heads, c.head_dim), (n, c.num_kv_heads, c.head_dim), (n, c.num_kv_heads, c.head_dim))
-        return [np.zeros(shape, np.float32) for shape in shapes]
-
-
-@pytest.mark.parametrize("error", [RuntimeError("broke"), OutOfMemoryError(1, 0), KeyboardInterrupt()])
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_an_internal_failure_leaves_the_cache_consistent(network, caplog, error, call):
-    model = Failing(network, error)
-    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=32), 64)
-    tokens = prompt(1, 40)
-    expected = InferenceEngine(network).generate(tokens, SHORT)
-    cached.generate(tokens[:20], SHORT)
-    model.left = call  # during the prefill or during decoding
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            cached.generate(tokens, SHORT)
-    else:
-        with caplog.at_level(logging.WARNING, logger="kvcache"):
-            assert cached.generate(tokens, SHORT) == []
-        assert "Traceback" in caplog.text
-    settled(cached)
-    model.left = -1
-    assert cached.generate(tokens, SHORT) == expected
-    settled(cached)
-
-
-def test_strict_raises_internal_failures(network):
-    model = Failing(network)
-    cached = PrefixCachedEngine(InferenceEngine(model), 64, strict=True)
-    model.left = 1
-    with pytest.raises(RuntimeError, match="broke"):
-        cached.generate(prompt(1, 40), SHORT)
-    settled(cached)
-
-
-def test_a_stream_that_is_dropped_releases_what_it_pinned(cached):
-    tokens = prompt(1, 40)
-    expected = cached.generate(tokens, GREEDY)
-    stream = cached.stream(tokens, GREEDY)
-    assert [next(stream), next(stream)] == expected[:2]
-    del stream
-    settled(cached)
-    assert list(cached.stream(tokens, GREEDY)) == expected
-
-
-def test_a_stream_ends_when_another_request_takes_the_engine(cached):
-    stream = cached.stream(prompt(1, 40), GREEDY)
-    next(stream)
-    with pytest.raises(InvalidOperationError, match="stream"):
-        cached.generate(prompt(2, 20), SHORT)
-    cached.inner.reset()
-    other = cached.generate(prompt(2, 20), SHORT)
-    with pytest.raises(InvalidOperationError, match="another call"):
-        list(stream)
-    del stream
-    settled(cached)
-    assert cached.generate(prompt(2, 20), SHORT) == other
+# -- what is stored ------------------------------------------------------------------------------------------
 
 
 def test_an_answer_that_ends_with_a_stop_token_is_cached(network):

@@ -1,27 +1,18 @@
 """Every file of lying_snapshots.py is refused or makes a good cache: soon, in bounded memory."""
 
-import json
-import os
-import subprocess
-import sys
-
 import lying_snapshots
 import pytest
-from places import search_path
+from limited_process import outcomes_of
 
 pytestmark = pytest.mark.no_level
 
-SOON = 20  # seconds, on a busy machine
+SOON = 20  # seconds of CPU time
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """How each case ended, in a process of its own, which a signal ends where one takes too long."""
-    script, folder = lying_snapshots.__file__, tmp_path_factory.mktemp("lying")
-    environment = os.environ | {"PYTHONPATH": search_path()}
-    ran = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr.decode()
-    return json.loads(ran.stdout)
+    return outcomes_of(lying_snapshots, tmp_path_factory.mktemp("lying"))
 
 
 def test_how_many():

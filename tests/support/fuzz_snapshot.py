@@ -15,13 +15,13 @@ import itertools
 import logging
 import os
 import random
-import resource
 import struct
 import sys
 import tempfile
 import zlib
 
 import numpy as np
+from limited_process import limit_memory
 from saved_caches import DIM, HEADS, SIZE, get, put
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache, SnapshotError
@@ -246,9 +246,7 @@ def main():
     parser.add_argument("--mutations", type=int, default=100_000, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (default: %(default)s)")
     options = parser.parse_args()
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit_memory(ROOM)
     logging.disable()  # damage is logged
     with tempfile.TemporaryDirectory() as folder:
         outcomes = fuzz(options.mutations, options.seed, folder)

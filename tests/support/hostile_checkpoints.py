@@ -8,7 +8,6 @@ checkpoint: `CASES` maps its name to a function of the folder.
 
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from limited_process import limit_memory
 from places import GOLDEN
 from tensor_files import entry, pack, pack_arrays
 
@@ -305,11 +305,11 @@ case("a file instead of a folder", lambda folder: (shutil.rmtree(folder), folder
 
 
 def outcome(prepare, folder):
-    """`(error, message, seconds)`: the class of the error, its message, and the time."""
+    """`(error, message, seconds of CPU time)`: the class that ended it."""
     shutil.copytree(GOLDEN / "llama_biases", folder)
     prepare(folder)
     signal.alarm(SECONDS)
-    start = time.monotonic()
+    start = time.process_time()
     try:
         _ = InferenceEngine.from_pretrained(folder).tokenizer
         found = "nothing", ""
@@ -317,7 +317,7 @@ def outcome(prepare, folder):
         found = type(error).__name__, str(error)
     finally:
         signal.alarm(0)
-    seconds = time.monotonic() - start
+    seconds = time.process_time() - start
     if folder.is_dir():
         shutil.rmtree(folder)
     else:
@@ -327,9 +327,7 @@ def outcome(prepare, folder):
 
 def main(folder):
     outcome(next(iter(CASES.values())), folder / "first")  # imports, threads
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit_memory(ROOM)
     found = {}
     for name, prepare in CASES.items():
         found[name] = outcome(prepare, folder / "checkpoint")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from reentry import World, pure, release
+from world import World, pure, release
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer

@@ -1,0 +1,130 @@
+"""A world: an object, or several that share locks, with every public call on them; `reentry.py` disturbs its calls."""
+
+import random
+import traceback
+
+from calling_arguments import Via
+from scene import plain
+
+from kvcache import InvalidOperationError, KvCacheError
+from kvcache.core.locks import CallLock
+
+DOCUMENTED = (KvCacheError, TypeError, ValueError, IndexError)
+
+
+def refusal():
+    """What a lock says to the thread that is inside."""
+    lock = CallLock()
+    with lock:
+        try:
+            lock.__enter__()
+        except InvalidOperationError as error:
+            return str(error)
+    raise AssertionError("a lock was taken twice")
+
+
+REFUSED = refusal()
+
+
+class HandlerError(TimeoutError):
+    """What a handler raises."""
+
+
+def pure(call):
+    """A call that changes nothing, not even what was used last."""
+    call.pure = True
+    return call
+
+
+def release(call):
+    """A call that is never refused for being inside of another one."""
+    call.release = True
+    return call
+
+
+class World:
+    """Each method without a leading underscore is a call, and takes a `Via`.
+
+    Attributes:
+        random: what calls choose by.
+        promises: functions that must be true when the outermost call has left, with what they say.
+        problems: what went wrong where no exception can leave.
+    """
+
+    rare = ()  # calls that take long
+    slow = 1  # how much rarer signals are
+
+    def __init__(self, seed, path):
+        self.random, self.path = random.Random(seed), path
+        self.promises, self.problems, self.inner_calls, self.refused = [], [], 0, 0
+        self.via = Via()  # of objects that live as long as the world
+        self._build()
+
+    @classmethod
+    def names(cls):
+        return sorted(
+            name for name in dir(cls)
+            if not name.startswith("_") and callable(getattr(cls, name)) and name not in vars(World)
+        )  # fmt: skip
+
+    @classmethod
+    def pure_names(cls):
+        return [name for name in cls.names() if hasattr(getattr(cls, name), "pure")]
+
+    def _call(self, name, via):
+        """What a call gives, as something to be compared; what it raises, if that is documented."""
+        call = getattr(self, name)
+        try:
+            return plain(call(via))
+        except DOCUMENTED as error:
+            if isinstance(error, InvalidOperationError) and str(error) == REFUSED:
+                self.refused += 1
+                refused = hasattr(call, "release") and not hasattr(error, "handlers")
+                assert not refused, f"{name} was refused: {error}"
+            return type(error)
+
+    def _inner(self, name):
+        """A call from inside of another one, whose documented errors are swallowed."""
+        self.inner_calls += 1
+        try:
+            self._call(name, Via())
+        except HandlerError:
+            raise
+        except Exception as error:
+            if hasattr(error, "handlers"):
+                raise
+            self.problems.append(f"inside, {name}: {traceback.format_exc()}")
+
+    def _loud(self, name):
+        """A call from inside of another one, whose errors leave the handler."""
+        self.inner_calls += 1
+        try:
+            getattr(self, name)(Via())
+        except DOCUMENTED as error:
+            error.handlers = True
+            raise
+
+    def _settled(self):
+        """No call is at work: what was released has gone."""
+        promises, self.promises = self.promises, []
+        for kept, what in promises:
+            assert kept(), what
+
+    def _verify(self):
+        raise NotImplementedError
+
+    def _finish(self):
+        raise NotImplementedError
+
+
+class Disturbance:
+    """Chooses what is called inside."""
+
+    def __init__(self, world, names, seed):
+        self.world, self.names, self.random = world, names, random.Random(seed)
+
+    def __call__(self, *_):
+        name = self.random.choice(self.names)
+        if name in self.world.rare and self.random.random() < 0.9:
+            return
+        self.world._inner(name)
