@@ -12,8 +12,8 @@ finalisers and weakref callbacks wherever an object is made or dropped, `__array
     an exception     that leaves a call, whatever raised it, is followed by `mend`, which restores what was torn; where
                      `mend` fails too, it runs again before anything else happens under the lock
 
-What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock, and the note
-of an object that died.
+What must not be lost is done in one compiled call, which no handler interrupts: taking and leaving a lock. An object
+whose changes all are such calls needs no `mend`, and has a `CallLock` (prefix/index.pxd).
 """
 
 from cpython.pythread cimport PyThread_type_lock
@@ -49,8 +49,3 @@ cdef class MendingLock:
 
     cdef int tear(self) except -1         # an exception has left: `mend` must run
     cdef int make_good(self) except -1    # runs it
-
-
-cdef class Parting:
-    cdef object notes      # a deque
-    cdef object key        # what is appended to it when this dies

@@ -1,6 +1,5 @@
-"""Locks, and notes that are left by what dies; explained in core/locks.pxd."""
+"""Locks; explained in core/locks.pxd."""
 
-cimport cython
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.pythread cimport (
     NOWAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_get_thread_ident,
@@ -12,7 +11,7 @@ from weakref import WeakMethod
 
 from kvcache.errors import InvalidOperationError, KvCacheError
 
-__all__ = ["AllLocks", "CallLock", "MendingLock", "Parting"]
+__all__ = ["AllLocks", "CallLock", "MendingLock"]
 
 cdef extern from "pythread.h" nogil:
     ctypedef enum PyLockStatus:
@@ -344,15 +343,3 @@ cdef class AllLocks:
                     pass    # `error` goes on its way; the next one in mends
         finally:
             self.leave_all()
-
-
-@cython.no_gc_clear
-cdef class Parting:
-    """Appends `key` to the deque `notes` when it dies: a note that neither collection nor interrupts cut short."""
-
-    def __init__(self, notes, key):
-        self.notes, self.key = notes, key
-
-    def __dealloc__(self):
-        if self.notes is not None:
-            self.notes.append(self.key)
