@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bench.paged import tables
+from bench.prefix import lookups
 from bench.support.common import run_case
 from bench.support.plot import plot_table
 from bench.support.report import print_table, save_json
@@ -27,7 +28,7 @@ def main(options: argparse.Namespace) -> int:
     for line in availability():
         print(line)
     done, missed = [], 0
-    for noun in (trie, growth, entries, tables, shapes):
+    for noun in (trie, growth, entries, lookups, tables, shapes):
         for table in noun.tables(sizes):
             if options.only.lower() not in table.title.lower():
                 continue

@@ -14,8 +14,8 @@ thread:
     an exception     that ends a call is followed by `mend`, which restores a consistent state; if `mend` fails, it runs
                      again before the next call
 
-Taking a lock, leaving it, and noting that an object was deallocated are single compiled calls, so that no signal
-handler can run in the middle of one.
+Taking and leaving a lock are single compiled calls, which no signal handler can divide. An object whose changes all are
+such calls needs no `mend`, and has a `CallLock` (prefix/index.pxd).
 """
 
 from cpython.pythread cimport PyThread_type_lock
@@ -51,8 +51,3 @@ cdef class MendingLock:
 
     cdef int tear(self) except -1         # an exception has ended a call: `mend` must run
     cdef int make_good(self) except -1    # run it
-
-
-cdef class Parting:
-    cdef object notes      # a deque
-    cdef object key        # appended to `notes` when this is deallocated

@@ -1,6 +1,4 @@
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 class CallLock:
     level: int
@@ -30,6 +28,3 @@ class AllLocks:
     def __init__(self, locks: Iterable[CallLock | MendingLock]) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None: ...
-
-class Parting:
-    def __init__(self, notes: deque[Any], key: Any) -> None: ...

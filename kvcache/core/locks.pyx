@@ -1,6 +1,5 @@
-"""Locks, and notes of deallocated objects; explained in core/locks.pxd."""
+"""Locks; explained in core/locks.pxd."""
 
-cimport cython
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.pythread cimport (
     NOWAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_get_thread_ident,
@@ -12,7 +11,7 @@ from weakref import WeakMethod
 
 from kvcache.errors import InvalidOperationError, KvCacheError
 
-__all__ = ["AllLocks", "CallLock", "MendingLock", "Parting"]
+__all__ = ["AllLocks", "CallLock", "MendingLock"]
 
 cdef extern from "pythread.h" nogil:
     ctypedef enum PyLockStatus:
@@ -343,15 +342,3 @@ cdef class AllLocks:
                     pass    # `error` is raised; the next call mends
         finally:
             self.leave_all()
-
-
-@cython.no_gc_clear
-cdef class Parting:
-    """Appends `key` to the deque `notes` when it is deallocated, which no collection or interrupt can prevent."""
-
-    def __init__(self, notes, key):
-        self.notes, self.key = notes, key
-
-    def __dealloc__(self):
-        if self.notes is not None:
-            self.notes.append(self.key)

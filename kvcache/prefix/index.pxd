@@ -9,11 +9,7 @@ its deallocation.
 
 A page that is claimed stays in the trie, with all pages before it (`page_t.pins`). An eviction that meets a pinned page
 at the end of a leaf parks the leaf, as a pin on its node, until the page is unpinned; so the victim is found in
-O(log n), and a claim costs one pin, however long it is. In a trie with entries nothing is pinned: what leaves the trie
-stays in its slots as long as it is claimed.
-
-A namespace whose last page leaves loses its root at once and its name at the next call: to forget a name runs the
-caller's `__hash__` and `__eq__`.
+O(log n), and a claim costs one pin, however long it is.
 """
 
 cimport numpy as cnp
@@ -21,25 +17,15 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvcache.prefix.misses cimport MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
+from kvcache.prefix.spaces cimport Space, Spaces
 from kvcache.trie.trie cimport TokenTrie
-
-
-cdef class Space:
-    cdef readonly object name
-    cdef readonly Slots slots
-    cdef uint64_t key      # hash of the name
-    cdef int32_t root      # -1: nothing of it is cached
-    cdef Space next        # of those without a root, whose names are forgotten by the next call
-    cdef bint listed       # among these
 
 
 cdef class PrefixIndex:
     cdef readonly TokenTrie trie
     cdef readonly list kinds          # the `Slots` in use; with `slots`, that one
     cdef Slots slots                  # of all namespaces; None: each names its own
-    cdef dict spaces                  # name -> Space
-    cdef dict of_root                 # root -> Space
-    cdef Space vacant                 # first of the list
+    cdef Spaces spaces
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons reasons_of       # why lookups missed; None: nobody asks
     cdef readonly int64_t clock       # counts uses
@@ -51,15 +37,13 @@ cdef class PrefixIndex:
     cdef readonly int64_t lookup_tokens
     cdef readonly int64_t evictions   # pages; entries
 
-    cdef Space space_of(self, object name)                  # None: nothing of it is cached
     cdef int settle(self) except -1                         # what was dropped is given back, what is vacant forgotten
-    cdef Space space_for(self, object name, Slots slots)    # the same, or a new one
-    cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept    # the node of an entry of these tokens; -1: none
+    cdef Space space_for(self, object name, Slots slots)
+    cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1
     cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
                      Py_ssize_t *existing) except -1
     cdef void mark(self, int32_t node) noexcept
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
     cdef void taken(self, Space space, Claim claim) noexcept    # the trie has let go of the claim's pages
     cdef void cut(self, int32_t node, Claim claim) noexcept     # an entry into a claim with room for its whole text
-    cdef int close(self, Space space) except -1             # a namespace without pages
     cdef tuple take_over(self, PrefixIndex other)           # what was here before

@@ -8,6 +8,7 @@ from libc.string cimport memcpy
 from kvcache.core.tokens cimport uint32_tokens
 from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
+from kvcache.prefix.spaces cimport Space, Spaces
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
@@ -18,7 +19,7 @@ import numpy as np
 
 from kvcache.prefix.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex", "Space", "commit"]
+__all__ = ["Match", "PrefixIndex", "commit"]
 
 cnp.import_array()
 
@@ -35,13 +36,6 @@ cdef TokenTrie like(TokenTrie trie):
     return type(trie)(trie.table.page_size, trie.table.policy)
 
 
-cdef class Space:
-    """A namespace: its name, and where its pages lie."""
-
-    def __cinit__(self):
-        self.root = -1
-
-
 cdef class PrefixIndex:
     """A trie per namespace over the pages of a `Slots`, or of several where namespaces differ in shape.
 
@@ -54,7 +48,7 @@ cdef class PrefixIndex:
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
         self.kinds = [] if slots is None else [slots]
-        self.spaces, self.of_root = {}, {}
+        self.spaces = Spaces()
         if slots is not None:
             slots.trie = trie
         if most_ghosts is not None:
@@ -62,9 +56,9 @@ cdef class PrefixIndex:
 
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
-        cdef PrefixIndex other = PrefixIndex.__new__(PrefixIndex)
+        cdef PrefixIndex other = type(self).__new__(type(self))
         other.trie, other.slots, other.entries = like(self.trie), self.slots, self.entries
-        other.kinds, other.spaces, other.of_root = list(self.kinds), {}, {}
+        other.kinds, other.spaces = list(self.kinds), Spaces()
         if self.reasons_of is not None:
             other.reasons_of = MissReasons(self.slots.num_pages, self.trie.table.page_size, self.reasons_of.most_pages)
         return other
@@ -75,42 +69,24 @@ cdef class PrefixIndex:
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
-    cdef Space space_of(self, object name):
-        cdef Space space = self.spaces.get(name)
-        return None if space is None or space.root < 0 else space
-
     cdef int settle(self) except -1:
         cdef Slots slots
         for slots in self.kinds:
             slots.settle_()
             if slots.num_waiting == 0:
                 slots.source = None
-        while self.vacant is not None:
-            if self.vacant.root < 0:
-                self.spaces.pop(self.vacant.name, None)
-            self.vacant.listed = False
-            self.vacant = self.vacant.next
+        self.spaces.forget_vacant()
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
         return 0
 
-    cdef int close(self, Space space) except -1:
-        if self.trie.table.nodes[space.root].child >= 0:
-            return 0
-        self.of_root.pop(space.root, None)
-        self.trie.table.give(space.root)
-        space.root = -1
-        if not space.listed:
-            space.listed, space.next, self.vacant = True, self.vacant, space
-        return 0
-
     def spaces_in_use(self):
         """`(Space, root)` of every namespace that has something cached."""
-        return [(space, root) for root, space in self.of_root.items()]
+        return [(space, root) for root, space in self.spaces.of_root.items()]
 
     def slots_of(self, name):
         """The `Slots` of a namespace; None if nothing of it is cached."""
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.spaces.find(name)
         return None if space is None else space.slots
 
     # -- match ----------------------------------------------------------------------------------------------
@@ -118,7 +94,7 @@ cdef class PrefixIndex:
     def find(self, tokens, name=None):
         """What is cached of `tokens`, a `Match`; changes nothing."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.spaces.find(name)
         if space is None:
             return Match(0, np.empty(0, np.int32), -1)
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
@@ -130,24 +106,12 @@ cdef class PrefixIndex:
             return Match(usable * self.trie.table.page_size, pages[:usable], -1)
         return Match(at.length, pages, self.trie.partial(at))
 
-    def has_entry(self, tokens, name=None):
-        """Whether there is an entry of exactly these tokens."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef Space space = self.space_of(name)
-        return space is not None and self.entry(space, ids) >= 0
-
-    cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:
-        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        if at.length < ids.shape[0] or self.trie.table.nodes[at.node].end > at.length or not self.trie.table.nodes[at.node].marked:
-            return -1
-        return at.node
-
     def claim(self, tokens, name=None):
         """Find, count, use and hold: a `Claim` on the full pages of a match, and on the one that it ends inside."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
         self.settle()
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.spaces.find(name)
         cdef Slots slots = self.kinds[0] if space is None else space.slots
         cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = 0, held = 0, i
         cdef walk_t at
@@ -191,35 +155,6 @@ cdef class PrefixIndex:
             self.counts[reason] += 1
         return claim
 
-    def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
-        """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
-
-        The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
-        """
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
-        cdef Space space = self.space_of(name)
-        cdef walk_t at = walk_t(node=-1, length=0)
-        cdef Claim claim = None
-        if space is not None:
-            at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-            while whole and at.length > 0 and (
-                not self.trie.table.nodes[at.node].marked or self.trie.table.nodes[at.node].end > at.length
-            ):
-                at = walk_t(node=self.trie.table.nodes[at.node].parent, length=self.trie.table.nodes[at.node].begin)
-        if at.length >= max(1, least):
-            claim = space.slots.claim_of(at.length)
-            self.trie.gather(at, claim.data.pages)
-            claim.data.held = claim.data.n = at.length
-            space.slots.keep(claim.data, 0)
-            self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
-            self.hits += 1
-            self.hit_tokens += at.length
-        else:
-            self.misses += 1
-        self.lookup_tokens += ids.shape[0]
-        return claim
-
     def head(self, tokens, name=None):
         """A `Claim` on the full pages of `tokens` that are named, whichever groups have slots of them; None: no page.
 
@@ -227,7 +162,7 @@ cdef class PrefixIndex:
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         self.settle()
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.spaces.find(name)
         if space is None:
             return None
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
@@ -244,19 +179,19 @@ cdef class PrefixIndex:
 
     # -- insert ---------------------------------------------------------------------------------------------
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None, most_entries=None):
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None):
         """Name the pages of `fresh`, which cover what `tokens` have after the pages of `head`; they are the trie's now.
 
         Args:
             tokens: exactly those of the pages of both.
             head: from `head` of the same tokens; None: there is none.
             slots: of a new namespace; by default those of all.
-            most_entries: unmark entries that this one extends, the longest first, while there are more.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef int64_t most = -1 if most_entries is None else most_entries
+        self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
+
+    cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1:
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
-        slots = self.slots if slots is None else slots
         if fresh.slots is not slots or (head is not None and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
         self.settle()
@@ -283,11 +218,7 @@ cdef class PrefixIndex:
             free(values)
         if self.entries:
             self.mark(node)
-        while most >= 0 and self.trie.table.num_entries > most and self.trie.table.nodes[node].parent >= 0:
-            node = self.trie.table.nodes[node].parent
-            self.evictions += self.trie.table.nodes[node].marked
-            self.trie.table.num_entries -= self.trie.table.nodes[node].marked
-            self.trie.table.nodes[node].marked = 0
+        return node
 
     def name(self, tokens, pages, name=None, Slots slots=None):
         """Name the pages of `tokens`, int32 `(n,)`, in an index from `like`; `commit` makes them its own."""
@@ -307,17 +238,7 @@ cdef class PrefixIndex:
         self.trie.table.nodes[node].marked = 1
 
     cdef Space space_for(self, object name, Slots slots):
-        cdef uint64_t key = <uint64_t>hash(name)
-        cdef Space space = self.spaces.get(name)
-        if space is None:
-            space = Space.__new__(Space)
-            space.name, space.key = name, key
-            space.listed, space.next, self.vacant = True, self.vacant, space
-            self.spaces[name] = space
-        if space.root < 0:
-            space.slots = slots
-        if space.slots is not slots:
-            raise ValueError("slots: expected those of the namespace, got others")
+        cdef Space space = self.spaces.open(name, slots)
         if slots not in self.kinds:
             self.kinds.append(slots)
         return space
@@ -336,11 +257,11 @@ cdef class PrefixIndex:
         if root < 0:
             root = self.trie.table.new_root()
         try:
-            self.of_root[root] = space
+            self.spaces.of_root[root] = space
             node = self.trie.put(root, tokens, n * size, values, existing)
         except BaseException:
             if space.root < 0:
-                self.of_root.pop(root, None)
+                self.spaces.of_root.pop(root, None)
                 self.trie.table.give(root)
             raise
         space.root = root
@@ -360,7 +281,7 @@ cdef class PrefixIndex:
             return None
         while self.trie.table.nodes[root].parent >= 0:
             root = self.trie.table.nodes[root].parent
-        cdef Space space = self.of_root[root]
+        cdef Space space = self.spaces.of_root[root]
         _, tokens, values = self.trie.path(leaf)
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
         claim.name, claim.tokens = space.name, tokens
@@ -374,7 +295,7 @@ cdef class PrefixIndex:
             claim.data.n = pages
             self.trie.table.shrink(leaf, pages, claim.data.pages)
         self.taken(space, claim)
-        self.close(space)
+        self.spaces.close(space, self.trie)
         return claim
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
@@ -416,20 +337,6 @@ cdef class PrefixIndex:
         if space.slots.num_waiting == 0:
             space.slots.source = None
 
-    def remove(self, tokens, name=None):
-        """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
-        cdef Space space = self.space_of(name)
-        cdef int32_t node = -1 if space is None else self.entry(space, ids)
-        if node < 0:
-            return None
-        cdef Claim claim = space.slots.claim_of(ids.shape[0])
-        self.cut(node, claim)
-        self.taken(space, claim)
-        self.close(space)
-        return claim
-
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
         self.settle()
@@ -447,16 +354,15 @@ cdef class PrefixIndex:
         del before    # its names may have finalisers
 
     cdef tuple take_over(self, PrefixIndex other):
-        before = self.trie, self.reasons_of, self.spaces, self.of_root, self.vacant
-        self.trie, self.reasons_of, self.kinds = other.trie, other.reasons_of, other.kinds
-        self.spaces, self.of_root, self.vacant = other.spaces, other.of_root, other.vacant
+        before = self.trie, self.reasons_of, self.spaces
+        self.trie, self.reasons_of, self.kinds, self.spaces = other.trie, other.reasons_of, other.kinds, other.spaces
         return before
 
     # -- what comes from elsewhere --------------------------------------------------------------------------
 
     def waiting(self, tokens, name=None):
         """The pages of a match, the one that it ends inside of included, that wait for their content, int32."""
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.spaces.find(name)
         if space is None or space.slots.num_waiting == 0:
             return np.empty(0, np.int32)
         found = self.find(tokens, name)
@@ -471,7 +377,7 @@ cdef class PrefixIndex:
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
         self.settle()
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.spaces.find(name)
         found = self.find(ids, name)
         cdef Py_ssize_t at = [*found.pages.tolist(), found.tail].index(page)
         cdef Py_ssize_t length = at * self.trie.table.page_size
@@ -495,7 +401,7 @@ cdef class PrefixIndex:
                 rest = space.slots.claim_of(length)
                 self.cut(node, rest)
                 self.taken(space, rest)
-        self.close(space)
+        self.spaces.close(space, self.trie)
 
     # -- what is inside -------------------------------------------------------------------------------------
 
@@ -517,15 +423,10 @@ cdef class PrefixIndex:
         cdef Py_ssize_t id, parked = 0, pins = 0
         self.settle()
         self.trie.check()
-        assert self.trie.roots() == sorted(self.of_root), "prefix index: roots differ"
-        for root, space in self.of_root.items():
-            assert space.root == root and self.spaces.get(space.name) is space, "prefix index: names differ"
-            assert self.trie.table.nodes[space.root].child >= 0, "prefix index: a namespace without pages has a root"
-            assert space.slots in self.kinds, "prefix index: a namespace with slots of others"
-        assert len(self.spaces) == len(self.of_root), "prefix index: a name without pages"
+        self.spaces.check(self.trie)
         for slots in self.kinds:
             slots.check()
-            named = [self.trie.all_values(root) for root, space in self.of_root.items() if space.slots is slots]
+            named = [self.trie.all_values(root) for root, space in self.spaces.of_root.items() if space.slots is slots]
             named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
             assert named.tolist() == slots.named().tolist(), "prefix index: the trie names other pages"
             if self.reasons_of is not None:

@@ -58,7 +58,6 @@ cdef class Slots:
     cdef uint32_t *tokens              # (num_pages, page_size) what each page covers
     cdef int32_t *table                # (groups, num_pages) slots, -1 is none; NULL with one group
     cdef Py_ssize_t num_pages
-    cdef Py_ssize_t num_spaces         # namespaces whose pages are here
     cdef claim_t *claims
     cdef claim_t *ended
     cdef TokenTrie trie                # whose leaves are parked

@@ -18,8 +18,8 @@ from kvcache.core.locks import CallLock
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
+from kvcache.prefix.entry_index import EntryIndex
 from kvcache.prefix.files import load_entries, save_entries
-from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
 from kvcache.prefix.row_slots import LeasedState, RowSlots
 from kvcache.prefix.rows import rows_of
@@ -48,7 +48,7 @@ class PrefixKvCache:
         if not isinstance(self.config, PrefixCacheConfig):
             raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
         self._lock = CallLock()
-        self._index = PrefixIndex(EntryTrie())
+        self._index = EntryIndex(EntryTrie())
         # What is left of a damaged entry is one itself, if lookups may find it.
         self._least = self.config.min_prefix_len if self.config.partial_matches else -1
 
@@ -248,7 +248,7 @@ class PrefixKvCache:
     def clear(self) -> None:
         """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
         with self._lock:
-            self._index = PrefixIndex(EntryTrie())
+            self._index = EntryIndex(EntryTrie())
 
     @property
     def memory_usage(self) -> int:

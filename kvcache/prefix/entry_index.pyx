@@ -1,0 +1,93 @@
+"""`EntryIndex`: a prefix index of whole keys; see entry_index.pxd."""
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+from kvcache.core.tokens cimport uint32_tokens
+from kvcache.prefix.index cimport PrefixIndex
+from kvcache.prefix.slots cimport Claim, Slots
+from kvcache.prefix.spaces cimport Space
+from kvcache.trie.entries cimport EntryTrie
+from kvcache.trie.nodes cimport node_t
+from kvcache.trie.paths cimport walk_t
+
+__all__ = ["EntryIndex"]
+
+cnp.import_array()
+
+
+cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
+    return <const uint32_t *>cnp.PyArray_DATA(array)
+
+
+cdef class EntryIndex(PrefixIndex):
+    """An index over an `EntryTrie`: entries are stored, used, evicted and removed as a whole."""
+
+    def has_entry(self, tokens, name=None):
+        """Whether there is an entry of exactly these tokens."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef Space space = self.spaces.find(name)
+        return space is not None and self.entry(space, ids) >= 0
+
+    cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:
+        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef const node_t *node = &self.trie.table.nodes[at.node]
+        return at.node if at.length == ids.shape[0] and node.end == at.length and node.marked else -1
+
+    def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
+        """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
+
+        The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        self.settle()
+        cdef Space space = self.spaces.find(name)
+        cdef walk_t at = walk_t(node=-1, length=0)
+        cdef Claim claim = None
+        if space is not None:
+            at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+            while whole and at.length > 0 and (
+                not self.trie.table.nodes[at.node].marked or self.trie.table.nodes[at.node].end > at.length
+            ):
+                at = walk_t(node=self.trie.table.nodes[at.node].parent, length=self.trie.table.nodes[at.node].begin)
+        if at.length >= max(1, least):
+            claim = space.slots.claim_of(at.length)
+            self.trie.gather(at, claim.data.pages)
+            claim.data.held = claim.data.n = at.length
+            space.slots.keep(claim.data, 0)
+            self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
+            self.hits += 1
+            self.hit_tokens += at.length
+        else:
+            self.misses += 1
+        self.lookup_tokens += ids.shape[0]
+        return claim
+
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None,
+               int64_t most_entries=-1):
+        """As of `PrefixIndex`, as an entry.
+
+        Args:
+            most_entries: unmark entries that this one extends, the longest first, while there are more; -1: any number.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef int32_t node = self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
+        while 0 <= most_entries < self.trie.table.num_entries and self.trie.table.nodes[node].parent >= 0:
+            node = self.trie.table.nodes[node].parent
+            self.evictions += self.trie.table.nodes[node].marked
+            self.trie.table.num_entries -= self.trie.table.nodes[node].marked
+            self.trie.table.nodes[node].marked = 0
+
+    def remove(self, tokens, name=None):
+        """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        self.settle()
+        cdef Space space = self.spaces.find(name)
+        cdef int32_t node = -1 if space is None else self.entry(space, ids)
+        if node < 0:
+            return None
+        cdef Claim claim = space.slots.claim_of(ids.shape[0])
+        self.cut(node, claim)
+        self.taken(space, claim)
+        self.spaces.close(space, self.trie)
+        return claim

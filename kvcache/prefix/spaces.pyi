@@ -1,0 +1,6 @@
+from collections.abc import Hashable
+from typing import Any
+
+class Space:
+    name: Hashable
+    slots: Any  # Slots, of whatever kind the cache has
