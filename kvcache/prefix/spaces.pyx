@@ -1,6 +1,6 @@
 """Namespaces of a prefix index; see spaces.pxd."""
 
-from libc.stdint cimport int32_t, uint64_t
+from libc.stdint cimport uint64_t
 
 from kvcache.prefix.slots cimport Slots
 from kvcache.trie.trie cimport TokenTrie

@@ -1,8 +1,8 @@
 """Pages of a file, read and checked: one thread reads on while another checks what has been read.
 
 Copying a page out of the system's memory takes about as long as computing its checksum. Reading needs no interpreter,
-so the two do not wait for each other. Compiled code joins the threads, and no interrupt can cut it short: when a call has
-ended, with whatever result, no thread writes to its buffers.
+so the two do not wait for each other. Compiled code joins the threads, and no interrupt can cut it short: when a call
+has ended, with whatever result, no thread writes to its buffers.
 """
 
 from libc.errno cimport EINTR, errno
