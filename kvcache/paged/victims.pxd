@@ -7,6 +7,13 @@ from kvcache.core.heap cimport IndexedHeap
 from kvcache.paged.records cimport Sequence, SequenceRecords
 
 
+cdef enum:
+    KEY_RECENCY = 0
+    KEY_FREQUENCY = 1
+    KEY_LENGTH = 2
+    KEY_PRIORITY = 3
+
+
 # A touch does not change the heap. By recency and by frequency a key only grows, so the heap may hold an older, smaller
 # key, and `first` updates the key of the top until it is current. A decoding step touches every running sequence and
 # evicts none: it pays nothing for the order, and an eviction pays at most what the touches since would have cost. Keys
@@ -21,7 +28,6 @@ cdef class VictimOrder:
 
     cdef int reserve_(self) except -1                         # room for a row that the records are about to add
     cdef void entered(self, int32_t row) noexcept nogil       # the sequence is new, which is an access
-    cdef void lengthened(self, int32_t row) noexcept nogil    # it has more tokens
     cdef void changed(self, int32_t row) noexcept nogil       # its pins, priority, id or number of tokens have changed
     cdef int32_t first(self) noexcept nogil                   # the row to evict next, -1: there is none
     cdef double _key_of(self, int32_t row) noexcept nogil     # the least is evicted first
@@ -31,6 +37,10 @@ cdef class VictimOrder:
         self.clock += 1
         seq.last_access = self.clock
         seq.access_count += 1
+
+    cdef inline void lengthened(self, int32_t row) noexcept nogil:    # it has more tokens
+        if self.key == KEY_LENGTH:
+            self.changed(row)
 
     cdef inline void left(self, int32_t row) noexcept nogil:       # it ends, or is passed over for now
         self.heap.drop(row)

@@ -7,12 +7,6 @@ from kvcache.paged.records cimport Sequence, SequenceRecords
 
 __all__ = ["VictimOrder"]
 
-cdef enum:
-    KEY_RECENCY = 0
-    KEY_FREQUENCY = 1
-    KEY_LENGTH = 2
-    KEY_PRIORITY = 3
-
 # By `EvictionStrategy.rank`: the next victim has least of this (most, for length).
 KEYS = {"recency": KEY_RECENCY, "frequency": KEY_FREQUENCY, "length": KEY_LENGTH, "priority": KEY_PRIORITY}
 
@@ -66,10 +60,6 @@ cdef class VictimOrder:
     cdef void entered(self, int32_t row) noexcept nogil:
         self.touched(row)
         self.changed(row)
-
-    cdef void lengthened(self, int32_t row) noexcept nogil:
-        if self.key == KEY_LENGTH:
-            self.changed(row)
 
     cdef void changed(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.records.seqs[row]
