@@ -198,6 +198,8 @@ def as_count(value: Any, name: str, least: int = 0, most: int | None = _INT64) -
 
 def as_integer(value: Any, name: str) -> int:
     """`value` as an int of 64 bits; TypeError if it is no integer, ValueError beyond 64 bits."""
+    if type(value) is int and -_INT64 <= value <= _INT64:
+        return value
     return as_count(value, name, -(2**63))
 
 

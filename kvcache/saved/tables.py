@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.kernels import FORMATS
 from kvcache.errors import SnapshotError
 
 __all__ = [
@@ -26,6 +27,7 @@ LAYOUTS = {"rows": 1, "blocks": 2}
 SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
 NO_PARENT = 2**32 - 1
 _PAGE_ALIGNMENT = 64
+_LEAST_BITS = min(format.bits for format in FORMATS.values())
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -75,7 +77,7 @@ class Arena:
         names = {number: name for name, number in LAYOUTS.items()}
         if layout not in names or not size or not tokens or keys > 1 or values > 1:
             raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {size}, {layout}")
-        if not layers * heads * dim or size < tokens * layers * heads * dim // 2:  # K and V of 2 bits a channel
+        if not layers * heads * dim or size < tokens * layers * heads * dim * 2 * _LEAST_BITS // 8:  # K and V
             raise SnapshotError(f"expected pages of {layers} x {heads} x {dim} channels or more, got {size} bytes")
         key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))
         return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
