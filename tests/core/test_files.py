@@ -16,6 +16,8 @@ from kvcache import PrefixCacheConfig, PrefixKvCache
 from kvcache.core.descriptors import Replacement
 from kvcache.core.files import read_at, write_at
 
+pytestmark = pytest.mark.no_level
+
 STEPS = ("open", "truncate", "pwritev", "fsync", "replace")
 
 

@@ -12,6 +12,8 @@ from kvcache.core.idmap import IdMap
 from kvcache.core.pool import BlockPool
 from kvcache.errors import BlockNotFoundError, OutOfMemoryError
 
+pytestmark = pytest.mark.no_level
+
 BLOCKS = st.lists(st.integers(-1, 9), max_size=6)
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from kvcache.core.tokens import as_tokens
 
+pytestmark = pytest.mark.no_level
+
 
 def test_uint32_arrays_are_not_copied() -> None:
     tokens = np.arange(5, dtype=np.uint32)

@@ -10,6 +10,8 @@ import pytest
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
 
+pytestmark = pytest.mark.no_level
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 256,

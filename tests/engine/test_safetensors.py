@@ -19,6 +19,8 @@ from kvcache.engine.files import MAX_JSON_BYTES
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, KvCacheError
 
+pytestmark = pytest.mark.no_level
+
 
 @pytest.fixture
 def write(tmp_path):

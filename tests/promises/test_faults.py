@@ -14,6 +14,8 @@ from places import SUPPORT, search_path
 
 import kvcache
 
+pytestmark = pytest.mark.no_level
+
 SCENES = [
     (path.stem, name)
     for path in sorted(SUPPORT.glob("scenes_*.py"))

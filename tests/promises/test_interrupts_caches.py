@@ -24,6 +24,8 @@ from scenes_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
 
 from kvcache.prefix.rows import rows_of
 
+pytestmark = pytest.mark.no_level
+
 MODULES = [importlib.import_module(name) for name in ("scenes_caches", "scenes_prefix", "scenes_saved")]
 OPERATIONS = [
     pytest.param(scene, name, id=f"{scene.__name__}.{name}")

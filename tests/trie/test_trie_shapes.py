@@ -5,6 +5,8 @@ import pytest
 
 from kvcache.trie.trie import TokenTrie
 
+pytestmark = pytest.mark.no_level
+
 
 def filled(page_size, prompts):
     """A trie with one root and these prompts, no two pages of one value."""
