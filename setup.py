@@ -3,12 +3,10 @@
 KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -O1 -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
-KVCACHE_OPENMP=0    serial kernels even where the compiler has OpenMP
 """
 
 import os
 import platform
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -21,7 +19,6 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 DEBUG, SANITIZE, COVERAGE = (os.environ.get(f"KVCACHE_{name}") == "1" for name in ("DEBUG", "SANITIZE", "COVERAGE"))
-SERIAL = os.environ.get("KVCACHE_OPENMP") == "0"
 
 # One name per level, the same in ckernels/simd_<level>.h, in KVCACHE_SIMD and in the kernel table itself.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -31,7 +28,7 @@ LEVELS = {"x86_64": {"avx2": AVX2, "avx512": AVX2 + AVX512}, "aarch64": {"neon":
 LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
-FLAGS = ["-std=c11", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
+FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-O1", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZE else []
 
@@ -41,7 +38,7 @@ COUNT = ["--coverage"] if COVERAGE else []
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
-ONCE = [f"ckernels/kvc_{part}.c" for part in ("dispatch", "layout", "parallel")]
+ONCE = [f"ckernels/kvc_{part}.c" for part in ("dispatch", "layout", "parallel", "threads")]
 UNITS = [(source, "once", [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS]) for source in ONCE]
 for level, flags in LEVELS.items():
     defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
@@ -49,7 +46,7 @@ for level, flags in LEVELS.items():
 
 # What is older than a dependency is built again; this file is as old as the last change of settings.
 SETTINGS = Path("build/settings.txt")
-settings = repr([FLAGS, CHECK, COUNT, SERIAL, os.environ.get("CC"), os.environ.get("CFLAGS"), Cython.__version__])
+settings = repr([FLAGS, CHECK, COUNT, os.environ.get("CC"), os.environ.get("CFLAGS"), Cython.__version__])
 if not SETTINGS.exists() or SETTINGS.read_text() != settings:
     SETTINGS.parent.mkdir(exist_ok=True)
     SETTINGS.write_text(settings)
@@ -57,7 +54,7 @@ DEPENDS = ["setup.py", str(SETTINGS), *sorted(glob("ckernels/*"))]
 
 
 class build_kernels(build_ext):
-    """build_ext, with the kernels compiled per SIMD level and OpenMP where the compiler has it."""
+    """build_ext, with the kernels compiled per SIMD level."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -66,11 +63,7 @@ class build_kernels(build_ext):
             self.build_lib, self.build_temp = "build/inplace", "build/temp"
 
     def build_extensions(self):
-        probe = [*self.compiler.compiler_so, "-fopenmp", "-xc", "-", "-o", os.devnull]
-        program = b"#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
-        parallel = not SERIAL and subprocess.run(probe, input=program, capture_output=True).returncode == 0
-        links = CHECK + ["-fopenmp"] * parallel
-        flags = FLAGS + links
+        flags, links = FLAGS + CHECK, [*CHECK, "-pthread"]
         with ThreadPoolExecutor(self.parallel) as pool:
             kernels = list(pool.map(lambda unit: self._kernel(flags + COUNT + ["-O1"] * COVERAGE, *unit), UNITS))
         for extension in self.extensions:

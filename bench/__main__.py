@@ -1,4 +1,4 @@
-"""`python -m bench`: every measurement of this project, by name."""
+"""The command line `python -m bench`: runs every measurement of this project by its name."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ import sys
 
 from bench.support.report import environment
 
-# name -> (module, what it shows). A module has `add_arguments(parser)` and `main(options) -> int`.
+# name -> (module, description). A module has `add_arguments(parser)` and `main(options) -> int`.
 BENCHES = {
-    "kernels": ("bench.core.kernels", "attention and writes beside the machine's ceilings and rivals"),
-    "engine": ("bench.engine.engine", "decode, prefill and first token beside transformers, llama.cpp, OpenVINO"),
-    "formats": ("bench.core.formats", "storage formats: bytes and precision, from real caches"),
+    "kernels": ("bench.core.kernels", "attention and writes, compared with the machine's ceilings and with rivals"),
+    "engine": ("bench.engine.engine", "decode, prefill and first token, with transformers, llama.cpp and OpenVINO"),
+    "formats": ("bench.core.formats", "storage formats: bytes and precision, measured on real caches"),
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
-    "saved": ("bench.saved.saved", "a saved prefix cache: load and first token beside the prefill"),
-    "structures": ("bench.trie.structures", "trie, pool, tables and heaps: their bounds, their growth, their rivals"),
+    "saved": ("bench.saved.saved", "a saved prefix cache: load and first token, compared with the prefill"),
+    "structures": ("bench.trie.structures", "trie, pool, tables and heaps: bounds, growth and rivals"),
     "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
 }
 
 EPILOG = """\
-Every bound is a ratio of two things measured side by side in one run; the tables say whether it was met.
-Rivals are used where they are installed (sglang, vllm, torch, transformers, llama-cpp-python, openvino-genai) and
-named as absent where they are not.
+Every bound is a ratio of two measurements of one run; the tables show whether it was met. Rivals that are installed
+(sglang, vllm, torch, transformers, llama-cpp-python, openvino-genai) are measured too; the others are listed as absent.
 
   python -m bench kernels --plot bench/pictures    ceilings, bounds and rivals of every kernel; a quarter of an hour
   python -m bench kernels --only decode --context 16k --threads 2
   python -m bench engine                           whole requests on random checkpoints
   python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
-  python -m bench saved                            load of a saved cache beside the prefill it spares; a minute
+  python -m bench saved                            load of a saved cache compared with the prefill; a minute
   python -m bench structures                       all tables, some minutes
   python -m bench structures --quick               small sizes, few rounds
-  python -m bench structures --only evict          the tables whose title has this word
-  python -m bench trace --plot plots               hit rates, and a picture of them
+  python -m bench structures --only evict          the tables with this word in their titles
+  python -m bench trace --plot plots               hit rates, with a picture
   python -m bench trace --file requests.jsonl      a trace of your own, in Mooncake's format
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, say where we are, run the bench."""
+    """Parse the command line, print the environment, run the bench."""
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, (module, what) in BENCHES.items():
         one = benches.add_parser(name, help=what, description=what)
-        one.add_argument("--json", metavar="FILE", help="write every figure there")
+        one.add_argument("--json", metavar="FILE", help="write all figures to this file")
         one.add_argument("--plot", metavar="DIR", help="draw the tables into this folder (needs matplotlib)")
         one.add_argument("--quick", action="store_true", help="small sizes and few rounds: a smoke test")
         one.add_argument("--markdown", action="store_true", help="print Markdown tables")

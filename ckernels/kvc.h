@@ -1,14 +1,14 @@
 /* kvc.h - the contract between the kernels and their callers.
  *
- * Pure C11, little-endian: no Python, no allocation, no globals. Every function is total on validated input:
- * the caller (kvcache/core/kernels.pyx and _store.pyx) checks shapes, ranges and finiteness once, the kernels never.
+ * Pure C11, little-endian: no Python, no allocation, no globals. No function fails on valid arguments. The kernels
+ * check nothing: the caller (kvcache/core/kernels.pyx and store.pyx) checks shapes, ranges and finiteness once.
  *
- * WHERE A TOKEN'S KV LIES
+ * MEMORY LAYOUT OF K AND V
  *
  *   arena of one layer     block 0 | block 1 | ...            each layout.block_bytes long, 64-byte aligned
  *   one block              K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... | padding
- *   one head of K or V     f32, f16: [slot][dim]              quantised: see the tile drawing in kvc_quant.h
- *   a sequence             runs: (block, first slot, stop slot), the tokens in the order of the text
+ *   one head of K or V     float formats: [slot][dim]         quantised: see the tile drawing in kvc_quant.h
+ *   a sequence             runs: (block, first slot, stop slot), the tokens in text order
  */
 #ifndef KVC_H
 #define KVC_H
@@ -16,14 +16,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum kvc_format { KVC_F32 = 0, KVC_F16, KVC_Q8, KVC_Q4, KVC_Q3, KVC_Q2 } kvc_format;
+#include "kvc_formats.h"
 
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
-
-/* The smallest |x| above the largest that f32 storage takes, 2^96. Attention sums weights times values before it divides
- * by the sum of the weights: with weights of at most 1, 2^31 tokens of 2^96 make 2^127, below the largest float. Scores
- * sum at most 256 products of a key and a scaled query: they are finite for scaled queries up to 2^23. */
-#define KVC_F32_OVERFLOW 0x1.000002p+96f
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
@@ -32,7 +27,7 @@ typedef struct kvc_run {
     uint16_t stop;
 } kvc_run;
 
-/* How the bytes of one block of one layer lie; fixed for the life of an arena. */
+/* The layout of one block of one layer; it never changes for an arena. */
 typedef struct kvc_layout {
     int32_t block_size; /* slots (tokens) per block, 1 to 256 */
     int32_t num_heads;  /* KV heads */
@@ -46,9 +41,9 @@ typedef struct kvc_layout {
     size_t block_bytes;      /* all heads, K and V, rounded up to 64 */
 } kvc_layout;
 
-/* One sequence of an attention call. Query j of num_queries stands on token num_tokens - num_queries + j
- * and sees every token up to its own, but for the last hidden_tokens of the sequence, which nobody sees. The
- * first sink_tokens tokens meet the sink queries. */
+/* One sequence of an attention call. Query j of num_queries has the position of token num_tokens - num_queries + j. It
+ * sees the tokens up to that position, except the last hidden_tokens of the sequence, which no query sees. Scores of
+ * the first sink_tokens tokens use the sink queries. */
 typedef struct kvc_seq {
     const kvc_run *runs;
     int64_t num_runs;
@@ -58,12 +53,13 @@ typedef struct kvc_seq {
     int64_t hidden_tokens; /* 0 to num_tokens */
 } kvc_seq;
 
-/* What one attention call reads and writes. Rows of queries and out: sequence by sequence, as in seqs.
+/* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs.
  *
  * The bits of a row of out and lse depend on its query, the scale, the tokens that the query sees, sink_tokens, the
- * layout and the level: not on the other queries and sequences of the call, on tokens that it does not see, or on the
- * number of threads. Where K and V both lie in tiles (kvc_quant.h) they depend on the runs of those tokens too, but not
- * on which blocks these are. scores, which are sums over queries, do not depend on the number of threads. */
+ * layout and the level. They do not depend on other queries and sequences of the call, on tokens that the query does
+ * not see, or on the number of threads. If K and V are both tiled (kvc_quant.h), they also depend on how these tokens
+ * are divided into runs, but not on the blocks' ids. scores are sums over queries and do not depend on the number of
+ * threads. */
 typedef struct kvc_attend_args {
     const kvc_layout *layout;
     const unsigned char *arena; /* of one layer */
@@ -78,8 +74,8 @@ typedef struct kvc_attend_args {
     float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */
 } kvc_attend_args;
 
-/* A piece of that call which one thread does alone. A row is a (query, query head of the group) pair of one
- * KV head, numbered query * group + head in group. */
+/* A part of that call that runs on one thread. A row is a (query, query head of the group) pair of one KV head,
+ * numbered query * group + head in group. */
 typedef struct kvc_item {
     int64_t seq;
     int64_t first_query; /* of the sequence, in queries and out */
@@ -88,49 +84,47 @@ typedef struct kvc_item {
     int64_t token, token_stop;
     int64_t segments; /* of the whole context */
     int32_t head, head_stop; /* KV heads */
-    int32_t part, parts; /* of the context, each whole segments: parts > 1 leaves results to be combined */
-    float *results;      /* parts > 1: of each segment of the context, as in kvc_segment.h */
+    int32_t part, parts; /* of the context, in whole segments; if parts > 1, combine_parts merges the results */
+    float *results;      /* if parts > 1: the results of each segment of the context, as in kvc_segment.h */
     float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
 } kvc_item;
 
-/* The kernels of one SIMD level. Immutable; `name` is what was compiled, not what was asked for. */
+/* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
     /* Float rows (sum of run lengths, heads, dim) into the slots of the runs; NULL: not written. */
     void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
                        const float *keys, const float *values);
-    /* The same way back. */
+    /* The inverse: slots of the runs into float rows. */
     void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
                       float *keys, float *values);
-    /* Index of the first value that is not finite or that the format cannot hold, or -1. The largest magnitudes:
-     * f32 2^96 (KVC_F32_OVERFLOW), all others those that do not round to a half beyond 65504. */
+    /* Index of the first value that is not finite or that the format cannot hold (kvc_formats.h), or -1. */
     int64_t (*check_representable)(const float *, int64_t n, kvc_format);
-    /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c),
-     * quantised formats below 1 % over what they store (kvc_tiles.h). */
+    /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c), quantised
+     * formats below 1 % against float attention over the stored values (kvc_tiles.h). */
     void (*attend_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
-    /* Results of all segments of a split context into out, lse and norms: this part's share of the rows. */
+    /* Merges the results of all segments of a split context into out, lse and norms, for this part's share of rows. */
     void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
-    /* The weights of tokens [token, token_stop), over all rows and heads, from norms into scores. */
+    /* Writes scores of tokens [token, token_stop): their weights, summed over all rows and heads, by means of norms. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
 } kvc_kernels;
 
-/* kvc_dispatch.c: levels, best first. */
-int kvc_num_levels(void);                        /* that this build and this CPU can run, at least 1 */
+/* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */
+int kvc_num_levels(void);                        /* at least 1 */
 const kvc_kernels *kvc_level(int index);         /* 0 is the best */
 const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
 
 /* kvc_layout.c */
 int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, kvc_format key_format,
                     kvc_format value_format, int rotate_keys, int rotate_values);
-/* Moves stored codes, bit for bit, also between arenas of one layout; within one block ranges may overlap, and
- * slots that are moved to where they are stay as they are. */
+/* Copies stored codes, bit for bit, within an arena or between arenas of one layout. Within one block the ranges may
+ * overlap; a copy onto itself does nothing. */
 void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t src_block, int src_slot,
                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count);
-/* Slots [slot, slot + count) of a block become rows of zeros. */
+/* Sets slots [slot, slot + count) of a block to rows of zeros. */
 void kvc_clear_slots(const kvc_layout *, unsigned char *arena, int32_t block, int slot, int count);
 
-/* kvc_parallel.c: attention over threads; scratch of kvc_attend_scratch_bytes, any alignment. */
-int kvc_default_threads(void);
+/* kvc_parallel.c: attention on several threads; scratch has kvc_attend_scratch_bytes at any alignment. */
 size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, int64_t num_seqs, int num_query_heads,
                                 int num_threads);
 void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);

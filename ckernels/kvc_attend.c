@@ -1,13 +1,14 @@
 /* kvc_attend.c - softmax(q K^T scale) V over runs of slots, without a score matrix.
  *
- * Online softmax (Milakov and Gimelshein, 2018) over chunks of KVC_CHUNK tokens, in powers of two: scores
- * come out of the product already times log2(e). For each row: the largest score so far, the sum of
- * 2^(score - largest), and the accumulator of V, both rescaled by alpha = 2^(old largest - new largest) when
- * a chunk joins. Every segment of the context starts anew (kvc_segment.h).
+ * Online softmax (Milakov and Gimelshein, 2018) over chunks of KVC_CHUNK tokens, in powers of two: the queries are
+ * multiplied by log2(e). Each row keeps the largest score so far, the sum of 2^(score - largest), and the accumulator
+ * of V. A chunk rescales both sums by alpha = 2^(old largest - new largest). Every segment of the context starts from
+ * zero (kvc_segment.h).
  *
- * A row has the same bits in every call. Chunks begin where the sequence says; scores and mixed values are sums in one
- * order however many rows there are (kvc_products.h) or of whole numbers (kvc_tiles.h); what a row does not see has
- * score -inf and weight 0, and a chunk or segment of nothing else has alpha = 2^0 = 1 and adds 0.
+ * A row has the same bits in every call. The sequence alone determines where chunks begin. Scores and mixed values are
+ * sums in an order that does not depend on the number of rows (kvc_products.h), or sums of whole numbers (kvc_tiles.h).
+ * A token that a row does not see has score -inf and weight 0. A chunk or segment of such tokens has alpha = 2^0 = 1
+ * and adds 0.
  *
  * Error against float64 over the same K and V, f32 and f16: at most 5e-6 of the largest output, for up to 8k
  * tokens and scores of ordinary size; a score s adds its own float32 rounding, about 2^-22 |s|, to the
@@ -17,7 +18,7 @@
 
 #include <math.h>
 
-/* -inf on every lane that holds no token, or none that may be seen. */
+/* Sets every lane without a visible token to -inf. */
 static void mask_row(const chunk *c, int64_t seen, int lanes, float *w) {
     int lane = 0;
     for (int i = 0; i < c->pieces; i++) {
@@ -29,7 +30,7 @@ static void mask_row(const chunk *c, int64_t seen, int lanes, float *w) {
     for (; lane < lanes; lane++) w[lane] = -INFINITY;
 }
 
-/* Scores -> weights 2^(score - largest), masked; largest, sum and alpha brought up to date. */
+/* Turns scores into masked weights 2^(score - largest), and updates largest, sum and alpha. */
 NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r++) {
@@ -50,7 +51,7 @@ NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, 
     }
 }
 
-/* acc / sum of one (head, row) to its place in out. Zeros lose their sign: it may be that of a product with the
+/* Writes acc / sum of one (head, row) to out. Adding 0 turns -0 into 0: its sign may come from a product with the
  * weight 0 of a token that the row does not see. */
 static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
     const size_t pair = pair_index(j, head, row);
@@ -65,7 +66,7 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     }
 }
 
-/* Rows [first, stop) of all heads, numbered head by head. */
+/* Writes rows [first, stop), numbered head by head. */
 static void write_rows(const job *j, results total, int first, int stop) {
     for (int i = first; i < stop; i++) {
         write_row(j, j->item->head + i / j->rows, j->item->row + i % j->rows,
@@ -92,7 +93,7 @@ static void end_segment(job *j) {
     j->segment = j->total, j->total = first;
 }
 
-/* Head h of the item over one chunk. While K is read V is fetched, then the K that is read next. */
+/* Head h of the item over one chunk. Prefetches V while it reads K, then the next K while it reads V. */
 static void attend_chunk(const job *j, const chunk *now, const chunk *next, int h) {
     const kvc_item *item = j->item;
     const int head = item->head + h, last = head + 1 == item->head_stop,
@@ -133,7 +134,7 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
     write_rows(&j, j.total, 0, heads * j.rows);
 }
 
-/* Where the share of a part begins, in whole vectors of maxima and sums. */
+/* The first row of a part's share, a multiple of 16 (whole vectors of maxima and sums). */
 static int share_of(int rows, int64_t part, int parts) {
     return part == parts ? rows : (int)((rows + 15) / 16 * part / parts * 16);
 }
@@ -150,7 +151,7 @@ void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     write_rows(&j, total, first, stop);
 }
 
-/* Weights of one chunk and row block, added over rows; scores as the sequence numbers them. */
+/* Adds the weights of one chunk, summed over a block of rows, to scores, which are indexed by token. */
 static void add_weights(const job *j, const chunk *c, int head, int64_t row, int rows, int lanes,
                         float *scores) {
     for (int r = 0; r < rows; r++) {

@@ -1,4 +1,4 @@
-/* kvc_attend.h - the sizes on which the plan (kvc_parallel.c) and the kernels (kvc_attend.c) agree. */
+/* kvc_attend.h - the sizes that the plan (kvc_parallel.c) and the kernels (kvc_attend.c) share. */
 #ifndef KVC_ATTEND_H
 #define KVC_ATTEND_H
 
@@ -6,14 +6,14 @@
 
 enum {
     KVC_CHUNK =
-        128, /* tokens whose scores are held at once; twice that is no faster and fetches too far ahead */
-    KVC_SEGMENT = 1024, /* tokens, from the first of the sequence on, that are summed up apart (kvc_segment.h) */
-    KVC_DOT_TOKENS = 16, /* tokens that few rows meet before the next ones: 8 KB, in the L1 cache */
-    KVC_NEAR_VALUES = 4, /* tokens that the mixing product brings into the L1 cache before it reads them */
-    KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and as many behind it as products fetch */
-    KVC_DOT_ROWS = 8, /* up to so many rows, dot products beat turning K into panels */
+        128, /* tokens whose scores are held at once; 256 are no faster and prefetch too far ahead */
+    KVC_SEGMENT = 1024, /* tokens of a segment, counted from the start of the sequence (kvc_segment.h) */
+    KVC_DOT_TOKENS = 16, /* tokens that all rows read before the next ones: 8 KB, in the L1 cache */
+    KVC_NEAR_VALUES = 4, /* distance in tokens at which the mixing product prefetches into the L1 cache */
+    KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and those behind it that products prefetch */
+    KVC_DOT_ROWS = 8, /* up to this many rows, dot products are faster than packing K into panels */
     KVC_FEW_ROWS =
-        16, /* up to so many rows, one item takes all heads, block by block as they lie in memory */
+        16, /* up to this many rows, one item takes all heads, block by block in memory order */
     KVC_ITEM_ROWS =
         96, /* most rows of an item: a multiple of every tile; q and accumulators 96 KB at head_dim 128 */
 };
@@ -30,32 +30,32 @@ static inline int64_t kvc_seen_tokens(const kvc_seq *seq, int64_t query) {
 
 static inline int64_t kvc_num_segments(int64_t tokens) { return (tokens + KVC_SEGMENT - 1) / KVC_SEGMENT; }
 
-/* Floats that one segment leaves for so many rows: accumulators, maxima, sums; a multiple of 16. */
+/* Floats of one segment's results for `rows` rows: accumulators, maxima, sums; a multiple of 16. */
 static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) {
     return rows * kvc_padded_dim(layout) + 2 * ((rows + 15) / 16 * 16);
 }
 
 /* A query row in digits. */
 typedef struct unit_query {
-    float scale, sum, centre; /* the sum of q; what rounding has taken from it, times the centre of codes */
+    float scale, sum, centre; /* the step; the sum of q; the rounding error of that sum times the centre of codes */
     int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
 } unit_query;
 
 /* The weights of one row and chunk in digits. */
 typedef struct unit_weights {
     int8_t high[KVC_CHUNK], low[KVC_CHUNK];
-    float scale, base; /* base: what every channel gets, the minima and the bias of signed codes */
+    float scale, base; /* base: the term of every channel, from the minima and the bias of signed codes */
 } unit_weights;
 
-/* Most (head, row) pairs that one item can have. */
+/* Most (head, row) pairs of one item. */
 static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
     const int64_t few = (int64_t)layout->num_heads * KVC_FEW_ROWS;
     return few > KVC_ITEM_ROWS ? few : KVC_ITEM_ROWS;
 }
 
-/* One thread's scratch in floats: q, sink q, both in digits, what a segment leaves and what all left so far, of
- * every (head, row); then, for one head, the scores of a chunk and their factors; K panels and staged rows, or
- * weights in digits. */
+/* One thread's scratch in floats. For every (head, row): q, sink q, both in digits, the results of the current segment
+ * and of those before it. For one head: the scores of a chunk and their factors; K panels and staged rows, or weights
+ * in digits. */
 static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
     const int64_t dim = kvc_padded_dim(layout), rows = kvc_item_max_rows(layout);
     return rows * (2 * dim + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
@@ -63,6 +63,6 @@ static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
 }
 
 _Static_assert(KVC_ITEM_ROWS * sizeof(unit_weights) <= 2 * KVC_CHUNK * 32 * sizeof(float),
-               "weights in digits fit where panels and staged rows lie, from head_dim 32 on");
+               "weights in digits fit into the memory of panels and staged rows, from head_dim 32 on");
 
 #endif

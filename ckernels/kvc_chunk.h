@@ -1,17 +1,17 @@
-/* kvc_chunk.h - scores and mixing of one head over one chunk: picks integers on tiles, floats straight from
- * the block (few rows of f32 or f16), or floats that are staged first. */
+/* kvc_chunk.h - scores and mixing of one head over one chunk, by one of three ways: integers on tiles, floats read from
+ * the block (few rows of a float format), or floats that are staged first. */
 #ifndef KVC_CHUNK_H
 #define KVC_CHUNK_H
 
 #include "kvc_job.h"
 #include "kvc_products.h"
 
-/* One head's rows of the chunk as floats, and pointers to them. Behind the last token: the last one again. */
+/* One head's rows of the chunk as floats, and pointers to them. Pointers behind the last token repeat it. */
 static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
     const size_t k_bytes = j->layout->key_head_bytes, v_bytes = j->layout->value_head_bytes;
     const size_t values = (size_t)j->layout->num_heads * k_bytes + (size_t)head * v_bytes;
     const size_t offset = rows.side == KVC_KEYS ? (size_t)head * k_bytes : values;
-    for (int i = 0; rows.bits < 16 && i < c->pieces; i++) {
+    for (int i = 0; rows.quantised && i < c->pieces; i++) {
         const piece *p = &c->piece[i];
         float *to = j->stage + p->lane * j->padded;
         KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)j->padded);
@@ -19,57 +19,69 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     for (int t = 0; t < KVC_POINTERS; t++) {
         float *to = j->stage + (t < c->lanes ? t : c->lanes - 1) * j->padded;
         staged[t] = (const unsigned char *)to;
-        if (rows.bits != 16 || t >= c->lanes) continue;
-        const uint16_t *from = (const uint16_t *)(rows.side == KVC_KEYS ? c->k[t] + (size_t)head * k_bytes
-                                                                        : c->v[t] + (size_t)head * v_bytes);
-        for (int d = 0; d < j->dim; d += KVC_LANES) f32v_store(to + d, load_dims_half(from, d, j->dim));
+        if (rows.quantised || t >= c->lanes) continue;
+        const unsigned char *from =
+            rows.side == KVC_KEYS ? c->k[t] + (size_t)head * k_bytes : c->v[t] + (size_t)head * v_bytes;
+        for (int d = 0; d < j->dim; d += KVC_LANES)
+            f32v_store(to + d, load_row(rows.format, from, d, j->dim));
     }
 }
 
-/* One function per (format, head_dim): 64 and 128 as constants, the rest as a bound. */
-#define WITH_DIM(dim, call)     \
-    switch (dim) {              \
-    case 64: call(64); break;   \
-    case 128: call(128); break; \
-    default: call(dim); break;  \
+/* One function per float format and head_dim: 64 and 128 as constants, the rest as a bound. */
+#define WITH_DIM(call, ...)                  \
+    switch (dim) {                           \
+    case 64: call(64, __VA_ARGS__); break;   \
+    case 128: call(128, __VA_ARGS__); break; \
+    default: call(dim, __VA_ARGS__); break;  \
     }
 
-#define DOTS(format, dim) dot_chunk(format, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
-#define DOTS_F32(dim) DOTS(KVC_F32, dim)
-#define DOTS_F16(dim) DOTS(KVC_F16, dim)
-NOINLINE void dots_f32(int dim, int rows, int tokens, const float *q, int q_stride,
-                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
-    WITH_DIM(dim, DOTS_F32)
-}
-NOINLINE void dots_f16(int dim, int rows, int tokens, const float *q, int q_stride,
-                       const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
-    WITH_DIM(dim, DOTS_F16)
+#define DOT_CHUNK(dim, format) dot_chunk(format, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
+#define DOTS(symbol, ...)                                                                                   \
+    NOINLINE void dots_##symbol(int dim, int rows, int tokens, const float *q, int q_stride,                \
+                                const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) { \
+        WITH_DIM(DOT_CHUNK, KVC_##symbol)                                                                   \
+    }
+KVC_FLOAT_FORMATS(DOTS)
+
+INLINE void dots(kvc_format format, int dim, int rows, int tokens, const float *q, int q_stride,
+                 const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
+#define DOTS_OF(symbol, ...) \
+    case KVC_##symbol: dots_##symbol(dim, rows, tokens, q, q_stride, k, offset, s, ahead); break;
+    switch (format) {
+        KVC_FLOAT_FORMATS(DOTS_OF)
+    default: break;
+    }
 }
 
-#define PANELS(dim)                             \
+#define PANEL_CHUNK(dim, space)                 \
     pack_panels(dim, tokens, k, offset, space); \
     panel_chunk(dim, rows, tokens, q, q_stride, space, s)
 NOINLINE void panels(int dim, int rows, int tokens, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *space, float *s) {
-    WITH_DIM(dim, PANELS)
+    WITH_DIM(PANEL_CHUNK, space)
 }
 
-#define MIX(tile_rows, format, dim) \
+#define MIX_CHUNK(dim, tile_rows, format) \
     mix_chunk(tile_rows, format, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
-#define MIX_F32(dim) MIX(0, KVC_F32, dim)
-#define MIX_F16(dim) MIX(0, KVC_F16, dim)
-#define MIX_MANY(dim) MIX(KVC_TILE_ROWS, KVC_F32, dim)
-NOINLINE void mix_f32(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
-                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
-    WITH_DIM(dim, MIX_F32)
-}
-NOINLINE void mix_f16(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
-                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
-    WITH_DIM(dim, MIX_F16)
-}
-NOINLINE void mix_many(int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
-                       size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead) {
-    WITH_DIM(dim, MIX_MANY)
+#define MIX(name, tile_rows, format)                                                                       \
+    NOINLINE void mix_##name(int dim, int rows, int tokens, const float *s, const unsigned char *const *v, \
+                             size_t offset, const float *alpha, float *acc, int acc_stride,                \
+                             ahead_rows ahead) {                                                           \
+        WITH_DIM(MIX_CHUNK, tile_rows, format)                                                             \
+    }
+#define MIX_FEW(symbol, ...) MIX(symbol, 0, KVC_##symbol)
+KVC_FLOAT_FORMATS(MIX_FEW)
+MIX(many, KVC_TILE_ROWS, KVC_F32)
+
+INLINE void mix_few(kvc_format format, int dim, int rows, int tokens, const float *s,
+                    const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
+                    int acc_stride, ahead_rows ahead) {
+#define MIX_OF(symbol, ...) \
+    case KVC_##symbol: mix_##symbol(dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead); break;
+    switch (format) {
+        KVC_FLOAT_FORMATS(MIX_OF)
+    default: break;
+    }
 }
 
 #if defined(KVC_HAVE_DOTS)
@@ -94,8 +106,8 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
     return c->lanes;
 }
 
-/* Scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
- * weight 0, but any bytes as scale and minimum: 0 too. */
+/* Loads scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
+ * weight 0 but arbitrary bytes as scale and minimum, so these become 0. */
 static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales,
                         float *middles) {
     const uint16_t *halves = (const uint16_t *)tile;
@@ -127,10 +139,10 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
 }
 #endif
 
-/* Scores of the chunk against the rows packed at index, in weights. What stands on lanes without a token has
- * no meaning. Returns the lanes written. */
+/* Writes the scores of the chunk for the rows packed at index to weights. Lanes without a token have undefined scores.
+ * Returns the number of lanes written. */
 NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
-                       const chunk *next) {
+                         const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
     if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
 #endif
@@ -141,23 +153,22 @@ NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, i
     const int tokens = (c->lanes + step - 1) / step * step;
     const unsigned char *staged[KVC_POINTERS], *const *k = c->k;
     size_t offset = (size_t)head * j->layout->key_head_bytes;
-    const int stage = j->k_rows.bits < 16 || (j->k_rows.bits == 16 && !few);
+    const int stage = j->k_rows.quantised || (j->k_rows.format != KVC_F32 && !few);
     if (stage) {
         stage_rows(j, c, j->k_rows, head, staged);
         k = staged, offset = 0;
     }
     if (!few)
         panels(j->dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
-    else if (stage || j->k_rows.bits == 32)
-        dots_f32(j->dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead);
     else
-        dots_f16(j->dim, rows, tokens, q, j->padded, k, offset, j->weights, ahead);
+        dots(stage ? KVC_F32 : j->k_rows.format, j->dim, rows, tokens, q, j->padded, k, offset, j->weights,
+             ahead);
     return tokens;
 }
 
 /* acc = acc * alpha + weights V. */
 NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
-                       ahead_rows ahead, const chunk *next) {
+                         ahead_rows ahead, const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
     if (j->units) {
         mix_tiles(j, c, head, rows, acc, next);
@@ -168,7 +179,7 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
     const int few = rows <= KVC_DOT_ROWS;
     const unsigned char *staged[KVC_POINTERS], *const *v = c->v;
     size_t offset = (size_t)head * j->layout->value_head_bytes;
-    const int stage = j->v_rows.bits < 16 || (j->v_rows.bits == 16 && !few);
+    const int stage = j->v_rows.quantised || (j->v_rows.format != KVC_F32 && !few);
     if (stage) {
         stage_rows(j, c, j->v_rows, head, staged);
         v = staged, offset = 0;
@@ -176,10 +187,9 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
     if (!few) ahead.rows = NULL;
     if (!few)
         mix_many(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
-    else if (stage || j->v_rows.bits == 32)
-        mix_f32(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
     else
-        mix_f16(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
+        mix_few(stage ? KVC_F32 : j->v_rows.format, j->dim, rows, tokens, j->weights, v, offset, j->alpha,
+                acc, j->padded, ahead);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* kvc_dispatch.c - which levels this build has and this CPU can run. Pure: asks the CPU, keeps nothing. */
+/* kvc_dispatch.c - the levels that this build has and this CPU can run. Queries the CPU and keeps no state. */
 #include "kvc.h"
 
 #include <string.h>
@@ -54,7 +54,7 @@ static int cpu_runs_neon(void) { return 1; } /* every 64-bit Apple machine */
 #endif
 #endif
 
-/* The levels in order of preference; count says how many were found. */
+/* Lists the levels, best first, and returns their number. */
 static int find_levels(const kvc_kernels *levels[4]) {
     int count = 0;
 #if defined(KVC_HAVE_AVX512)

@@ -1,28 +1,29 @@
-/* kvc_fit.h - the minimum and scale that a row of few bits is stored with: those of least squared error, nearly.
+/* kvc_fit.h - the minimum and scale of a row of 4, 3 or 2 bits, chosen for nearly the least squared error.
  *
- * From the lowest to the highest value a row of 64 has levels where it has hardly any values. Leaving out a little at
- * both ends errs more on a few values and less on all others. The squared error of normal rows, over that of the whole
- * range (head_dim 64 | 128):
+ * Levels spread over the whole range of a row of 64 values are partly wasted on its ends, where few values are.
+ * Clipping both ends a little increases the error of a few values and decreases that of all others. The squared error
+ * of normal rows, relative to that with the whole range (head_dim 64 | 128):
  *
  *                          4 bits   0.83 | 0.83    3 bits   0.74 | 0.70    2 bits   0.51 | 0.45
  *   exhaustive search               0.81 | 0.81             0.73 | 0.69             0.51 | 0.45
  *
- * Four starts leave out one of two shares of the range at either end. Each gets the codes of its values, and from the
- * codes the line  value = low + step * code  of least squares. The best of the four does so once more (Lloyd's method
- * for a uniform quantiser: Lloyd, "Least squares quantization in PCM", 1982, section IV).
+ * There are four starts: each clips one of two shares of the range at either end. The values are coded, and the line
+ * value = low + step * code  is fitted to the codes by least squares. The best of the four is coded and fitted once
+ * more (Lloyd's method for a uniform quantiser: Lloyd, "Least squares quantization in PCM", 1982, section IV).
  *
- * KVC_LANES rows at a time, one per lane: nothing is summed across lanes, and what is done once per row costs a lane.
- * Values are whole numbers u of 15 bits, 2^fine to a step of the range, the lowest a step less one above 0:
+ * KVC_LANES rows are fitted at a time, one per lane: nothing is summed across lanes, and work that is done once per row
+ * costs one lane. Values are whole numbers u of 15 bits, 2^fine per step of the range, the lowest at 2^fine - 1:
  *
  *   0 .. 2^fine - 1 .. 2^15 - 1     fine = 15 - bits:  2^fine - 1 + top * 2^fine = (top + 1) * 2^fine - 1 = 2^15 - 1
  *     a line's low end  range
  *
- * so that codes and their sums are products of 16 bits, exact in 32, and the same at every level:
+ * Codes and their sums are then products of 16 bits, exact in 32 bits, and the same at every level:
  *
  *   sum of codes * u <= 256 * top * 2^15      4 bits: 126e6        sum of u < 256 * 2^15 = 2^23
  *
- * The code of u is  (u - low) / step + 1/2  cut off, in numbers with 9 bits below the point: low is off by 2^-12 of a
- * step at most, 1 / step by 2^-12 of itself, and so the line moves a little. What is stored is coded from the floats.
+ * The code of u is  (u - low) / step + 1/2  rounded down, computed with 9 fractional bits. This moves the line a
+ * little: low is off by at most 2^-12 of a step, and 1 / step by 2^-12 of itself. The stored codes are computed from
+ * the floats.
  */
 #ifndef KVC_FIT_H
 #define KVC_FIT_H
@@ -30,13 +31,14 @@
 #include "kvc_quant.h"
 #include "kvc_simd.h"
 
-/* Indexed by bits: the best of a grid over rows of the demo model and normal ones, flat around it. */
+/* The two clipped shares, indexed by bits. Found by a grid search over rows of the demo model and normal rows; the
+ * error is flat around them. */
 static const float kvc_left_out[][2] = {{0}, {0}, {0.0675f, 0.2025f}, {0.036f, 0.108f}, {0.016f, 0.048f}};
 
-/* Below this nothing is: normal, so that no mode of the CPU takes it for 0. */
+/* Smaller numbers count as 0. It is a normal number, so no mode of the CPU flushes it to 0. */
 #define KVC_TINY 0x1p-126f
 
-/* Rows in numbers u, and what all of their lines share. */
+/* Rows as numbers u, and their means. */
 typedef struct kvc_fitted {
     uint16_t u[KVC_MAX_HEAD_DIM * KVC_LANES]; /* lane i of pair d / 2: numbers d and d + 1 of row i */
     int dim, bits;
@@ -47,9 +49,9 @@ typedef struct kvc_line { /* one per lane, in numbers u */
     f32v low, step;
 } kvc_line;
 
-typedef struct kvc_sums { /* over a row, of the codes that a line gives */
+typedef struct kvc_sums { /* over the codes of a row under a line */
     f32v codes, squares;
-    f32v products; /* with u less its mean */
+    f32v products; /* of codes with u less its mean */
 } kvc_sums;
 
 INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
@@ -75,8 +77,8 @@ INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
     return (kvc_sums){sum, i32v_floats(squares), f32v_sub(i32v_floats(products), f32v_mul(sum, rows->mean))};
 }
 
-/* The line of least squares for the codes that a line gives, and what it takes off the sum of squares, or the line
- * itself and 0 where all codes are the same. */
+/* Fits a line by least squares to the codes of the line `from`. gain is its reduction of the sum of squares. If all
+ * codes are equal, the result is `from` and the gain 0. */
 INLINE kvc_line kvc_refit(const kvc_fitted *rows, kvc_line from, f32v *gain) {
     const f32v n = f32v_set1((float)rows->dim), per_value = f32v_set1(1.0f / (float)rows->dim),
                tiny = f32v_set1(KVC_TINY);
@@ -90,7 +92,7 @@ INLINE kvc_line kvc_refit(const kvc_fitted *rows, kvc_line from, f32v *gain) {
     return (kvc_line){f32v_pick(*gain, tiny, from.low, low), f32v_pick(*gain, tiny, from.step, step)};
 }
 
-/* The squared error of a line and its codes, less the sum of squares of u around its mean. */
+/* The squared error of a line and its codes, minus the sum of squares of u around its mean. */
 INLINE f32v kvc_error_of(const kvc_fitted *rows, kvc_line line) {
     const kvc_sums sums = kvc_sums_of(rows, line);
     const f32v n = f32v_set1((float)rows->dim), two = f32v_set1(2.0f), away = f32v_sub(line.low, rows->mean);
@@ -105,10 +107,11 @@ INLINE f32v kvc_rounded_to_half(f32v x) {
     return f32v_load_half(halves);
 }
 
-/* The fitted minimum and scale, halves, in place of those of the range, where the row then errs less by more than
- * 2^-12 of a squared step per value: the errors compared are of values rounded to 2^-12 of a step, and differences of
- * sums of 24 bits, (2 top)^2 squared steps per value at most, so that less may be nothing. Not where halves are so
- * coarse that the minimum is half a step from the lowest value. Value d of row i is lanes[d * KVC_LANES + i]. */
+/* Replaces the minimum and scale of the range by the fitted ones, both halves, if that reduces the squared error by
+ * more than 2^-12 of a squared step per value. A smaller difference may be rounding: the errors are those of values
+ * rounded to 2^-12 of a step, and differences of sums of 24 bits, at most (2 top)^2 squared steps per value. Keeps the
+ * range where halves are so coarse that the minimum is half a step from the lowest value. Value d of row i is
+ * lanes[d * KVC_LANES + i]. */
 static void kvc_fit(const float *lanes, int dim, int bits, f32v lowest, f32v highest, f32v *minimum,
                     f32v *scale) {
     const float per_step = (float)(1 << (15 - bits)), first = per_step - 1.0f,
@@ -152,7 +155,7 @@ static void kvc_fit(const float *lanes, int dim, int bits, f32v lowest, f32v hig
     const f32v margin = f32v_set1((float)dim * per_step * per_step * 0x1p-12f);
     const f32v error = f32v_add(kvc_error_of(&rows, fitted), margin);
     f32v limit = kvc_error_of(&rows, ranged);
-    const f32v worst = f32v_set1(-0x1p100f), tiny = f32v_set1(KVC_TINY); /* no error is below that */
+    const f32v worst = f32v_set1(-0x1p100f), tiny = f32v_set1(KVC_TINY); /* worst: below every error */
     limit = f32v_pick(fitted_step, tiny, worst, limit);
     limit = f32v_pick(f32v_abs(f32v_sub(*minimum, lowest)), f32v_mul(*scale, f32v_set1(0.5f)), limit, worst);
     *minimum = f32v_pick(error, limit, fitted_low, *minimum);

@@ -1,10 +1,10 @@
-/* kvc_hadamard.h - fast Walsh-Hadamard transforms, unscaled: of one row, and the parts for rows that become lanes. */
+/* kvc_hadamard.h - unscaled fast Walsh-Hadamard transforms: of one row, and the steps for rows in lanes. */
 #ifndef KVC_HADAMARD_H
 #define KVC_HADAMARD_H
 
 #include "kvc_simd.h"
 
-/* One step between n vectors. */
+/* One step of the transform between n vectors. */
 INLINE void kvc_butterflies(f32v *v, int n, int step) {
     UNROLL
     for (int i = 0; i < n; i++) {
@@ -14,7 +14,7 @@ INLINE void kvc_butterflies(f32v *v, int n, int step) {
     }
 }
 
-/* Steps over 4, 2, 1 (and 8, where a vector has 16 lanes), within a vector or 8 neighbours. */
+/* Steps of distance 4, 2 and 1 (and 8, if a vector has 16 lanes), within a vector or 8 neighbours. */
 #if KVC_LANES >= 8
 enum { KVC_SHORT_STEPS = KVC_LANES };
 INLINE f32v kvc_short_steps(f32v x) {
@@ -35,7 +35,7 @@ static void kvc_eight_steps(float *e) {
     for (int j = 0; j < 8; j += 2) e[j] = b[j] + b[j + 1], e[j + 1] = b[j] - b[j + 1];
 }
 
-/* A row in place; dim a constant power of two, at least 16. */
+/* Transforms a row in place; dim is a constant power of two, at least 16. */
 INLINE void kvc_transform(float *x, int dim) {
     f32v v[KVC_MAX_HEAD_DIM / KVC_LANES];
     const int n = dim / KVC_LANES;

@@ -1,4 +1,4 @@
-/* kvc_job.h - one item at work: its part of the scratch, its queries, and its tokens chunk by chunk. */
+/* kvc_job.h - the state of one item: its scratch, its queries, and its tokens chunk by chunk. */
 #ifndef KVC_JOB_H
 #define KVC_JOB_H
 
@@ -15,10 +15,10 @@ typedef struct piece {
     const unsigned char *block;
     int64_t first; /* token of the text */
     int slot, count;
-    int lane; /* of the chunk, where the first of them stands */
+    int lane; /* the lane of the chunk that holds the first token */
 } piece;
 
-/* Consecutive tokens of one segment on at most KVC_CHUNK lanes, all before or all behind the end of the sinks. */
+/* Consecutive tokens of one segment on at most KVC_CHUNK lanes, either all sinks or none. */
 typedef struct chunk {
     int lanes, pieces, sink;
     piece piece[KVC_CHUNK];
@@ -38,16 +38,16 @@ typedef struct job {
     const kvc_layout *layout;
     const kvc_seq *seq;
     int dim, padded, group, rows;
-    int units; /* K and V lie in tiles and meet integers, not floats */
+    int units; /* 1: K and V are tiled, and products are integer */
     kvc_rows k_rows, v_rows;
     size_t k_row_bytes, v_row_bytes;
     float *q, *sink_q;                /* [head][row][padded] */
-    results segment, total;           /* of the segment at work, and of those before it */
-    int merged;                       /* segments that are in total */
+    results segment, total;           /* of the current segment, and of those before it */
+    int merged;                       /* segments merged into total */
     float *weights, *alpha;           /* [row][KVC_CHUNK], [row] */
     float *panels, *stage;            /* [KVC_CHUNK * padded] each */
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
-    unit_weights *unit_w;             /* [row], where panels and stage lie */
+    unit_weights *unit_w;             /* [row], in the memory of panels and stage */
 } job;
 
 static cursor seek(const kvc_seq *seq, int64_t token) {
@@ -61,7 +61,7 @@ static cursor seek(const kvc_seq *seq, int64_t token) {
     return at;
 }
 
-/* A piece of tiles takes the 16 lanes of its tile, other pieces as many as they have tokens. */
+/* A piece of a tile takes the 16 lanes of the tile, any other piece one lane per token. */
 static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     const unsigned char *block = j->args->arena + (size_t)at->run->block * j->layout->block_bytes;
     const unsigned char *k = block + (size_t)at->slot * j->k_row_bytes;
@@ -80,8 +80,8 @@ static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     c->lanes += count;
 }
 
-/* The next tokens of the item, as many as fit; c->lanes is 0 behind the last. Where chunks begin depends on the
- * sequence alone, and where the last one ends is no matter: lanes that a row does not see add 0. */
+/* Fills a chunk with the next tokens of the item; c->lanes is 0 after the last one. Where chunks begin depends on the
+ * sequence alone. Where the last one ends does not matter, since lanes that a row does not see add 0. */
 static void next_chunk(const job *j, cursor *at, chunk *c) {
     const int64_t sinks = j->seq->sink_tokens, segment_stop = (at->token / KVC_SEGMENT + 1) * KVC_SEGMENT;
     int64_t stop = j->item->token_stop < segment_stop ? j->item->token_stop : segment_stop;
@@ -125,7 +125,7 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
 #endif
 }
 
-/* Deals the thread's scratch out; an item that only combines what others left needs none. */
+/* Divides the thread's scratch; combine_parts needs none. */
 static void take_scratch(job *j, void *scratch) {
     const int64_t rows = kvc_item_max_rows(j->layout);
     float *free = scratch;
@@ -142,13 +142,13 @@ static void take_scratch(job *j, void *scratch) {
     j->alpha = free;
 }
 
-/* Where row r of KV head h lies in queries and out, counted in (query, query head) pairs. */
+/* The index of a row of a KV head in queries and out, in (query, query head) pairs. */
 static size_t pair_index(const job *j, int head, int64_t row) {
     const int64_t query = j->item->first_query + row / j->group;
     return (size_t)(query * j->args->num_query_heads + (int64_t)head * j->group + row % j->group);
 }
 
-/* rows of one KV head, scaled, rotated and in digits where K is, to places index and following. */
+/* Copies rows of one KV head to index and following: scaled, and rotated and split into digits if K is. */
 static void pack_queries(const job *j, int head, int64_t row, int rows, size_t index) {
     const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
     for (int sink = 0; sink <= (j->args->sink_queries != NULL); sink++) {

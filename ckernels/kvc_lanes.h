@@ -1,11 +1,11 @@
-/* kvc_lanes.h - rows side by side, one per lane, and what is stored of them: minimum, scale and codes (kvc_quant.c).
+/* kvc_lanes.h - quantises KVC_LANES rows at a time, one per lane, to minimum, scale and codes (kvc_quant.c).
  *
  *   rows            | a0 a1 a2 ... | b0 b1 b2 ... | ...
  *   lanes           | a0 b0 c0 ... | a1 b1 c1 ... | ...          KVC_LANES floats at each dimension
  *
- * All arithmetic is between vectors, in the order of a single row: every level and any company of rows gives the same
- * bits. Steps of a rotation go from half the row down to neighbours; those over KVC_LANES and more are taken in rows,
- * where they lie between vectors, the others in lanes, where they do too.
+ * All arithmetic is between vectors, in the order of a single row: a row has the same bits at every level and beside
+ * any other rows. The steps of a rotation go from distance dim / 2 down to 1. Steps of distance KVC_LANES and more are
+ * done on rows, the others on lanes: in both cases they are between vectors.
  */
 #ifndef KVC_LANES_H
 #define KVC_LANES_H
@@ -13,17 +13,17 @@
 #include "kvc_fit.h"
 #include "kvc_hadamard.h"
 
-/* What is stored of up to 16 rows. */
+/* Up to 16 quantised rows. */
 typedef struct kvc_coded {
     unsigned char
-        codes[KVC_MAX_HEAD_DIM * KVC_TILE]; /* of dimension 0, one for each row; of dimension 1; .. */
+        codes[KVC_MAX_HEAD_DIM * KVC_TILE]; /* [dim][row] */
     uint16_t scales[KVC_TILE], minima[KVC_TILE];
 } kvc_coded;
 
-/* Vector j of row i goes where vector i of dimensions j * KVC_LANES + 0, 1, .. will be. */
+/* The place of vector j of row i before the transposition, that of dimension j * KVC_LANES + i after it. */
 INLINE float *kvc_block(float *lanes, int j, int i) { return lanes + (j * KVC_LANES + i) * KVC_LANES; }
 
-/* Row i, divided by dim, with the steps of its rotation that lie between vectors; dim constant. */
+/* Places row i, divided by dim, after those steps of its rotation that are between its vectors; dim is constant. */
 INLINE void kvc_rotate_row(const float *x, int dim, int i, float *lanes) {
     f32v v[KVC_MAX_HEAD_DIM / KVC_LANES + 1];
     const int n = dim < KVC_LANES ? 1 : dim / KVC_LANES;
@@ -52,18 +52,19 @@ INLINE void kvc_place_row(kvc_rows rows, const float *x, int i, float *lanes) {
     }
 }
 
-/* The cache line of x[at], which may lie behind the end of all rows: nothing is read. */
+/* Prefetches the cache line of x[at], which may be behind the end of all rows: nothing is read. */
 INLINE void kvc_prefetch(const float *x, ptrdiff_t at) {
     if (at % 16 == 0) __builtin_prefetch((const void *)((uintptr_t)x + (uintptr_t)at * sizeof(float)), 0, 3);
 }
 
 typedef struct kvc_range { /* one per lane */
     f32v lowest, highest, first;
-    f32v spread; /* 0 where all values of the row, as it came, are the same */
+    f32v spread; /* 0 if all values of the row are equal before the rotation */
 } kvc_range;
 
-/* KVC_LANES rows into lanes. Rotated, a row of the same values is (value, 0, 0, ...), and no other is: of two values
- * that differ the difference is not 0, and of two numbers that are not both 0 the sum or the difference is not. */
+/* Places KVC_LANES rows into lanes. The rotation of a constant row is (value, 0, 0, ...). No other row has such a
+ * rotation: the difference of two different values is not 0, and of two numbers that are not both 0, the sum or the
+ * difference is not 0. */
 INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, float *lanes) {
     for (int i = 0; i < KVC_LANES; i++) kvc_place_row(rows, x[i], i, lanes);
     f32v first = f32v_zero(), low = f32v_set1(0x1p127f), high = f32v_sub(f32v_zero(), low);
@@ -87,13 +88,13 @@ INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t 
         }
     }
     const f32v lowest =
-        f32v_add(f32v_min(low, first), f32v_zero()); /* -0 to 0: which is least depends on the order */
+        f32v_add(f32v_min(low, first), f32v_zero()); /* -0 becomes 0: the minimum of both depends on the order */
     const f32v highest = f32v_max(high, first), away = f32v_max(high, f32v_sub(f32v_zero(), low));
     return (kvc_range){lowest, highest, first, rows.rotated ? away : f32v_sub(highest, lowest)};
 }
 
-/* head_dim times the same value. Rotated it is (value, 0, 0, ...): the value is 2^k steps from 0, so that the
- * scale |value| / 2^k is exact, with the largest k that leaves no denormal: scales stay near other rows'. */
+/* Codes a constant row. Rotated it is (value, 0, 0, ...): the value gets the code 2^k, so that the scale |value| / 2^k
+ * is exact. k is the largest whose scale is not denormal, which keeps the scale near those of other rows. */
 static void kvc_code_constant(kvc_rows rows, float value, int row, kvc_coded *out) {
     const uint16_t half = kvc_half_of_float(value);
     const float kept = kvc_float_of_half(half), magnitude = kept < 0.0f ? -kept : kept;
@@ -106,7 +107,7 @@ static void kvc_code_constant(kvc_rows rows, float value, int row, kvc_coded *ou
     out->codes[row] = (unsigned char)(kept < 0.0f ? 0 : code);
 }
 
-/* Scale and minimum of the range, both halves. */
+/* The scale of the range, a half; minimum is one too. */
 INLINE f32v kvc_scale_of(f32v minimum, f32v highest, int top) {
     const f32v range = f32v_max(f32v_sub(highest, minimum), f32v_zero());
     uint16_t next[KVC_LANES];
@@ -114,10 +115,10 @@ INLINE f32v kvc_scale_of(f32v minimum, f32v highest, int top) {
     const f32v scale = f32v_load_half(next), reach = f32v_mul(scale, f32v_set1((float)top + 0.5f));
     for (int i = 0; i < KVC_LANES; i++) next[i]++;
     return f32v_pick(reach, range, f32v_load_half(next),
-                     scale); /* the next half, where rounding fell short */
+                     scale); /* the next half, if the rounded scale does not cover the range */
 }
 
-/* Codes of the values in lanes, at a minimum and a scale. */
+/* Codes of the values in lanes under a minimum and a scale. */
 INLINE void kvc_encode(const float *lanes, int dim, f32v minimum, f32v scale, int top, unsigned char *codes) {
     const f32v tiny = f32v_set1(KVC_TINY), zero = f32v_zero();
     const f32v divisor = f32v_pick(scale, tiny, f32v_set1(1.0f), scale);
@@ -128,14 +129,15 @@ INLINE void kvc_encode(const float *lanes, int dim, f32v minimum, f32v scale, in
     }
 }
 
-/* KVC_LANES rows, of which the first `count` count, as rows `at`, `at` + 1, .. of out. */
+/* Codes KVC_LANES rows, of which the first `count` are valid, as rows `at`, `at` + 1, .. of out. */
 static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, int at,
                            kvc_coded *out) {
     const int top = (1 << rows.bits) - 1;
     float lanes[(KVC_MAX_HEAD_DIM + KVC_LANES) * KVC_LANES], first[KVC_LANES], spread[KVC_LANES];
     const kvc_range range = kvc_into_lanes(rows, x, ahead, lanes);
     f32v minimum = kvc_rounded_to_half(range.lowest), scale = kvc_scale_of(minimum, range.highest, top);
-    if (rows.bits <= 4) kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
+    if (kvc_format_of(rows.format)->fitted)
+        kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
     f32v_store_half(out->minima + at, minimum);
     f32v_store_half(out->scales + at, scale);
     kvc_encode(lanes, rows.dim, minimum, scale, top, out->codes + at);
@@ -146,7 +148,7 @@ static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead
     }
 }
 
-/* Up to 16 rows, rotated where rows.rotated. `ahead` floats from here are those of the next call. */
+/* Codes up to 16 rows, rotated if rows.rotated. The rows of the next call are `ahead` floats further on. */
 static void kvc_code_rows(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, kvc_coded *out) {
     for (int at = 0; at < count; at += KVC_LANES) {
         const float *here[KVC_LANES];

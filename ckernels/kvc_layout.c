@@ -1,15 +1,15 @@
-/* kvc_layout.c - how many bytes a block takes, and stored tokens moved from slot to slot or cleared. */
+/* kvc_layout.c - the size of a block, and copying and clearing of slots. */
 #include "kvc_quant.h"
 
 int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
                     kvc_format value_format, int rotate_keys, int rotate_values) {
     const int whole = block_size >= 1 && block_size <= KVC_MAX_BLOCK_SIZE && num_heads >= 1 &&
                       head_dim >= 8 && head_dim <= KVC_MAX_HEAD_DIM && head_dim % 8 == 0;
-    const int known = (unsigned)key_format <= KVC_Q2 && (unsigned)value_format <= KVC_Q2;
+    const int known = (unsigned)key_format < KVC_NUM_FORMATS && (unsigned)value_format < KVC_NUM_FORMATS;
     if (!whole || !known) return -1;
     const int power_of_two = (head_dim & (head_dim - 1)) == 0;
-    if (rotate_keys && (key_format < KVC_Q8 || !power_of_two)) return -1;
-    if (rotate_values && (value_format < KVC_Q8 || !power_of_two)) return -1;
+    if (rotate_keys && !(kvc_format_of(key_format)->quantised && power_of_two)) return -1;
+    if (rotate_values && !(kvc_format_of(value_format)->quantised && power_of_two)) return -1;
     layout->block_size = block_size;
     layout->num_heads = num_heads;
     layout->head_dim = head_dim;
@@ -19,7 +19,7 @@ int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_
     layout->rotate_values = rotate_values != 0;
     const size_t k_bytes = (size_t)block_size * kvc_row_bytes(kvc_rows_of(layout, KVC_KEYS));
     const size_t v_bytes = (size_t)block_size * kvc_row_bytes(kvc_rows_of(layout, KVC_VALUES));
-    layout->key_head_bytes = (k_bytes + 3) / 4 * 4; /* so that floats behind odd rows stay aligned */
+    layout->key_head_bytes = (k_bytes + 3) / 4 * 4; /* keeps floats behind rows of odd size aligned */
     layout->value_head_bytes = (v_bytes + 3) / 4 * 4;
     const size_t bytes = (size_t)num_heads * (layout->key_head_bytes + layout->value_head_bytes);
     layout->block_bytes = (bytes + 63) / 64 * 64;
@@ -69,7 +69,7 @@ void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, in
     }
 }
 
-/* A row of scale 0 and minimum 0 is zero, whatever its codes; the codes stay as they are. */
+/* Sets scale and minimum to 0, which makes the row zero whatever its codes. */
 static void clear_head(kvc_rows rows, unsigned char *head, int slot, int count) {
     const size_t row = kvc_row_bytes(rows);
     if (!rows.tiled) {

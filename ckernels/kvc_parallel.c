@@ -1,30 +1,23 @@
-/* kvc_parallel.c - cuts an attention call into items for the threads; the only file that knows OpenMP.
+/* kvc_parallel.c - divides an attention call into items for the threads.
  *
  *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
- *   unit     -> parts of the context, when a unit is more than a thread's fair share: whole segments; where there
- *               are too few of them, a unit of few rows has fewer heads
+ *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
+ *               too few segments, a unit of few rows has fewer heads
  *
- * No two items write the same place, and how a call is cut changes no bit of its result (kvc_segment.h).
+ * No two items write to the same memory. The division changes no bit of the result (kvc_segment.h).
  * Scratch: [items][norms][results of segments][one piece per thread].
  */
-#if defined(__linux__)
-#define _GNU_SOURCE /* sched_getcpu */
-#include <sched.h>
-#endif
-
 #include "kvc_attend.h"
+#include "kvc_threads.h"
 
 #include <string.h>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 enum {
-    PIECES_PER_THREAD = 4,     /* so that threads which start late or run slowly still end together */
-    MIN_PIECE_WORK = 1 << 11,  /* key-row products of an item that are worth its start */
-    MIN_SCORE_TOKENS = 256,    /* the same of an item of scores */
-    MIN_THREAD_WORK = 1 << 14, /* key-row products of 3 to 11 ns: several times what waking a thread takes */
+    PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
+    MIN_PIECE_WORK = 1 << 11,  /* least key-row products of an item: fewer do not pay for its start */
+    MIN_SCORE_TOKENS = 256,    /* least tokens of an item of scores */
+    MIN_THREAD_WORK = 1 << 14, /* least key-row products (3 to 11 ns each) of a call with threads: several times the
+                                  cost of waking one */
 };
 
 typedef struct plan {
@@ -42,14 +35,6 @@ typedef struct unit { /* rows and heads that share their tokens */
     int32_t head, head_stop, parts;
 } unit;
 
-int kvc_default_threads(void) {
-#if defined(_OPENMP)
-    return omp_get_num_procs();
-#else
-    return 1;
-#endif
-}
-
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static int64_t seq_rows(const plan *p, const kvc_seq *seq) {
@@ -60,7 +45,7 @@ static int64_t num_pieces(const plan *p, int64_t work) {
     return p->fair_share ? ceil_div(work, p->fair_share) : 1;
 }
 
-/* Into how many units the heads of few rows go: one, unless the context has too few segments for the threads. */
+/* The number of units for few rows: one with all heads, unless the context has too few segments for the threads. */
 static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
     const int64_t tokens = kvc_seen_tokens(seq, seq->num_queries - 1), segments = kvc_num_segments(tokens);
     const int64_t pieces = num_pieces(p, tokens * seq_rows(p, seq) * p->layout->num_heads);
@@ -78,7 +63,7 @@ static int64_t num_units(const plan *p, const kvc_seq *seq) {
 static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t units) {
     const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads;
     unit u = {.row_stop = rows};
-    if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V, and the last rows see most */
+    if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V; the last rows see most and come first */
         const int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
         u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
         u.row = (blocks - 1 - index % blocks) * KVC_ITEM_ROWS;
@@ -103,7 +88,7 @@ static int64_t num_score_parts(const plan *p, const kvc_seq *seq, int num_thread
     return ceil_div(seen, tokens);
 }
 
-/* What the segments of a unit in parts leave. */
+/* Floats of the results of all segments of a unit in parts. */
 static int64_t unit_floats(const plan *p, const unit *u) {
     return u->segments * kvc_result_floats(p->layout, (u->row_stop - u->row) * (u->head_stop - u->head));
 }
@@ -119,7 +104,7 @@ static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num
             p.work += u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
         }
     }
-    if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* else uncut */
+    if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* otherwise units are not divided */
         p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
         if (p.fair_share < MIN_PIECE_WORK) p.fair_share = MIN_PIECE_WORK;
     }
@@ -201,7 +186,7 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
     }
 }
 
-/* An attention call cut up: what its three steps, attend, combine and score, do item by item. */
+/* A divided attention call; its three steps, attend, combine and score, run item by item. */
 typedef struct call {
     const kvc_kernels *kernels;
     const kvc_attend_args *args;
@@ -210,76 +195,26 @@ typedef struct call {
     float *norms;
     unsigned char *own; /* one piece per thread */
     size_t own_bytes;
-    int num_threads; /* that the plan was made for */
 } call;
 
-static void attend_at(const call *c, int64_t i, int thread) {
+static void attend_at(void *context, int64_t i, int thread) {
+    const call *c = context;
     c->kernels->attend_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
 }
 
-static void combine_at(const call *c, int64_t i) {
+static void combine_at(void *context, int64_t i, int thread) {
+    const call *c = context;
+    (void)thread;
     if (c->items[i].parts > 1) c->kernels->combine_parts(c->args, &c->items[i]);
 }
 
-static void score_at(const call *c, int64_t i, int thread) {
+static void score_at(void *context, int64_t i, int thread) {
+    const call *c = context;
     c->kernels->score_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
 }
 
-/* Without OpenMP, whose region costs a microsecond also where it has one thread, and hangs after a fork. */
-static void run_alone(const call *c) {
-    for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, 0);
-    for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
-    if (!c->args->scores) return;
-    list_score_items(&c->plan, c->items, c->norms, c->num_threads);
-    for (int64_t i = 0; i < c->plan.num_score_items; i++) score_at(c, i, 0);
-}
-
-#if defined(_OPENMP)
-static int this_cpu(void) {
-#if defined(__linux__)
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-}
-
-/* A thread that was asleep is often woken on the core of its waker, and both then share it for milliseconds while
- * another is idle. Being forbidden that core for a moment moves it. */
-static void leave_cpu(int cpu) {
-#if defined(__linux__)
-    cpu_set_t allowed, others;
-    if (cpu < 0 || sched_getcpu() != cpu || sched_getaffinity(0, sizeof allowed, &allowed)) return;
-    others = allowed;
-    CPU_CLR(cpu, &others);
-    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
-        sched_setaffinity(0, sizeof allowed, &allowed);
-#else
-    (void)cpu;
-#endif
-}
-
-static void run_threads(const call *c, int threads) {
-    const int callers = this_cpu();
-#pragma omp parallel num_threads(threads)
-    {
-        const int mine = omp_get_thread_num();
-        if (mine) leave_cpu(callers);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < c->plan.num_items; i++) attend_at(c, i, mine);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < c->plan.num_items; i++) combine_at(c, i);
-        if (c->args->scores) {
-#pragma omp single
-            list_score_items(&c->plan, c->items, c->norms, c->num_threads);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < c->plan.num_score_items; i++) score_at(c, i, mine);
-        }
-    }
-}
-#endif
-
 void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
-    call c = {.kernels = kernels, .args = args, .num_threads = num_threads};
+    call c = {.kernels = kernels, .args = args};
     c.plan = make_plan(args->layout, args->seqs, args->num_seqs, args->num_query_heads, num_threads);
     unsigned char *base = (unsigned char *)align64((size_t)scratch);
     c.items = (kvc_item *)base;
@@ -288,11 +223,10 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     c.own = (unsigned char *)results + results_bytes(&c.plan);
     c.own_bytes = thread_bytes(&c.plan);
     list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
-#if defined(_OPENMP)
-    if (num_threads > 1 && c.plan.work >= MIN_THREAD_WORK) {
-        run_threads(&c, num_threads);
-        return;
-    }
-#endif
-    run_alone(&c);
+    const int threads = c.plan.work >= MIN_THREAD_WORK ? num_threads : 1;
+    kvc_run_items(c.plan.num_items, threads, attend_at, &c);
+    if (c.plan.result_floats) kvc_run_items(c.plan.num_items, threads, combine_at, &c);
+    if (!args->scores) return;
+    list_score_items(&c.plan, c.items, c.norms, num_threads);
+    kvc_run_items(c.plan.num_score_items, threads, score_at, &c);
 }

@@ -3,15 +3,15 @@
  *   scores    s[row][token]  = q[row] . k[token]                    q: [row][dim padded to 16 with zeros]
  *   mixing    acc[row][dim]  = acc * alpha[row] + sum of s[row][token] * v[token]
  *
- * Tokens are given as pointers to their rows, so that blocks of any size, holes and staged copies are all the
- * same. A chunk has KVC_POINTERS of them; those behind its last token repeat it and meet a weight of 0.
+ * Tokens are given as pointers to their rows, so the products do not depend on block sizes, holes or staging. A chunk
+ * has KVC_POINTERS of them; those behind its last token repeat it and have weight 0.
  *
- * Few rows (decode): K and V come straight from the block, each row once; scores are dot products along dim.
- * Many rows (prefill): K is turned into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
- * Both give the same bits. A score is KVC_LANES sums, of dimensions lane, lane + KVC_LANES, .., each in this order
- * and from zero, and these are added as f32v_sums does: the lanes of a vector in dot products, one after the other
- * in panels. A mixed value is a sum over the tokens in their order, whatever the tile.
- * Sums of a chunk start from zero and join the accumulator once, so rounding grows with the square root of
+ * Few rows (decode): K and V are read from the block, each row once; scores are dot products along dim.
+ * Many rows (prefill): K is packed into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
+ * Both give the same bits. A score has KVC_LANES partial sums: sum `lane` adds dimensions lane, lane + KVC_LANES, .. in
+ * this order, from zero. They are added in the order of f32v_sums: as lanes of a vector in dot products, one after the
+ * other in panels. A mixed value is a sum over the tokens in their order, for every tile.
+ * Sums of a chunk start from zero and are added to the accumulator once, so rounding grows with the square root of
  * KVC_CHUNK + chunks, not of tokens.
  */
 #ifndef KVC_PRODUCTS_H
@@ -21,35 +21,30 @@
 #include "kvc_simd.h"
 
 #define KVC_PANEL (KVC_TILE_VECS * KVC_LANES)
-#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES) /* dimensions that a lane sums, with those of padding */
+#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES) /* dimensions that a lane sums, padding included */
 #define KVC_PANEL_ROWS (KVC_TILE_ROWS / KVC_PANEL_LANES)
 enum { KVC_LANE_BITS = KVC_LANES == 16 ? 4 : KVC_LANES == 8 ? 3 : KVC_LANES == 4 ? 2 : 0 };
 _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
 
-/* Rows to be read by the next product: while one reads a line of token t, the same line of that one is fetched. */
+/* Rows of the next product. While a product reads a line of token t, it prefetches the same line of the next one's. */
 typedef struct ahead_rows {
     const unsigned char *const *rows; /* KVC_POINTERS of them, or NULL */
     size_t offset;                    /* from each of them */
     size_t bytes;                     /* of a value */
 } ahead_rows;
 
-/* Into the L2 cache: a chunk of K or V is larger than the L1 cache, and fetching there measured twice as slow.
- * One line at a time, between the multiplications: a burst of them fills the miss buffers and stops the core. */
+/* Prefetches into the L2 cache: a chunk of K or V is larger than the L1 cache, and prefetching there measured twice as
+ * slow. One line at a time, between the multiplications: a burst fills the miss buffers and stalls the core. */
 INLINE void fetch_ahead(ahead_rows ahead, int token, int d) {
     const size_t at = (size_t)d * ahead.bytes;
     if (at % 64 == 0) __builtin_prefetch(ahead.rows[token] + ahead.offset + at, 0, 2);
 }
 
-/* From there into the L1 cache, some tokens before it is read: what the hardware's own prefetcher, which follows
- * one row at a time, does too late. */
+/* Prefetches from there into the L1 cache, some tokens ahead. The hardware prefetcher follows one row at a time and is
+ * too late. */
 INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 3); }
-
-INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
-    return format == KVC_F32 ? load_dims((const float *)row, d, dim)
-                             : load_dims_half((const uint16_t *)row, d, dim);
-}
 
 /* rows (1, 2 or 4) x KVC_DOT_SUMS / rows tokens. */
 INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q_stride,
@@ -58,7 +53,7 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
     f32v sums[KVC_DOT_SUMS];
     UNROLL
     for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
-    const int line = format == KVC_F32 ? 16 : 32; /* values: constants say where one begins */
+    const int line = 512 / kvc_format_of(format)->bits; /* values of a cache line; the inner loop has constant bounds */
     for (int start = 0; start < dim; start += line) {
         UNROLL
         for (int i = 0; i < line; i += KVC_LANES) {
@@ -88,7 +83,7 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
     }
 }
 
-/* All rows against KVC_DOT_TOKENS tokens, which stay in the L1 cache meanwhile. */
+/* All rows times KVC_DOT_TOKENS tokens, which stay in the L1 cache. */
 INLINE void dot_step(int rows, kvc_format format, int dim, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
     int r = 0;
@@ -112,12 +107,12 @@ INLINE void dot_chunk(kvc_format format, int dim, int rows, int tokens, const fl
     }
 }
 
-/* Where a panel has the KVC_PANEL values of dimension step * KVC_LANES + lane: in the order of panel_tile. */
+/* The offset in a panel of the KVC_PANEL values of dimension step * KVC_LANES + lane, in the order of panel_tile. */
 INLINE int panel_at(int steps, int step, int lane) {
     return ((lane / KVC_PANEL_LANES * steps + step) * KVC_PANEL_LANES + lane % KVC_PANEL_LANES) * KVC_PANEL;
 }
 
-/* Rows of floats -> panels, KVC_LANES x KVC_LANES transposed at a time. */
+/* Packs rows of floats into panels by transposing squares of KVC_LANES x KVC_LANES. */
 INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size_t offset, float *panels) {
     const int steps = STEPS(dim);
     for (int t = 0; t < tokens; t += KVC_LANES) {
@@ -135,7 +130,7 @@ INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size
     }
 }
 
-/* The sum over the steps of each of KVC_PANEL_LANES lanes, and of these sums, as f32v_sums adds them. */
+/* Sums each of KVC_PANEL_LANES lanes over the steps, then adds these sums in the order of f32v_sums. */
 INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const float *panel,
                         f32v sums[KVC_PANEL_ROWS][KVC_TILE_VECS]) {
     f32v each[KVC_PANEL_LANES][KVC_PANEL_ROWS][KVC_TILE_VECS];
@@ -176,7 +171,7 @@ INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const
     }
 }
 
-/* Groups of lanes one after the other: left[n], the sum of 2^n groups, waits for that of as many on its right. */
+/* Adds groups of lanes one after the other: left[n] holds the sum of 2^n groups until the next 2^n are summed. */
 INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
     const int steps = STEPS(dim), groups = KVC_LANES / KVC_PANEL_LANES;
     f32v left[KVC_LANE_BITS + 1][KVC_PANEL_ROWS][KVC_TILE_VECS], sums[KVC_PANEL_ROWS][KVC_TILE_VECS];
@@ -232,7 +227,7 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
         UNROLL
         for (int i = 0; i < vecs; i++) {
             v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
-            const size_t at = (size_t)(d + i * KVC_LANES) * (format == KVC_F32 ? 4 : 2);
+            const size_t at = (size_t)((d + i * KVC_LANES) * kvc_format_of(format)->bits / 8);
             if (at % 64 == 0) fetch_near(v[t + KVC_NEAR_VALUES] + offset + at);
             if (ahead.rows) fetch_ahead(ahead, t, d + i * KVC_LANES);
         }
@@ -265,7 +260,7 @@ INLINE void mix_rows(int rows, int vecs, kvc_format format, int dim, int tokens,
     }
 }
 
-/* Vectors per tile of 4, 2 or 1 rows: as many sums as the dot products have, at most 8 per row. */
+/* Vectors per tile of 4, 2 or 1 rows: KVC_DOT_SUMS accumulators in all, at most 8 per row. */
 #define MIX_VECS(rows) (KVC_DOT_SUMS / (rows) < 8 ? KVC_DOT_SUMS / (rows) : 8)
 
 INLINE void mix_chunk(int tile_rows, kvc_format format, int dim, int rows, int tokens, const float *s,

@@ -1,31 +1,33 @@
-/* kvc_quant.c - float rows to codes and back.
+/* kvc_quant.c - quantises float rows to codes, and back.
  *
- *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), the next half where that is too small
+ *   minimum = f16(lowest)      scale = f16((highest - minimum) / top), or the next half if that is too small
  *   code    = round((x - minimum) / scale), half to even, within 0 .. top = 2^bits - 1
  *
- * At 4 bits and less, the minimum and scale of kvc_fit.h instead, where the row's squared error is smaller with them.
+ * In fitted formats (kvc_formats.h), minimum and scale are those of kvc_fit.h if they give the row a smaller squared
+ * error.
  *
- * All levels store the same bytes, a row those that it has alone: the arithmetic is plain float32, never fused, in one
- * order, or exact. Writing takes up to 36 KiB of the stack: 16 rows as floats, as whole numbers and as codes.
+ * All levels store the same bytes, and the bytes of a row do not depend on other rows: the arithmetic is exact, or
+ * plain float32 in one order and never fused. Writing takes up to 36 KiB of stack: 16 rows as floats, whole numbers and
+ * codes.
  *
- * Error of a row, in what is stored (under rotation: of the rotated row), with ulp16 the spacing of halves:
+ * Error of a stored row (with rotation: of the rotated row), where ulp16 is the spacing of halves:
  *
  *   |read - x| <= max(scale / 2, ulp16(lowest) / 2) + 2^-23 * largest     from lowest to highest
  *   scale      <= range / top * (1 + 2^-10) + 2^-24                       range = highest - minimum
  *
- * and with the fit no larger in the root of the mean square, up to a 64th of a step (kvc_fit.h), so that no single
- * value errs more than sqrt(head_dim) times that. A constant row comes back as f16(x). Rows within +-65504 never
- * overflow: the range, at most 131008, is divided by at least 3.
+ * With the fit, the root mean square error is no larger, up to a 64th of a step (kvc_fit.h), so the error of a single
+ * value is at most sqrt(head_dim) times that. A constant row is read as f16(x). Rows within +-65504 never overflow: the
+ * range, at most 131008, is divided by at least 3.
  *
- * ROTATION: a row is stored as H x / head_dim and read as H y, with H the Hadamard matrix of +-1 (H H =
- * head_dim), so no value grows and the scaling, by a power of two, is exact. Reading multiplies the error by
- * sqrt(head_dim) in the mean and head_dim at worst, but rotating divides the range of a typical row by
- * sqrt(head_dim), and that of a row with outliers by more.
+ * ROTATION: a row is stored as H x / head_dim and read as H y, where H is the Hadamard matrix of +-1 (H H = head_dim).
+ * No value grows, and the scaling by a power of two is exact. Reading multiplies the error by sqrt(head_dim) on average
+ * and head_dim at worst. Rotating divides the range of a typical row by sqrt(head_dim), and that of a row with outliers
+ * by more.
  */
 #include "kvc_kernels.h"
 #include "kvc_lanes.h"
 
-/* Of a row in place, unscaled; dim a power of two, 8 to 256. */
+/* Transforms a row in place, unscaled; dim is a power of two, 8 to 256. */
 void KVC_FN(hadamard)(float *x, int dim) {
     switch (dim) {
     case 8: kvc_eight_steps(x); break;
@@ -42,31 +44,28 @@ static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, 
     for (int d = 0; d < dim; d++) x[d] = m + s * (float)codes[d]; /* the product has 19 bits: exact */
 }
 
-/* Through constants, so that shifts and divisions are. */
+/* The switch makes bits and side constants, and so all shifts and divisions. */
 static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned char *packed) {
-#define PUT(constant_bits)                                                \
-    rows.bits = constant_bits;                                            \
-    if (rows.side == KVC_KEYS)                                            \
-        rows.side = KVC_KEYS, kvc_put_tile_codes(rows, codes, t, packed); \
-    else                                                                  \
-        rows.side = KVC_VALUES, kvc_put_tile_codes(rows, codes, t, packed);
-    switch (rows.bits) {
-    case 8: PUT(8) break;
-    case 4: PUT(4) break;
-    case 3: PUT(3) break;
-    default: PUT(2) break;
-    }
+#define PUT(symbol, name, constant_bits, ...)                                   \
+    case constant_bits:                                                         \
+        rows.bits = constant_bits;                                              \
+        if (rows.side == KVC_KEYS)                                              \
+            rows.side = KVC_KEYS, kvc_put_tile_codes(rows, codes, t, packed);   \
+        else                                                                    \
+            rows.side = KVC_VALUES, kvc_put_tile_codes(rows, codes, t, packed); \
+        break;
+    switch (rows.bits) { KVC_QUANTISED_FORMATS(PUT) }
 #undef PUT
 }
 
-/* To be written once its rows are coded. */
+/* Prefetches a tile that is written after its rows are coded. */
 static void fetch_tile(kvc_rows rows, const unsigned char *tile) {
     for (size_t b = 0; b < kvc_tile_bytes(rows); b += KVC_UNIT) __builtin_prefetch(tile + b, 1, 2);
 }
 
-enum { FEW_TOKENS = 3 }; /* of a tile, written one by one: a tile is 16 times the work of a token */
+enum { FEW_TOKENS = 3 }; /* up to this many tokens of a tile are written one by one; a tile takes as long as 16 */
 
-/* Tokens [first, first + count) of one tile; next are the rows of the next. */
+/* Writes tokens [first, first + count) of one tile; next points to the rows of the next tile. */
 static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
                        size_t row_stride, const float *next) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], *packed = tile + KVC_TILE_HEADER;
@@ -79,7 +78,7 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
     memcpy(tile + 2 * (KVC_TILE + first), coded.minima, 2 * (size_t)count);
     if (count == KVC_TILE) {
         kvc_units_of_codes(rows.side, rows.dim, coded.codes, units);
-    } else { /* the codes of the other tokens stay */
+    } else { /* keep the codes of the other tokens */
         kvc_unpack_units(rows.bits, rows.dim, packed, units);
         for (int t = 0; t < count; t++)
             kvc_codes_into_units(rows.side, rows.dim, coded.codes, t, first + t, units);
@@ -87,15 +86,15 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
     kvc_pack_units(rows.bits, rows.dim, units, packed);
 }
 
-/* Rows on their way to tiles and slots of their own: a token of each of many heads and sequences fills the lanes as 16
- * tokens of one head do, and so do keys and values of one format. */
+/* Up to 16 rows that are coded together but written to separate tiles or slots: single tokens of several heads and
+ * sequences fill the lanes as well as 16 tokens of one head. Keys and values of one format share the queue. */
 typedef struct row_queue {
     int count;
-    kvc_rows rows; /* but for the side */
+    kvc_rows rows; /* of all rows; its side is not used */
     const float *x[KVC_TILE];
     unsigned char *to[KVC_TILE]; /* the tile, or the row itself */
     kvc_side side[KVC_TILE];
-    int token[KVC_TILE]; /* of the tile */
+    int token[KVC_TILE]; /* index in the tile */
 } row_queue;
 
 static void write_queue(row_queue *queue) {
@@ -103,7 +102,7 @@ static void write_queue(row_queue *queue) {
     unsigned char codes[KVC_MAX_HEAD_DIM], units[KVC_MAX_HEAD_DIM * KVC_TILE];
     kvc_rows rows = queue->rows;
     kvc_code_rows(rows, queue->x, KVC_TILE * rows.dim, queue->count, &coded);
-    kvc_units_of_codes(KVC_KEYS, rows.dim, coded.codes, units); /* in which the codes of a row lie in fours */
+    kvc_units_of_codes(KVC_KEYS, rows.dim, coded.codes, units); /* the order of K has the codes of a row in fours */
     for (int i = 0; i < queue->count; i++) {
         unsigned char *to = queue->to[i];
         uint16_t *scales = (uint16_t *)to, *minima = scales + KVC_TILE;
@@ -123,8 +122,8 @@ static void write_queue(row_queue *queue) {
 }
 
 static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
-    if (queue->count) { /* else nothing says yet what its rows are */
-        const int other = rows.bits != queue->rows.bits || rows.rotated != queue->rows.rotated;
+    if (queue->count) { /* queue->rows of an empty queue is not set */
+        const int other = rows.format != queue->rows.format || rows.rotated != queue->rows.rotated;
         if (other || queue->count == KVC_TILE) write_queue(queue);
     }
     const int i = queue->count++;
@@ -152,13 +151,13 @@ static void read_row(kvc_rows rows, const unsigned char *row, float *x) {
     dequantise_row(rows.dim, codes, header[0], header[1], x);
 }
 
-/* Tokens of the tile that holds slot, from slot on, at most count. */
+/* The number of tokens from slot to the end of its tile, at most count. */
 static int in_tile(int slot, int count) {
     const int rest = KVC_TILE - slot % KVC_TILE;
     return rest < count ? rest : count;
 }
 
-/* One side of all runs, but for what is left in the queue. */
+/* Writes one side of all runs; the last rows may remain in the queue. */
 static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char *arena, const kvc_run *runs,
                           int64_t num_runs, const float *x, row_queue *queue) {
     const kvc_rows rows = kvc_rows_of(layout, side);

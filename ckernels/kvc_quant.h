@@ -1,8 +1,8 @@
-/* kvc_quant.h - how quantised rows lie in a block, and their codes as plain bytes.
+/* kvc_quant.h - the layout of quantised rows in a block, and packing of their codes.
  *
- * A row of one head is  minimum + scale * code,  codes of exactly `bits` bits, scale >= 0 and minimum in f16.
+ * A row of one head is  minimum + scale * code,  with codes of exactly `bits` bits, and scale >= 0 and minimum in f16.
  *
- * TILES, where block_size is a multiple of 16 and head_dim of 32: 16 tokens of one head, 64-byte aligned.
+ * TILES, if block_size is a multiple of 16 and head_dim of 32: 16 tokens of one head, 64-byte aligned.
  *
  *   | 16 scales f16 | 16 minima f16 | codes: head_dim * 16 * bits / 8 bytes |
  *
@@ -25,13 +25,12 @@
  *
  *   | scale f16 | minimum f16 | codes, the first in the lowest bits |
  *
- * Either way a row takes head_dim * bits / 8 + 4 bytes per head.
+ * In both layouts a row takes head_dim * bits / 8 + 4 bytes per head.
  */
 #ifndef KVC_QUANT_H
 #define KVC_QUANT_H
 
 #include "kvc.h"
-#include "kvc_half.h"
 
 #include <string.h>
 
@@ -40,35 +39,32 @@ _Static_assert(KVC_TILE_HEADER == KVC_UNIT, "scales and minima fill one unit, so
 
 typedef enum kvc_side { KVC_KEYS, KVC_VALUES } kvc_side;
 
-/* One side of a layout: what it takes to find and read a row. */
+/* One side of a layout: the format and order of its rows. */
 typedef struct kvc_rows {
-    int bits; /* 2, 3, 4, 8; 16 and 32 for f16 and f32 */
+    kvc_format format;
+    int bits, quantised; /* of the format */
     int tiled;
     int rotated;
     int dim;
     kvc_side side;
 } kvc_rows;
 
-static inline int kvc_format_bits(kvc_format format) {
-    static const int bits[] = {32, 16, 8, 4, 3, 2};
-    return bits[format];
-}
-
 static inline kvc_rows kvc_rows_of(const kvc_layout *layout, kvc_side side) {
     const kvc_format format = side == KVC_KEYS ? layout->key_format : layout->value_format;
     const int rotated = side == KVC_KEYS ? layout->rotate_keys : layout->rotate_values;
-    const int tiled = format >= KVC_Q8 && layout->block_size % KVC_TILE == 0 && layout->head_dim % 32 == 0;
-    return (kvc_rows){kvc_format_bits(format), tiled, rotated, layout->head_dim, side};
+    const int bits = kvc_format_of(format)->bits, quantised = kvc_format_of(format)->quantised;
+    const int tiled = quantised && layout->block_size % KVC_TILE == 0 && layout->head_dim % 32 == 0;
+    return (kvc_rows){format, bits, quantised, tiled, rotated, layout->head_dim, side};
 }
 
 static inline size_t kvc_row_bytes(kvc_rows rows) {
-    return (size_t)(rows.dim * rows.bits / 8) + (rows.bits < 16 ? 4 : 0);
+    return (size_t)(rows.dim * rows.bits / 8) + (rows.quantised ? 4 : 0);
 }
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
 
-/* Codes of one tile in bytes, unit by unit: head_dim / 4 units. Plain loops over 64 bytes from pointers that move on:
- * an index that might wrap around (-fwrapv, which Python builds with) keeps compilers from vectorising them. */
+/* Unpacks the codes of one tile to bytes, unit by unit: head_dim / 4 units. The loops run over 64 bytes from advancing
+ * pointers: an index that might wrap around (-fwrapv, which Python builds with) prevents vectorisation. */
 static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
                                     unsigned char *restrict units) {
     const unsigned char *end = units + dim * KVC_TILE;
@@ -97,7 +93,7 @@ static inline void kvc_unpack_units(int bits, int dim, const unsigned char *rest
     }
 }
 
-/* 64 bytes of 2 bits of each of 4 units. */
+/* Packs the low 2 bits of each of 4 units into 64 bytes. */
 static inline void kvc_pack_twos(const unsigned char *restrict units, unsigned char *restrict packed) {
     for (int i = 0; i < KVC_UNIT; i++) {
         packed[i] = (unsigned char)((units[i] & 3) | (units[KVC_UNIT + i] & 3) << 2 |
@@ -105,7 +101,7 @@ static inline void kvc_pack_twos(const unsigned char *restrict units, unsigned c
     }
 }
 
-/* 64 bytes of the third bit of each of 8 units. */
+/* Packs the third bit of each of 8 units into 64 bytes. */
 static inline void kvc_pack_thirds(const unsigned char *restrict units, unsigned char *restrict packed) {
     for (int i = 0; i < KVC_UNIT; i++) {
         const unsigned char *u = units + i;
@@ -137,28 +133,28 @@ static inline void kvc_pack_units(int bits, int dim, const unsigned char *restri
     }
 }
 
-/* Codes of token t, head_dim bytes, between units and a row of their own. */
+/* Extracts the codes of token t, head_dim bytes, from units. */
 static inline void kvc_codes_of_units(kvc_side side, int dim, const unsigned char *units, int t,
                                       unsigned char *codes) {
     if (side == KVC_KEYS) {
         for (int g = 0; g < dim / 4; g++) memcpy(codes + 4 * g, units + g * KVC_UNIT + 4 * t, 4);
     } else {
         const int blocks = dim / 16 < KVC_MAX_HEAD_DIM / 16 ? dim / 16 : KVC_MAX_HEAD_DIM / 16;
-        for (int cb = 0; cb < blocks; cb++) { /* the bound is for gcc, which else warns of the 17th */
+        for (int cb = 0; cb < blocks; cb++) { /* the bound avoids a warning of gcc about a 17th block */
             const unsigned char *unit = units + (4 * cb + t / 4) * KVC_UNIT + t % 4;
             for (int c = 0; c < 16; c++) codes[16 * cb + c] = unit[4 * c];
         }
     }
 }
 
-/* The codes of 16 tokens as units, from one row of 16 for each channel. */
+/* Arranges the codes of 16 tokens, given as [channel][token], as units. */
 static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned char *codes,
                                       unsigned char *restrict units) {
     if (side == KVC_KEYS) {
         for (int d = 0; d < dim; d += 4, units += KVC_UNIT) {
             const unsigned char *c0 = codes + d * KVC_TILE, *c1 = c0 + KVC_TILE, *c2 = c1 + KVC_TILE,
                                 *c3 = c2 + KVC_TILE;
-            uint32_t fours[KVC_TILE]; /* little-endian, as all of this is */
+            uint32_t fours[KVC_TILE]; /* little-endian, as the whole layout */
             for (int t = 0; t < KVC_TILE; t++)
                 fours[t] = c0[t] | (uint32_t)c1[t] << 8 | (uint32_t)c2[t] << 16 | (uint32_t)c3[t] << 24;
             memcpy(units, fours, sizeof fours);
@@ -173,7 +169,7 @@ static inline void kvc_units_of_codes(kvc_side side, int dim, const unsigned cha
     }
 }
 
-/* Where code d of token t lies: byte `byte` of unit `unit`. */
+/* The unit of code d of token t, and its byte in the unit. */
 static inline int kvc_code_unit(kvc_side side, int d, int t) {
     return side == KVC_KEYS ? d / 4 : d / 16 * 4 + t / 4;
 }
@@ -181,7 +177,7 @@ static inline int kvc_code_byte(kvc_side side, int d, int t) {
     return side == KVC_KEYS ? 4 * t + d % 4 : 4 * (d % 16) + t % 4;
 }
 
-/* The codes of row `row` become those of token t. */
+/* Stores the codes of row `row` as those of token t. */
 static inline void kvc_codes_into_units(kvc_side side, int dim, const unsigned char *codes, int row, int t,
                                         unsigned char *units) {
     for (int d = 0; d < dim; d++)
@@ -191,7 +187,7 @@ static inline void kvc_codes_into_units(kvc_side side, int dim, const unsigned c
 static inline int kvc_get_bits(const unsigned char *byte, int shift, int bits) {
     return *byte >> shift & ((1 << bits) - 1);
 }
-/* The codes of one token without those around it: for a token or two, unpacking the tile would take longer. */
+/* Reads the codes of one token; for one or two tokens this is faster than unpacking the tile. */
 static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed, int t,
                                       unsigned char *codes) {
     for (int d = 0; d < rows.dim; d++) {
@@ -209,7 +205,7 @@ static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed
     }
 }
 
-/* Bits `from` and up of 16 codes into as many words, at `shift`. */
+/* Stores `bits` bits of each of 16 codes, from bit `from` on, in 16 words at bit `shift`. */
 static inline void kvc_put_words(unsigned char *packed, int shift, int bits, const unsigned char *codes,
                                  int from) {
     const uint32_t ones = (1u << bits) - 1, others = ~(ones << shift);
@@ -219,7 +215,7 @@ static inline void kvc_put_words(unsigned char *packed, int shift, int bits, con
     memcpy(packed, words, sizeof words);
 }
 
-/* The same bits of 4 codes of each of n units, side by side. */
+/* Stores `bits` bits, from bit `from` on, of 4 codes of each of n units side by side. */
 static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const unsigned char *codes,
                                  int from) {
     const uint32_t ones = ((1u << bits) - 1) * 0x01010101u;
@@ -231,7 +227,7 @@ static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const u
     memcpy(packed, &all, 4);
 }
 
-/* Of a token's 4 bytes of all units (K) or its bits of all words (V), the others stay as they are. */
+/* Writes the codes of one token: its 4 bytes of each unit (K) or its bits of each word (V). All other bits are kept. */
 static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes, int t,
                                       unsigned char *packed) {
     const int bits = rows.bits, together = bits == 3 ? 4 : 8 / bits,
@@ -256,7 +252,7 @@ static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes,
     }
 }
 
-/* A row of its own: the first code in the lowest bits, 8 codes are `bits` bytes. */
+/* Unpacks an untiled row: the first code is in the lowest bits, 8 codes take `bits` bytes. */
 static inline void kvc_unpack_row(int bits, int dim, const unsigned char *packed, unsigned char *codes) {
     for (int d = 0; d < dim; d += 8, packed += bits, codes += 8) {
         uint64_t word = 0;

@@ -1,11 +1,11 @@
-/* kvc_rows.c - float rows into slots and back, and the check that a format can hold them. */
+/* kvc_rows.c - writes float rows to slots and reads them, and checks that a format can hold them. */
 #include "kvc_kernels.h"
 
 #include <math.h>
 #include <string.h>
 
-/* The rows of count tokens, each of all heads, to consecutive slots. Token by token, as the rows lie in memory: head by
- * head every row would come out of another page, which the processor does not fetch ahead. */
+/* Writes the rows of count tokens, each of all heads, to consecutive slots, token by token in their memory order. Head
+ * by head, every row would be read from another page, and the processor does not prefetch across pages. */
 static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes, int num_heads, int slot,
                          int count, const float *x) {
     const int dim = rows.dim;
@@ -13,11 +13,11 @@ static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes,
     for (int i = slot; i < slot + count; i++) {
         for (int h = 0; h < num_heads; h++, x += dim) {
             unsigned char *row = block + (size_t)h * head_bytes + (size_t)i * row_bytes;
-            if (rows.bits == 32) {
+            if (rows.format == KVC_F32) {
                 memcpy(row, x, (size_t)dim * sizeof(float));
             } else {
                 for (int d = 0; d < dim; d += KVC_LANES)
-                    store_dims_half((uint16_t *)row, d, dim, load_dims(x, d, dim));
+                    store_row(rows.format, row, d, dim, load_dims(x, d, dim));
             }
         }
     }
@@ -26,18 +26,18 @@ static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes,
 static void read_head(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
                       size_t row_stride) {
     const int dim = rows.dim;
-    if (rows.bits < 16) {
+    if (rows.quantised) {
         KVC_FN(dequantise_head)(rows, head, slot, count, x, row_stride);
         for (int i = 0; rows.rotated && i < count; i++) KVC_FN(hadamard)(x + (size_t)i * row_stride, dim);
         return;
     }
     const unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
     for (int i = 0; i < count; i++, x += row_stride, row += kvc_row_bytes(rows)) {
-        if (rows.bits == 32) {
+        if (rows.format == KVC_F32) {
             memcpy(x, row, (size_t)dim * sizeof(float));
         } else {
             for (int d = 0; d < dim; d += KVC_LANES)
-                store_dims(x, d, dim, load_dims_half((const uint16_t *)row, d, dim));
+                store_dims(x, d, dim, load_row(rows.format, row, d, dim));
         }
     }
 }
@@ -45,7 +45,7 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                         const float *keys, const float *values) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
-    const float *k = k_rows.bits < 16 ? NULL : keys, *v = v_rows.bits < 16 ? NULL : values;
+    const float *k = k_rows.quantised ? NULL : keys, *v = v_rows.quantised ? NULL : values;
     KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values);
     const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
     for (int64_t i = 0; (k || v) && i < num_runs; i++) {
@@ -83,10 +83,8 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
     }
 }
 
-/* f32 holds what attention can sum. All others keep halves, of the values or of the scale and minimum of a row, whose
- * magnitudes are at most those of the row (also under the rotation, which is scaled by 1/head_dim). */
 int64_t KVC_FN(check_representable)(const float *x, int64_t n, kvc_format format) {
-    const float limit = format == KVC_F32 ? KVC_F32_OVERFLOW : KVC_HALF_OVERFLOW;
+    const float limit = kvc_format_of(format)->overflow;
     int64_t i = 0;
     for (; i + KVC_LANES <= n; i += KVC_LANES) {
         const int lane = f32v_first_not_below(f32v_load(x + i), limit);

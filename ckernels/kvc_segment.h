@@ -1,19 +1,18 @@
-/* kvc_segment.h - what a segment of the context leaves for each row, and how segments become one result.
+/* kvc_segment.h - the results of one segment of the context for each row, and the merging of segments.
  *
  *   context    | segment 0: KVC_SEGMENT tokens | segment 1 | ... | the last one, maybe shorter |
  *   results    acc [head][row][padded]; largest, sum [head][row]          one segment, n = heads * rows
  *
- * The online softmax of a segment starts from nothing, and segments are merged in the order of the text, always by
- * merge_results: at the end of each where one item takes them all, at the end of the call where several do. So the
- * bits of a row depend neither on the threads nor on the rows beside it. A segment of which a row sees nothing
- * changes none.
+ * The online softmax of a segment starts from zero. merge_results merges segments in text order: after each segment if
+ * one item has them all, at the end of the call if several items share them. So the bits of a row depend neither on the
+ * threads nor on other rows. A segment of which a row sees no token does not change the row.
  *
- * 1,024 tokens: merging costs decode in q4, the fastest format, about 2 % at head_dim 64 and 1 % at 128, and about 4
- * and 2 % where a segment has 512 tokens. The threads still have enough pieces: decode with too few segments for them
- * is cut by heads too (kvc_parallel.c).
+ * With 1,024 tokens per segment, merging costs decode in q4, the fastest format, about 2 % at head_dim 64 and 1 % at
+ * 128; with 512 tokens about 4 and 2 %. The threads still have enough pieces: decode with too few segments is also
+ * divided by heads (kvc_parallel.c).
  *
  * The results of a unit in parts take (head_dim + 2) floats per segment, row and head: at head_dim 128 and 4 rows per
- * head about 1/500 of the K and V, in f32, that they are of.
+ * head, about 1/500 of the bytes of K and V of the segment in f32.
  */
 #ifndef KVC_SEGMENT_H
 #define KVC_SEGMENT_H
@@ -23,13 +22,13 @@
 
 #include <string.h>
 
-#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST still -inf */
+#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST is -inf */
 
 typedef struct results {
     float *acc, *largest, *sum;
 } results;
 
-/* In kvc_result_floats(rows) floats. */
+/* The results in kvc_result_floats(rows) floats. */
 static results results_at(float *floats, int64_t rows, int padded) {
     float *largest = floats + rows * padded;
     return (results){floats, largest, largest + (rows + 15) / 16 * 16};
@@ -40,8 +39,8 @@ static void clear_results(results r, int rows, int padded) {
     for (int i = 0; i < (rows + 15) / 16 * 16; i++) r.largest[i] = LOWEST, r.sum[i] = 0.0f;
 }
 
-/* Rows [first, stop) of a segment join those of the segments before it; first a multiple of 16, and stop too or the
- * end of all rows. Where a row sees nothing of the segment, 2^(LOWEST - largest) = 0 or both sums are 0. */
+/* Merges rows [first, stop) of a segment into those of the segments before it. first is a multiple of 16; stop is one
+ * too, or the end of all rows. If a row sees no token of the segment, 2^(LOWEST - largest) = 0 or both sums are 0. */
 static void merge_results(results segment, int first, int stop, int padded, results total) {
     for (int i = first; i < stop; i += KVC_LANES) {
         float factors[KVC_LANES], old_factors[KVC_LANES];

@@ -1,20 +1,20 @@
-/* kvc_simd.h - picks the primitives of the level that this file is being compiled for.
+/* kvc_simd.h - selects the primitives of the level that is being compiled.
  *
- * A level gives one vector type f32v of KVC_LANES floats and, on it:
+ * A level defines one vector type f32v of KVC_LANES floats and these functions on it:
  *   load, store, load_half, store_half, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
- *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i holds the sum of the lanes of row i, made of
- *   neighbours, then of neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
- *   load8/store8 (and _half): 8 floats, where a vector is wider than 8.
- * i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane:
+ *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, adding
+ *   neighbours, then neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
+ *   load8/store8 (and _half): 8 floats, if a vector is wider than 8.
+ * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
- * and the shape of its register tiles:
+ * It also defines the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
- *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: fewer rows
- *                                   in a tile, and fewer sums that wait in memory for others
+ *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: more of them
+ *                                   leave fewer rows in a tile, and fewer partial sums in memory
  *   KVC_DOT_SUMS                    accumulators of the product over few rows
  */
 #ifndef KVC_SIMD_H
@@ -29,7 +29,7 @@
 #define KVC_STR(x) KVC_STR2(x)
 
 #define INLINE static inline __attribute__((always_inline))
-/* A product of its own: several in one function leave the compiler too few registers for their addresses. */
+/* Keeps products in separate functions: several in one leave the compiler too few registers for their addresses. */
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 32")
 
@@ -43,7 +43,7 @@
 #include "simd_scalar.h"
 #endif
 
-/* Lanes [d, d + KVC_LANES) of a row of dim values, dim a multiple of 8: only 16 lanes can stick out, by 8. */
+/* Values [d, d + KVC_LANES) of a row of dim values, dim a multiple of 8. Only 16 lanes can exceed the row, by 8. */
 INLINE f32v load_dims(const float *row, int d, int dim) {
     return KVC_LANES > 8 && d + 8 == dim ? f32v_load8(row + d) : f32v_load(row + d);
 }
@@ -63,8 +63,20 @@ INLINE void store_dims_half(uint16_t *row, int d, int dim, f32v x) {
         f32v_store_half(row + d, x);
 }
 
-/* 2^x, for x <= 127: 1 ulp, 0 below 2^-126 and for -inf. x = n + f with |f| <= 1/2; 2^f by the polynomial of
- * degree 6 whose largest relative error on [-1/2, 1/2] is least (1.9e-9, Remez). */
+/* The same of a row of a float format. */
+INLINE f32v load_row(kvc_format format, const unsigned char *row, int d, int dim) {
+    return format == KVC_F32 ? load_dims((const float *)row, d, dim)
+                             : load_dims_half((const uint16_t *)row, d, dim);
+}
+INLINE void store_row(kvc_format format, unsigned char *row, int d, int dim, f32v x) {
+    if (format == KVC_F32)
+        store_dims((float *)row, d, dim, x);
+    else
+        store_dims_half((uint16_t *)row, d, dim, x);
+}
+
+/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126 and for -inf. x = n + f with |f| <= 1/2; 2^f is the polynomial of
+ * degree 6 with the least maximal relative error on [-1/2, 1/2] (1.9e-9, Remez). */
 INLINE f32v f32v_exp2(f32v x) {
     const f32v clamped = f32v_max(x, f32v_set1(-127.0f)), n = f32v_round(clamped), f = f32v_sub(clamped, n);
     f32v p = f32v_set1(0x1.41d334p-13f);

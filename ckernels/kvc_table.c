@@ -1,4 +1,4 @@
-/* kvc_table.c - the table of the level that this file is being compiled for. */
+/* kvc_table.c - the function table of the level that is being compiled. */
 #include "kvc_simd.h"
 
 void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,

@@ -1,32 +1,31 @@
-/* kvc_tiles.h - the two products of attention straight on packed codes, in integers.
+/* kvc_tiles.h - the two products of attention on packed codes, in integers.
  *
- * A float becomes a whole number of two digits, a sum of products two sums of products of bytes:
- *
- * Rounding does the less, the nearer to zero the other factor is: codes are counted from the middle of their
- * range, and what the middle stands for is added in floats, with the exact sums of queries and weights.
+ * A float (a query value, or a weight times a scale) is rounded to a whole number of two digits, and a sum of products
+ * is two sums of products of bytes. Centring the codes reduces the effect of this rounding: codes are counted from the
+ * middle of their range, and the term of the middle is added in floats, from the exact sums of queries and weights.
  *
  *   score  =  k_scale * sum(q (code - centre))  +  (k_minimum + centre * k_scale) * sum(q)
  *   mixed  =  sum(u (code - centre))  +  sum(weight * v_minimum + u * centre)
  *
- * where u = weight * scale of V, the first q and u of each line are rounded, with one step per query and one per
- * row and chunk, and the normaliser is the exact sum of the weights.
+ * Here u = weight * scale of V. The first q and u of each line are rounded, with one step per query and one per row and
+ * chunk. The normaliser is the exact sum of the weights.
  *
- * SEVEN-BIT DIGITS, which fit the 16-bit steps of vpmaddubsw
+ * SEVEN-BIT DIGITS, which fit the 16-bit sums of vpmaddubsw
  *
  *   x = 128 high + low       queries: digits in [-64, 63], |x| <= 8127; weights: in [0, 127], x <= 16383
  *
- * SHARED DIGITS (KVC_SHARED_DIGITS), where a dot product takes whole bytes and codes have 4 bits or fewer: two
- * neighbouring units, of codes a and b, lie in one byte a + 16 b, and its product with low_a serves both:
+ * SHARED DIGITS (KVC_SHARED_DIGITS), if a dot product takes whole bytes and codes have 4 bits or fewer. The codes a and
+ * b of two neighbouring units share one byte a + 16 b, and one product with low_a serves both:
  *
  *   a x_a + b x_b  =  16 (a high_a)  +  (a + 16 b) low_a  +  b low_b
  *   x_a = 16 high_a + low_a,  x_b = 16 low_a + low_b        |x| <= 1791 always has such digits in [-128, 127]
  *
- * so that 128 codes take three dot products, not four, for numbers of 12 bits.
+ * So 128 codes take three dot products instead of four, with numbers of 12 bits.
  *
- * Error: a query value is off by at most half a step, a step being 2^-13 (shared: 2^-10.8) of the row's
- * largest, so a score by about step * max|q| |k| / sqrt(12), with |k| the L2 norm; a u by half a step of 2^-14
- * (2^-10.8) of the chunk's largest. The promise, relative L2 of an output row: 1 % at worst, 0.5 % typically.
- * Measured on Gaussian K and V, head_dim 128, 256 to 4,096 tokens, all formats, worst of some thousand rows:
+ * Error: a query value is off by at most half a step, where a step is 2^-13 (shared: 2^-10.8) of the row's largest. A
+ * score is then off by about step * max|q| |k| / sqrt(12), with |k| the L2 norm. u is off by at most half a step of
+ * 2^-14 (2^-10.8) of the chunk's largest. The bound on the relative L2 error of an output row is 1 % at worst, 0.5 %
+ * typically. Measured on Gaussian K and V, head_dim 128, 256 to 4,096 tokens, all formats, worst of some thousand rows:
  *
  *   score spread            1                3                8
  *   seven-bit digits   0.02, 0.03 %     0.03, 0.07 %     0.03, 0.15 %       median, worst
@@ -50,12 +49,12 @@ INLINE int32_t four_bytes(const void *p) {
     return x;
 }
 
-/* Into the L2 cache. */
+/* Prefetches into the L2 cache. */
 INLINE void fetch_lines(const unsigned char *p, int bytes) {
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
 }
 
-/* Codes of unit n of the units that share bytes: 1 of 8 bits, 2 of 4, 4 of 2, 8 of 3 (kvc_quant.h). */
+/* Codes of unit n among the units that share bytes: 1 at 8 bits, 2 at 4, 4 at 2, 8 at 3 (kvc_quant.h). */
 INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     const u8x64 x = u8x64_load(packed + (bits == 3 ? n / 4 * KVC_UNIT : 0));
     if (bits == 8) return x;
@@ -68,12 +67,12 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 #define UNITS_TOGETHER(bits) ((bits) == 3 ? 8 : 8 / (bits))
 #define BYTES_TOGETHER(bits) ((bits) == 3 ? 3 * KVC_UNIT : KVC_UNIT)
 
-/* Codes of 8 bits, and levels whose dot products take less than whole bytes, have digits of seven bits. */
+/* Digits have seven bits for codes of 8 bits and at levels whose dot products cannot take whole bytes. */
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits < 8; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
-/* x * inverse, rounded, in digits; n a multiple of 32. Returns the sum of the rounded numbers. No number is larger than
- * MOST but of scales and queries that are NaN or infinite, which must become some number too. */
+/* Splits x * inverse, rounded, into digits; n is a multiple of 32. Returns the sum of the rounded numbers. Numbers
+ * exceed MOST only for NaN or infinite scales and queries; these are clamped. */
 INLINE float split(int shared, int is_signed, int n, const float *x, float inverse, int8_t *high,
                    int8_t *low) {
 #if KVC_SHARED_DIGITS
@@ -102,7 +101,7 @@ INLINE float split(int shared, int is_signed, int n, const float *x, float inver
     return (float)sum;
 }
 
-/* The middle of the codes' range; of 8 bits, what makes them signed. */
+/* The middle of the codes' range; at 8 bits, the offset that makes them signed. */
 INLINE float centre_of(int bits) { return bits == 8 ? 128.0f : 0.5f * (float)((1 << bits) - 1); }
 
 static void quantise_query(int bits, const float *q, int dim, unit_query *to) { /* dim a multiple of 32 */
@@ -121,7 +120,7 @@ static void quantise_query(int bits, const float *q, int dim, unit_query *to) { 
     to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_KEYS ? 0.0f : to->scale * rounded));
 }
 
-/* Unit n and, where digits are shared, the bytes that serve it and its neighbour. */
+/* The codes of unit n and, with shared digits, the bytes a + 16 b of it and its neighbour. */
 typedef struct unit_pair {
     u8x64 own, both;
 } unit_pair;
@@ -134,7 +133,7 @@ INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
     return x;
 }
 
-/* rows (constant) x one tile: 16 scores each, KVC_CHUNK apart. */
+/* rows (a constant) times one tile: 16 scores for each row, KVC_CHUNK apart. */
 INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile,
                           float *s, const unsigned char *ahead) {
     const int together = UNITS_TOGETHER(bits);
@@ -185,13 +184,11 @@ INLINE void unit_dot_rows(int bits, int dim, int rows, const unit_query *q, cons
 }
 
 NOINLINE void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
-                     const unsigned char *ahead) {
-    switch (bits) {
-    case 8: unit_dot_rows(8, dim, rows, q, tile, s, ahead); break;
-    case 4: unit_dot_rows(4, dim, rows, q, tile, s, ahead); break;
-    case 3: unit_dot_rows(3, dim, rows, q, tile, s, ahead); break;
-    default: unit_dot_rows(2, dim, rows, q, tile, s, ahead); break;
-    }
+                       const unsigned char *ahead) {
+#define DOT(symbol, name, bits, ...) \
+    case bits: unit_dot_rows(bits, dim, rows, q, tile, s, ahead); break;
+    switch (bits) { KVC_QUANTISED_FORMATS(DOT) }
+#undef DOT
 }
 
 /* One row's weights times the scales of V, in digits. */
@@ -215,19 +212,17 @@ INLINE void quantise_row(int bits, int lanes, const float *w, const float *scale
 }
 
 NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, const float *scales,
-                             const float *middles, unit_weights *to) {
-#define ROWS(bits) \
-    for (int r = 0; r < rows; r++) quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r);
-    switch (bits) {
-    case 8: ROWS(8) break;
-    case 4: ROWS(4) break;
-    case 3: ROWS(3) break;
-    default: ROWS(2) break;
-    }
+                               const float *middles, unit_weights *to) {
+#define ROWS(symbol, name, bits, ...)                                              \
+    case bits:                                                                     \
+        for (int r = 0; r < rows; r++)                                             \
+            quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r); \
+        break;
+    switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
 #undef ROWS
 }
 
-/* rows (constant) x 32 channels over all tiles of a chunk; cb: the first block of 16 channels, even. */
+/* rows (a constant) times 32 channels over all tiles of a chunk; cb is the first block of 16 channels, even. */
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
@@ -301,14 +296,12 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
 }
 
 NOINLINE void unit_mix(int bits, int dim, int rows, int tiles, const unit_weights *w,
-                     const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
-                     const unsigned char *const *ahead) {
-    switch (bits) {
-    case 8: unit_mix_rows(8, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    case 4: unit_mix_rows(4, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    case 3: unit_mix_rows(3, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    default: unit_mix_rows(2, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
-    }
+                       const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                       const unsigned char *const *ahead) {
+#define MIX_TILES(symbol, name, bits, ...) \
+    case bits: unit_mix_rows(bits, dim, rows, tiles, w, tile, alpha, acc, acc_stride, ahead); break;
+    switch (bits) { KVC_QUANTISED_FORMATS(MIX_TILES) }
+#undef MIX_TILES
 }
 
 #endif

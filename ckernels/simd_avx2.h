@@ -48,7 +48,7 @@ INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(x_u16x8, x_u16x8));
 }
 
-/* Within each 2n lanes: the first n plus the others, and the first n minus them. */
+/* Within each 2n lanes: first half + second half, then first half - second half. */
 INLINE f32v f32v_butterfly1(f32v x) {
     const __m256 other = _mm256_permute_ps(x, 0xb1);
     return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xaa);
@@ -61,7 +61,7 @@ INLINE f32v f32v_butterfly4(f32v x) {
     const __m256 other = _mm256_permute2f128_ps(x, x, 0x01);
     return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), 0xf0);
 }
-INLINE f32v f32v_butterfly8(f32v x) { return x; } /* never reached: of 16 lanes only */
+INLINE f32v f32v_butterfly8(f32v x) { return x; } /* never called: for 16 lanes only */
 
 INLINE float f32v_max_of(f32v x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -159,7 +159,7 @@ INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
     const __m256i mask = _mm256_set1_epi8((char)byte);
     return (u8x64){_mm256_xor_si256(x.a, mask), _mm256_xor_si256(x.b, mask)};
 }
-/* Of 16-bit lanes: bits cross bytes and are masked off behind. */
+/* Shifts 16-bit lanes: bits cross bytes, and callers mask them. */
 INLINE u8x64 u8x64_shr(u8x64 x, int n) {
     return (u8x64){_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)};
 }

@@ -50,7 +50,7 @@ INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
-/* Within each 2n lanes: the first n plus the others, and the first n minus them. */
+/* Within each 2n lanes: first half + second half, then first half - second half. */
 INLINE f32v f32v_butterfly1(f32v x) {
     const __m512 other = _mm512_permute_ps(x, 0xb1);
     return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xaaaa, other, x);
@@ -158,7 +158,7 @@ INLINE u8x64 u8x64_load(const unsigned char *p) { return _mm512_loadu_si512(p); 
 INLINE u8x64 u8x64_and(u8x64 x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char)byte)); }
 INLINE u8x64 u8x64_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
 INLINE u8x64 u8x64_xor(u8x64 x, int byte) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)byte)); }
-/* Of 16-bit lanes: bits cross bytes and are masked off behind. */
+/* Shifts 16-bit lanes: bits cross bytes, and callers mask them. */
 INLINE u8x64 u8x64_shr(u8x64 x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
 INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n); }
 
@@ -175,9 +175,9 @@ INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
 INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
     out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low));
 }
-/* 32 numbers, |x| <= 1791, rounded, in shared digits (kvc_tiles.h): of 8 the first four are x_a, the others x_b.
- * With r the low digit of x_a alone: low_a = r + 16 m for the m that leaves x_b - 16 low_a a byte. In 16-bit
- * lanes; packing puts the fours of the two vectors side by side, and `in_order` puts them back. */
+/* Splits 32 rounded numbers, |x| <= 1791, into shared digits (kvc_tiles.h): of 8, the first four are x_a, the others
+ * x_b. With r the low digit of x_a alone, low_a = r + 16 m for the m that makes x_b - 16 low_a a byte. Computed in
+ * 16-bit lanes; packing interleaves the fours of the two vectors, and `in_order` restores their order. */
 INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
     const __m256i in_order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(x0), _mm512_cvtps_epi32(x1));

@@ -15,7 +15,7 @@ INLINE f32v f32v_load(const float *p) { return vld1q_f32(p); }
 INLINE void f32v_store(float *p, f32v x) { vst1q_f32(p, x); }
 INLINE f32v f32v_load_half(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE void f32v_store_half(uint16_t *p, f32v x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
-INLINE f32v f32v_load8(const float *p) { return f32v_load(p); } /* never reached: 4 lanes never stick out */
+INLINE f32v f32v_load8(const float *p) { return f32v_load(p); } /* never called: 4 lanes never exceed a row */
 INLINE void f32v_store8(float *p, f32v x) { f32v_store(p, x); }
 INLINE f32v f32v_load8_half(const uint16_t *p) { return f32v_load_half(p); }
 INLINE void f32v_store8_half(uint16_t *p, f32v x) { f32v_store_half(p, x); }
@@ -95,7 +95,7 @@ INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) {
 }
 INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 
-/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). sdot is signed twice. */
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). Both operands of sdot are signed. */
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 1

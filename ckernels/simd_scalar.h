@@ -1,4 +1,4 @@
-/* simd_scalar.h - the specification: a vector of one. */
+/* simd_scalar.h - the specification: vectors of one float. */
 #include <math.h>
 
 #include "kvc_half.h"
@@ -17,7 +17,7 @@ INLINE f32v f32v_load(const float *p) { return *p; }
 INLINE void f32v_store(float *p, f32v x) { *p = x; }
 INLINE f32v f32v_load_half(const uint16_t *p) { return kvc_float_of_half(*p); }
 INLINE void f32v_store_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
-INLINE f32v f32v_load8(const float *p) { return *p; } /* never reached: one lane never sticks out */
+INLINE f32v f32v_load8(const float *p) { return *p; } /* never called: one lane never exceeds a row */
 INLINE void f32v_store8(float *p, f32v x) { *p = x; }
 INLINE f32v f32v_load8_half(const uint16_t *p) { return kvc_float_of_half(*p); }
 INLINE void f32v_store8_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
@@ -32,7 +32,7 @@ INLINE f32v f32v_max(f32v a, f32v b) { return a > b ? a : b; }
 INLINE f32v f32v_abs(f32v x) { return fabsf(x); }
 /* Adding 1.5 * 2^23 leaves no bits below the point; |x| < 2^22. */
 INLINE f32v f32v_round(f32v x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
-/* From 2^128 on, which only K that nobody wrote gets to: infinite, and NaN of NaN. */
+/* Infinite from 2^128 on, which only scores of unwritten K reach; NaN of NaN. */
 INLINE f32v f32v_scale2(f32v p, f32v n) {
     if (!(n < 128.0f)) return n * INFINITY;
     return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)n << 23));
@@ -52,7 +52,7 @@ typedef struct i16v {
 } i16v;
 typedef int32_t i32v;
 
-/* Defined for every float, as the instructions of the other levels are; NaN becomes 0. */
+/* Defined for every float, like the instructions of the other levels; NaN becomes 0. */
 INLINE int i16_of(f32v x) { return x > 0.0f ? (int)f32v_round(x < 32767.0f ? x : 32767.0f) : 0; }
 INLINE i16v i16v_pair(f32v even, f32v odd) { return (i16v){i16_of(even), i16_of(odd)}; }
 INLINE i16v i16v_load(const uint16_t *p) { return (i16v){p[0], p[1]}; }

@@ -1,4 +1,4 @@
-"""python -m kvcache: the demo, and generation with a checkpoint of one's own."""
+"""The command line `python -m kvcache`: the demo, and generation with your own checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from kvcache.core.kernels import FORMATS
 from kvcache.engine import InferenceEngine, SamplingParams
 
 __all__ = ["main"]
@@ -13,8 +14,8 @@ __all__ = ["main"]
 DESCRIPTION = """\
 The KV-cache engine for LLM inference on CPUs.
 
-Without a command: the demo. Several users share a long system prompt and ask several turns each; a small model
-that ships with the library answers, first without and then with the prefix cache, and the two are compared."""
+Without a command it runs the demo: several users share a long system prompt and send several turns each. A small
+model that ships with the library answers, first without and then with the prefix cache, and both runs are compared."""
 
 EXAMPLES = """\
 examples:
@@ -32,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
-    commands.add_parser("demo", help="the demo (what runs without a command)")
+    commands.add_parser("demo", help="run the demo (the default)")
     generate = commands.add_parser(
         "generate",
         help="continue a prompt with a checkpoint of your own",
@@ -40,9 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     defaults = SamplingParams()
     add = generate.add_argument
-    add("--model", required=True, metavar="DIR", help="config.json, *.safetensors and tokenizer.json")
-    add("--prompt", required=True, metavar="TEXT", help="what to continue")
-    add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="new tokens at most (%(default)s)")
+    add("--model", required=True, metavar="DIR", help="folder with config.json, *.safetensors and tokenizer.json")
+    add("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="most new tokens (%(default)s)")
     add("--temperature", type=float, default=defaults.temperature, metavar="T", help="0 is greedy (%(default)s)")
     add("--top-k", type=int, default=defaults.top_k, metavar="K", help="0 is off (%(default)s)")
     add("--top-p", type=float, default=defaults.top_p, metavar="P", help="1 is off (%(default)s)")
@@ -50,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         "--repetition-penalty", type=float, default=defaults.repetition_penalty, metavar="R",
         help="1 is off (%(default)s)",
     )  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="of the random numbers (%(default)s)")
-    add("--dtype", default="f32", help="storage of keys and values: f32, f16, q8, q4, q3 or q2 (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (%(default)s)")
+    add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
     return parser
 
@@ -87,7 +88,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. A user's error is one line on standard error, and 2."""
+    """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2."""
     options = _parser().parse_args(arguments)
     try:
         return _generate(options) if options.command == "generate" else _demo()

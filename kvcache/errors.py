@@ -1,8 +1,7 @@
-"""The errors of state, one small family under `KvCacheError`.
+"""The family of errors under `KvCacheError`.
 
-Bad input (a wrong shape, an unknown option) is a plain `TypeError`, `ValueError` or `IndexError`; these
-classes are for requests that were well formed and could not be served. Every failing call is atomic: the
-object is as it was before.
+Invalid arguments (a wrong shape, an unknown option) raise a plain `TypeError`, `ValueError` or `IndexError`. These
+classes are for valid calls that cannot be carried out. A failing call is atomic: the object is unchanged.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ __all__ = [
 
 
 class KvCacheError(Exception):
-    """Base of everything that a cache raises about its own state."""
+    """Base class of the errors about the state of a cache."""
 
 
 class OutOfMemoryError(KvCacheError, MemoryError):
-    """More was asked for than is free.
+    """A call needs more than is free.
 
     Attributes:
-        requested: what the call needed, in `unit`.
-        available: what was free, in `unit`.
+        requested: the amount the call needed, in `unit`.
+        available: the amount that was free, in `unit`.
         unit: "blocks", "bytes" or "tokens".
     """
 
@@ -68,11 +67,11 @@ class InvalidOperationError(KvCacheError):
 
 
 class SnapshotError(KvCacheError):
-    """A saved cache or a snapshot does not fit, is damaged, or belongs to something else."""
+    """A saved cache or a snapshot is damaged, has other dimensions, or belongs to another model."""
 
 
 class CheckpointError(KvCacheError, ValueError):
-    """A model checkpoint cannot be used: damaged, incomplete, or of a kind that is not supported.
+    """A model checkpoint is damaged, incomplete or not supported.
 
-    The message names the file, the tensor or the option, and what was expected of it.
+    The message names the file, the tensor or the option, and the expected value.
     """

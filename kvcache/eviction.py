@@ -1,4 +1,4 @@
-"""Who leaves first when memory runs short: sequences of a paged cache, entries of a `CacheManager`."""
+"""What is evicted first: strategies for the sequences of a paged cache, policies for the tokens of a list."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvcache.core.arguments import as_count
+from kvcache.core.arguments import as_count, as_finite, short
 
 __all__ = ["EvictionPolicy", "EvictionStrategy", "Rule", "pyramid_budgets"]
 
-MAX_LAYERS = 4096  # of a network; the largest have a few hundred
-MAX_LEVELS = 2**31 - 1  # of priorities
-MAX_TOKENS = 2**62  # of sinks or of a window: sums of two stay within 64 bits
+MAX_LAYERS = 4096  # layers of a network; the largest networks have a few hundred
+MAX_LEVELS = 2**31 - 1  # levels of priority
+MAX_TOKENS = 2**62  # tokens of the sinks or of a window: their sum fits in 64 bits
 
-# The rank of each strategy, and its arguments; the arguments of each policy.
+# For each strategy the rank by which sequences are ordered and its arguments; for each policy its arguments.
 _STRATEGIES = {
     "LRU": ("recency", ()),
     "LFU": ("frequency", ()),
@@ -37,10 +35,9 @@ _POLICIES = {
 
 @dataclass(frozen=True, slots=True)
 class EvictionStrategy:
-    """Which sequence leaves first; ties go to the lowest id.
+    """The order in which sequences are evicted; ties go to the lowest id.
 
-    Made by its class methods: `LRU()`, `LFU()`, `LongestFirst()`, `Priority(levels)`,
-    `StreamingLLM(sink_tokens, window_tokens)`.
+    Constructors: `LRU()`, `LFU()`, `LongestFirst()`, `Priority(levels)`, `StreamingLLM(sink_tokens, window_tokens)`.
     """
 
     name: str
@@ -52,7 +49,7 @@ class EvictionStrategy:
     def __post_init__(self) -> None:
         rank, arguments = _of_name(_STRATEGIES, self.name)
         if self.rank != rank:
-            raise ValueError(f"rank: expected {rank!r} for {self.name}, got {self.rank!r:.100}")
+            raise ValueError(f"rank: expected {rank!r} for {self.name}, got {short(self.rank)}")
         _check_arguments(
             self,
             arguments,
@@ -63,22 +60,22 @@ class EvictionStrategy:
 
     @classmethod
     def LRU(cls) -> EvictionStrategy:
-        """The sequence that was appended to, written, read or attended over the longest time ago."""
+        """Evict the least recently used sequence; appends, writes, reads and attention are uses."""
         return cls("LRU", "recency")
 
     @classmethod
     def LFU(cls) -> EvictionStrategy:
-        """The sequence with the fewest accesses."""
+        """Evict the sequence with the fewest accesses."""
         return cls("LFU", "frequency")
 
     @classmethod
     def LongestFirst(cls) -> EvictionStrategy:
-        """The sequence with the most tokens."""
+        """Evict the sequence with the most tokens."""
         return cls("LongestFirst", "length")
 
     @classmethod
     def Priority(cls, levels: int) -> EvictionStrategy:
-        """The sequence of the lowest priority, an int in [0, levels) set by `set_priority`, 0 at first.
+        """Evict the sequence of the lowest priority, an int in [0, levels) set by `set_priority`, 0 at first.
 
         Raises:
             TypeError, ValueError: `levels` not an int from 1 to 2**31 - 1.
@@ -87,7 +84,7 @@ class EvictionStrategy:
 
     @classmethod
     def StreamingLLM(cls, sink_tokens: int, window_tokens: int) -> EvictionStrategy:
-        """Sequences leave as under LRU; `apply_streaming_llm` says which tokens of one stay (Xiao et al., 2023).
+        """Evict sequences as LRU does; `apply_streaming_llm` keeps sinks and a window of one (Xiao et al., 2023).
 
         Raises:
             TypeError, ValueError: a count that is not an int from 0 to 2**62.
@@ -103,19 +100,19 @@ class EvictionStrategy:
 
 
 class Rule(NamedTuple):
-    """What a policy makes of a budget for one list of entries; `front + back <= limit`."""
+    """The limits of one list of entries under a policy and a budget; `front + back <= limit`."""
 
-    limit: int  # entries that may stay
-    front: int  # of these the first ones, whatever their score
-    back: int  # and the last ones
+    limit: int  # most entries
+    front: int  # first entries that are protected, whatever their score
+    back: int  # last entries that are protected
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """Which entries of a list stay when there are more than its budget.
+    """The choice of the entries that a list keeps when it exceeds its budget.
 
-    Made by its class methods: `H2O(recent_fraction)`, `SlidingWindow(window, sink)`,
-    `StreamingLLM(sink_tokens, window_tokens)`, `PyramidKV(total_layers, recent_fraction)`.
+    Constructors: `H2O(recent_fraction)`, `SlidingWindow(window, sink)`, `StreamingLLM(sink_tokens, window_tokens)`,
+    `PyramidKV(total_layers, recent_fraction)`.
     """
 
     name: str
@@ -136,14 +133,14 @@ class EvictionPolicy:
 
     @classmethod
     def H2O(cls, recent_fraction: float = 0.5) -> EvictionPolicy:
-        """The most recent entries stay, and of the rest those of the highest score; ties go to the earliest.
+        """Keep the most recent entries, and of the rest those of the highest score; ties evict the earliest.
 
         Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
         Models" (2023), section 4: scores are accumulated attention weights, half of the budget is recent.
 
         Args:
-            recent_fraction: in [0, 1]; `ceil(recent_fraction * budget)` entries are recent. At 0 the newest entry
-                competes like any other, at 1 the oldest always leaves.
+            recent_fraction: in [0, 1]; `ceil(recent_fraction * budget)` entries are recent. At 0 even the newest entry
+                is not protected; at 1 the oldest is always evicted.
 
         Raises:
             TypeError, ValueError: not a number; a fraction outside [0, 1], or NaN.
@@ -152,13 +149,13 @@ class EvictionPolicy:
 
     @classmethod
     def SlidingWindow(cls, window: int, sink: int) -> EvictionPolicy:
-        """The first `sink` and the last `window` entries stay, scores do not count.
+        """Keep the first `sink` and the last `window` entries, whatever their scores.
 
-        Every entry keeps its place in the text: the sinks are as far away as the text is long (`StreamingLLM`
-        brings them near).
+        Every entry keeps its text position, so the distance to the sinks grows with the text (under `StreamingLLM` it
+        does not).
 
         Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), section 3.
-        Within a budget of less than `sink + window` the window shrinks first, down to the newest entry.
+        If the budget is below `sink + window`, the window shrinks first, down to the newest entry.
 
         Raises:
             TypeError, ValueError: not integers; `window` below 1 or `sink` below 0.
@@ -167,15 +164,14 @@ class EvictionPolicy:
 
     @classmethod
     def StreamingLLM(cls, sink_tokens: int, window_tokens: int) -> EvictionPolicy:
-        """As `SlidingWindow`, and the sinks stay near: distances count within the cache, so that a text has no end.
+        """Keep what `SlidingWindow` keeps, with distances counted within the cache: the text may have any length.
 
-        What was evicted leaves no gap: a query stands as far behind the sinks as there are tokens between them in
-        the cache. Keys are not rewritten for that: the sinks meet queries that are rotated to the shorter distance,
-        which only an engine has. No distance is ever longer than the cache, so positions may pass those that the
-        network was trained on.
+        The distance from a query to the sinks does not count evicted tokens. Keys are not rewritten: a second set of
+        queries, rotated to the shorter distance, attends to the sinks. Only an engine has these queries. No distance
+        exceeds the length of the cache, so positions may exceed those that the network was trained on.
 
         Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453,
-        section 3.2. Its four sinks are enough for the networks that were tried there.
+        section 3.2. Four sinks are enough for the networks tested there.
 
         Raises:
             TypeError, ValueError: not integers; `sink_tokens` below 0 or `window_tokens` below 1.
@@ -185,7 +181,7 @@ class EvictionPolicy:
 
     @classmethod
     def PyramidKV(cls, total_layers: int, recent_fraction: float = 0.5) -> EvictionPolicy:
-        """One list per layer, lower layers with larger budgets (see `pyramid_budgets`); inside a layer as `H2O`.
+        """Give lower layers larger budgets (see `pyramid_budgets`), and evict within a layer as `H2O` does.
 
         Source: Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
         (2024), section 4: budgets fall from layer to layer in an arithmetic sequence.
@@ -197,23 +193,23 @@ class EvictionPolicy:
 
     @property
     def by_score(self) -> bool:
-        """Whether scores decide who leaves."""
+        """Whether the policy evicts by score."""
         return self.recent_fraction is not None
 
     @property
     def endless(self) -> bool:
-        """Whether distances count within the cache, so that a text may be longer than the network's positions."""
+        """Whether distances count within the cache, so that a text may exceed the network's positions."""
         return self.name == "StreamingLLM"
 
     @property
     def most(self) -> int | None:
-        """How many entries stay whatever the budget; None: as many as it allows."""
+        """The most entries the policy keeps under any budget; None: as many as the budget allows."""
         return None if self.window is None else self.window + (self.sink or 0)
 
     def rule(self, budget: int) -> Rule:
-        """How a list is held to `budget` entries."""
+        """The limits of a list with a budget of `budget` entries."""
         if self.recent_fraction is not None:
-            # A hair less, so that 0.1 * 30 is 3 and not 4.
+            # 1e-9 less, so that rounding does not turn 0.1 * 30 into 4.
             return Rule(budget, 0, math.ceil(self.recent_fraction * budget - 1e-9))
         assert self.window is not None
         assert self.sink is not None
@@ -222,7 +218,7 @@ class EvictionPolicy:
         return Rule(front + back, front, back)
 
     def shares(self, budget: int, layers: Iterable[int]) -> dict[int, int]:
-        """How `budget` entries are divided among these layers, given ascending."""
+        """Divide `budget` entries among these layers, given in ascending order."""
         known = list(layers)
         if self.total_layers is not None:
             budgets = pyramid_budgets(budget, self.total_layers)
@@ -230,9 +226,10 @@ class EvictionPolicy:
         return {layer: -(-(budget - i) // len(known)) for i, layer in enumerate(known)}
 
     def targets(self, budget: int, sizes: dict[int, int]) -> dict[int, int]:
-        """How many of its entries each layer keeps, so that `min(budget, sum(sizes))` are left in all.
+        """The number of entries each layer keeps, so that `min(budget, sum(sizes))` remain in total.
 
-        Each gives up what it has over its share; what others leave of theirs goes to the lowest layers in need.
+        Each layer evicts what exceeds its share. Unused parts of shares go to the layers that exceed theirs, the lowest
+        first.
         """
         shares = self.shares(budget, sizes)
         targets = {layer: min(size, shares[layer]) for layer, size in sizes.items()}
@@ -253,10 +250,10 @@ class EvictionPolicy:
 
 
 def pyramid_budgets(budget: int, total_layers: int) -> tuple[int, ...]:
-    """`budget` entries divided among layers in proportion to L, L - 1, ..., 1: never increasing, the sum exact.
+    """Divide `budget` entries among layers in proportion to L, L - 1, ..., 1: never increasing, with an exact sum.
 
-    Each share is rounded down, and what is left goes to the largest remainders, then to the lowest layers. Every
-    layer gets at least 1 where there are entries enough for that.
+    Each share is rounded down. The rest goes to the largest remainders, among equals to the lowest layers. Every layer
+    gets at least 1 if there are enough entries.
 
     Raises:
         TypeError, ValueError: not ints; a negative budget; layers not from 1 to 4096.
@@ -273,7 +270,7 @@ def _pyramid(budget: int, total_layers: int) -> tuple[int, ...]:
     for layer in sorted(range(total_layers), key=lambda layer: -parts[layer][1])[:left]:
         budgets[layer] += 1
     if budget >= total_layers:
-        # Layers without an entry take one of the largest share, of equals the highest layer.
+        # A layer without an entry takes one from the largest share, among equals from the highest layer.
         largest = [(-share, -layer) for layer, share in enumerate(budgets)]
         heapify(largest)
         for layer in range(total_layers):
@@ -287,23 +284,19 @@ def _pyramid(budget: int, total_layers: int) -> tuple[int, ...]:
 
 def _of_name(known: dict[str, Any], name: Any) -> Any:
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"name: expected one of {', '.join(known)}, got {name!r:.100}")
+        raise ValueError(f"name: expected one of {', '.join(known)}, got {short(name)}")
     return known[name]
 
 
 def _check_arguments(made: Any, wanted: tuple[str, ...], **checks: Callable[[Any], Any]) -> None:
-    """Check the fields that are wanted, and store what the checks return; all others must be None."""
+    """Check the wanted fields and store what the checks return; all other fields must be None."""
     for name, check in checks.items():
         value = getattr(made, name)
         if name in wanted:
             object.__setattr__(made, name, check(value))
         elif value is not None:
-            raise ValueError(f"{name}: expected None for {made.name}, got {value!r:.100}")
+            raise ValueError(f"{name}: expected None for {made.name}, got {short(value)}")
 
 
 def _fraction(value: Any) -> float:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"recent_fraction: expected a number, got {type(value).__name__}")
-    if not 0 <= value <= 1:
-        raise ValueError(f"recent_fraction: expected a number from 0 to 1, got {value!r:.100}")
-    return float(value)
+    return as_finite(value, "recent_fraction", 0.0, 1.0)

@@ -1,7 +1,7 @@
-"""`KvCacheHandle`: a request's view of its own KV, whatever cache holds it.
+"""`KvCacheHandle`: a view of one request's KV, the same for every cache.
 
-A handle is a reference, never a copy: it shows the tokens that its sequence has now, and nothing once the
-sequence is gone, also when somebody else has taken its id or its blocks.
+A handle is a reference, never a copy: it shows the current tokens of its sequence. It becomes invalid when the sequence
+is freed, and stays invalid if another sequence gets the id or the blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_integer
+from kvcache.core.arguments import as_count, as_integer
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]
@@ -24,13 +24,13 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Device(enum.Enum):
-    """Where a cache lives."""
+    """The device of a cache."""
 
     CPU = "cpu"
 
     @property
     def is_gpu(self) -> bool:
-        """False: this is a library for CPUs."""
+        """False: the library runs on CPUs only."""
         return False
 
     def __str__(self) -> str:
@@ -39,11 +39,11 @@ class Device(enum.Enum):
 
 @dataclass
 class BlockTable:
-    """Which blocks a sequence has: ids, and logical indices into them.
+    """The blocks of a sequence: their ids, and logical indices into them.
 
     Attributes:
         block_size: tokens per block.
-        physical_blocks: block ids in the order of the text.
+        physical_blocks: block ids in text order.
         logical_to_physical: for each logical block, its index in `physical_blocks`.
         sequence_length: tokens stored.
     """
@@ -54,8 +54,7 @@ class BlockTable:
     sequence_length: int = 0
 
     def __post_init__(self) -> None:
-        if as_integer(self.block_size, "block_size") < 1:
-            raise ValueError(f"expected block_size >= 1, got {self.block_size}")
+        as_count(self.block_size, "block_size", 1)
 
     @staticmethod
     def blocks_needed_for_length(length: int, block_size: int) -> int:
@@ -64,10 +63,7 @@ class BlockTable:
         Raises:
             ValueError: a negative length, or a block size below 1.
         """
-        length, block_size = as_integer(length, "length"), as_integer(block_size, "block_size")
-        if length < 0 or block_size < 1:
-            raise ValueError(f"expected length >= 0 and block_size >= 1, got {length} and {block_size}")
-        return -(-length // block_size)
+        return -(-as_count(length, "length") // as_count(block_size, "block_size", 1))
 
     @property
     def num_blocks(self) -> int:
@@ -76,30 +72,28 @@ class BlockTable:
 
     @property
     def has_free_space(self) -> bool:
-        """Whether one more token fits without another block."""
+        """Whether one more token fits into the blocks."""
         return self.free_tokens > 0
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that still fit; 0 when the length already exceeds the blocks."""
+        """Tokens that still fit; 0 if the length exceeds the blocks."""
         return max(0, self.num_blocks * self.block_size - self.sequence_length)
 
     def add_blocks(self, ids: Iterable[int]) -> None:
-        """Append block ids, and running logical indices to them."""
+        """Append block ids and their logical indices."""
         for block in [as_integer(each, "ids") for each in ids]:
             self.logical_to_physical.append(len(self.physical_blocks))
             self.physical_blocks.append(block)
 
     def extend_sequence(self, num_tokens: int) -> None:
-        """Count `num_tokens` more tokens.
+        """Increase the length by `num_tokens`.
 
         Raises:
             ValueError: a negative count.
-            InvalidOperationError: more blocks are needed than there are; the length is as before.
+            InvalidOperationError: the table has too few blocks; the length is unchanged.
         """
-        num_tokens = as_integer(num_tokens, "num_tokens")
-        if num_tokens < 0:
-            raise ValueError(f"expected a count of tokens >= 0, got {num_tokens}")
+        num_tokens = as_count(num_tokens, "num_tokens")
         need = self.blocks_needed_for_length(self.sequence_length + num_tokens, self.block_size)
         if need > self.num_blocks:
             raise InvalidOperationError(f"expected {need} blocks for the longer sequence, got {self.num_blocks}")
@@ -107,12 +101,12 @@ class BlockTable:
 
 
 class LiveBlockTable(BlockTable):
-    """The table of a sequence as it is at every moment; its length can be set, its blocks are the cache's business.
+    """The live table of a sequence. Its length can be set; its blocks are chosen by the cache.
 
     Args:
         block_size: tokens per block.
-        read: the table as it is now.
-        resize: makes the sequence so many tokens long, or raises and changes nothing.
+        read: returns a snapshot of the current table.
+        resize: sets the length of the sequence, or raises and changes nothing.
     """
 
     def __init__(self, block_size: int, read: Callable[[], BlockTable], resize: Callable[[int], None]) -> None:
@@ -139,7 +133,7 @@ class LiveBlockTable(BlockTable):
             self._resize(num_tokens)
 
     def add_blocks(self, ids: Iterable[int]) -> None:
-        """InvalidOperationError: blocks come from the cache, with the tokens that need them."""
+        """Raise InvalidOperationError: the cache allocates blocks when tokens need them."""
         raise InvalidOperationError("expected the cache to choose the blocks, set sequence_length instead")
 
 
@@ -148,11 +142,11 @@ class CacheHandleStats:
     """A snapshot of one handle.
 
     Attributes:
-        memory_bytes: K and V of its blocks, all layers; a shared block counts in full.
-        blocks_allocated: blocks it holds.
-        tokens_stored: tokens alive.
+        memory_bytes: bytes of K and V in its blocks, all layers; a shared block counts in full.
+        blocks_allocated: blocks of the sequence.
+        tokens_stored: tokens stored, without evicted ones.
         utilization: tokens / (blocks * block_size), 0.0 without blocks.
-        last_access: the cache's recency counter when the sequence was last touched.
+        last_access: the cache's recency counter at the last access to the sequence.
     """
 
     memory_bytes: int
@@ -163,7 +157,7 @@ class CacheHandleStats:
 
 
 class KvCacheHandle(ABC):
-    """What every KV cache shows of one request: thirteen members to implement, two that follow from them."""
+    """The interface of a handle: thirteen members to implement and two that are derived from them."""
 
     @property
     @abstractmethod
@@ -172,26 +166,26 @@ class KvCacheHandle(ABC):
 
     @abstractmethod
     def block_table_mut(self) -> BlockTable:
-        """The live table: it shows every later change, and a length that is set there is the sequence's."""
+        """The live table: it shows every later change, and setting its length resizes the sequence."""
 
     @abstractmethod
     def as_any(self) -> Any:
-        """The handle itself, for callers that know its class."""
+        """The handle itself, for callers that need its concrete class."""
 
     @property
     @abstractmethod
     def device(self) -> Device:
-        """Where the cache lives."""
+        """The device of the cache."""
 
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Layers cached."""
+        """Number of layers."""
 
     @property
     @abstractmethod
     def num_heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
 
     @property
     @abstractmethod
@@ -212,17 +206,17 @@ class KvCacheHandle(ABC):
 
     @abstractmethod
     def stats(self) -> CacheHandleStats:
-        """What this request occupies now."""
+        """A snapshot of the memory and tokens of this request."""
 
     @property
     @abstractmethod
     def is_valid(self) -> bool:
-        """Whether the data is still there."""
+        """Whether the sequence still exists."""
 
     @property
     @abstractmethod
     def cache_id(self) -> str:
-        """A name for this request's data that no other request's data ever has."""
+        """A name for this request's data that is never used for another request."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
-"""Attention by others: NumPy, PyTorch, and llama.cpp's CPU kernels where llama-cpp-python is installed.
+"""Attention of rivals: NumPy, PyTorch, and llama.cpp's CPU kernels if llama-cpp-python is installed.
 
-Each holds as many distinct K and V as our cache has layers, contiguous and in the layout that suits it best,
-and each call attends the next one. `names` are candidates; `run` one call.
+Each rival has as many distinct K and V as our cache has layers, contiguous and in its best layout; each call attends
+over the next one. A rival is yielded as `(name, run)`; `run` makes one call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _ggml() -> Any:
 
 
 def availability() -> list[str]:
-    """A line per rival: its version, or that it is absent."""
+    """A line per rival: its version, or a note that it is absent."""
     torch, ggml = _torch(), _ggml()
     return [
         f"PyTorch {torch.__version__}" if torch else "not measured: PyTorch (not installed)",
@@ -58,7 +58,7 @@ def _heads_first(shape: Shape) -> tuple[Float32, Float32]:
 
 
 class _Turns:
-    """Calls `function` on the next of several sets of arrays."""
+    """Calls `function` on each of several sets of arrays in turn."""
 
     def __init__(self, function: Callable[[Any, Any], object], sets: list[tuple[Any, Any]]) -> None:
         self._function, self._sets, self._turn = function, sets, 0
@@ -69,7 +69,7 @@ class _Turns:
 
 
 def decode_rivals(shape: Shape, layers: int, threads: int) -> Runs:
-    """Everybody's decode step of one query per sequence: `(name, run)`."""
+    """The decode step of each rival, one query per sequence: `(name, run)`."""
     keys, values = _heads_first(shape)
     queries = queries_of(shape, shape.batch)
     grouped = queries.reshape(shape.batch, shape.kv_heads, -1, shape.head_dim)
@@ -101,7 +101,7 @@ def _numpy_decode(queries: Float32, keys: Float32, values: Float32) -> Float32:
 
 
 def prefill_rivals(shape: Shape, rows: int, threads: int) -> Runs:
-    """`rows` causal queries that stand on the last tokens of one sequence: `(name, run)`."""
+    """Attention of `rows` causal queries at the last positions of one sequence: `(name, run)`."""
     keys, values = _heads_first(shape)
     queries = np.ascontiguousarray(queries_of(shape, rows).transpose(1, 0, 2))[None]
     mask = np.tril(np.ones((rows, shape.context), bool), shape.context - rows)
@@ -121,7 +121,7 @@ def prefill_rivals(shape: Shape, rows: int, threads: int) -> Runs:
 
 
 def _torch_prefill(torch: Any, queries: Any, keys: Any, values: Any, mask: Any) -> Runs:
-    """The ways to say it: grouped heads, heads repeated beforehand, the queries of a group as one head's rows."""
+    """The ways to call SDPA: grouped heads, heads repeated beforehand, the queries of a group as one head's rows."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     group = queries.shape[1] // keys.shape[1]
     additive = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, float("-inf"))

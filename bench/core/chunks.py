@@ -1,4 +1,4 @@
-"""Prefill and extend, mixed batches, and what a second thread brings."""
+"""Cases of `bench kernels`: prefill and extend, mixed batches, and the gain of a second thread."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, fma
 from bench.support.common import Candidate, Case, Claim, at_most, faster, share_of
 from bench.support.rates import Columns
-from bench.support.scattered import FORMATS, Scattered, Shape, fill_rows, queries_of, scatter
+from bench.support.scattered import Scattered, Shape, fill_rows, queries_of, scatter
+from kvcache.core.kernels import FORMATS
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["MIXED", "PREFILL", "mixed_cases", "prefill_cases", "thread_cases", "thread_columns"]
 
 ROWS = 512  # queries of a chunk
 PEAK = "FMA peak"
-PREFILL = Columns(FORMATS, lambda subject: PEAK, ("f32", TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values()), "GFLOP/s")
+_RIVALS = ("f32", TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values())
+PREFILL = Columns(tuple(FORMATS), lambda subject: PEAK, _RIVALS, "GFLOP/s")
 MIXED = Columns(("one call", "prefill", "decodes"))
 
 
 def flop(shape: Shape, rows: int) -> float:
-    """Multiplications and additions of q·Kᵀ and of the weighted sum of V, without what the mask leaves out."""
+    """Multiplications and additions of q·Kᵀ and of the weighted sum of V, masked pairs excluded."""
     pairs = sum(shape.context - rows + 1 + i for i in range(rows))
     return 4.0 * pairs * shape.query_heads * shape.head_dim
 
 
 def peak(threads: int, work: float) -> Candidate:
-    """As many FLOP at the peak of these threads."""
+    """The time of `work` FLOP at the FMA peak of these threads."""
     run, done = fma(threads)
     return Candidate(PEAK, run, count=done / work, facts={"work": work})
 
 
 def prefill_claims() -> tuple[Claim, ...]:
-    """What is asked of 512 queries over 4k and more."""
-    quantised = tuple(faster(1.6, name, "f32") for name in FORMATS[2:])
+    """The bounds on 512 queries over 4k and more."""
+    quantised = tuple(faster(1.6, name, "f32") for name, format in FORMATS.items() if format.quantised)
     return (share_of(0.7, "f32", PEAK), faster(2, "f32", TORCH), faster(2, "f32", TORCH_BEST), *quantised)
 
 
@@ -68,7 +70,7 @@ def _prefill_candidates(shape: Shape, threads: int) -> Iterator[Candidate]:
 
 
 class MixedBatch:
-    """One prefill chunk and many decodes, as one call and as two."""
+    """One prefill chunk and many decodes, in one call and in two."""
 
     def __init__(self, dtype: str, decodes: int, context: int, rows: int) -> None:
         shape = Shape(context)
@@ -86,7 +88,7 @@ class MixedBatch:
         self.out = np.empty_like(self.queries)
 
     def both(self) -> None:
-        """One call."""
+        """Everything in one call."""
         self.cache.attention(0, self.queries, self.ids, query_lens=self.lens, out=self.out)
 
     def prefill(self) -> None:
@@ -105,7 +107,7 @@ class MixedBatch:
 
 
 def mixed_cases(decodes: int, context: int, threads: Iterable[int]) -> Iterator[Case]:
-    """One call with everything beside the sum of its parts."""
+    """One call with everything, compared with the sum of its parts."""
     for dtype, count in product(("f32", "f16", "q4"), threads):
         what = f"{dtype}, {ROWS} rows + {decodes} decodes at {context // 1024}k, {count} thr"
         make = partial(_mixed_candidates, dtype, decodes, context, count)
@@ -125,12 +127,12 @@ ONE, TWO = "1 thread", "2 threads"
 
 
 def thread_columns() -> Columns:
-    """Two threads beside one, and beside what the ceiling gains from the second."""
+    """Two threads compared with one."""
     return Columns((TWO,), rivals=(ONE,))
 
 
 def thread_cases(context: int) -> Iterator[Case]:
-    """The bound is on work that fits both cores; reading plain memory shows what the bus leaves."""
+    """The bound is on attention; the FMA peak and the plain read show what the cores and the memory bus allow."""
     for what, make, bound in (
         ("FMA peak", _fma_twice, None),
         ("plain read, cold", partial(_read_twice, context), None),

@@ -1,4 +1,4 @@
-"""Decode: one query per sequence over scattered, cold blocks; every storage format beside its ceiling and rivals."""
+"""Cases of `bench kernels`: decode, one query per sequence over scattered, cold blocks, in every storage format."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, Bytes, huge_array
 from bench.support.common import Candidate, Case, Claim, at_most, faster, share_of
 from bench.support.rates import Columns
-from bench.support.scattered import FORMATS, Scattered, Shape, available_bytes, queries_of, relative_error
+from bench.support.scattered import Scattered, Shape, available_bytes, queries_of, relative_error
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["FLOATS", "QUANTISED", "cases", "level_cases", "level_columns"]
 
 RIVALS = (NUMPY, TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values())
-HOT_TOKENS = 4096  # most tokens for which the caches may hold K and V
-PLAIN = 0.85  # of a plain read
-LONG = 16384  # tokens from which memory decides
+HOT_TOKENS = 4096  # most tokens whose K and V may fit the CPU's caches
+PLAIN = 0.85  # bound: share of the speed of a plain read
+LONG = 16384  # tokens from which the speed of memory decides
 
-FLOATS = Columns(("f32", "f16"), "read {}".format, RIVALS, "GB/s", "{}, hot".format)
-QUANTISED = Columns(("q8", "q4", "q3", "q2"), "read {}".format, ("f32", *RIVALS[1:]), "GB/s", "{}, hot".format)
+_CODES = tuple(name for name in FORMATS if FORMATS[name].quantised)
+_PLAIN = tuple(name for name in FORMATS if name not in _CODES)
+FLOATS = Columns(_PLAIN, "read {}".format, RIVALS, "GB/s", "{}, hot".format)
+QUANTISED = Columns(_CODES, "read {}".format, ("f32", *RIVALS[1:]), "GB/s", "{}, hot".format)
 
 _buffer: list[Bytes] = []
 
 
 def buffer(size: int) -> Bytes:
-    """One array of at least `size` bytes for every plain read."""
+    """The array of at least `size` bytes that all plain reads share."""
     if not _buffer or _buffer[0].nbytes < size:
         _buffer[:] = []
         _buffer.append(huge_array(size))
@@ -39,7 +42,7 @@ def buffer(size: int) -> Bytes:
 
 @lru_cache(maxsize=1)
 def _caches(shape: Shape) -> tuple[Scattered, ...]:
-    """A cache per format; kept for the next case of the same shape."""
+    """A cache per format; the next case of the same shape reuses them."""
     return tuple(Scattered(shape, dtype) for dtype in FORMATS)
 
 
@@ -47,9 +50,9 @@ _errors: dict[tuple[Shape, str], float] = {}
 
 
 def claims(shape: Shape) -> tuple[Claim, ...]:
-    """What is asked of decode at this context."""
+    """The bounds on decode at this context."""
     long = shape.context >= LONG
-    floats = () if shape.context < 1024 else tuple(share_of(PLAIN, name, f"read {name}") for name in ("f32", "f16"))
+    floats = () if shape.context < 1024 else tuple(share_of(PLAIN, name, f"read {name}") for name in _PLAIN)
     return (
         *floats,
         faster(2.5 if long else 1, "q8", "f32"),
@@ -83,7 +86,7 @@ def _candidates(shape: Shape, threads: int, rivals: bool) -> Iterator[Candidate]
 
 
 def _error(scattered: Scattered, queries: np.ndarray, out: np.ndarray) -> float:
-    """Once per shape and format: the batch holds the same rows."""
+    """The error of a shape and format, computed once: every call has the same rows."""
     key = (scattered.shape, scattered.dtype)
     if key not in _errors:
         _errors[key] = relative_error(scattered, queries, out)
@@ -97,7 +100,7 @@ def cases(
     block_sizes: Iterable[int],
     threads: Iterable[int],
 ) -> Iterator[Case]:
-    """The grid, as far as memory reaches, and the short context of 256 without rivals."""
+    """The grid of all cases that fit memory, and a context of 256 without rivals."""
     grid = product(head_dims, block_sizes, (256, *contexts), batches)
     for head_dim, block_size, context, batch in grid:
         shape = Shape(context, batch, head_dim, block_size)
@@ -115,12 +118,12 @@ def level_cases(contexts: Iterable[int], threads: Iterable[int]) -> Iterator[Cas
     bound = (share_of(0.6, "avx2", "avx512"),) if {"avx2", "avx512"} <= set(levels) else ()
     for context, dtype, count in product(contexts, ("f32", "f16", "q8", "q4"), threads):
         what = f"{dtype}, {Shape(context)}, {count} thr"
-        held = bound if dtype in ("f32", "f16") else ()
+        held = () if FORMATS[dtype].quantised else bound
         yield Case(what, partial(_level_candidates, Shape(context), dtype, count), held)
 
 
 def level_columns() -> Columns:
-    """A row per level, beside the plain read."""
+    """A row per level, compared with the plain read."""
     levels = [level for level in kvcache.simd_levels() if level != "scalar"]
     return Columns(tuple(levels), lambda level: "read", tuple(levels[-1:]))
 

@@ -1,4 +1,4 @@
-"""`python -m bench formats`: what each storage format costs in bytes and in precision, from real caches."""
+"""`python -m bench formats`: bytes and precision of each storage format, measured on real caches."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 from bench.support.report import environment, markdown, text_table
 from kvcache import PagedKvCache
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["add_arguments", "main", "measure"]
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 HEADS, GROUP, BLOCK = 2, 4, 16
 HEADER = ["format", "bytes/token", "below f32", "K error", "K error, outliers", "kernel error", "output error"]
 NOTES = (
-    "bytes/token: K and V of one KV head, from the memory that the cache has allocated.",
-    "K error: relative RMS of what `read` returns, unit Gaussians; with outliers, one channel in 32 is scaled by 20.",
-    "kernel error: attention against float64 attention over what `read` returns, worst relative L2 of an output row.",
-    "output error: attention against float64 attention over the keys and values as written, median of the same.",
+    "bytes/token: K and V of one KV head, computed from the memory that the cache has allocated.",
+    "K error: relative RMS error of `read`, unit Gaussians; with outliers, one channel in 32 is scaled by 20.",
+    "kernel error: attention compared with float64 attention over the result of `read`, worst relative L2 of a row.",
+    "output error: attention compared with float64 attention over the keys and values as written, median relative L2.",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this bench understands."""
+    """Add the options of this bench."""
     parser.add_argument("--tokens", type=int, default=4096, help="context (default 4096)")
 
 
@@ -45,7 +45,7 @@ def row_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def relative_rms(got: np.ndarray, want: np.ndarray) -> float:
-    """RMS of the difference over RMS of the truth."""
+    """RMS of the difference over RMS of the expected values."""
     return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 

@@ -1,6 +1,6 @@
-"""llama.cpp's CPU attention, driven through the ggml libraries that llama-cpp-python brings along.
+"""llama.cpp's CPU attention, called through the ggml libraries of llama-cpp-python.
 
-`ggml_flash_attn_ext` is what llama.cpp runs with flash attention on. K and V lie as its own cache keeps them.
+llama.cpp runs `ggml_flash_attn_ext` if flash attention is on. K and V have the layout of its own cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FlashAttention", "load"]
 
 Float32 = npt.NDArray[np.float32]
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
-MASK_ROWS = 64  # rows of a mask are padded to a multiple of it
+MASK_ROWS = 64  # rows of a mask are padded to a multiple of this
 
 
 class _InitParams(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Ggml(NamedTuple):
 
 @cache
 def load() -> _Ggml:
-    """The libraries. Raises ImportError or OSError where there are none."""
+    """Load the libraries. Raises ImportError or OSError if they are missing."""
     package = importlib.util.find_spec("llama_cpp")
     if package is None or not package.submodule_search_locations:
         raise ImportError("llama-cpp-python is not installed")
@@ -74,9 +74,9 @@ class FlashAttention:
         kind: of K and V, a key of `TYPES`.
         queries: `(batch, rows, heads, head_dim)`.
         keys, values: `(batch, kv_heads, tokens, head_dim)`.
-        layers: how many copies of K and V to go round.
-        threads: of the backend.
-        causal: whether the rows stand on the last tokens; else all see everything.
+        layers: copies of K and V, used in turn.
+        threads: threads of the backend.
+        causal: whether the rows have the last positions; otherwise every row sees all tokens.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class FlashAttention:
             self._ggml.base.ggml_quantize_chunk(TYPES[kind], source.ctypes.data, data, 0, rows, array.shape[-1], None)
 
     def run(self) -> None:
-        """The next layer."""
+        """Attend over the next layer."""
         self._turn = (self._turn + 1) % len(self._graphs)
         self._ggml.base.ggml_backend_graph_compute(self._backend, self._graphs[self._turn])
 
     def result(self) -> Float32:
-        """What the last layer gave, `(batch, rows, heads, head_dim)`."""
+        """The output of the last call, `(batch, rows, heads, head_dim)`."""
         data = ctypes.cast(self._ggml.base.ggml_get_data(self._out), POINTER(c_float))
         return np.ctypeslib.as_array(data, self._shape).copy()
 

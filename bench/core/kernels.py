@@ -1,4 +1,4 @@
-"""`python -m bench kernels`: attention and writes beside the machine's ceilings, NumPy, PyTorch and llama.cpp."""
+"""`python -m bench kernels`: attention and writes, with the machine's ceilings, NumPy, PyTorch and llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SETTLE = 2e-3  # seconds: OpenMP's threads spin for about a millisecond after th
 
 @dataclass(frozen=True)
 class Item:
-    """A table of the run, or two that show different candidates of the same cases.
+    """One table of the run, or two that show different candidates of the same cases.
 
     Attributes:
-        word: what `--only` knows it by.
-        titles: a title and what to show under it.
-        make: the cases, from the options.
-        after: further reports, each `(name, rows)` and how to print them.
-        serial: whether everything runs on one thread, so that its own clock may be used.
+        word: the argument of `--only` that selects it.
+        titles: for each table its title and its columns.
+        make: makes the cases from the options.
+        after: further reports: name, function that makes the rows, function that prints them.
+        serial: whether everything runs on one thread, so that the thread's clock can be used.
     """
 
     word: str
@@ -107,9 +107,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this bench understands."""
+    """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
-    parser.add_argument("--only", metavar="WORD", default="", help=f"of {', '.join(item.word for item in ITEMS)}")
+    words = ", ".join(item.word for item in ITEMS)
+    parser.add_argument("--only", metavar="WORD", default="", help=f"run one item of {words}")
     for name, default, quick in (
         ("context", "1k,4k,16k,32k", "1k,4k"), ("batch", "1,8", "1"), ("head-dim", "128,64", "128"),
         ("block-size", "16,32", "16"), ("threads", "1,2", "1,2"),
@@ -128,12 +129,12 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print every table; 1 if a bound was missed."""
+    """Print every table; returns 1 if a bound was missed."""
     _complete(options)
     rounds = 3 if options.quick else options.rounds
     print(f"{kind()}; {'; '.join(attention_rivals.availability())}")
     if not blas_found():
-        print("NumPy's threads cannot be set here: its times are with as many as it likes")
+        print("NumPy's number of threads cannot be set here: its times are with its own default")
     threads = kvcache.get_num_threads()
     done: list[tuple[Table, list[Result]]] = []
     more: dict[str, Any] = {}

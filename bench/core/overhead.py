@@ -1,4 +1,4 @@
-"""What Python costs: attention over a tiny cache beside one NumPy call, and what a call allocates."""
+"""The overhead of Python: attention over a tiny cache compared with one NumPy call, and the memory of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["OVERHEAD", "allocation_report", "cases", "print_allocations"]
 DOT = "numpy.dot"
 OVERHEAD = Columns(("attention", "attention, out="), rivals=(DOT,))
 TOKENS = 16
-OBJECTS = 512  # bytes: ints, tuples, the dict of keywords; a copy of K, V, queries or scores is more
+OBJECTS = 512  # bytes for ints, tuples, the dict of keywords; a copy of K, V, queries or scores takes more
 
 
 def tiny(dtype: str, head_dim: int) -> tuple[PagedKvCache, Any, Any]:
@@ -33,7 +33,7 @@ def tiny(dtype: str, head_dim: int) -> tuple[PagedKvCache, Any, Any]:
 
 
 def cases() -> Iterator[Case]:
-    """The bound is on 16 channels, as in the product of two vectors of 16; the others show what grows."""
+    """The bound is on 16 channels, since `numpy.dot` multiplies vectors of 16; the other cases show the growth."""
     for dtype, head_dim in (("f32", 16), ("f16", 16), ("f32", 128), ("q4", 128)):
         bounds = tuple(at_most(4, name, DOT) for name in OVERHEAD.subjects) if head_dim == 16 else ()
         yield Case(f"{dtype}, head_dim {head_dim}", partial(_candidates, dtype, head_dim), bounds)
@@ -50,7 +50,7 @@ def _candidates(dtype: str, head_dim: int) -> Iterator[Candidate]:
 
 
 def allocation_report() -> list[dict[str, Any]]:
-    """Bytes that a call has in use at its peak, beyond its result; NumPy tells tracemalloc of its arrays."""
+    """The peak of the bytes that a call allocates, and those of its result; tracemalloc counts NumPy's arrays."""
     rows = []
     for dtype in ("f32", "q4"):
         cache, query, ids = tiny(dtype, 128)
@@ -77,7 +77,7 @@ def _peak(call: Callable[[], object]) -> int:
 
 
 def print_allocations(rows: list[dict[str, Any]], *, as_markdown: bool = False) -> int:
-    """Print it; returns the number of calls that allocate more than small objects."""
+    """Print the report; returns the number of calls that allocate more than small objects."""
     cells = []
     for row in rows:
         verdict = "met" if row["peak"] - row["result"] <= OBJECTS else "MISSED"

@@ -1,4 +1,4 @@
-"""Pictures of `python -m bench kernels`: the roofline, and decode time over context."""
+"""The pictures of `python -m bench kernels`: the roofline, and decode time over context."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from bench.core.attention_rivals import NUMPY, TORCH, TORCH_BEST, TORCH_HALF
 from bench.core.chunks import PEAK
 from bench.support.common import Result, Table
 from bench.support.plot import pyplot, save
-from bench.support.scattered import FORMATS, Shape
+from bench.support.scattered import Shape
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["plot_kernels"]
 
 
 def plot_kernels(tables: Iterable[tuple[Table, list[Result]]], folder: str) -> Iterator[Path]:
-    """A roofline and a picture of decode per number of threads, of what was measured at dim 128 and block 16."""
+    """For each number of threads a roofline and a picture of decode, from the results at dim 128 and block 16."""
     results = [r for _, rs in tables for r in rs]
     counts = sorted({int(f["threads"]) for r in results for f in r.facts.values() if "threads" in f})
     for threads in counts:
@@ -56,7 +57,7 @@ def _over_context(results: list[Result], threads: int, folder: str) -> Path:
 
 
 def _roofline(decode: Result, prefill: Result, threads: int, folder: str) -> Path:
-    """GFLOP/s over FLOP per byte of K and V; the roof is the plain read and the FMA peak of this run."""
+    """GFLOP/s over FLOP per byte of K and V; the roof is given by the plain read and the FMA peak of this run."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5))
     read = max(_rate(decode, name, "work") for name in decode.times if name.startswith("read "))

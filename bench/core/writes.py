@@ -1,4 +1,4 @@
-"""The write path: f32 rows into every format, a token for each of many sequences, and the memory of a call."""
+"""Cases of `bench kernels`: writes of f32 rows in every format, appends to many sequences, the memory of a call."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from bench.support.ceilings import huge_array, narrow
 from bench.support.common import Candidate, Case, faster, share_of
 from bench.support.rates import Columns
 from bench.support.report import markdown, text_table
-from bench.support.scattered import FORMATS, Shape, fill_rows, layer_count, scatter
+from bench.support.scattered import Shape, fill_rows, layer_count, scatter
+from kvcache.core.kernels import FORMATS
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["APPEND", "WRITE", "append_cases", "memory_report", "print_memory", "write_cases"]
 
 NARROW, RATE = "read 4, write 2", "3 GB/s"
-WRITE = Columns(FORMATS, lambda subject: NARROW)
+WRITE = Columns(tuple(FORMATS), lambda subject: NARROW)
 APPEND = Columns(("one call", "a call each"), rivals=("a call each",))
-CHUNK = 512  # tokens of a call: what an engine prefills at once
-FIXED = 1 << 20  # bytes by which the scratch of a large call may exceed that of a small one
+CHUNK = 512  # tokens of a call: the default prefill chunk of an engine
+FIXED = 1 << 20  # bytes by which the scratch memory of a large call may exceed that of a small one
 
 
 def write_cases(tokens: int, head_dims: tuple[int, ...]) -> Iterator[Case]:
-    """Many tokens of one sequence, one thread: in calls of a prefill chunk, and in one call.
+    """Writes of many tokens of one sequence on one thread: in calls of a prefill chunk, and in one call.
 
-    Values are looked at before any is written, so that one large call reads them from memory twice. The
-    ceiling reads the floats and writes half as many bytes.
+    A call checks all values before it writes any, so one large call reads them from memory twice. The ceiling reads
+    the floats and writes half as many bytes.
     """
     bounds = (share_of(0.85, "f16", NARROW), share_of(1.0, "q4", RATE))
     for head_dim in head_dims:
@@ -76,7 +77,7 @@ class _Turns:
 
 
 def append_cases(sequences: int, context: int) -> Iterator[Case]:
-    """A new token in each of many sequences: room for it, and its K and V in one layer."""
+    """A new token in each of many sequences: the append, and the write of its K and V in one layer."""
     for dtype in ("f32", "f16", "q4"):
         make = partial(_append_candidates, dtype, sequences, context)
         yield Case(f"{sequences} tokens, {dtype}", make, (faster(1, "one call", "a call each"),))
@@ -107,8 +108,8 @@ def _append_candidates(dtype: str, sequences: int, context: int) -> Iterator[Can
     yield Candidate("a call each", one_by_one, before=shorten, facts={"work": work})
 
 
-# Run in a process of its own: what a first large call adds to the peak of resident memory beyond its result. The
-# system counts in batches of pages, so this is good to some 100 KiB.
+# Runs in its own process: the increase of the peak of resident memory by a first large call. The system counts in
+# batches of pages, so the result is exact to some 100 KiB.
 SCRIPT = """
 import json, sys
 import numpy as np
@@ -147,7 +148,7 @@ print(json.dumps([sum(r.nbytes for r in result), grown]))
 
 
 def memory_report(contexts: tuple[int, int], dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One row per call, format and context; empty where the system does not tell a process's peak."""
+    """One row per call, format and context; empty if the system does not report a process's peak."""
     rows = []
     for dtype in dtypes:
         for call, queries in (("write", 1), ("read", 1), ("decode", 1), ("prefill", 512)):
@@ -170,7 +171,7 @@ def memory_report(contexts: tuple[int, int], dtypes: tuple[str, ...]) -> list[di
 
 
 def print_memory(rows: list[dict[str, Any]], *, as_markdown: bool = False) -> int:
-    """Print it; returns how many calls need more scratch at the larger context."""
+    """Print the report; returns the number of calls that need more scratch memory at the larger context."""
     if not rows:
         print("\nnot measured: memory of a call (no resettable VmHWM in /proc)")
         return 0

@@ -1,4 +1,4 @@
-"""The demo model's card, filled in from what was measured."""
+"""The model card of the demo model, filled in with its measurements."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ tags: [llama, code, demo]
 
 # The demo model of kvcache
 
-A very small language model of the Llama architecture, there so that a KV-cache engine has something true to
-run and to measure quality on. It reads and continues Python source in the style of CPython's standard
-library, and it copies names and passages that stand earlier in its context. It is a measuring device, not
-an assistant.
+A very small language model of the Llama architecture, made to run a KV-cache engine on real text and to measure
+its quality. It continues Python source in the style of CPython's standard library, and it copies names and
+passages from earlier in its context. It is a measuring device, not an assistant.
 
 | | |
 |---|---|
@@ -32,22 +31,22 @@ an assistant.
 
 The `*.py` files of the standard library of CPython {library}, its tests included, under the PSF License
 Version 2 (PSF-2.0): {training_files:,} files, {training_mb:.1f} MB, of which {library_mb:.1f} MB are the
-library itself and the rest tests. Left out: installed packages, machine-generated tables (charmap codecs,
-entity lists, documentation topics) and the build configuration of the machine. The tokenizer was
+library itself and the rest tests. Installed packages, machine-generated tables (charmap codecs, entity
+lists, documentation topics) and the build configuration of the machine are excluded. The tokenizer was
 trained on the same files. The text itself is not part of this package; the weights are under the MIT
 license, as the project is.
 
-Three augmentations, made from the same text, force copying over a distance: in some
-documents one to four recurring identifiers are replaced throughout by a made-up name ("renamed"), and in some
-sequences spans of 32 to 256 tokens are repeated at a random later place ("repeating"), or
-made-up names are planted into short stretches that come again at a random later place ("planted"; half of
-these names are random vocabulary pieces, as in the test below). The mixture:
+Three augmentations, made from the same text, force copying over a distance. In some documents one to four
+recurring identifiers are replaced throughout by a made-up name ("renamed"). In some sequences spans of 32 to
+256 tokens are repeated at a random later place ("repeating"). In others, short stretches with a made-up name
+occur twice, at random places ("planted"; half of these names are random vocabulary pieces, as in the test
+below). The mixture:
 
 | from step | library per test file | documents renamed | sequences repeating | sequences planted |
 |---|---|---|---|---|
 {mixture}
 
-**Held out** as whole modules, with their tests (which are used for nothing): {modules}. These are
+These modules are **held out** as a whole, with their tests, which are not used at all: {modules}. They are
 {heldout_files} files of {heldout_bytes:,} bytes ({heldout_tokens:,} tokens, {bytes_per_token:.2f} bytes per
 token); `heldout.json` lists them.
 
@@ -77,13 +76,12 @@ those at the start of a file is predicted from at least half of the context):
 
 Per module at context {context}: {per_module}.
 
-**Copying a name seen once.** A line that defines a name stands in held-out text; some way further on the
-line begins again, up to the name, and the model has to say the name. Names are three to five random
-vocabulary pieces run together, and occur nowhere in the training or held-out text; on average they are
-{name_tokens:.1f} tokens long. The distance is counted from the end of the name to the place where it has to
-come again (mean over {prompts} prompts each). *Whole name*: greedy decoding gives all of its tokens.
-*Token*: tokens predicted right, given the right ones before. *Without*: the same prompts without the
-defining line, which is what chance and guessing reach.
+**Copying a name seen once.** A line that defines a name is inserted into held-out text. Later the beginning of
+the line is repeated up to the name, and the model has to complete it. Names consist of three to five random
+vocabulary pieces and occur nowhere in the training or held-out text; on average they are {name_tokens:.1f} tokens
+long. The distance is counted from the end of the name to the place of the repetition (mean over {prompts}
+prompts each). *Whole name*: greedy decoding gives all of its tokens. *Token*: tokens predicted correctly,
+given the correct ones before. *Without*: the same prompts without the defining line, that is, guessing.
 
 | distance (tokens) | whole name | first token | token | whole, without | token, without |
 |---|---|---|---|---|---|
@@ -91,13 +89,12 @@ defining line, which is what chance and guessing reach.
 
 ## What it cannot do
 
-Copying fades with distance, as the table shows, and hardly works over nearly the whole context; bits per byte
-is the better measure there.
+Copying gets worse with distance, as the table shows, and hardly works over nearly the whole context. Bits per
+byte is the better measure there.
 
-It knows nothing but this corpus: no other languages, no facts, no instructions, no chat. Its code looks
-like Python and does not work. It has never seen more than {context} tokens at once. Results on it show
-whether a change to a cache keeps or loses what a model reads from its context; they do not carry over in
-size to large models.
+It knows only this corpus: no other languages, no facts, no instructions, no chat. Its code looks like Python and
+does not work. It was trained on at most {context} tokens at once. Results on it show whether a change to a cache
+preserves what a model reads from its context; their sizes do not carry over to large models.
 
 ## Made by
 
@@ -106,12 +103,12 @@ python bench/demo/train.py --stdlib <lib/python3.13> --minutes {minutes:g} --out
 python bench/demo/evaluate.py --stdlib <lib/python3.13> --model kvcache/demo --run demo-train/run.json
 ```
 
-The schedule follows the clock, so that another run gives another model, of about this quality on such a
-machine. The numbers above are written by the second command; `evaluation.json` has them in full."""
+The schedule follows the clock, so another run gives another model, of about this quality on such a machine.
+The second command writes the numbers above; `evaluation.json` has all of them."""
 
 
 def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
-    """Write README.md beside the weights."""
+    """Write README.md into the folder of the weights."""
     config = json.loads((path / "config.json").read_text())
     run = result["training"]
     held = json.loads((path / "heldout.json").read_text())

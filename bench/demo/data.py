@@ -1,8 +1,8 @@
-"""Text for the demo model: the Python sources of CPython's standard library.
+"""The training text of the demo model: the Python sources of CPython's standard library.
 
 The corpus is the ``*.py`` files below one ``lib/python3.x`` directory, without ``site-packages``, without
-machine-generated tables and without files that describe the machine they lie on.  Whole top-level modules
-(and their tests) are held out by name, so that nothing the model is measured on was ever trained on.
+machine-generated tables and without files that describe the local machine.  Whole top-level modules (and their
+tests) are held out by name, so that the model is never measured on text that it was trained on.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HELD_OUT = (
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 
-#: How often a library file is drawn for each time that a test file is.  Tests are 70 % of the text, but the
-#: library reads more like what the model is for.
+#: How many times as often a library file is drawn as a test file.  Tests are 70 % of the text, but the model is meant
+#: to continue library code.
 LIBRARY_WEIGHT = 5
 
 #: Shares of the documents with renamed identifiers, and of the sequences with repeated spans and with planted
@@ -80,7 +80,7 @@ def default_stdlib() -> Path:
 
 
 def _looks_generated(text: str) -> bool:
-    """Tables rather than prose or code: mostly digits, escapes and punctuation, or a charmap codec."""
+    """Whether a file is a table rather than code: mostly digits, escapes and punctuation, or a charmap codec."""
     if "decoding_table" in text or "decoding_map" in text:
         return True
     plain = sum(1 for c in text if c.isalpha() or c in " _\n") / max(1, len(text))
@@ -109,7 +109,7 @@ def module_of(path: str) -> str:
 
 
 def split(docs: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(training documents, held-out documents); tests of held-out modules are in neither."""
+    """Return (training documents, held-out documents); tests of held-out modules are in neither."""
     names = set(HELD_OUT)
     held = [d for d in docs if module_of(d.path) in names]
     # A test belongs to module m if any part of its path is test_m, m_tests, or test_m_<something>.
@@ -141,15 +141,15 @@ def train_tokenizer(docs: list[Document]) -> Tokenizer:
 
 
 class Sampler:
-    """Endless training batches: shuffled documents, joined by the end-of-text token, cut into sequences.
+    """An unlimited source of training batches: shuffled documents, joined by end-of-text tokens, cut into sequences.
 
-    Three augmentations make the model copy, from the same data and without any outside text:
+    Three augmentations, made from the same text, train the model to copy:
 
-    * ``rename_share`` of the documents have one to four of their recurring identifiers replaced, everywhere
-      in the document, by a made-up name.  Nothing but copying predicts such a name.
-    * ``copy_share`` of the sequences repeat spans of 32 to 256 tokens at a random later place.
-    * ``recall_share`` of the sequences have made-up names planted into short stretches of text, and each
-      stretch comes again at a random later place: a few tokens have to find the name, however far away it is.
+    * In ``rename_share`` of the documents, one to four recurring identifiers are replaced throughout by a made-up
+      name.  Only copying predicts such a name.
+    * In ``copy_share`` of the sequences, spans of 32 to 256 tokens are repeated at a random later place.
+    * In ``recall_share`` of the sequences, short stretches of text with a made-up name occur twice, at random
+      places: the few tokens before the name must suffice to find it.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Sampler:
         return seq
 
     def _repeat_spans(self, seq: np.ndarray) -> None:
-        """Overwrite later places of ``seq`` with spans seen earlier in it."""
+        """Overwrite parts of ``seq`` with earlier spans of it."""
         n = len(seq)
         for _ in range(max(1, n // 256)):
             size = self.rng.randint(32, min(256, n // 4))
@@ -223,7 +223,7 @@ class Sampler:
             seq[dst : dst + size] = seq[src : src + size].copy()
 
     def _plant_names(self, seq: np.ndarray) -> None:
-        """Write short stretches with a made-up name in them over ``seq``, each at two places."""
+        """Overwrite parts of ``seq`` with short stretches that contain a made-up name, each at two places."""
         n = len(seq)
         for _ in range(max(1, n // 128)):
             if self.rng.random() < 0.5:
@@ -239,10 +239,10 @@ class Sampler:
             seq[dst : dst + size] = stretch
 
     def batch(self, rows: int, length: int) -> np.ndarray:
-        """int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:].
+        """An int64 array (rows, length + 1): inputs are [:, :-1], targets [:, 1:].
 
-        Rows are drawn out of a pool of some three million tokens: sequences that follow each other come from
-        the same file, and a batch of them would say little about the rest of the corpus.
+        Rows are drawn at random from a pool of some three million tokens: consecutive sequences come from the same
+        file, and a batch of them would not represent the corpus.
         """
         if self.pool and len(self.pool[0]) != length + 1:
             self.pool = []
@@ -257,7 +257,7 @@ class Sampler:
 
 
 def made_up_name(rng: random.Random) -> str:
-    """A random identifier of syllables; the evaluation builds its names in another way."""
+    """A random identifier made of syllables; the evaluation makes its names differently."""
 
     def word() -> str:
         return "".join(

@@ -2,9 +2,9 @@
 
     python bench/demo/evaluate.py --stdlib <lib/python3.13> --model kvcache/demo --run demo-train/run.json
 
-Measured on the exported model, whose weights are rounded to bf16, with products in f32: bits per byte of the
-held-out modules next to ``xz -9``, and how often a name seen once, earlier in the context, is copied.  Writes
-``README.md``, ``evaluation.json`` and ``heldout.json`` beside the weights; no number there is typed by hand.
+Measures the exported model, whose weights are rounded to bf16, with products in f32: bits per byte of the held-out
+modules compared with ``xz -9``, and the share of names, seen once earlier in the context, that it copies.  Writes
+``README.md``, ``evaluation.json`` and ``heldout.json`` into the folder of the weights; all numbers there are measured.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo_card import write_card
-from demo_data import END_OF_TEXT, HELD_OUT, Document, default_stdlib, read_library, split
-from demo_model import Demo, load
-from demo_names import TEMPLATES, name_pieces, unseen_name
+from card import write_card
+from data import END_OF_TEXT, HELD_OUT, Document, default_stdlib, read_library, split
+from model import Demo, load
+from names import TEMPLATES, name_pieces, unseen_name
 from tokenizers import Tokenizer
 
 CONTEXTS = (256, 2048)
@@ -36,10 +36,10 @@ DISTANCES = (64, 256, 1000, 1800)
 def file_nats(model: Demo, ids: list[int], context: int) -> float:
     """Nats of one file, which follows an end-of-text token.
 
-    Windows of ``context`` tokens overlap by half: every token but those at the start of the file is predicted
-    from at least half a context, and counted once.
+    Windows of ``context`` tokens overlap by half: every token but those at the start of the file is predicted from
+    at least half a context.  Each token counts once.
     """
-    total, start, counted = 0.0, 0, 0  # counted: targets ids[1 .. counted] are done
+    total, start, counted = 0.0, 0, 0  # counted: targets ids[1 .. counted] are included
     while counted < len(ids) - 1:
         window = torch.tensor([ids[start : start + context + 1]])
         logits = model(window[:, :-1])[0]
@@ -53,7 +53,7 @@ def file_nats(model: Demo, ids: list[int], context: int) -> float:
 def bits_per_byte(
     model: Demo, tok: Tokenizer, held: list[Document], context: int
 ) -> tuple[float, dict[str, float]]:
-    """(over all held-out bytes, per module)."""
+    """Bits per byte as (over all held-out bytes, per module)."""
     eot = tok.token_to_id(END_OF_TEXT)
     nats: dict[str, float] = {}
     size: dict[str, int] = {}
@@ -66,12 +66,12 @@ def bits_per_byte(
 
 
 def xz(data: bytes) -> int:
-    """Bytes that ``xz -9`` makes of ``data``."""
+    """The size of ``data`` compressed by ``xz -9``, in bytes."""
     return len(lzma.compress(data, format=lzma.FORMAT_XZ, preset=9))
 
 
 def compressors(train: list[Document], held: list[Document]) -> dict[str, float]:
-    """Bits per byte of xz -9: one archive, file by file, and with the whole training text in front."""
+    """Bits per byte of xz -9: in one archive, file by file, and after the whole training text."""
     texts = [d.text.encode() for d in held]
     joined = b"".join(texts)
     before = "".join(d.text for d in train).encode()
@@ -83,7 +83,7 @@ def compressors(train: list[Document], held: list[Document]) -> dict[str, float]
 
 
 def filler(docs: list[list[str]], lengths: list[list[int]], want: int, rng: random.Random) -> str:
-    """Whole lines out of one held-out file, of about ``want`` tokens."""
+    """Consecutive whole lines of one held-out file, about ``want`` tokens."""
     if want <= 0:
         return ""
     while True:
@@ -103,7 +103,7 @@ def filler(docs: list[list[str]], lengths: list[list[int]], want: int, rng: rand
 def copy_accuracy(
     model: Demo, tok: Tokenizer, train: list[Document], held: list[Document], prompts: int, seed: int = 11
 ) -> list[dict]:
-    """For each distance: how often the name is repeated whole, and by token, with and without its line."""
+    """For each distance: the share of whole names and of tokens that are copied, with and without the defining line."""
     docs = [d.text.splitlines(keepends=True) for d in held]
     lengths = [[len(e.ids) for e in tok.encode_batch(lines)] for lines in docs]
     pieces = name_pieces(tok)
@@ -125,14 +125,14 @@ def copy_accuracy(
             for kind, definition in (("", line.format(name)), ("control_", "")):
                 prompt = [eot, *tok.encode(head + definition + between + lead).ids]
                 if not kind:
-                    # The gap from the name's last token to where it has to come again.
+                    # The distance from the name's last token to the place of its repetition.
                     gaps += len(tok.encode(after + between + lead).ids)
                     tokens += len(target)
                 ids = torch.tensor([prompt + target])
                 assert ids.shape[1] <= 2048
                 best = model(ids[:, :-1], last=len(target))[0].argmax(-1)
                 hit = (best == ids[0, len(prompt) :]).tolist()
-                # All tokens right given the right ones before them: what greedy decoding would produce.
+                # All tokens correct given the correct ones before: greedy decoding would produce the name.
                 count[kind + "whole"] += all(hit)
                 count[kind + "token"] += sum(hit)
                 if not kind:
@@ -155,7 +155,7 @@ def copy_accuracy(
 
 
 def check_against_transformers(path: Path, ids: list[int]) -> float | None:
-    """Largest difference of a logit between our model and LlamaForCausalLM, or None without transformers."""
+    """The largest difference between logits of our model and LlamaForCausalLM; None without transformers."""
     try:
         from transformers import LlamaForCausalLM
     except ImportError:
@@ -167,7 +167,7 @@ def check_against_transformers(path: Path, ids: list[int]) -> float | None:
 
 
 def schedule(log: Path) -> dict:
-    """From a training log: the step where the rate began to fall for good, and where each length began."""
+    """From a training log: the step at which the rate began its final decay, and the first step of each length."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     lengths: dict[str, int] = {}
     for before, line in zip([{"step": 0}, *lines], lines, strict=False):
@@ -177,7 +177,7 @@ def schedule(log: Path) -> dict:
 
 
 def library_version(stdlib: Path) -> str:
-    """The CPython version of a library directory, from its headers where they are installed."""
+    """The CPython version of a library directory, read from its headers if they are installed."""
     header = stdlib.parents[1] / "include" / stdlib.name / "patchlevel.h"
     if header.exists():
         return re.search(r'PY_VERSION\s+"([^"]+)"', header.read_text()).group(1)
@@ -196,7 +196,7 @@ def main() -> None:
     ap.add_argument("--stdlib", type=Path, default=default_stdlib())
     ap.add_argument("--model", type=Path, required=True)
     ap.add_argument("--run", type=Path, help="run.json of the training; without it no card is written")
-    ap.add_argument("--prompts", type=int, default=250, help="per distance")
+    ap.add_argument("--prompts", type=int, default=250, help="prompts per distance")
     ap.add_argument("--quick", action="store_true", help="full context only, no xz over the training text")
     ap.add_argument("--threads", type=int, default=os.cpu_count())
     args = ap.parse_args()

@@ -39,7 +39,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Block(nn.Module):
-    """Attention and MLP.  Weights are f32 masters; products run in ``dtype``, the residual stays f32."""
+    """Attention and MLP.  Master weights and the residual stream are f32; products run in ``dtype``."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
         h, d = c.hidden_size, c.head_dim
 
         def matrix(rows: int, cols: int, zero: bool = False) -> nn.Parameter:
-            # Writers into the residual stream start at zero: every block starts as the identity.
+            # Matrices that write to the residual stream start at zero: every block starts as the identity.
             return nn.Parameter(torch.zeros(rows, cols) if zero else torch.randn(rows, cols) * cols**-0.5)
 
         self.q_proj = matrix(c.heads * d, h)
@@ -64,7 +64,7 @@ class Block(nn.Module):
         c = self.c
         b, t, _ = x.shape
         y = rms_norm(x, self.input_norm, c.eps).to(dtype)
-        # One product for q, k and v: a third of the calls, and wider ones are faster.
+        # One product for q, k and v: a third of the calls, and a wider product is faster.
         qkv = F.linear(y, torch.cat((self.q_proj, self.k_proj, self.v_proj)).to(dtype))
         qkv = qkv.view(b, t, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
@@ -85,7 +85,7 @@ class Demo(nn.Module):
     def __init__(self, c: Config, dtype: torch.dtype = torch.bfloat16):
         super().__init__()
         self.c, self.dtype = c, dtype
-        # Small, for with tied embeddings and identity blocks every token would else predict itself.
+        # Small: with tied embeddings and identity blocks every token would otherwise predict itself.
         self.embed = nn.Parameter(torch.randn(c.vocab_size, c.hidden_size) * 0.02)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.ones(c.hidden_size))
@@ -95,7 +95,7 @@ class Demo(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, ids: torch.Tensor, last: int = 0) -> torch.Tensor:
-        """Logits at every position, or at the ``last`` few alone."""
+        """Logits at every position, or only at the ``last`` few."""
         t = ids.shape[1]
         cos, sin = self.cos[:t], self.sin[:t]
         x = F.embedding(ids, self.embed)
@@ -105,7 +105,7 @@ class Demo(nn.Module):
         return F.linear(x, self.embed.to(self.dtype))
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of ids[:, 1:] given what comes before."""
+        """Mean cross-entropy in nats of ids[:, 1:] given the tokens before."""
         logits = self(ids[:, :-1])
         return F.cross_entropy(logits.float().view(-1, self.c.vocab_size), ids[:, 1:].reshape(-1))
 
@@ -124,7 +124,7 @@ _BLOCK_NAMES = {
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of one of our parameters."""
+    """The Hugging Face name of a parameter."""
     if name == "embed":
         return "model.embed_tokens.weight"
     if name == "norm":
@@ -184,7 +184,7 @@ def export(model: Demo, tok, out: Path) -> None:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Demo:
-    """The exported (bf16-rounded) model, with products in ``dtype``."""
+    """Load the exported (bf16-rounded) model, with products in ``dtype``."""
     h = json.loads((path / "config.json").read_text())
     c = Config(
         h["vocab_size"],

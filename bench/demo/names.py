@@ -1,4 +1,4 @@
-"""Made-up names seen once, to be said again: what the demo model's evaluation and `bench quality` copy."""
+"""Made-up identifiers for the copy task: a model sees one once and must reproduce it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["TEMPLATES", "name_pieces", "unseen_name"]
 
-#: Definition lines.  What precedes the name occurs in no other line of a prompt, and is the cue.
+#: Definition lines.  The text before the name is the cue; it occurs in no other line of a prompt.
 TEMPLATES = (
     "        self.fallback_backend = {}(options)\n",
     "from internal.helpers import {}\n",
@@ -20,7 +20,7 @@ TEMPLATES = (
 
 
 def name_pieces(tok: Any) -> list[str]:
-    """The vocabulary pieces that names are made of."""
+    """The vocabulary pieces from which names are composed."""
     return [piece for piece in sorted(tok.get_vocab()) if re.fullmatch(r"[a-z]{2,5}", piece)]
 
 

@@ -2,12 +2,11 @@
 
     python bench/demo/train.py --stdlib /path/to/lib/python3.13 --minutes 80 --out kvcache/demo
 
-Matrices are trained with Muon, embeddings and norms with Adam.  The learning rate and the sequence length
-follow the fraction of the time that has passed, so that a run ends properly on a slow or busy machine too.
-A checkpoint is written every few minutes and on SIGTERM; ``--resume`` continues from it.
+Matrices are trained with Muon, embeddings and norms with Adam.  The learning rate and the sequence length follow
+the fraction of the time that has passed, so a run completes its schedule on a slow or busy machine too.  A checkpoint
+is written every few minutes and on SIGTERM; ``--resume`` continues from it.
 
-On a machine with other work to do, set OMP_WAIT_POLICY=passive: threads that spin at barriers lose their
-time slices.
+On a busy machine, set OMP_WAIT_POLICY=passive: threads that spin at barriers lose their time slices.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from demo_data import (
+from data import (
     COPY_SHARE,
     HELD_OUT,
     LIBRARY_WEIGHT,
@@ -33,10 +32,10 @@ from demo_data import (
     split,
     train_tokenizer,
 )
-from demo_model import Config, Demo, export
+from model import Config, Demo, export
 from tokenizers import Tokenizer
 
-#: (fraction of the time, sequence length): short sequences first, for they are cheaper; the full one later.
+#: (fraction of the time, sequence length): short sequences first, since they are cheaper.
 LENGTHS = ((0.0, 512), (0.3, 1024), (0.5, 2048))
 WARM_UP, DECAY_FROM, LAST_LR = 0.015, 0.6, 0.02
 
@@ -55,7 +54,7 @@ def orthogonalize(g: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalised updates; matrices of one shape go through the iteration together."""
+    """Momentum with orthogonalised updates; matrices of one shape are iterated together."""
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -92,8 +91,8 @@ def arguments() -> argparse.Namespace:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--stdlib", type=Path, default=default_stdlib(), help="a lib/python3.x directory")
     ap.add_argument("--minutes", type=float, default=80)
-    ap.add_argument("--out", type=Path, required=True, help="where the exported model goes")
-    ap.add_argument("--work", type=Path, default=Path("demo-train"), help="checkpoint and log go here")
+    ap.add_argument("--out", type=Path, required=True, help="folder of the exported model")
+    ap.add_argument("--work", type=Path, default=Path("demo-train"), help="folder of the checkpoint and the log")
     ap.add_argument("--batch-tokens", type=int, default=8192)
     ap.add_argument("--muon-lr", type=float, default=0.02)
     ap.add_argument("--adam-lr", type=float, default=0.004)
@@ -102,13 +101,13 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--save-every", type=float, default=4, help="minutes between checkpoints")
     ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--resume", action="store_true")
-    ap.add_argument("--export-only", action="store_true", help="export the checkpoint as it is, and stop")
+    ap.add_argument("--export-only", action="store_true", help="export the current checkpoint without training")
     return ap.parse_args()
 
 
 @torch.no_grad()
 def quick_loss(loss, seqs: torch.Tensor) -> float:
-    """Mean nats per token over a few held-out sequences; for the log alone, nothing is chosen by it."""
+    """Mean nats per token over a few held-out sequences; only logged, never used for a choice."""
     return sum(loss(s[None]).item() for s in seqs) / len(seqs)
 
 
@@ -158,8 +157,8 @@ def main() -> None:
         "recall_share": RECALL_SHARE,
     }
     if not stages or stages[-1] != {**mixture, "from_step": stages[-1]["from_step"]}:
-        stages.append({**mixture, "from_step": step})  # a mixture changed halfway is on record
-    # A resumed run draws other documents than the first part did, which is all that matters here.
+        stages.append({**mixture, "from_step": step})  # records a change of the mixture
+    # A resumed run must only draw other documents than the first part did.
     sampler = Sampler(train_docs, tok, args.seed + step)
     ids = tok.encode("".join(d.text for d in held)).ids
     stride = len(ids) // 12

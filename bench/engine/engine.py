@@ -1,4 +1,4 @@
-"""`python -m bench engine`: whole requests on random checkpoints, beside those who run the same network."""
+"""`python -m bench engine`: whole requests on random checkpoints, compared with rivals that run the same network."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ FAR_SPEED = replace(SPEED, subjects=(*FAR_OURS, OpenVino.name), rivals=(FAR_OURS
 COLD, CACHED = "cold", "prefix cached"
 FIRST = Columns((CACHED, COLD, *(f"{name}, {what}" for name in OTHERS for what in (CACHED, COLD))), rivals=(COLD,))
 PYTHON_SHARE = 0.10
-SETTLE = 2e-3  # seconds: threads of the one before may spin for about a millisecond
+SETTLE = 2e-3  # seconds: threads of the previous candidate may spin for about a millisecond
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=STEPS + 1)
 
 
 class Bench:
-    """A checkpoint of one size, our engine over it once per format, and the rivals of these names."""
+    """A checkpoint of one size, our engine over it in each format, and the named rivals."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class Bench:
         self.prompt = rng.integers(3, size.vocabulary, prompt, dtype=np.uint32)
         self._rng = rng
         self.model = Transformer.from_pretrained(write_checkpoint(size, folder / "checkpoint"))
-        blocks = size.positions // 16 + 2  # one text, and the fork that takes its steps back
+        blocks = size.positions // 16 + 2  # one text, and the fork that rewinds its steps
         self.engines = {dtype: InferenceEngine(self.model, dtype=dtype, num_blocks=blocks) for dtype in formats}
         self.rivals = {}
         for rival in (each for each in installed() if each.name in rivals):
             try:
                 self.rivals[rival.name] = rival(size, folder / "rival", threads)
-            except Exception as error:  # another project's package that does not take this network
+            except Exception as error:  # the rival's package does not support this network
                 print(f"not measured: {rival.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
         set_threads(threads)
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
     def prefill(self) -> Iterator[Candidate]:
-        """The whole prompt from nothing."""
+        """Prefill of the whole prompt into an empty cache."""
         facts = {"work": float(len(self.prompt))}
         for dtype, engine in self.engines.items():
             yield Candidate(f"kvcache {dtype}", partial(self._prefill, engine), facts=facts)
@@ -89,13 +89,13 @@ class Bench:
         engine.prefill_from_pos(self.prompt, 0)
 
     def fresh(self) -> np.ndarray:
-        """A prompt that nobody has seen."""
+        """A new random prompt, which no cache contains."""
         return self._rng.integers(3, self.size.vocabulary, len(self.prompt), dtype=np.uint32)
 
     # -- decode -------------------------------------------------------------------------------------------------
 
     def decode(self) -> Iterator[Candidate]:
-        """Greedy steps behind the prompt, each with its sampling."""
+        """Greedy decode steps after the prompt, sampling included."""
         facts = {"work": 1.0}
         for dtype, engine in self.engines.items():
             self._prefill(engine)
@@ -109,7 +109,7 @@ class Bench:
                 yield Candidate(name, partial(rival.decode, STEPS), STEPS, rival.rewind, facts)
 
     def extend(self, count: int) -> Iterator[Candidate]:
-        """More tokens behind the prompt, which is in everybody's cache."""
+        """Prefill of `count` more tokens after the prompt, which is cached."""
         facts = {"work": float(count)}
         for dtype, engine in self.engines.items():
             self._prefill(engine)
@@ -125,7 +125,7 @@ class Bench:
             yield Candidate(name, seconds=behind, facts=facts)
 
     def shares(self, dtype: str, rounds: int) -> dict[str, float]:
-        """Where a step's time goes, the median of each part."""
+        """The shares of a step's time, the median of each part."""
         engine = self.engines[dtype]
         self._prefill(engine)
         steps = Steps(engine, len(self.prompt))
@@ -138,7 +138,7 @@ class Bench:
     # -- first token --------------------------------------------------------------------------------------------
 
     def first_token(self, shared: int, tail: int) -> Iterator[Candidate]:
-        """A prompt whose head is cached beside one of which nothing is."""
+        """The first token of a prompt whose head is cached, and of one of which nothing is cached."""
         engine = PrefixCachedEngine(InferenceEngine(self.model), 4 * (shared + tail) // 16 + 64, strict=True)
         head = self.prompt[:shared]
         one = SamplingParams(temperature=0.0, max_tokens=1)
@@ -167,7 +167,7 @@ class Bench:
 
 
 def hold(rival: Any, head: np.ndarray) -> None:
-    """Have the rival stand right behind `head`."""
+    """Bring the rival's cache to the end of `head`."""
     if rival._held == len(head):
         rival.rewind()
     else:
@@ -175,20 +175,20 @@ def hold(rival: Any, head: np.ndarray) -> None:
 
 
 class Turn:
-    """A new prompt for each round, and what must be done before it."""
+    """A new prompt for each round, with an untimed preparation."""
 
     def __init__(self, make: Any, before: Any) -> None:
         self._make, self._before = make, before
         self.tokens = make()
 
     def prepare(self) -> None:
-        """Not timed."""
+        """Prepare the next round; not timed."""
         self._before()
         self.tokens = self._make()
 
 
 class Steps:
-    """Decode steps of our engine, through the same loop as `generate`, from the end of its prompt."""
+    """Decode steps of our engine after its prompt, through the same loop as `generate`."""
 
     def __init__(self, engine: InferenceEngine, prompt: int) -> None:
         self._engine, self._prompt = engine, prompt
@@ -196,7 +196,7 @@ class Steps:
         self._logits[3] = 1.0
 
     def rewind(self) -> None:
-        """Back to the prompt."""
+        """Cut the sequence back to the prompt."""
         engine = self._engine
 
         def share(cache: PagedKvCache, seq_id: int) -> int:
@@ -207,20 +207,20 @@ class Steps:
         engine.begin(share)
 
     def run(self) -> None:
-        """`STEPS` tokens through the network, and one more sampled."""
+        """Run `STEPS` tokens through the network and sample one more."""
         for _ in self._engine.decode(self._logits, GREEDY):
             pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this bench understands."""
+    """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
     parser.add_argument("--size", metavar="NAME", help="small, large or tiny (default small and large; --quick tiny)")
-    parser.add_argument("--threads", type=int, default=2, help="of everybody (default 2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every engine (default 2)")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print every table; 1 if a bound was missed."""
+    """Print every table; returns 1 if a bound was missed."""
     names = [options.size] if options.size else ["tiny"] if options.quick else ["small", "large"]
     rounds = 3 if options.quick else options.rounds
     print("; ".join(availability()))
@@ -231,7 +231,7 @@ def main(options: argparse.Namespace) -> int:
             for title, columns, result in measure(bench, rounds, options.quick):
                 missed += print_rates(title, columns, [result], as_markdown=options.markdown)
                 done.append((Table(title, ()), [result]))
-            shares[name] = {dtype: bench.engine.shares(dtype, rounds) for dtype in FORMATS}
+            shares[name] = {dtype: bench.shares(dtype, rounds) for dtype in FORMATS}
             missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
             del bench
             gc.collect()
@@ -253,7 +253,7 @@ def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Colum
     case = Case(f"{len(bench.prompt)} tokens", bench.prefill, (faster(2, "kvcache f32", Transformers.name),))
     yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     bounds = (faster(3, "kvcache f32", Transformers.name), faster(1, "kvcache f32", OpenVino.name))
-    case = Case(f"at {len(bench.prompt)} tokens", bench.core.decode, bounds)
+    case = Case(f"at {len(bench.prompt)} tokens", bench.decode, bounds)
     yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     shared, tail = (480, 32) if quick else (SHARED, TAIL)
     bounds = (at_most(0.05, CACHED, COLD), at_most(1, CACHED, f"{OpenVino.name}, {CACHED}"))
@@ -264,12 +264,12 @@ def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Colum
 def measure_far(
     size: Size, folder: Path, rounds: int, options: argparse.Namespace
 ) -> Iterator[tuple[str, Columns, Result]]:
-    """Far into a text, beside OpenVINO alone: the others take a minute and more to get there."""
+    """Decode and prefill far into a text, compared with OpenVINO only: the other rivals need over a minute for it."""
     prompt, more = (1024, 64) if options.quick else (FAR, MORE)
     size = replace(size, positions=prompt + more + 2 * STEPS)
     bench = Bench(size, folder, options.threads, prompt, FAR_FORMATS, (OpenVino.name,))
     what = f"{size}, {options.threads} thr"
-    case = Case(f"at {prompt} tokens", bench.core.decode, (faster(2, "kvcache q4", OpenVino.name),))
+    case = Case(f"at {prompt} tokens", bench.decode, (faster(2, "kvcache q4", OpenVino.name),))
     yield f"8d. Decode far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
     bounds = (faster(1, "kvcache f32", OpenVino.name), faster(1, "kvcache q4", OpenVino.name))
     case = Case(f"{more} tokens behind {prompt}", partial(bench.extend, more), bounds)
@@ -277,7 +277,7 @@ def measure_far(
 
 
 def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: bool) -> int:
-    """Print it; returns how many formats spend too much in Python. NumPy on one row is mostly the calling of it."""
+    """Print the table; returns the number of formats over the bound. NumPy on one row is mostly call overhead."""
     cells = []
     for dtype, parts in shares.items():
         rest = parts[PYTHON] + parts[ROWS]

@@ -1,7 +1,7 @@
-"""Others that run the same network: transformers, llama.cpp and OpenVINO GenAI, each where it is installed.
+"""Rivals that run the same network: transformers, llama.cpp and OpenVINO GenAI, each if it is installed.
 
-A rival prefills (`prefill`), decodes `steps` tokens behind a prompt that it holds (`rewind`, then `decode`), and
-says how long the first token of a prompt takes whose head it has seen (`extend`). None of them is given text.
+A rival prefills a prompt (`prefill`), decodes `steps` tokens after it (`rewind`, then `decode`), and prefills the tail
+of a prompt whose head it has cached (`extend`). All inputs are token ids.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class Transformers:
         return self._torch.from_numpy(tokens.astype(np.int64))[None]
 
     def prefill(self, tokens: Tokens) -> None:
-        """A prompt from nothing, to the logits of its last token."""
+        """Run a prompt with an empty cache, up to the logits of its last token."""
         self._cache = self._cache_class()
         self._run(self._ids(tokens), self._cache).argmax(-1)
         self._held = len(tokens)
 
     def rewind(self) -> None:
-        """Back to the prompt."""
+        """Cut the cache back to the prompt."""
         behind = self._cache.get_seq_length() - self._held
         if behind:
             self._cache.crop(-behind)
 
     def decode(self, steps: int) -> None:
-        """Greedy steps."""
+        """Run greedy decode steps."""
         token = self._torch.ones((1, 1), dtype=self._torch.int64)
         for _ in range(steps):
             token = self._run(token, self._cache).argmax(-1)[None]
 
     def extend(self, tokens: Tokens) -> None:
-        """More tokens behind the prompt, whose cache is kept by cropping it afterwards."""
+        """Run more tokens after the prompt; `rewind` crops the cache afterwards."""
         self._run(self._ids(tokens), self._cache).argmax(-1)
 
 
@@ -97,17 +97,17 @@ class LlamaCpp:
         return str(llama_cpp.__version__)
 
     def prefill(self, tokens: Tokens) -> None:
-        """A prompt from nothing."""
+        """Run a prompt with an empty cache."""
         self._llama.reset()
         self._llama.eval(tokens.tolist())
         self._held = len(tokens)
 
     def rewind(self) -> None:
-        """Back to the prompt: `eval` drops what lies behind."""
+        """Go back to the prompt: `eval` drops the tokens after it."""
         self._llama.n_tokens = self._held
 
     def decode(self, steps: int) -> None:
-        """Greedy steps."""
+        """Run greedy decode steps."""
         token = 3
         for _ in range(steps):
             self._llama.eval([token])
@@ -115,14 +115,14 @@ class LlamaCpp:
             token = int(logits.argmax())
 
     def extend(self, tokens: Tokens) -> None:
-        """More tokens behind the prompt."""
+        """Run more tokens after the prompt."""
         self._llama.eval(tokens.tolist())
 
 
 class OpenVino:
-    """OpenVINO GenAI's continuous batching with its prefix cache, float32 arithmetic; it times itself.
+    """OpenVINO GenAI's continuous batching with its prefix cache, float32 arithmetic; it reports its own times.
 
-    Its reader of GGUF takes no float32 matrices, so the weights are float16.
+    Its GGUF reader does not accept float32 matrices, so the weights are float16.
     """
 
     name = "OpenVINO GenAI"
@@ -157,11 +157,11 @@ class OpenVino:
         return self._pipeline.generate(self._genai.TokenizedInputs(ids, mask), settings).perf_metrics
 
     def first_token(self, tokens: Tokens) -> float:
-        """Seconds from the prompt to the first token, by its own clock."""
+        """Seconds from the prompt to the first token, by OpenVINO's own clock."""
         return float(self._generate(tokens, 1).get_ttft().mean) / 1e3
 
     def step(self, tokens: Tokens, steps: int) -> float:
-        """Seconds per token behind this prompt, by its own clock."""
+        """Seconds per token after this prompt, by OpenVINO's own clock."""
         return float(self._generate(tokens, steps + 1).get_tpot().mean) / 1e3
 
 
@@ -169,7 +169,7 @@ RIVALS = (Transformers, LlamaCpp, OpenVino)
 
 
 def availability() -> list[str]:
-    """A line per rival: its version, or why it is absent."""
+    """A line per rival: its version, or the reason for its absence."""
     return [f"{rival.name} {why}" if ok else f"not measured: {rival.name} ({why})" for rival, ok, why in _probe()]
 
 
@@ -179,11 +179,11 @@ def _probe() -> list[tuple[Any, bool, str]]:
         version: Callable[[], str] = rival.version
         try:
             found.append((rival, True, version()))
-        except Exception as error:  # whatever keeps another project's package from loading
+        except Exception as error:  # any reason for which a rival's package does not load
             found.append((rival, False, f"{type(error).__name__}: {error}".splitlines()[0]))
     return found
 
 
 def installed() -> list[Any]:
-    """The classes whose packages load here."""
+    """The rivals whose packages load."""
     return [rival for rival, ok, _ in _probe() if ok]

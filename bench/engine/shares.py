@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: attention, matrix products, sampling, and the Python around them."""
+"""The shares of a decode step's time: attention, matrix products, sampling, and the Python around them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SHARES = (ATTENTION, WRITES, PRODUCTS, SAMPLING, ROWS, PYTHON)
 
 
 class Meter:
-    """Seconds by what they were spent on; time in a wrapped function called by another counts for the inner one."""
+    """Counts seconds per part. The time of a nested wrapped function counts for that function only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._inner: list[float] = []
 
     def wrap(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """The function, timed."""
+        """Wrap a function so that its time counts for `what`."""
 
         @functools.wraps(function)
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -48,7 +48,7 @@ class Meter:
 
 
 def _targets(engine: InferenceEngine) -> Iterator[tuple[Any, str, str]]:
-    """What is timed: `(owner, name, what)`. What a network of another version lacks is Python's share then."""
+    """The timed functions as `(owner, name, part)`. The time of missing ones counts as Python."""
     yield type(engine.cache), "attention", ATTENTION
     yield type(engine.cache), "write", WRITES
     yield type(engine.cache), "append", WRITES
@@ -61,7 +61,7 @@ def _targets(engine: InferenceEngine) -> Iterator[tuple[Any, str, str]]:
 
 @contextmanager
 def metered(engine: InferenceEngine) -> Iterator[Meter]:
-    """Time the parts of everything that the engine does meanwhile."""
+    """Time the parts of all work of the engine inside the context."""
     meter = Meter()
     with ExitStack() as stack:
         for owner, name, what in _targets(engine):
@@ -72,7 +72,7 @@ def metered(engine: InferenceEngine) -> Iterator[Meter]:
 
 
 def shares_of(engine: InferenceEngine, run: Callable[[], object]) -> dict[str, float]:
-    """Parts of the time of `run` by name; they sum to 1."""
+    """The shares of the time of `run` by part; they sum to 1."""
     with metered(engine) as meter:
         start = perf_counter()
         run()

@@ -1,4 +1,4 @@
-"""Block tables and pool: steps of many sequences beside plain Python and vLLM, forks, and eviction by every policy."""
+"""Cases of block tables and pool: steps of many sequences, with plain Python and vLLM; forks; eviction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PlainTables", "tables"]
 
 BATCH, BLOCK, PROMPT = 256, 16, 512
 OURS, LOOP, VLLM = "kvcache", "plain Python loop", "vLLM"
-CLEARED = "and slots cleared"  # the whole call: what was another's reads as zeros, in a cache of one head of 8 channels
+CLEARED = "and slots cleared"  # the whole call, which zeroes slots of earlier sequences (1 head of 8 channels)
 POLICIES = {
     "LRU": EvictionStrategy.LRU(),
     "LFU": EvictionStrategy.LFU(),
@@ -30,7 +30,7 @@ POLICIES = {
 
 
 class PlainTables:
-    """The same numbers in lists and dicts, with nothing checked: blocks, references, lengths, recency, counts."""
+    """The same state in lists and dicts, without checks: blocks, references, lengths, recency, counts."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free_blocks = deque(range(num_blocks))
@@ -96,13 +96,13 @@ def _cache(num_blocks: int, strategy: EvictionStrategy | None = None) -> PagedKv
 
 
 def append_case() -> Iterator[Candidate]:
-    """One token more for each of `BATCH` sequences; blocks run over as they do while decoding."""
+    """Append one token to each of `BATCH` sequences; some need a new block, as in decoding."""
     steps = 64
     blocks = BATCH * (PROMPT + 2 * steps) // BLOCK * 2
     seq_ids = np.arange(BATCH, dtype=np.uint64)
     ids = seq_ids.tolist()
     cache, plain = _cache(blocks), PlainTables(blocks)
-    # A prompt of its own length for each, so that every step takes about a sixteenth of new blocks.
+    # Prompts differ in length, so that about a sixteenth of the sequences need a new block in each step.
     for owner in (cache, plain):
         for i in ids:
             owner.allocate(i, PROMPT + i % BLOCK)  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def _repeat(count: int, call: Any, argument: Any) -> None:
 
 
 def life_case(verb: str) -> Iterator[Candidate]:
-    """Allocate, fork or free `BATCH` sequences of `PROMPT` tokens; undone in between, untimed."""
+    """Allocate, fork or free `BATCH` sequences of `PROMPT` tokens; each round is undone, untimed."""
     blocks = BATCH * PROMPT // BLOCK
     ids = list(range(BATCH))
     first, second = np.arange(BATCH, dtype=np.uint64), np.arange(BATCH, 2 * BATCH, dtype=np.uint64)
@@ -182,7 +182,7 @@ def _until(alive: Any, count: int, undo: Any) -> None:
 
 
 def fork_case() -> Iterator[Candidate]:
-    """Fork 32k tokens: the block table copied, a reference counted on every block."""
+    """Fork a sequence of 32k tokens: copies the block table and counts a reference to every block."""
     cache = _cache(200_000)
     cache.allocate(0, 32_768)
     forks = range(1, 65)
@@ -219,7 +219,7 @@ def fork_case() -> Iterator[Candidate]:
 
 
 def evict_case(sizes: tuple[int, ...], policy: str) -> Iterator[Candidate]:
-    """Evict one of many sequences of one block each; as many allocated and touched in between, untimed."""
+    """Evict one of many sequences of one block each; new ones replace them, untimed."""
     for size in sizes:
         cache = _cache(size, POLICIES[policy])
         seq_ids = itertools.count()
@@ -242,7 +242,7 @@ def _evict(cache: PagedKvCache, count: int) -> None:
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:
-    """Everything about block tables."""
+    """All tables about block tables."""
     tenth = at_most(0.1, OURS, LOOP)
     batch = (
         Case("append_batch", append_case, (tenth, faster(20, OURS, VLLM))),

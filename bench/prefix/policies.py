@@ -1,8 +1,8 @@
-"""Eviction policies on a tree of pages, and the best that any could do.
+"""Eviction policies on a tree of pages, and an optimal one that knows the future.
 
-A page may leave when nothing cached is built on it, so a policy ranks leaves. The rank of a page is set when it is
-used; the lowest leaves. `Optimal` knows the future: of pages of one size, evicting the one whose next use is farthest
-is optimal (Belady, 1966), and since every use of a page uses the pages before it, that one is always a leaf.
+Only leaves can be evicted, so a policy ranks leaves: the lowest rank is evicted first. The rank of a page is set when
+it is used. `optimal` evicts the page whose next use is farthest away, which is optimal for pages of one size (Belady,
+1966). Every use of a page also uses the pages before it, so this page is always a leaf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["POLICIES", "Outcome", "optimal", "replay"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a replay came to, in pages."""
+    """The counts of a replay, in pages."""
 
     hits: int
     lookups: int
@@ -31,17 +31,18 @@ class Outcome:
 
 @dataclass
 class Page:
-    """A cached page: the page before it, how many are built on it, and what policies look at."""
+    """A cached page: the page before it, its number of children, and the data of the policies."""
 
     before: int
     children: int
-    last: int  # request that used it last
+    last: int  # the last request that used it
     uses: int
-    new: int  # pages that came with it: the size of what nobody shares
+    new: int  # new pages of the request that added it: the part of its prompt that was not cached
     rank: float = 0.0
 
 
-# A policy gives a page its rank: (page, age) -> rank, where age grows with what was evicted.
+# A policy: (page, floor, lifetime) -> rank. `floor` is the highest rank evicted so far, `lifetime` the mean time from
+# the last use of a page to its eviction, in requests.
 Rank = Callable[[Page, float, float], float]
 
 
@@ -51,7 +52,7 @@ def lru(page: Page, floor: float, lifetime: float) -> float:
 
 
 def lfu(page: Page, floor: float, lifetime: float) -> float:
-    """Least frequently used, then least recently."""
+    """Least frequently used; ties by recency."""
     return page.uses * 1e9 + page.last
 
 
@@ -61,17 +62,17 @@ def lfu_aged(page: Page, floor: float, lifetime: float) -> float:
 
 
 def size_aware(page: Page, floor: float, lifetime: float) -> float:
-    """Greedy dual: frequency per page that came along, over the same floor (GDSF, Cherkasova, 1998)."""
+    """Greedy dual: frequency divided by the number of new pages, over the same floor (GDSF, Cherkasova, 1998)."""
     return floor + page.uses / page.new
 
 
 def scan_resistant(page: Page, floor: float, lifetime: float) -> float:
-    """LRU in which a page used again counts as used later, by the time that pages live between use and eviction."""
+    """LRU in which a page that was used more than once counts as used `lifetime` later."""
     return page.last + (lifetime if page.uses > 1 else 0.0)
 
 
 def frequent_recent(page: Page, floor: float, lifetime: float) -> float:
-    """The same in steps: each doubling of the uses, up to sixteen, is worth half such a lifetime."""
+    """LRU in which each doubling of the uses, up to sixteen, counts as a use half a `lifetime` later."""
     return page.last + 0.5 * lifetime * min(page.uses.bit_length() - 1, 4)
 
 
@@ -138,14 +139,14 @@ def replay(trace: Trace, capacity: int, rank: Rank) -> Outcome:
 
 
 def _push_bare(leaves: list[tuple[float, int]], pages: dict[int, Page], path: list[int]) -> None:
-    """A path that ends inside another's leaves no leaf of its own, and the heap must not outgrow the cache."""
+    """Rebuild the heap when it is much larger than the cache: it keeps stale entries."""
     if len(leaves) > 4 * len(pages) + 64:
         leaves[:] = [(page.rank, name) for name, page in pages.items() if not page.children]
         heapq.heapify(leaves)
 
 
 def optimal(trace: Trace, capacity: int) -> Outcome:
-    """The same with the future known: an upper bound on every policy."""
+    """Replay with the future known: an upper bound for every policy."""
     never = len(trace.requests)
     uses: dict[int, list[int]] = {}
     for i in range(never - 1, -1, -1):
@@ -166,7 +167,7 @@ def optimal(trace: Trace, capacity: int) -> Outcome:
                 future.pop()
             following = future[-1] if future else never
             if following == never and page not in cached:
-                continue  # never asked for again: it need not be kept
+                continue  # never requested again
             cached[page] = following
             heapq.heappush(order, (-following, -depth, page))
         while len(cached) > capacity:

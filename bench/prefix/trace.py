@@ -1,6 +1,6 @@
 """`python -m bench trace`: a serving trace through the prefix cache, without a model.
 
-Hit rates are in tokens. Policies are compared on a tree of pages; what the trie itself costs is measured on the trie.
+Hit rates are in tokens. Policies are compared on a tree of pages; the cost of a request is measured on the trie.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kvcache.trie.trie import TokenTrie
 
 __all__ = ["add_arguments", "main", "through_trie"]
 
-MAX_PAGE = 256  # the trie's largest; longer pages of a trace are compared by their first tokens
+MAX_PAGE = 256  # the largest page of the trie; longer pages of a trace are represented by 256 tokens
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this bench understands."""
+    """Add the options of this bench."""
     parser.add_argument("--file", metavar="JSONL", help="a trace in Mooncake's format instead of a synthetic one")
     parser.add_argument("--requests", type=int, default=Mix.num_requests, help="requests of the synthetic trace")
     parser.add_argument("--seeds", type=int, default=3, help="synthetic traces to average over (default 3)")
 
 
 def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
-    """The trace through `TokenTrie` itself: match, pin, evict, insert, unpin; hit rate, time, bytes.
+    """Replay the trace through `TokenTrie`: match, pin, evict, insert, unpin; returns hit rate, times and bytes.
 
-    The tokens of a page are its name, again and again: pages differ from their first token on, as in the trace.
+    All tokens of a page are its name, so different pages differ in their first token.
     """
     page_size = min(trace.page_size, MAX_PAGE)
     trie = TokenTrie(page_size)
@@ -68,7 +68,7 @@ def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print hit rates by policy and capacity, and what the trie took for it."""
+    """Print hit rates by policy and capacity, and the time and memory of the trie."""
     if options.file:
         traces = [from_mooncake(options.file)]
     else:

@@ -1,7 +1,7 @@
-"""Requests as a server sees them, in pages: synthetic ones from a seed, or from a file in Mooncake's format.
+"""Request traces in pages: synthetic ones from a seed, or from a file in Mooncake's format.
 
-A page is named by a number that stands for the page **and all before it**, as in a chain of hashes: two requests
-share a prefix exactly as far as their lists agree.
+A page is named by a number that identifies the page **and all pages before it**, like a chained hash: the common
+prefix of two requests is the common prefix of their lists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Request:
 
     Attributes:
         pages: names of the pages of prompt and answer.
-        num_prompt: how many of these are the prompt's: what a cache may already have.
+        num_prompt: how many of these belong to the prompt and can be cached already.
     """
 
     pages: list[int]
@@ -37,7 +37,7 @@ class Trace:
 
     @property
     def num_pages(self) -> int:
-        """Different pages in all."""
+        """The number of different pages."""
         return len({page for request in self.requests for page in request.pages})
 
 
@@ -46,11 +46,11 @@ class Mix:
     """The parameters of a synthetic trace; lengths in tokens, means of exponential distributions.
 
     Attributes:
-        num_requests, seed: how many, and which.
-        systems, zipf, system_tokens: system prompts, the exponent of their popularity, their length.
-        chats, turn_tokens, answer_tokens, turns: share of requests that belong to chats; lengths; turns of a chat.
-        agents, branches, task_tokens: share that belongs to agents; branches of a task, made from one context.
-        documents, document_tokens: share of long prompts that never come again.
+        num_requests, seed: number of requests; seed of the random numbers.
+        systems, zipf, system_tokens: number of system prompts, exponent of their Zipf distribution, their length.
+        chats, turn_tokens, answer_tokens, turns: share of chat requests; lengths; turns of a chat.
+        agents, branches, task_tokens: share of agent requests; branches of a task from one context; its length.
+        documents, document_tokens: share of long prompts that are never repeated; their length.
     """
 
     num_requests: int = 6_000
@@ -70,7 +70,7 @@ class Mix:
 
 
 class _Pages:
-    """Names for pages: a prompt grows by pages that nobody had before."""
+    """A source of names for new pages."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size, self.used = page_size, 0
@@ -96,7 +96,7 @@ def synthetic(mix: Mix, page_size: int = 16) -> Trace:
         return systems[rng.choice(mix.systems, p=weights)]
 
     def take(waiting: list[tuple[list[int], int]], start: float) -> tuple[list[int], int] | None:
-        """One that is under way, more likely a recent one; None to start another."""
+        """Pick an open chat or task, recent ones with a higher probability; None: start a new one."""
         if not waiting or rng.random() < start:
             return None
         return waiting.pop(-1 - min(int(rng.exponential(len(waiting) / 3 + 1)), len(waiting) - 1))

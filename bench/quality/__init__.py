@@ -1,1 +1,1 @@
-"""`python -m bench quality`: what compression, eviction and endless text cost, end to end, on text never seen."""
+"""`python -m bench quality`: the end-to-end cost of compression, eviction and endless text, on held-out text."""

@@ -1,4 +1,4 @@
-"""Endless text: a hundred thousand tokens through a model that was trained to two thousand."""
+"""Endless text: a hundred thousand tokens through a model that was trained on two thousand."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvcache.engine import Transformer
 __all__ = ["BIN", "HEADER", "RUNS", "measure", "reference", "rows", "verdicts"]
 
 SINKS, WINDOW, CHUNK, BIN = 4, 1500, 64, 2048
-FAR = 1 << 20  # positions that a network is said to have where it is to run past those that it knows
+FAR = 1 << 20  # overrides the network's number of positions, for runs beyond those it was trained on
 
-# name -> (options, tokens at most, whether positions run past what the network knows)
+# name -> (options, most tokens, whether positions exceed those of the network)
 STREAM, FAR_SINKS = EvictionPolicy.StreamingLLM(SINKS, WINDOW), EvictionPolicy.SlidingWindow(WINDOW, SINKS)
 RUNS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "StreamingLLM, f32": ({"eviction_policy": STREAM}, FAR, False),
@@ -33,10 +33,10 @@ HEADER = [
 
 
 def reference(model: Transformer, text: np.ndarray) -> np.ndarray:
-    """What the model says with fresh windows: log-probabilities `(len(text) - 1,)`.
+    """Log-probabilities of the model in fresh windows, `(len(text) - 1,)`: the reference for a stream.
 
-    Windows of all its positions overlap by half: each token but the first ones is predicted from at least 1,024.
-    Perplexity differs from file to file, so this, and not the beginning of the text, is what a stream is held to.
+    Windows as long as the model's context overlap by half: each token but the first ones is predicted from at least
+    1,024 tokens. A stream is compared with the same tokens, since perplexity differs between files.
     """
     length = model.config.max_position_embeddings
     engine = InferenceEngine(model)
@@ -50,7 +50,7 @@ def reference(model: Transformer, text: np.ndarray) -> np.ndarray:
 
 
 def measure(model: Transformer, text: Heldout, name: str, total: int) -> dict[str, Any]:
-    """One run over the stream, in pieces of `CHUNK` tokens, timed piece by piece."""
+    """Run the stream in pieces of `CHUNK` tokens and time each piece."""
     options, most, far = RUNS[name]
     tokens = text.tokens[: min(total, most) + 1]
     recorder = Recorder(model, lambda rows: rows[:0].copy(), FAR if far else 0)  # a view would hold all rows
@@ -64,13 +64,13 @@ def measure(model: Transformer, text: Heldout, name: str, total: int) -> dict[st
 
 
 def _score(engine: InferenceEngine, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`engine.score`, and the processor seconds of every piece, told by the network being called."""
+    """`engine.score`, and the processor seconds of each piece, measured between calls of the network."""
     marks: list[float] = []
     network = engine.model
     forward = network.forward
 
     def timed(*args: Any, **more: Any) -> Any:
-        marks.append(time.process_time())  # whatever else the machine does meanwhile
+        marks.append(time.process_time())  # processor time does not count other processes
         return forward(*args, **more)
 
     network.forward = timed  # type: ignore[method-assign]
@@ -82,13 +82,13 @@ def _score(engine: InferenceEngine, tokens: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def bins(scores: np.ndarray) -> np.ndarray:
-    """Mean nats per token of each `BIN` tokens, the last one whatever is left of it if at least half."""
+    """Mean nats per token of each `BIN` tokens; a shorter last bin counts if it has at least half as many."""
     edges = range(0, max(len(scores) - BIN // 2, 1), BIN)
     return np.array([-scores[at : at + BIN].mean(dtype=np.float64) for at in edges])
 
 
 def figures(run: dict[str, Any], fresh: np.ndarray) -> dict[str, float]:
-    """What the table shows of a run; `fresh` is the reference over the same stream."""
+    """The figures of a run; `fresh` is the reference over the same stream."""
     scores, seconds = run["scores"], run["seconds"]
     fresh = fresh[: len(scores)]
     apart = bins(scores) - bins(fresh)
@@ -118,7 +118,7 @@ def rows(runs: list[dict[str, Any]], fresh: np.ndarray) -> list[list[str]]:
 
 
 def verdicts(runs: list[dict[str, Any]], fresh: np.ndarray) -> list[dict[str, Any]]:
-    """A stream stays within 10 % of fresh windows, and its time per token flat."""
+    """The bounds: a stream's perplexity at most 10 % above fresh windows, its time per token at most 10 % higher."""
     found = []
     for run in runs:
         if run["name"].startswith("StreamingLLM"):

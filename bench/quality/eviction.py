@@ -16,7 +16,7 @@ __all__ = ["BUDGETS", "CHUNK", "HEADER", "POLICIES", "engine_of", "measure", "ro
 SINKS, CHUNK = 4, 32
 BUDGETS = (5, 10, 20, 40, 70)  # per cent of the prompt
 
-# name -> what makes the policy of (budget, layers). Random eviction is H2O over drawn numbers, see `RandomEngine`.
+# name -> function from (budget, layers) to the policy. Random eviction is H2O with random scores, see `RandomEngine`.
 POLICIES: dict[str, Any] = {
     "H2O": lambda budget, layers: EvictionPolicy.H2O(),
     "H2O, 0.9 recent": lambda budget, layers: EvictionPolicy.H2O(0.9),
@@ -41,10 +41,10 @@ def engine_of(model: Any, name: str, budget: int, dtype: str = "f32", chunk: int
 def measure(
     model: Transformer, prompts: list[Prompt], name: str, percent: int, dtype: str = "f32", chunk: int = CHUNK
 ) -> dict[str, Any]:
-    """One policy at one budget: the figures over all prompts.
+    """The figures of one policy at one budget, over all prompts.
 
-    A piece of `chunk` tokens attends to what was alive before it and to itself, then the layers are held to the
-    budget: memory is that of the budget and one piece, and what a policy sees of a piece it sees before it evicts.
+    A piece of `chunk` tokens attends to the survivors and to itself, then every layer evicts down to the budget. So
+    memory is that of the budget and one piece, and a policy has the scores of the whole piece before it evicts.
     """
     recorder = Recorder(model, lambda rows: rows.argmax(axis=1))
     budget = LENGTH * percent // 100
@@ -52,7 +52,7 @@ def measure(
     nats, tokens, right, asked, whole, names = 0.0, 0, 0, 0, 0, 0
     for prompt in prompts:
         scores = engine.score(prompt.tokens)
-        best = recorder.take()  # of row i: the likeliest token i + 1
+        best = recorder.take()  # row i has the most likely token i + 1
         part = slice(prompt.continuation.start - 1, prompt.continuation.stop - 1)
         nats -= float(scores[part].sum(dtype=np.float64))
         tokens += part.stop - part.start
@@ -68,7 +68,7 @@ def measure(
 
 
 def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
-    """The table; "over all" compares with the cache of the same table that keeps everything in f32."""
+    """The rows of the table; "over all" compares with the f32 cache that keeps all tokens."""
     exact = next(f for f in figures if f["policy"] == "all" and f["dtype"] == "f32")
     return [
         [
@@ -81,7 +81,7 @@ def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def survivors(model: Transformer, prompt: Prompt, percent: int, queries: int = 128) -> dict[str, Any]:
-    """Where the attention of a prompt's last queries goes, and what each policy has kept of the rest by then."""
+    """The attention of a prompt's last queries on earlier tokens, and the tokens that each policy has kept by then."""
     tokens = prompt.tokens
     mass = attention_mass(model, tokens, queries)
     kept = {}

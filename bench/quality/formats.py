@@ -1,4 +1,4 @@
-"""Storage formats on text: perplexity and KL divergence against the f32 cache, window by window, side by side."""
+"""Storage formats on text: perplexity and KL divergence from the f32 cache, window by window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, log_softmax
 from kvcache import InferenceEngine
+from kvcache.core.kernels import FORMATS as STORED
 from kvcache.engine import Transformer
+from kvcache.engine.residual import LENGTHS
 
 __all__ = ["BOUNDS", "FORMATS", "HEADER", "measure", "rows", "speeds", "verdicts"]
 
@@ -23,18 +25,18 @@ def _mixed(name: str) -> dict[str, Any]:
 PACKED, PLAIN = ", no residual", ", not rotated"
 FORMATS: dict[str, dict[str, Any]] = {
     name: _mixed(name)
-    for name in ("f32", "f16", "q8", "q4", "q3", "q2", "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
+    for name in (*STORED, "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
 }
-FORMATS |= {name + PACKED: _mixed(name) | {"residual_length": 0} for name in ("q4", "q3", "q2", "q8/q4", "q4/q8")}
-FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in ("q8", "q4", "q3", "q2")}
+FORMATS |= {name + PACKED: _mixed(name) | {"residual_length": 0} for name in (*LENGTHS, "q8/q4", "q4/q8")}
+FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in STORED if STORED[name].quantised}
 
-# What a format is asked to reach: name -> (figure, bound).
+# The bounds of a format: name -> (figure, bound).
 BOUNDS = {"q8": ("kl", 0.001), "q4": ("rise", 0.005), "q3": ("rise", 0.02), "q2": ("rise", 0.08)}
 HEADER = ["K/V format", "bytes/token", "bits/value", "perplexity", "against f32", "KL, mean", "KL, p99", "same token"]
 
 
 class _Sums:
-    """What one format has added up so far."""
+    """The running sums of one format."""
 
     def __init__(self) -> None:
         self.nats, self.same, self.tokens = 0.0, 0, 0
@@ -42,15 +44,14 @@ class _Sums:
 
 
 def measure(model: Transformer, text: Heldout, context: int, total: int, names: list[str]) -> dict[str, Any]:
-    """Every figure of every format over windows of `context` tokens, about `total` tokens in all.
+    """All figures of all formats over windows of `context` tokens, about `total` tokens in all.
 
-    A window is scored with every format before the next begins; the f32 cache is the first of them. Attention reads
-    the stored codes also of the piece being run, but for the residual: no token is seen in better precision than it
-    would be in decoding.
+    Each window is scored with every format in turn; the f32 cache is the first. Attention reads the stored codes of
+    the current piece too, apart from the residual, so no token is read with more precision than in decoding.
     """
     engines = {}
     for name in names:
-        recorder = Recorder(model, np.copy)  # the engine overwrites what it is given
+        recorder = Recorder(model, np.copy)  # the engine overwrites the logits
         engines[name] = InferenceEngine(recorder, num_blocks=context // 16 + 1, **FORMATS[name]), recorder
     sums = {name: _Sums() for name in names}
     for window in text.windows(context, total):
@@ -85,7 +86,7 @@ def _figures(engine: InferenceEngine, one: _Sums, exact: _Sums) -> dict[str, flo
 
 
 def rows(figures: dict[str, dict[str, float]], speed: dict[str, float]) -> list[list[str]]:
-    """The table, the decode speed beside it."""
+    """The rows of the table, with the decode speed."""
     return [
         [
             name, f"{f['bytes']:.0f}", f"{f['bits']:.2f}", f"{f['perplexity']:.4f}", f"{100 * f['rise']:+.2f} %",
@@ -96,7 +97,7 @@ def rows(figures: dict[str, dict[str, float]], speed: dict[str, float]) -> list[
 
 
 def verdicts(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """What was asked of the formats and what they reach."""
+    """The bounds of the formats, and their values."""
     found = []
     for name, (key, bound) in BOUNDS.items():
         if name in figures:
@@ -106,7 +107,7 @@ def verdicts(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def speeds(model: Transformer, text: Heldout, context: int, names: list[str], rounds: int) -> dict[str, float]:
-    """Tokens per second of decoding behind `context` tokens: the fastest of `rounds` turns of 8 steps each."""
+    """Tokens per second of decoding after `context` tokens: the fastest of `rounds` turns of 8 steps each."""
     engines, best = {}, dict.fromkeys(names, 0.0)
     for name in names:
         engines[name] = InferenceEngine(model, num_blocks=(context + 8 * rounds) // 16 + 2, **FORMATS[name])

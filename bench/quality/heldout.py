@@ -1,8 +1,8 @@
-"""The text that quality is measured on: modules of CPython's standard library that the demo model never saw.
+"""The text on which quality is measured: modules of CPython's standard library that the model was not trained on.
 
-The text itself is not part of this project; every Python has it. `heldout.json` beside the demo model names the files
-and their digest in CPython 3.13.0, the library that the model was trained on. Another 3.x has the same modules, a
-little changed and as unseen: figures move in the third digit, and `Heldout.exact` is false.
+The text is not part of this project; every Python has it. `heldout.json` beside the demo model lists the files and
+their digest in CPython 3.13.0, whose library the model was trained on. Another 3.x has slightly different versions of
+these modules: figures differ in the third digit, and `Heldout.exact` is false.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Heldout:
-    """All held-out files, one after another, each led by the end-of-text token.
+    """All held-out files, concatenated, each after an end-of-text token.
 
     Attributes:
         tokens: uint32 `(n,)`.
-        library: where they were found.
+        library: the folder of the files.
         exact: whether the files are those of CPython 3.13.0, byte for byte.
     """
 
@@ -38,7 +38,7 @@ class Heldout:
     exact: bool
 
     def windows(self, length: int, total: int) -> list[np.ndarray]:
-        """Windows of `length` tokens, spread evenly over the text, without overlap: `total` tokens, or all."""
+        """Windows of `length` tokens without overlap, spread evenly over the text: `total` tokens, or all."""
         count = min(-(-total // length), len(self.tokens) // length)
         room = len(self.tokens) - count * length
         return [self.tokens[(at := i * length + room * i // count) : at + length] for i in range(count)]
@@ -49,17 +49,17 @@ class Heldout:
 
 
 def find_library() -> Path:
-    """The library of CPython 3.13.0 where pyenv has it, else that of any 3.13 there, else that of this Python."""
+    """The library of CPython 3.13.0 if pyenv has it, else of any 3.13 there, else of this Python."""
     versions = Path.home() / ".pyenv" / "versions"
     found = sorted(versions.glob("3.13.*/lib/python3.13"), key=lambda path: path.parts[-3] != "3.13.0")
     return next(iter(found), Path(sysconfig.get_path("stdlib")))
 
 
 def load(tokenizer: Any, library: Path | None = None) -> Heldout:
-    """Read and tokenise the held-out files; files that this library lacks are left out.
+    """Read and tokenise the held-out files; missing files are skipped.
 
     Raises:
-        SystemExit: the folder has none of them.
+        SystemExit: the folder has none of the files.
     """
     library = library or find_library()
     listed = json.loads((DIRECTORY / "heldout.json").read_text(encoding="utf-8"))

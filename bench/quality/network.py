@@ -1,4 +1,4 @@
-"""The demo model, once, and what the measurements ask of an engine beside its answers."""
+"""The demo model, and the tools that measure an engine: recorded logits, random eviction, attention mass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["RandomEngine", "Recorder", "attention_mass", "demo_model", "log_soft
 
 
 def demo_model() -> tuple[Transformer, Any]:
-    """The demo model and its tokenizer."""
+    """Load the demo model and its tokenizer."""
     tokenizer = InferenceEngine.from_pretrained(DIRECTORY).tokenizer
     return Transformer.from_pretrained(DIRECTORY), tokenizer
 
 
 class Recorder:
-    """A network that keeps of the logits it returns what `keep` makes of them: for any engine's `model`.
+    """A network, for any engine's `model`, that records `keep(logits)` of each call.
 
     Args:
-        positions: overrides `max_position_embeddings`, to see what happens behind them.
+        positions: overrides `max_position_embeddings`, for runs beyond them.
     """
 
     def __init__(self, model: Transformer, keep: Callable[[np.ndarray], np.ndarray], positions: int = 0) -> None:
@@ -41,13 +41,13 @@ class Recorder:
         return rows
 
     def take(self) -> np.ndarray:
-        """What was kept since the last time, in one array."""
+        """Return everything recorded since the last call, in one array."""
         kept, self._kept = np.concatenate(self._kept), []
         return kept
 
 
 class _RandomScores(PagedKvCache):
-    """In place of attention each token draws a number when it comes, and from every query that number again."""
+    """A cache with random scores: a token draws a number once, and gets it as its score from every query."""
 
     rng = np.random.default_rng(0)
 
@@ -75,7 +75,7 @@ class _RandomScores(PagedKvCache):
 
 
 class RandomEngine(InferenceEngine):
-    """Evicts at random: H2O over numbers drawn once per token and layer. What stays is a uniform sample."""
+    """Evicts at random: H2O with a random score per token and layer. The survivors are a uniform sample."""
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
         cache = _RandomScores(**options)
@@ -91,7 +91,7 @@ def log_softmax(rows: np.ndarray) -> np.ndarray:
 
 
 def attention_mass(model: Transformer, tokens: np.ndarray, queries: int) -> np.ndarray:
-    """Share of the attention of the last `queries` tokens that each token draws, `(layers, len(tokens))`."""
+    """The share of the attention of the last `queries` tokens on each token, `(layers, len(tokens))`."""
     config = model.config
     cache = PagedKvCache(
         -(-len(tokens) // 16), 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers, dtype="f32"

@@ -1,8 +1,8 @@
 """Formats on synthetic attention whose keys have outlier channels, as those of real 7B models do.
 
-A small model has no such channels. Here one channel in 32 of the keys is 20 times the others (KIVI, arXiv 2402.02750,
-section 3.1, shows them in Llama 2 7B); queries are small there, as training makes them, so that every channel has the
-same say in a score.
+A small model has no such channels. Here one channel in 32 of the keys is 20 times as large as the others (KIVI, arXiv
+2402.02750, section 3.1, shows them in Llama 2 7B). Queries are 20 times smaller in these channels, as training makes
+them, so that every channel contributes equally to a score.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = ["K/V format", "bits/value", "plain: output error", "KL", "outliers: ou
 
 
 def measure(tokens: int, names: list[str]) -> dict[str, Any]:
-    """Of each format, without and with outlier channels: relative L2 error of the output, KL of the weights."""
+    """For each format, without and with outlier channels: relative L2 error of the output, KL of the weights."""
     found: dict[str, Any] = {name: {} for name in names}
     for kind, factor in (("plain", 1), ("outliers", FACTOR)):
         rng = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[
 
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
-    """The table."""
+    """The rows of the table."""
     table = []
     for name, f in figures.items():
         cells = [(f"{100 * f[kind]['error']:.3g} %", f"{f[kind]['kl']:.2g}") for kind in ("plain", "outliers")]

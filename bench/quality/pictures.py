@@ -1,4 +1,4 @@
-"""The pictures of `bench quality`: what a reader should see before he reads a table."""
+"""The pictures of `bench quality`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.support.plot import pyplot, save
 __all__ = ["draw_budgets", "draw_formats", "draw_mass", "draw_stream"]
 
 
-# Of a format's name, what makes it another kind of point.
+# Parts of a format's name that select the kind of point.
 KINDS = {"no residual": ("^", "without the residual"), "not rotated": ("v", "not rotated"), "/": ("x", "K and V apart")}
 
 
@@ -77,7 +77,7 @@ def draw_budgets(figures: list[dict[str, Any]], folder: str) -> Path:
 
 
 def draw_stream(runs: list[dict[str, Any]], fresh: np.ndarray, folder: str) -> Path:
-    """Perplexity along the stream, over that of fresh windows on the same text; and the time per token."""
+    """Perplexity along the stream relative to fresh windows of the same text, and the time per token."""
     plt = pyplot()
     figure, (axes, clock) = plt.subplots(2, 1, figsize=(9, 6.5), height_ratios=[3, 1], sharex=True)
     for run in runs:
@@ -101,7 +101,7 @@ def draw_stream(runs: list[dict[str, Any]], fresh: np.ndarray, folder: str) -> P
 
 
 def draw_mass(found: dict[str, Any], folder: str) -> Path:
-    """Where the attention of the last queries goes, layer by layer, and what each policy has kept for them."""
+    """The attention of the last queries layer by layer, and the tokens that each policy has kept."""
     plt = pyplot()
     mass, kept, queries = found["mass"], found["kept"], found["queries"]
     layers, tokens = mass.shape

@@ -1,9 +1,9 @@
-"""The same policies in kvpress, on transformers: which tokens survive, and the perplexity of what follows.
+"""The same policies in kvpress, on transformers: which tokens survive, and the perplexity of the continuation.
 
-kvpress cuts once, when the prompt is through, and for each KV head apart; here the engine takes the prompt in one piece
-too, and what it keeps is kept for the continuation, in a cache that grows from there as the other does. A window is the
-same window in both, so it must give the same perplexity. By observed attention both keep what was attended most, by the
-mean over the queries that saw a token; H2O has one list for all heads of a layer.
+kvpress evicts once, after the prompt, separately for each KV head. So here the engine runs the prompt in one piece too,
+and the continuation evicts nothing more; both caches grow during it. A window keeps the same tokens in both, so its
+perplexity must be the same. With observed attention, both keep the tokens with the most attention, averaged over the
+queries that saw a token; H2O has one list for all heads of a layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER = ["policy", "kvcache", "perplexity", "kvpress", "perplexity", "survivors
 
 
 def measure(model: Transformer, prompts: list[Prompt]) -> list[dict[str, Any]] | str:
-    """A row per policy; or why there is none."""
+    """A row per policy, or the reason why nothing can be compared."""
     try:
         import kvpress
         import torch
@@ -75,7 +75,7 @@ def measure(model: Transformer, prompts: list[Prompt]) -> list[dict[str, Any]] |
 
 
 def _run(model: Transformer, tokens: np.ndarray, head: int, kept: list[np.ndarray] | None) -> np.ndarray:
-    """Logits of the continuation over what is kept of the prompt; as in kvpress, nothing leaves after that."""
+    """Logits of the continuation over the kept tokens of the prompt; as in kvpress, nothing is evicted after it."""
     config = model.config
     layers = range(config.num_layers)
     blocks = config.num_layers * (len(tokens) // 16 + 2)
@@ -102,13 +102,13 @@ def _nats(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _watch(network: Any, ids: Any, cache: Any) -> list[Any]:
-    """The keys of all tokens, to find out later which of them were kept."""
+    """The keys of all tokens, which identify the kept ones later."""
     network(ids, past_key_values=cache)
     return [layer.keys.clone() for layer in cache.layers]
 
 
 def _overlap(everything: Any, kept: Any, ours: np.ndarray) -> float:
-    """The part of a layer's tokens kept here that kvpress kept too, mean over its KV heads."""
+    """The share of our kept tokens of a layer that kvpress kept too, mean over its KV heads."""
     shares = []
     for before, after in zip(everything[0].numpy(), kept[0].numpy(), strict=True):
         rows = {row.tobytes() for row in after}
@@ -118,7 +118,7 @@ def _overlap(everything: Any, kept: Any, ours: np.ndarray) -> float:
 
 
 def rows(found: list[dict[str, Any]]) -> list[list[str]]:
-    """The table."""
+    """The rows of the table."""
     return [
         [
             f["policy"], f["ours"], f"{f['perplexity']:.4f}", f["press"], f"{f['press_perplexity']:.4f}",

@@ -1,9 +1,9 @@
-"""Prompts for eviction: held-out text with names planted in it, its continuation, and questions for the names.
+"""Prompts for eviction: held-out text with inserted names, its continuation, and questions for the names.
 
     | text, with lines that define a name at three depths | its continuation | the lines again, and the names |
       PROMPT tokens in all                                  CONTINUATION       the rest, up to LENGTH
 
-Perplexity is that of the continuation, copying is measured on the names.
+Perplexity is measured on the continuation, copying on the names.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bench.quality.heldout import Heldout
 __all__ = ["LENGTH", "Prompt", "make_prompts"]
 
 LENGTH, CONTINUATION = 2048, 256
-DISTANCES = (300, 500, 900)  # tokens from a definition to its question, about
+DISTANCES = (300, 500, 900)  # approximate tokens from a definition to its question
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens, and which of them are measured.
+    """The tokens of a prompt, and the slices that are measured.
 
     Attributes:
         tokens: uint32 `(n,)`, at most `LENGTH`.
-        continuation: slice of the tokens whose perplexity counts.
-        names: slices of the tokens of each name, where it is asked for.
+        continuation: slice of the tokens whose perplexity is measured.
+        names: for each name, the slice of its tokens in its question.
     """
 
     tokens: np.ndarray
@@ -39,7 +39,7 @@ class Prompt:
 
 
 def make_prompts(text: Heldout, tokenizer: Any, count: int) -> list[Prompt]:
-    """`count` prompts out of different parts of the text."""
+    """Make `count` prompts from different parts of the text."""
     rng = random.Random(5)
     pieces = name_pieces(tokenizer)
     seen = tokenizer.decode(text.tokens.tolist())
@@ -56,7 +56,7 @@ def _prompt(
     def encode(string: str) -> list[int]:
         return list(tokenizer.encode(string).ids)
 
-    # A line begins with its line break, since the next one may begin with break and indentation in one token.
+    # A line starts with its line break: one token may hold the break and the indentation of the line after it.
     lines, asked = [], []
     for template in rng.sample(TEMPLATES, len(DISTANCES)):
         name = unseen_name(tokenizer, pieces, seen, rng)
@@ -68,7 +68,7 @@ def _prompt(
     room = LENGTH - tail - sum(map(len, lines))
     tokens = window[: _last_break(window, room, breaks)]
     asking = len(tokens) + sum(map(len, lines))
-    # From the back to the front, so that what is in front keeps its place.
+    # Insert from the back to the front, so that earlier places stay valid.
     for line, distance in sorted(zip(lines, DISTANCES, strict=True), key=lambda pair: pair[1]):
         at = _last_break(tokens, len(tokens) - max(distance, CONTINUATION + 1), breaks)
         tokens[at:at] = line
@@ -81,7 +81,7 @@ def _prompt(
 
 
 def _last_break(tokens: list[int], at: int, breaks: set[int]) -> int:
-    """The last place up to `at` where a line ends."""
+    """The last place up to `at` at which a line ends."""
     while at > 1 and tokens[at] not in breaks:
         at -= 1
     return at

@@ -1,4 +1,4 @@
-"""Prefix reuse: logits and texts after a hit against those of a cold run, split by split, in every format."""
+"""Prefix reuse: logits and texts after a hit compared with those of a cold run, in every format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from bench.quality.network import Recorder
 from kvcache import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
 
-__all__ = ["FORMATS", "HEADER", "measure", "rows"]
+__all__ = ["HEADER", "measure", "rows"]
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 HEADER = ["format", "splits", "tokens reused", "largest difference", "median", "same bits", "same token", "other texts"]
 LENGTH, PROMPTS = 192, 10
 ONE = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=1)
@@ -21,9 +20,9 @@ TEXT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=32)
 
 
 def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[str, float]:
-    """Prompts cut at random: the head is served first, with another tail, then the whole prompt hits it.
+    """Split prompts at random, serve the head first with another tail, then the whole prompt, which hits the head.
 
-    The greedy text of 32 tokens behind it is compared with that of an engine without a prefix cache.
+    The logits and the next 32 greedy tokens are compared with those of an engine without a prefix cache.
     """
     rng = np.random.default_rng(3)
     recorder = Recorder(model, lambda rows: rows[-1:].copy())
@@ -52,7 +51,7 @@ def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[
 
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
-    """The table."""
+    """The rows of the table."""
     return [
         [
             name, f"{f['splits']}", f"{f['reused']:,}", f"{f['largest']:.2g}", f"{f['median']:.2g}",

@@ -1,6 +1,6 @@
 """`python -m bench quality`: formats, outliers, eviction, endless text and prefix reuse, measured end to end.
 
-Everything goes through the engine and its packed, paged cache; a run over the f32 cache stands in every table.
+Everything runs through the engine and its packed, paged cache; every table has a run over the f32 cache.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bench.quality import endless, eviction, formats, heldout, outliers, picture
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.support.report import environment, markdown, text_table
+from kvcache.core.kernels import FORMATS
 
 __all__ = ["add_arguments", "main"]
 
@@ -25,16 +26,16 @@ PARTS = ("formats", "outliers", "eviction", "endless", "reuse", "kvpress")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this bench understands."""
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part (may be repeated)")
-    parser.add_argument("--library", type=Path, help="standard library to take the held-out modules from")
+    """Add the options of this bench."""
+    parser.add_argument("--only", action="append", choices=PARTS, help="run only this part (may be repeated)")
+    parser.add_argument("--library", type=Path, help="standard library that has the held-out modules")
     parser.add_argument("--tokens", type=int, help="tokens of the formats table, per context (default 51,200)")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
 
 class _Run:
-    """One call of the bench: what it works on, what it prints, what it has found."""
+    """One run of the bench: its model and text, its output, and its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.quick = options, options.quick
@@ -98,14 +99,14 @@ class _Run:
         self.table(
             f"Eviction: {count} prompts of {eviction.LENGTH:,} tokens, pieces of {eviction.CHUNK}", eviction.HEADER,
             eviction.rows(found),
-            f"perplexity: {one['tokens']:,} tokens of continuation; names: {one['names']}, each seen once. A piece is "
-            f"attended before anyone leaves, so memory is that of the budget and one piece.",
+            f"perplexity: {one['tokens']:,} tokens of continuation; names: {one['names']}, each seen once. A piece "
+            f"attends before anything is evicted, so memory is that of the budget and one piece.",
         )  # fmt: skip
         pieces = [] if self.quick else self._pieces(prompts[:3])
         survivors = eviction.survivors(self.model, prompts[0], 20)
         shares = [[name, f"{100 * share:.1f} %"] for name, share in survivors["share"].items()]
         self.table(
-            "What is kept of the attention: 20 % of a prompt, and where its last 128 tokens look",
+            "Share of the attention of a prompt's last 128 tokens on what is kept: 20 % of the prompt",
             ["policy", "of the attention"], shares,
         )  # fmt: skip
         kept = {"kept": survivors["kept"], "share": survivors["share"]}
@@ -115,7 +116,7 @@ class _Run:
             print(pictures.draw_mass(survivors, self.options.plot))
 
     def _pieces(self, prompts: list[Any]) -> list[dict[str, Any]]:
-        """The same budget in pieces of other lengths: the longer, the more a token sees before anyone leaves."""
+        """The same budget with other lengths of a piece: in longer ones a token sees more before the eviction."""
         found = [
             eviction.measure(self.model, prompts, policy, 20, chunk=chunk)
             for policy in ("H2O", "window")
@@ -152,11 +153,11 @@ class _Run:
 
     def reuse(self) -> None:
         splits = 25 if self.quick else 120
-        figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in reuse.FORMATS}
+        figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in FORMATS}
         self.data["reuse"] = figures
         self.table(
             "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER, reuse.rows(figures),
-            "Pieces of other lengths add up in another order; a code of a quantised row can then round the other way.",
+            "Pieces of other lengths are summed in another order, which can change the code of a quantised value.",
         )  # fmt: skip
 
     def kvpress(self) -> None:
@@ -177,7 +178,7 @@ def main(options: argparse.Namespace) -> int:
         measure: Callable[[], None] = getattr(run, part)
         measure()
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if options.json:  # after every part: a long run that is cut short keeps what it has
+        if options.json:  # after every part, so that an interrupted run keeps its results
             where = {"environment": environment(), "text": str(run.text)}
             Path(options.json).write_text(json.dumps(where | run.data, indent=1) + "\n")
     if run.missed:

@@ -1,8 +1,8 @@
-"""A saved prefix cache: how long load takes, and the first token of a prompt that it has, beside its prefill.
+"""`python -m bench saved`: the load of a saved prefix cache and the first token after it, compared with the prefill.
 
-A random checkpoint, one prompt, a fresh engine for each try. `first token` is `load` of the file and then `generate` of
-one token: it reads the prompt's blocks, checks them, and decodes. Before that is timed, every block that was loaded is
-compared byte for byte with the one that was computed, and the next tokens with those of an engine that kept its cache.
+Each try has a new engine over a random checkpoint and one prompt. `first token` is `load` of the file plus `generate`
+of one token, which reads the prompt's blocks, checks them, and decodes. Before the timing, every loaded block is
+compared byte for byte with the computed one, and the next tokens with those of an engine that kept its cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcache.engine import Transformer
 
 __all__ = ["add_arguments", "main", "measure"]
 
-BOUND = 50  # times faster than the prefill
+BOUND = 50  # least gain over the prefill
 FORMATS = ("f32", "f16", "q8", "q4")
 HEADER = ["format", "file", "prefill", "save", "load", "first token", "gain", f"at least {BOUND}x", "bit for bit"]
 FIRST = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=1)
@@ -34,10 +34,10 @@ NEXT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this bench."""
+    """Add the options of this bench."""
     parser.add_argument("--tokens", type=int, default=4080, help="tokens of the prompt (default: %(default)s)")
-    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="of the network (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="tries of each (default: %(default)s)")
+    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="network size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="tries per figure (default: %(default)s)")
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -74,7 +74,7 @@ def measure(model: Transformer, dtype: str, tokens: int, rounds: int, folder: st
 
 
 def identical(kept: PrefixCachedEngine, loaded: PrefixCachedEngine, path: str, prompt: np.ndarray) -> bool:
-    """Whether a loaded cache has the blocks of the one that was saved, byte for byte, and goes on as it does."""
+    """Whether a loaded cache has the same blocks as the saved one, byte for byte, and gives the same next tokens."""
     loaded.load(path)
     pair = [engine.prefix_cache.cache for engine in (kept, loaded)]
     with pair[0].open_session(prompt) as one, pair[1].open_session(prompt) as other:
@@ -86,7 +86,7 @@ def identical(kept: PrefixCachedEngine, loaded: PrefixCachedEngine, path: str, p
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the table; 1 if a bound was missed or a byte differs."""
+    """Print the table; returns 1 if a bound was missed or a byte differs."""
     size = SIZES["tiny" if options.quick else options.size]
     tokens, rounds = (512, 1) if options.quick else (options.tokens, options.rounds)
     with tempfile.TemporaryDirectory() as folder:

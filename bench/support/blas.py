@@ -1,4 +1,4 @@
-"""Threads: the same number for kvcache, PyTorch and the BLAS behind NumPy."""
+"""Threads: sets the same number for kvcache, PyTorch and NumPy's BLAS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIXES, SUFFIXES = ("scipy_", ""), ("64_", "")
 
 @cache
 def _setter() -> Any:
-    """`openblas_set_num_threads` of the library that NumPy brought along, or None."""
+    """`openblas_set_num_threads` of NumPy's own library, or None."""
     folders = [Path(np.__file__).parent.with_name("numpy.libs"), Path(np.__file__).parent / ".dylibs"]
     for path in [p for folder in folders for p in folder.glob("*openblas*")]:
         library = ctypes.CDLL(str(path))
@@ -30,12 +30,12 @@ def _setter() -> Any:
 
 
 def blas_found() -> bool:
-    """Whether NumPy's threads can be set here."""
+    """Whether NumPy's number of threads can be set."""
     return _setter() is not None
 
 
 def set_threads(threads: int) -> None:
-    """For everything that is loaded in this process."""
+    """Set the number of threads of all these libraries, as far as they are loaded."""
     kvcache.set_num_threads(threads)
     if _setter() is not None:
         _setter()(threads)

@@ -1,4 +1,4 @@
-/* ceilings.c - what this machine can do at most: reading scattered blocks, writing half of what is read, FMA.
+/* ceilings.c - the ceilings of this machine: reading scattered blocks, writing half of the bytes read, FMA.
  *
  * Compiled by bench/support/ceilings.py for the machine at hand. Nothing here does useful work; every function returns
  * something that depends on all of it, so that none of it is left out.
@@ -23,7 +23,7 @@ static inline words load(const char *p) {
     return w;
 }
 
-/* One block, LANES lines at a time; `ahead` says what to prefetch beside each line. */
+/* Reads one block, LANES lines at a time; `ahead` is the block to prefetch beside it. */
 static uint64_t read_block(const char *block, int64_t bytes, const char *ahead) {
     words acc[LANES] = {{0}};
     for (int64_t at = 0; at + LANES * WIDTH <= bytes; at += LANES * WIDTH) {
@@ -37,7 +37,7 @@ static uint64_t read_block(const char *block, int64_t bytes, const char *ahead) 
     return sum;
 }
 
-/* Read `count` blocks of `bytes` at `offsets`; in pieces of `piece` bytes, the piece `distance` further prefetched. */
+/* Reads `count` blocks of `bytes` at `offsets`, in pieces of `piece` bytes; prefetches `distance` pieces ahead. */
 uint64_t ceiling_read(const char *base, const int64_t *offsets, int64_t count, int64_t bytes, int64_t piece,
                       int64_t distance, int threads) {
     uint64_t sum = 0;
@@ -52,7 +52,7 @@ uint64_t ceiling_read(const char *base, const int64_t *offsets, int64_t count, i
     return sum;
 }
 
-/* Read `bytes` and write half as many: what storing float32 as float16 moves. */
+/* Reads `bytes` and writes half as many, as storing float32 as float16 does. */
 uint64_t ceiling_narrow(const char *from, char *to, int64_t bytes) {
     for (int64_t at = 0; at + 2 * WIDTH <= bytes; at += 2 * WIDTH) {
         const words w = load(from + at) ^ load(from + at + WIDTH);

@@ -1,7 +1,7 @@
-"""What the machine can do at most: bytes per second of scattered blocks, of narrowing, and FMA per second.
+"""The ceilings of the machine: bytes per second of scattered blocks and of narrowing, and FMA per second.
 
-`ceilings.c` is compiled for this machine into a temporary folder. Without a C compiler NumPy stands in: then the
-ceilings are lower than the machine's, and `KIND` says so.
+`ceilings.c` is compiled for this machine into a temporary folder. Without a C compiler NumPy measures the ceilings,
+which are then lower than the machine's; `kind` reports this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
 FMA_ROUNDS = 200_000  # 3.2 million FMA instructions: a millisecond or two
-PIECE = 4096  # bytes that a reader takes from a block at once; smaller blocks are taken whole
+PIECE = 4096  # bytes that a reader reads from a block at once; smaller blocks are read whole
 
 
 @cache
@@ -55,7 +55,7 @@ def _library() -> Any:
 
 
 def kind() -> str:
-    """How the ceilings are measured here."""
+    """The way in which the ceilings are measured."""
     library = _library()
     if library is None:
         return "ceilings by NumPy (no C compiler): lower than the machine's"
@@ -63,7 +63,7 @@ def kind() -> str:
 
 
 def last_level_bytes() -> int:
-    """The size of the last level of cache, 32 MiB where the system does not say."""
+    """The size of the last-level cache, 32 MiB if the system does not report it."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -72,7 +72,7 @@ def last_level_bytes() -> int:
 
 
 def huge_array(size: int) -> Bytes:
-    """`size` bytes in huge pages where the system has them, every page touched."""
+    """`size` bytes, in huge pages if the system has them, with every page touched."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -86,10 +86,10 @@ class BlockReader:
 
     Args:
         buffer: bytes, shared between readers.
-        order: block numbers of a cache, in the order in which attention meets them.
+        order: block numbers of a cache, in the order in which attention reads them.
         block_bytes: bytes of one block.
-        layers: how many caches of that shape follow one another; each `run` reads the next one.
-        threads: the loop's.
+        layers: number of caches of that shape, one after the other; each `run` reads the next one.
+        threads: threads of the loop.
 
     Attributes:
         nbytes: bytes of one `run`.
@@ -131,7 +131,7 @@ class BlockReader:
 
 
 def fma(threads: int) -> tuple[Any, float]:
-    """`(run, FLOP of one run)`: nothing but fused multiply-adds of float32 on so many threads."""
+    """`(run, FLOP of one run)`: only fused multiply-adds of float32, on this many threads."""
     library = _library()
     if library is None:
         a = np.ones((1024, 1024), np.float32)

@@ -1,4 +1,4 @@
-"""Random checkpoints: a Llama of a given size as Hugging Face and as GGUF files, without anybody's libraries."""
+"""Random checkpoints: a Llama of a given size as Hugging Face and as GGUF files, written without other libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Size:
-    """A network; `head_dim` is 64 throughout."""
+    """The size of a network; `head_dim` is 64 in all of `SIZES`."""
 
     hidden: int
     layers: int
@@ -42,7 +42,7 @@ SIZES = {"small": Size(512, 8, 8, 4, 1376), "large": Size(768, 12, 12, 4, 2048),
 
 
 def tensors(size: Size) -> Iterator[tuple[str, Float32]]:
-    """Every weight under its Hugging Face name, the same at each call."""
+    """Every weight with its Hugging Face name, the same in each call."""
     rng = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> Float32:
@@ -64,7 +64,7 @@ def tensors(size: Size) -> Iterator[tuple[str, Float32]]:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """`config.json`."""
+    """The contents of `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size.hidden,
         "intermediate_size": size.intermediate, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
@@ -75,7 +75,7 @@ def config(size: Size) -> dict[str, Any]:
 
 
 def write_checkpoint(size: Size, folder: Path) -> Path:
-    """`config.json` and `model.safetensors`; the folder."""
+    """Write `config.json` and `model.safetensors` and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(size)))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -121,7 +121,7 @@ def _value(value: Any) -> bytes:
 
 
 def _vocabulary(count: int) -> list[str]:
-    """Three special tokens, every byte as byte-level BPE writes it, and made-up words."""
+    """Three special tokens, every byte in the spelling of byte-level BPE, and made-up words."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [chr(256 + i) for i in range(256 - len(plain))]
     words = ["<unk>", "<s>", "</s>", *map(chr, plain), *others, "ab"]
@@ -129,7 +129,7 @@ def _vocabulary(count: int) -> list[str]:
 
 
 def _metadata(size: Size) -> dict[str, Any]:
-    """The network, and a vocabulary for those who insist on one: requests are token ids, nothing is tokenised."""
+    """The network, and a vocabulary, which the readers require; requests are token ids, and nothing is tokenised."""
     return {
         "general.architecture": "llama", "general.name": "random", "general.alignment": ALIGNMENT,
         "llama.vocab_size": size.vocabulary, "llama.context_length": size.positions,
@@ -153,10 +153,10 @@ def _gguf_name(name: str) -> str:
 
 
 def write_gguf(size: Size, path: Path, *, half: bool = False) -> Path:
-    """The same sizes and weights as one file (rows of q and k not reordered: they are random anyway).
+    """Write the same sizes and weights as one file. Rows of q and k are not reordered, since they are random.
 
     Args:
-        half: matrices as float16; float32 otherwise.
+        half: store matrices as float16 instead of float32.
     """
 
     def stored() -> Iterator[tuple[str, npt.NDArray[Any]]]:

@@ -1,11 +1,11 @@
-"""How everything here is measured: candidates side by side, round by round, and the bounds they are held to.
+"""The measuring of all benches: candidates side by side, round by round, and their bounds.
 
-A `Case` names a few candidates that do the same work, or one candidate at several sizes. Each round times every
-candidate once, in turning order, so that a slow spell of the machine hits all of them; a ratio is taken within
-a round, and what is reported is the median over the rounds with its minimum and maximum.
+A `Case` has several candidates that do the same work, or one candidate at several sizes. Each round times every
+candidate once, starting with another one each time, so that a slow phase of the machine affects all of them. Ratios
+are taken within a round; the reports show the median over the rounds with its minimum and maximum.
 
-What runs on one thread is timed by the processor time of that thread: on a shared machine the wall clock charges a
-candidate of 3 ms for the time slices of others, and one of 300 us mostly not, which bends every ratio.
+Work on one thread is timed by the processor time of that thread. On a shared machine the wall clock would charge a
+candidate of 3 ms for the time slices of others, but mostly not one of 300 us, which would distort every ratio.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = [
     "alternating", "at_most", "faster", "run_case", "share_of", "size_name",
 ]  # fmt: skip
 
-MIN_SAMPLE = 200e-6  # seconds: what is shorter is repeated until the clock's own cost is below a thousandth
+MIN_SAMPLE = 200e-6  # seconds: shorter work is repeated, so that the clock costs less than a thousandth
 ALTERNATIONS = 15
-SHORT = 5e-3  # seconds: what is shorter gets an untimed call after a pause, so that its threads are awake
+SHORT = 5e-3  # seconds: shorter work gets an untimed call after a pause, which wakes its threads
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Candidate:
 
     Attributes:
         name: the column.
-        run: does it, `count` times over; its return value is ignored.
-        count: operations in one call of `run`; a fraction where a call does part of the work.
-        before: called before each `run`, not timed; a candidate with one is not repeated within a sample.
-        facts: what else is known of it, by name, such as the `work` of an operation in bytes or FLOP.
-        seconds: takes the place of a measurement, for bounds that are given as a time; or does the work and
-            returns what it took per operation, for those that tell it themselves.
+        run: does the work `count` times; its return value is ignored.
+        count: operations in one call of `run`; a fraction if a call does part of the work.
+        before: called before each `run`, not timed; a candidate with `before` is not repeated within a sample.
+        facts: further numbers by name, such as the `work` of an operation in bytes or FLOP.
+        seconds: replaces the measurement: a number, for bounds that are given as a time; or a function that does the
+            work and returns the seconds per operation, for candidates that time themselves.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Claim:
-    """A bound on the time of `one` over the time of `other`; `turned` reads it the other way round.
+    """A bound on the time of `one` over the time of `other`; with `turned`, on the inverse.
 
-    `share` is for bounds below 1 that are read as a part of the speed of `other`, a ceiling.
+    `share` marks bounds below 1 that are printed as a share of the speed of `other`, a ceiling.
     """
 
     one: str
@@ -87,15 +87,15 @@ def faster(bound: float, one: str, other: str) -> Claim:
 
 
 def share_of(bound: float, one: str, other: str) -> Claim:
-    """`one` reaches at least this part of the speed of `other`."""
+    """`one` reaches at least this share of the speed of `other`."""
     return Claim(one, other, bound, turned=True, share=True)
 
 
 def alternating(name: str, before: Callable[[], object], run: Callable[[], object], count: float) -> Candidate:
-    """Work that has to be undone each time, warm: `before` and `run` in turn, `run` alone on the clock of its thread.
+    """A candidate for warm work that must be undone each time: calls `before` and `run` alternately, and times `run`.
 
-    A candidate with `before` alone is timed once in a round, right after all others; what takes microseconds is
-    then mostly the caches that they left.
+    A plain candidate with `before` is timed once in a round, after all others. For work of microseconds this would
+    mostly measure the state of the CPU's caches.
     """
 
     def seconds() -> float:
@@ -111,13 +111,13 @@ def alternating(name: str, before: Callable[[], object], run: Callable[[], objec
 
 
 def size_name(size: int) -> str:
-    """The column of a size: 1k, 10k, 1M."""
+    """The name of a size's column: 1k, 10k, 1M."""
     return f"{size // 1000}k" if size < 1_000_000 else f"{size // 1_000_000}M"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of a table: `make` builds the data and returns the candidates; claims on absent ones are skipped."""
+    """A row of a table: `make` builds the data and returns the candidates; claims about absent ones are skipped."""
 
     what: str
     make: Callable[[], Iterable[Candidate]]
@@ -126,7 +126,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Table:
-    """Cases with the same columns. `growth` says that the columns are sizes, `threaded` that the work is."""
+    """Cases with the same columns. `growth`: the columns are sizes; `threaded`: the work uses several threads."""
 
     title: str
     cases: tuple[Case, ...]
@@ -137,7 +137,7 @@ class Table:
 
 @dataclass
 class Result:
-    """Seconds per operation of every candidate, a value per round, and the candidates' facts."""
+    """Seconds per operation of every candidate, one value per round, and the candidates' facts."""
 
     what: str
     times: dict[str, list[float]]
@@ -145,7 +145,7 @@ class Result:
     facts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def verdicts(self) -> list[tuple[Claim, float, float, float, bool]]:
-        """`(claim, median ratio, lowest, highest, met)` for each claim whose two sides were measured."""
+        """`(claim, median ratio, lowest, highest, met)` for each claim with both candidates measured."""
         rows = []
         for claim in self.claims:
             if claim.one in self.times and claim.other in self.times:
@@ -156,12 +156,11 @@ class Result:
 
 
 def run_case(case: Case, rounds: int, *, threaded: bool = False, settle: float = 0.0) -> Result:
-    """Build the case, time its candidates over `rounds` rounds, let go of its data.
+    """Build the case, time its candidates over `rounds` rounds, and free its data.
 
     Args:
-        threaded: whether candidates have threads of their own: then the clock is the wall's, else this thread's.
-        settle: seconds to wait before each sample: other candidates' threads may still be spinning on the cores
-            that the next one needs.
+        threaded: whether candidates use several threads; if so, the wall clock is used, else this thread's time.
+        settle: seconds to wait before each sample, since threads of other candidates may still spin.
     """
     clock = time.perf_counter if threaded else time.thread_time
     candidates = list(case.make())
@@ -200,7 +199,7 @@ def _sample(candidate: Candidate, repeats: int, clock: Callable[[], float]) -> f
 
 
 def _repeats(candidate: Candidate, clock: Callable[[], float]) -> tuple[int, float]:
-    """Calls in one sample, and the seconds of one. The trial run also warms what should be warm."""
+    """The calls in one sample, and the seconds of one call. The trial run also warms the caches."""
     once = _sample(candidate, 1, clock) * candidate.count
     if candidate.before is not None:
         return 1, once

@@ -1,4 +1,4 @@
-"""Pictures of the tables; needs matplotlib (the extra `[bench]`)."""
+"""Pictures of tables; needs matplotlib (the extra `[bench]`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["plot_lines", "plot_table", "pyplot", "save"]
 
 
 def pyplot() -> Any:
-    """matplotlib without a window."""
+    """Import matplotlib's pyplot with a backend that needs no window."""
     try:
         import matplotlib
     except ImportError as error:
@@ -34,7 +34,7 @@ def save(plt: Any, figure: Any, folder: str, title: str, kind: str = "png") -> P
 
 
 def plot_table(table: Table, results: list[Result], folder: str) -> Path:
-    """A table of sizes as lines, any other as bars; times on a logarithmic scale."""
+    """Draw a table of sizes as lines and any other table as bars, with times on a logarithmic scale."""
     if table.growth:
         lines = {r.what: {name: median(t) * 1e6 for name, t in r.times.items()} for r in results}
         return plot_lines(lines, folder, table.title, "size", "microseconds", log=True)
@@ -57,7 +57,7 @@ def plot_table(table: Table, results: list[Result], folder: str) -> Path:
 def plot_lines(
     lines: dict[str, dict[str, float]], folder: str, title: str, x: str, y: str, *, log: bool = False
 ) -> Path:
-    """A line per name over the same points."""
+    """Draw a line per name over the same points."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5))
     for name, points in lines.items():

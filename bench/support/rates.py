@@ -1,4 +1,4 @@
-"""Tables of speed: a row per candidate that counts, beside its ceiling, its rivals and its bound."""
+"""Tables of speed: a row per subject, with its ceiling, its rivals and its bound."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Columns", "print_rates", "rate_rows", "unit_text"]
 
 @dataclass(frozen=True)
 class Columns:
-    """How to lay a case out.
+    """The columns of a table.
 
     Attributes:
         subjects: the candidates that get a row.
-        ceiling: subject -> the candidate that is its ceiling, measured beside it.
-        rivals: the candidates it is compared with.
-        unit: of the fact `work` per second.
-        hot: subject -> the candidate that is the same with everything in the caches.
-        scale: how much of `work` makes one unit.
+        ceiling: subject -> the candidate that is its ceiling.
+        rivals: the candidates that it is compared with.
+        unit: the unit of the fact `work` per second.
+        hot: subject -> the same candidate with all data in the CPU's caches.
+        scale: the amount of `work` in one unit.
     """
 
     subjects: tuple[str, ...]
@@ -34,7 +34,7 @@ class Columns:
 
 
 def unit_text(value: float) -> str:
-    """Three digits."""
+    """A number with three digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
@@ -47,7 +47,7 @@ def print_rates(title: str, columns: Columns, results: list[Result], *, as_markd
 
 
 def rate_rows(columns: Columns, results: list[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells. Columns that nothing fills are left out; a second bound gets a line of its own."""
+    """Header and cells, without empty columns; a second bound of a subject gets its own line."""
     header = ["case", "", "median", "min .. max", "hot", columns.unit, "ceiling", "of ceiling", "error"]
     header += [f"vs {name}" for name in columns.rivals] + ["bound", "ratio", "in this run"]
     rows = []
@@ -76,7 +76,7 @@ def _subject_rows(columns: Columns, result: Result, subject: str) -> list[list[s
 
 
 def _against_ceiling(columns: Columns, result: Result, subject: str) -> list[str]:
-    """Our rate, the ceiling's, and the median over the rounds of one over the other."""
+    """Our rate, the ceiling's rate, and the median of their ratio over the rounds."""
     work = result.facts.get(subject, {}).get("work")
     if not work:
         return ["", "", ""]
@@ -90,7 +90,7 @@ def _against_ceiling(columns: Columns, result: Result, subject: str) -> list[str
 
 
 def _speed(result: Result, rival: str, subject: str) -> str:
-    """How many times as fast as the rival."""
+    """The speed of the subject relative to the rival."""
     if rival not in result.times:
         return ""
     pairs = zip(result.times[rival], result.times[subject], strict=True)

@@ -1,4 +1,4 @@
-"""What a run prints: the machine, tables of times, the bounds and whether they were met; Markdown and JSON."""
+"""The output of a run: the machine, tables of times, bounds and verdicts, as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["environment", "markdown", "print_table", "save_json", "text_table", 
 
 
 def environment() -> dict[str, str]:
-    """What a reader needs to know before he relies on a figure."""
+    """The machine and the versions to which the figures apply."""
     return {
         "cpu": _cpu(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
@@ -60,7 +60,7 @@ def _commit() -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit."""
+    """A time with three digits and its unit."""
     for scale, unit in ((1e-6, "ns"), (1e-3, "us"), (1.0, "ms")):
         if seconds < scale:
             return f"{seconds / scale * 1e3:.3g} {unit}"
@@ -68,7 +68,7 @@ def time_text(seconds: float) -> str:
 
 
 def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Plain text columns: the first to the left, the others to the right."""
+    """Plain text columns: the first is left-aligned, the others right-aligned."""
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
@@ -117,7 +117,7 @@ def print_table(table: Table, results: list[Result], *, as_markdown: bool = Fals
 
 
 def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) -> None:
-    """Everything measured, in seconds, and the verdicts."""
+    """Write all measurements, in seconds, and the verdicts."""
     data: dict[str, Any] = {"environment": environment(), **more, "tables": []}
     for table, results in tables:
         cases = []

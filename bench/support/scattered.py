@@ -1,4 +1,4 @@
-"""Paged caches as a server has them after hours: the blocks of every sequence lie all over the pool."""
+"""Paged caches as a server has them after hours: the blocks of every sequence are scattered over the pool."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import numpy.typing as npt
 from bench.support.ceilings import last_level_bytes
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["FORMATS", "Scattered", "Shape", "available_bytes", "exact", "fill_rows", "queries_of", "relative_error"]
+__all__ = ["Scattered", "Shape", "available_bytes", "exact", "fill_rows", "queries_of", "relative_error"]
 
 Float32 = npt.NDArray[np.float32]
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one attention call meets: `batch` sequences of `context` tokens each."""
+    """The shape of one attention call: `batch` sequences of `context` tokens each."""
 
     context: int
     batch: int = 1
@@ -40,7 +39,7 @@ class Shape:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping; a guess of 8 GiB where the system does not say."""
+    """The memory available without swapping; a guess of 8 GiB if the system does not report it."""
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)
@@ -63,17 +62,17 @@ def queries_of(shape: Shape, rows: int) -> Float32:
 
 
 class Scattered:
-    """A cache whose layers are distinct caches of the same shape, more together than the last level holds.
+    """A cache with several layers, which together exceed the last-level cache.
 
     Args:
-        shape: of one attention call.
+        shape: the shape of one attention call.
         dtype: storage format of K and V.
-        cold: whether to have enough layers for each call to read memory; else one.
+        cold: whether to have enough layers that each call reads from memory; otherwise one layer.
 
     Attributes:
         cache, seq_ids: the cache, and its sequences as uint64 `(batch,)`.
         order: its block numbers in the order of the sequences' tokens.
-        layers: how many there are.
+        layers: the number of layers.
         block_bytes: bytes of a block in one layer.
     """
 
@@ -98,26 +97,26 @@ class Scattered:
         return self.block_bytes * len(self.order)
 
     def next_layer(self) -> int:
-        """The layer whose turn it is."""
+        """Advance to the next layer and return it."""
         self._turn = (self._turn + 1) % self.layers
         return self._turn
 
     def attend(self, queries: Float32, out: Float32, **options: Any) -> None:
-        """Attention over the next layer: cold, where there are enough of them."""
+        """Attention over the next layer: cold, if there are enough layers."""
         self.cache.attention(self.next_layer(), queries, self.seq_ids, out=out, **options)
 
     def attend_again(self, queries: Float32, out: Float32) -> None:
-        """Attention over the same layer as last time: hot, where it fits a cache."""
+        """Attention over the same layer as in the last call: hot, if it fits a CPU cache."""
         self.cache.attention(self._turn, queries, self.seq_ids, out=out)
 
 
 def layer_count(nbytes: int) -> int:
-    """Layers of `nbytes` that are three times the last level together, at least one, at most 24."""
+    """The number of layers of `nbytes` that together are three times the last-level cache, from 1 to 24."""
     return min(24, max(1, -(-3 * last_level_bytes() // nbytes)))
 
 
 def scatter(cache: PagedKvCache, seq_ids: npt.NDArray[np.uint64], contexts: list[int]) -> npt.NDArray[np.int32]:
-    """Start sequences whose blocks are drawn from the whole pool at random; the blocks in their order."""
+    """Start sequences with blocks drawn at random from the whole pool; returns the blocks in their order."""
     cache.allocate(0, cache.total_blocks * cache.block_size)
     order = np.random.default_rng(2).permutation(cache.block_table([0]).block_ids).astype(np.int32)
     at = 0
@@ -138,7 +137,10 @@ def exact(keys: Float32, values: Float32, queries: Float32) -> npt.NDArray[np.fl
 
 
 def relative_error(scattered: Scattered, queries: Float32, out: Float32) -> float:
-    """RMS of the first sequence's output against float64 over what `read` returns, of the first KV head's queries."""
+    """Relative RMS error of the first sequence's output, for the queries of its first KV head.
+
+    The reference is attention in float64 over the result of `read`.
+    """
     group = scattered.shape.query_heads // scattered.shape.kv_heads
     keys, values = scattered.cache.read(scattered._turn, int(scattered.seq_ids[0]))
     right = exact(keys[:, 0], values[:, 0], queries[0, :group])

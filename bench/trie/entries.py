@@ -1,4 +1,4 @@
-"""Whole entries in the trie, as `PrefixKvCache` keeps them: eviction one entry at a time, over their number."""
+"""Whole entries in the trie, as `PrefixKvCache` stores them: eviction of one entry, by the number of entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 64  # tokens of an entry
 
 
 def evict_case(sizes: tuple[int, ...]) -> Iterator[Candidate]:
-    """Evict the least recently used entry; as many new ones in between, untimed."""
+    """Evict the least recently used entry; new entries replace the evicted ones, untimed."""
     for size in sizes:
         trie = EntryTrie()
         refill = partial(_refill, trie, trie.add_root(), size, itertools.count())
@@ -38,7 +38,7 @@ def _evict(trie: EntryTrie, count: int) -> None:
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:
-    """Everything about entries."""
+    """All tables about entries."""
     sizes = tuple(size for size in sizes if size <= 100_000)
     flat = at_most(2, size_name(sizes[-1]), size_name(sizes[0]))
     case = Case("evict an entry", partial(evict_case, sizes), (flat,))

@@ -1,4 +1,4 @@
-"""What an operation on the trie costs over the number of cached pages, hot and from DRAM."""
+"""The cost of trie operations by the number of cached pages, hot and from DRAM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.trie.trie import TokenTrie
 
 __all__ = ["tables"]
 
-LEAF = 256  # tokens of a prompt where leaves are evicted
+LEAF = 256  # tokens of a prompt in the eviction of leaves
 COLD = 64  # prompts in one cold sample
 
 
@@ -29,23 +29,23 @@ def _filled(num_pages: int, length: int) -> tuple[TokenTrie, int, list[Tokens]]:
 
 
 def growth_case(sizes: tuple[int, ...], make: Callable[..., Candidate], length: int) -> Iterator[Candidate]:
-    """One operation on tries of several sizes, all alive at once."""
+    """One operation on tries of several sizes, which exist at the same time."""
     for num_pages in sizes:
         yield make(size_name(num_pages), *_filled(num_pages, length))
 
 
 def match(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
-    """The same prompt again and again, as one that is in use."""
+    """Look up the same prompt repeatedly, like a prompt in use."""
     return Candidate(name, partial(trie.lookup, root, stored[0].copy()))
 
 
 def miss(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
-    """A first token that nothing cached begins with."""
+    """Look up a prompt whose first token no cached prompt has."""
     return Candidate(name, partial(trie.match, root, np.full(SHORT, VOCABULARY, np.uint32)))
 
 
 def insert(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
-    """New prompts; the oldest leave first, untimed, as in a full cache."""
+    """Insert new prompts; before that the oldest are evicted, untimed, as in a full cache."""
     groups = itertools.cycle(np.array_split(np.array(prompts(4_096, SHORT, seed=7)), 256))
     values = np.arange(SHORT // PAGE, dtype=np.int32)
     fresh: list[Tokens] = []
@@ -62,7 +62,7 @@ def insert(name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candi
 
 
 def evict(pages: int, name: str, trie: TokenTrie, root: int, stored: list[Tokens]) -> Candidate:
-    """The least recently used `pages` pages; put back in between, untimed, in the order in which they left."""
+    """Evict the `pages` least recently used pages; they are inserted again in the same order, untimed."""
     turn, full = itertools.cycle(stored), trie.num_pages
     values = np.arange(len(stored[0]) // PAGE, dtype=np.int32)
 
@@ -78,9 +78,9 @@ def evict(pages: int, name: str, trie: TokenTrie, root: int, stored: list[Tokens
 
 
 def cold_case(num_pages: int) -> Iterator[Candidate]:
-    """Another prompt each time: its cached copy lies in DRAM once there are enough, the prompt itself is hot.
+    """Look up another prompt each time: with many prompts its cached copy is in DRAM, while the prompt itself is hot.
 
-    The floor compares the same prompts with copies that lie as far apart, and accesses a random place per page.
+    The floor compares the same prompts with copies that are equally scattered, plus a random access per page.
     """
     trie, root, stored = _filled(num_pages, SHORT)
     copies = [prompt.copy() for prompt in stored]
@@ -107,7 +107,7 @@ def cold_case(num_pages: int) -> Iterator[Candidate]:
 
 
 def pin_case(nodes: tuple[int, ...]) -> Iterator[Candidate]:
-    """Pin what a match found and unpin it, on a path of so many nodes."""
+    """Pin the result of a match and unpin it, on paths of so many nodes."""
     for num_nodes in nodes:
         trie = TokenTrie(PAGE)
         root = trie.add_root()
@@ -125,7 +125,7 @@ def _pin(trie: TokenTrie, node: int, length: int) -> None:
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:
-    """Everything about growth."""
+    """All tables about growth."""
     flat = (at_most(2, size_name(sizes[-1]), size_name(sizes[0])),)
     operations: list[tuple[str, Callable[..., Candidate], int]] = [
         ("match 2k cached tokens", match, SHORT),

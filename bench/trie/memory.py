@@ -1,4 +1,4 @@
-"""Bytes of bookkeeping per cached page: as `nbytes` and as the allocator say, each size in a fresh process."""
+"""Bytes of bookkeeping per cached page, by `nbytes` and by the allocator, each size in a new process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TITLE = "Memory: overhead per cached page of 16 tokens"
 BOUND = 64  # bytes per page, beyond its tokens
 PAGE = 16
 
-# What a page costs depends on the shape: long prompts share a node, the worst case is a node per page. What the
-# allocator has handed out is asked of glibc: resident memory would count what it keeps for later as well.
+# The cost of a page depends on the shape: the pages of a long prompt share a node, the worst case is a node per page.
+# glibc reports the bytes it has allocated; resident memory would also count freed memory that it keeps.
 SCRIPT = """
 import ctypes, json, sys
 import numpy as np
@@ -49,7 +49,7 @@ print(json.dumps([trie.num_pages, trie.nbytes - tokens, allocated() - before - t
 
 
 def report(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """One row per prompt length and number of pages; empty where the allocator cannot be asked."""
+    """One row per prompt length and number of pages; empty if the allocator reports nothing."""
     rows = []
     for length in (2048, 256, 64, 48, 16):
         for size in sizes:
@@ -66,7 +66,7 @@ def report(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def print_report(rows: list[dict[str, Any]], *, as_markdown: bool = False) -> int:
-    """Print it; returns the number of rows over the bound."""
+    """Print the report; returns the number of rows over the bound."""
     if not rows:
         return 0
     cells = []

@@ -1,7 +1,7 @@
-"""The prefix caches and block tables of SGLang and vLLM, driven through their own packages where these are installed.
+"""The prefix caches and block tables of SGLang and vLLM, from their own packages, if these are installed.
 
-Each class raises on construction where its package does not load. `key` turns NumPy tokens into what the package
-reads without conversion, outside the measured time: every rival gets the input that suits it best.
+The constructor of a class raises if its package does not load. `key` converts NumPy tokens, untimed, to the type that
+the package reads without conversion: every rival gets its best input.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class CompiledRadix:
-    """SGLang's compiled (Rust) tree, driven through its extension module, without its Python layer on top."""
+    """SGLang's compiled (Rust) tree, called through its extension module, without the Python layer above it."""
 
     name = "SGLang (Rust)"
 
     def __init__(self, page_size: int) -> None:
-        import torch  # its libraries must be loaded before the extension
+        import torch  # loads the libraries that the extension needs
 
         self._torch, self._core, self._page = torch, _load_compiled(), page_size
         params = self._core.TreeCoreInitParamsBinding(eviction_policy="lru", page_size=page_size, device="cpu")
@@ -40,7 +40,7 @@ class CompiledRadix:
         return self._tree.match_prefix(self._core.MatchParamsBinding(key=key))
 
     def lookup(self, key: Any) -> Any:
-        """A match and the values behind it."""
+        """A match and its values."""
         node = self.match(key).last_device_node_id
         return self._tree.collect_full_device_indices(node, self._tree.root_node_handle(None))
 
@@ -51,7 +51,7 @@ class CompiledRadix:
         self._tree.insert(self._core.InsertParamsBinding(key=key, value=value))
 
     def evict(self, num_tokens: int) -> None:
-        """Leaves, least recently used first, until that many tokens are free; the steps its own caller takes."""
+        """Evict leaves, least recently used first, until that many tokens are free, in the steps of SGLang's caller."""
         self._tree.evict_device_start(0, num_tokens)
         gone: dict[int, int] = {}
         while True:
@@ -70,7 +70,7 @@ def _add(total: dict[int, int], more: dict[int, int]) -> None:
 
 
 def _load_compiled() -> Any:
-    """The extension alone: importing the package would need a GPU server's dependencies."""
+    """Load only the extension: importing the package needs the dependencies of a GPU server."""
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         raise ImportError("sglang is not installed")
@@ -85,7 +85,7 @@ def _load_compiled() -> Any:
 
 
 class _NoPool:
-    """What the tree hands evicted slots to; here nothing, so that the tree alone is measured."""
+    """The receiver of evicted slots; it does nothing, so that only the tree is measured."""
 
     device = "cpu"
 
@@ -128,7 +128,7 @@ class PackagedRadix:
 
 
 def _vllm_manager(num_blocks: int, block_size: int, *, caching: bool) -> Any:
-    """vLLM's `KVCacheManager` over one group of attention layers; importing it alone needs no GPU."""
+    """vLLM's `KVCacheManager` over one group of attention layers; its import needs no GPU."""
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -141,7 +141,7 @@ def _vllm_manager(num_blocks: int, block_size: int, *, caching: bool) -> Any:
 class VllmPrefix:
     """vLLM's prefix cache: hash the blocks of a new request, look the hashes up, allocate, free.
 
-    It evicts as it allocates, so there is no eviction to measure alone.
+    It evicts during allocation, so eviction cannot be measured separately.
     """
 
     name = "vLLM"
@@ -158,7 +158,7 @@ class VllmPrefix:
         self._hasher, self._ids = get_request_block_hasher(page_size, sha256), itertools.count()
 
     def key(self, tokens: Tokens) -> Any:
-        # One more token than is looked up: vLLM never takes a whole prompt from the cache.
+        # One token more than is looked up: vLLM never takes a whole prompt from the cache.
         return [*tokens.tolist(), 0]
 
     def match(self, key: Any) -> Any:

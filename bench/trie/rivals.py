@@ -1,7 +1,7 @@
-"""What others offer for the same work: their own packages where installed, else their published algorithm.
+"""Rivals for the same work: their own packages if installed, and short versions of their published algorithms.
 
-A `PrefixRival` keeps prompts of tokens with a value per token or page. `key` turns NumPy tokens into what the rival
-reads without conversion, outside the measured time: every rival gets the input that suits it best.
+A prefix rival stores prompts of tokens with a value per token or page. `key` converts NumPy tokens, untimed, to the
+type that the rival reads without conversion: every rival gets its best input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class ChainedHashes:
-    """A dict from the hash of (hash of the pages before, page) to a block: vLLM's algorithm, in a few lines."""
+    """A dict from the hash of (hash of the pages before, page) to a block: vLLM's algorithm in a few lines."""
 
     name = "chained hashes (as vLLM)"
 
@@ -57,7 +57,7 @@ class ChainedHashes:
 
 
 class PromptDict:
-    """A dict from whole prompts to their blocks, oldest out first: the plainest prefix cache there is."""
+    """A dict from whole prompts to their blocks that evicts the oldest: the simplest possible prefix cache."""
 
     name = "dict of prompts"
 
@@ -81,7 +81,7 @@ class PromptDict:
 
 
 class PromptScan:
-    """Every stored prompt compared from its first token on: the lookup of llama-cpp-python's `LlamaRAMCache`."""
+    """Compares every stored prompt from its first token on: the lookup of llama-cpp-python's `LlamaRAMCache`."""
 
     name = "scan (as LlamaRAMCache)"
 
@@ -116,7 +116,7 @@ class PromptScan:
 PREFIX = (CompiledRadix, PackagedRadix, VllmPrefix, ChainedHashes, PromptDict, PromptScan)
 STEP = (VllmStep,)
 
-_absent: dict[Any, str] = {}  # why a class does not work here, "" if it does
+_absent: dict[Any, str] = {}  # for each class the reason why it does not work, "" if it does
 
 
 def _works(rival: Any, *sizes: int) -> bool:
@@ -124,18 +124,18 @@ def _works(rival: Any, *sizes: int) -> bool:
         try:
             rival(*sizes)
             _absent[rival] = ""
-        except Exception as error:  # whatever keeps another project's package from loading
+        except Exception as error:  # any reason for which a rival's package does not load
             _absent[rival] = f"{type(error).__name__}: {error}".splitlines()[0]
     return not _absent[rival]
 
 
 def prefix_rivals() -> list[Any]:
-    """The prefix caches that work here."""
+    """The prefix caches whose packages load."""
     return [rival for rival in PREFIX if _works(rival, 16)]
 
 
 def step_rivals() -> list[Any]:
-    """The schedulers' block tables that work here."""
+    """The block tables whose packages load."""
     return [rival for rival in STEP if _works(rival, 4, 32, 16)]
 
 

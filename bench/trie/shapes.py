@@ -1,7 +1,7 @@
 """Adversarial shapes: a million equal tokens, a comb of divergences, 100,000 children of one node.
 
-The bounds of ordinary prompts must hold for these: a match beside memcmp and an access per page, an insert beside
-the match of the same tokens, an eviction beside the same shape at a tenth of the size.
+The bounds of ordinary prompts must hold for these shapes. A match is compared with memcmp and an access per page, an
+insert with the match of the same tokens, an eviction with the same shape at a tenth of the size.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvcache.trie.trie import TokenTrie
 
 __all__ = ["SHAPES", "tables"]
 
-COUNT = 64  # operations in a sample that has to be undone
+COUNT = 64  # operations in one sample
 
 
 def all_equal(num_tokens: int) -> Iterator[Tokens]:
-    """Prompts of one token over and over, each a thousandth longer than the one before, the longest first."""
+    """Prompts that repeat one token, in lengths of 1000, 999, ... thousandths of `num_tokens`."""
     tokens = np.full(num_tokens, 7, np.uint32)
     for part in range(1000, 0, -1):
         yield tokens[: num_tokens * part // 1000 // PAGE * PAGE]
 
 
 def comb(num_tokens: int) -> Iterator[Tokens]:
-    """A spine, and a prompt that leaves it after every page."""
+    """A spine, and after every page a prompt that diverges from it."""
     spine = np.random.default_rng(0).integers(0, VOCABULARY, num_tokens, dtype=np.uint32)
     yield spine
     for depth in range(PAGE, num_tokens, PAGE):
@@ -38,7 +38,7 @@ def comb(num_tokens: int) -> Iterator[Tokens]:
 
 
 def fan(num_tokens: int) -> Iterator[Tokens]:
-    """One page, and below it as many children as there are pages."""
+    """One page with as many children as there are pages."""
     for child in range(num_tokens // PAGE):
         yield np.repeat(np.array([9, child], np.uint32), PAGE)
 
@@ -52,7 +52,7 @@ SHAPES: dict[str, tuple[Callable[[int], Iterator[Tokens]], int]] = {
 
 
 def filled(name: str, share: float = 1) -> tuple[TokenTrie, int, list[Tokens]]:
-    """A trie of this shape and its first prompts, at a share of its size."""
+    """A trie of this shape at a share of its size, its root, and its first prompts."""
     shape, num_tokens = SHAPES[name]
     trie = TokenTrie(PAGE)
     root = trie.add_root()
@@ -72,7 +72,7 @@ def match_case(name: str) -> Iterator[Candidate]:
 
 
 def insert_case(name: str) -> Iterator[Candidate]:
-    """Insert the longest prompt with suffixes of 2k tokens, which leave again; and match as many tokens."""
+    """Insert the longest prompt with suffixes of 2k tokens, which are removed again; and match as many tokens."""
     trie, root, first = filled(name)
     suffixes = np.full((16, SUFFIX), VOCABULARY + 2, np.uint32) + np.arange(16, dtype=np.uint32)[:, None]
     longer = [np.concatenate([first[0], suffix]) for suffix in suffixes]
@@ -91,7 +91,7 @@ def insert_case(name: str) -> Iterator[Candidate]:
 
 
 def evict_case(name: str) -> Iterator[Candidate]:
-    """Evict a page; what left comes back, untimed, and every prompt is used in turn."""
+    """Evict a page; evicted pages are inserted again, untimed, and every prompt is used in turn."""
     for column, share in (("a tenth of the size", 0.1), ("full size", 1)):
         trie, root, first = filled(name, share)
         yield alternating(column, partial(_refill, trie, root, first, trie.num_pages), partial(_evict, trie), COUNT)
@@ -110,7 +110,7 @@ def _evict(trie: TokenTrie) -> None:
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:
-    """Every shape under match, insert and evict."""
+    """A table of all shapes for match, insert and evict."""
     bounds = {
         "match": (match_case, at_most(4, OURS, FLOOR)),
         "insert": (insert_case, at_most(3, OURS, "its match")),

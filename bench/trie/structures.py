@@ -1,4 +1,4 @@
-"""`python -m bench structures`: what the bookkeeping costs, and that it does not grow with what is cached."""
+"""`python -m bench structures`: the cost of the bookkeeping, and its growth with the number of cached pages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["add_arguments", "main"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this bench understands."""
+    """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=15, help="rounds per case (default 15)")
     parser.add_argument("--only", metavar="WORD", default="", help="only tables with this word in their title")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print every table; 1 if a bound was missed."""
+    """Print every table; returns 1 if a bound was missed."""
     rounds = 3 if options.quick else options.rounds
     sizes = (1_000, 10_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000)
     for line in availability():

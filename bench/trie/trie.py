@@ -1,4 +1,4 @@
-"""The token trie: match, insert, evict; beside memcmp and beside rivals."""
+"""Cases of the token trie: match, insert, evict; compared with memcmp and with rivals."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HASHES, SCAN, DICT = "chained hashes (as vLLM)", "scan (as LlamaRAMCache)", "dic
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[Tokens]:
-    """Random prompts, each an array of its own."""
+    """Random prompts, each in a separate array."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCABULARY, length, dtype=np.uint32) for _ in range(count)]
 
 
 def floor(tokens: Tokens, page_size: int) -> Callable[[Tokens, Tokens], object]:
-    """One memcmp of two prompts as long as `tokens` and a random access in 256 MiB per page, by libc and NumPy."""
+    """A memcmp of two prompts as long as `tokens`, and a random access in 256 MiB per page, by libc and NumPy."""
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     field = np.zeros(2**26, np.int32)
@@ -49,7 +49,7 @@ def floor(tokens: Tokens, page_size: int) -> Callable[[Tokens, Tokens], object]:
 
 
 def path_of(tokens: Tokens, num_nodes: int, page_size: int) -> list[Tokens]:
-    """Prompts that leave `tokens` at as many page boundaries, so that its path has `num_nodes` nodes."""
+    """Prompts that diverge from `tokens` at page boundaries, so that its path has `num_nodes` nodes."""
     pages = len(tokens) // page_size
     leave = np.linspace(0, pages, num_nodes + 1)[1:-1].astype(int) * page_size
     branches = []
@@ -70,7 +70,7 @@ def match_case(num_nodes: int, page_size: int, verb: str, with_rivals: bool) -> 
     query = tokens.copy()
     assert trie.match(root, query)[1] == LONG
     yield Candidate(OURS, partial(getattr(trie, verb), root, query))
-    # Per 16 tokens also where a page is one token: the bound then asks more of it.
+    # An access per 16 tokens even if a page is one token, which makes the bound stricter.
     yield Candidate(FLOOR, partial(floor(tokens, PAGE), query, tokens))
     for rival in prefix_rivals() if with_rivals else ():
         if num_nodes > 16 and rival.name in (SCAN, DICT):
@@ -82,7 +82,7 @@ def match_case(num_nodes: int, page_size: int, verb: str, with_rivals: bool) -> 
 
 
 def list_case() -> Iterator[Candidate]:
-    """The same prompt as a Python list of ints."""
+    """Look up the same prompt as a Python list of ints."""
     (tokens,) = prompts(1, LONG)
     trie = TokenTrie(PAGE)
     root = trie.add_root()
@@ -93,7 +93,7 @@ def list_case() -> Iterator[Candidate]:
 
 
 def insert_case(page_size: int) -> Iterator[Candidate]:
-    """Insert `SHORT` new tokens, and match them again; the oldest leave before, untimed, as in a full cache."""
+    """Insert `SHORT` new tokens, and match them; before that the oldest are evicted, untimed, as in a full cache."""
     stored = prompts(2 * _Turns.count, SHORT, seed=2)
     values = np.arange(SHORT // page_size, dtype=np.int32)
     trie = TokenTrie(page_size)
@@ -111,7 +111,7 @@ def insert_case(page_size: int) -> Iterator[Candidate]:
 
 
 class _Turns:
-    """Two groups of 16 prompts that replace each other: few enough to stay in L2, as new prompts are."""
+    """Two groups of 16 prompts that replace each other: few enough to stay in L2, like new prompts."""
 
     count = 16
 
@@ -132,7 +132,7 @@ class _Turns:
 
 
 def evict_case(page_size: int, length: int, count: int) -> Iterator[Candidate]:
-    """Evict one prompt of `length` tokens out of `count`, again and again; stored anew in between."""
+    """Evict one prompt of `length` tokens out of `count`; evicted prompts are stored again in between, untimed."""
     stored = prompts(count, length, seed=4)
     values = np.arange(length // page_size, dtype=np.int32)
     batch = min(50, count)
@@ -174,7 +174,7 @@ def _times_of(count: int, call: Callable[[object], object], items: Iterator[obje
 
 
 def miss_case() -> Iterator[Candidate]:
-    """A first token that nothing cached begins with, beside the plainest thing that could say so."""
+    """Look up a prompt whose first token no cached prompt has, compared with a dict lookup."""
     stored = prompts(64, SHORT, seed=5)
     trie = TokenTrie(PAGE)
     root = trie.add_root()
@@ -200,7 +200,7 @@ RIVALS = (faster(2, OURS, RUST), faster(20, OURS, PYTHON))
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:
-    """Everything about the trie."""
+    """All tables about the trie."""
     matches = []
     for page, bound in ((PAGE, 4), (1, 8)):  # page size 1: twice the bound
         for nodes in (1, 16, 2048) if page == PAGE else (1, 16):

@@ -1,19 +1,47 @@
-"""What callers hand in, as the arrays that the core takes: one place for every conversion."""
+"""Arguments, checked and converted: every module checks its callers' arguments with these functions.
+
+A message reads `name: expected X, got Y`. Nothing here changes what it is given.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
-from typing import Any
+import reprlib
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "as_array", "as_count", "as_flat", "as_floats", "as_indices", "as_integer", "as_integers", "as_number",
-    "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer", "plain_int",
+    "as_array", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices", "as_instance", "as_integer",
+    "as_integers", "as_number", "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer", "plain_int",
+    "short",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
+Kind = TypeVar("Kind")
+
+_INT64 = 2**63 - 1
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
+
+
+def short(value: Any) -> str:
+    """`repr`, cut to a line: the value may be megabytes of hostile input."""
+    try:
+        text = _shortened.repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def as_instance(value: Any, kind: type[Kind], name: str) -> Kind:
+    """`value`, an instance of `kind`; TypeError if it is none."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        raise TypeError(f"{name}: expected {article} {kind.__name__}, got {type(value).__name__}")
+    return value
 
 
 def as_array(x: Any, name: str) -> npt.NDArray[Any]:
@@ -29,14 +57,14 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
         try:
             array: npt.NDArray[Any] = np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError) as error:
-            raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+            raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
     else:
         try:
             if _has_masked(x):
                 raise ValueError(f"{name}: expected an array without masked values, got a masked one")
             array = np.asanyarray(x)
         except (OverflowError, AttributeError, RuntimeError, RecursionError, BufferError) as error:
-            raise TypeError(f"expected {name} that NumPy can read, got {type(x).__name__}: {error}") from error
+            raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
         if _has_masked(array):
             raise ValueError(f"{name}: expected an array without masked values, got a masked one")
     array = array.view(np.ndarray)
@@ -68,7 +96,7 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
     if array.dtype != np.float32:
         # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            raise TypeError(f"expected {name} of a float dtype, got {array.dtype}")
+            raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
     fits = array.ndim == len(shape)
@@ -76,7 +104,7 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         fits &= want is None or want == got
     if not fits:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
-        raise ValueError(f"expected {name} of shape {wanted}, got {array.shape}")
+        raise ValueError(f"{name}: expected shape {wanted}, got {array.shape}")
     return np.ascontiguousarray(array)
 
 
@@ -107,18 +135,18 @@ def as_scores(x: Any) -> npt.NDArray[np.float64]:
     """Attention scores as float64, of any shape and value; TypeError for what are no numbers."""
     array = as_array(x, "scores")
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise TypeError(f"expected scores of a float dtype, got {array.dtype}")
+        raise TypeError(f"scores: expected a float dtype, got {array.dtype}")
     return np.asarray(array, np.float64)
 
 
 def checked_scores(scores: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
     """`scores` of `as_scores`, one finite number for each of `length` entries; ValueError otherwise."""
     if scores.shape != (length,):
-        raise ValueError(f"expected {length} scores, one per entry, got shape {scores.shape}")
+        raise ValueError(f"scores: expected {length}, one per entry, got shape {scores.shape}")
     scores = np.ascontiguousarray(scores)
     bad = np.flatnonzero(~np.isfinite(scores))
     if len(bad):
-        raise ValueError(f"expected finite scores, got {scores[bad[0]]} at {bad[0]}")
+        raise ValueError(f"scores: expected finite numbers, got {scores[bad[0]]} at {bad[0]}")
     return scores
 
 
@@ -141,16 +169,44 @@ def as_number(value: Any, name: str) -> float:
         raise ValueError(f"{name}: expected a number below 2**1024, got a larger one") from None
 
 
-def as_count(value: Any, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+def as_finite(
+    value: Any, name: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+) -> float:
+    """`value` as a finite float from `low` (or, with `above`, more than that) to `high`; raises as `as_number`."""
+    number = as_number(value, name)
+    if not (math.isfinite(number) and low <= number <= high) or (above and number == low):
+        least = "" if low == -math.inf else f" {'above' if above else 'of at least'} {low:g}"
+        most = "" if high == math.inf else f"{' and' * bool(least)} of at most {high:g}"
+        raise ValueError(f"{name}: expected a finite number{least}{most}, got {short(value)}")
+    return number
+
+
+def as_count(value: Any, name: str, least: int = 0, most: int | None = _INT64) -> int:
     """`value` as an int from `least` to `most`; TypeError for what is no int or a bool, ValueError beyond them."""
     if not is_integer(value):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     number = plain_int(value)
     if number < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {_number(number)}")
-    if number > most:
-        raise ValueError(f"{name}: expected an int <= {most}, got {_number(number)}")
+        raise ValueError(f"{name}: expected an int >= {least}, got {_digits(number)}")
+    if most is not None and number > most:
+        raise ValueError(f"{name}: expected an int <= {most}, got {_digits(number)}")
     return number
+
+
+def as_integer(value: Any, name: str) -> int:
+    """`value` as an int of 64 bits; TypeError if it is no integer, ValueError beyond 64 bits."""
+    if type(value) is int and -_INT64 <= value <= _INT64:
+        return value
+    return as_count(value, name, -(2**63))
+
+
+def as_index(value: Any, name: str, size: int | None = None) -> int:
+    """`value` as an int from 0 to `size - 1`, without an end where `size` is None; TypeError, IndexError otherwise."""
+    index = as_integer(value, name)
+    if index < 0 or (size is not None and index >= size):
+        expected = "an int >= 0" if size is None else f"an int in [0, {size})"
+        raise IndexError(f"{name}: expected {expected}, got {index}")
+    return index
 
 
 def plain_int(value: Any) -> int:
@@ -158,19 +214,9 @@ def plain_int(value: Any) -> int:
     return int.__add__(value, 0) if isinstance(value, int) else int(value)
 
 
-def _number(value: Any) -> str:
+def _digits(value: int) -> str:
     """An integer for a message; one of thousands of digits has no text."""
     return str(value) if -(2**100) < value < 2**100 else "one beyond 100 bits"
-
-
-def as_integer(value: Any, name: str) -> int:
-    """`value` as an int; TypeError if it is no integer, ValueError beyond 64 bits."""
-    if not is_integer(value):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    number = plain_int(value)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"expected {name} below 2**63, got {_number(number)}")
-    return number
 
 
 def check_integers(**values: Any) -> None:
@@ -183,9 +229,9 @@ def as_integers(x: Any, name: str) -> npt.NDArray[Any]:
     """`x` as an integer array `(n,)` of whatever width it has; TypeError, ValueError if it is none."""
     array = as_array(x, name)
     if array.ndim != 1:
-        raise ValueError(f"expected {name} in one dimension, got shape {array.shape}")
+        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"expected integer {name}, got {array.dtype}")
+        raise TypeError(f"{name}: expected integers, got {array.dtype}")
     return array
 
 
@@ -197,5 +243,5 @@ def as_indices(x: Any, name: str) -> npt.NDArray[np.int64]:
     """
     array = as_integers(x, name)
     if array.size and array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"expected {name} below 2**63, got {int(array.max())}")
+        raise ValueError(f"{name}: expected integers below 2**63, got {int(array.max())}")
     return np.ascontiguousarray(array, np.int64)

@@ -126,7 +126,7 @@ cdef class IndexedHeap:
     cdef int32_t _id(self, object id) except -1:
         cdef Py_ssize_t number = id
         if not 0 <= number <= MAX_ID:
-            raise ValueError(f"expected an id in [0, {MAX_ID}], got {id}")
+            raise ValueError(f"id: expected an int in [0, {MAX_ID}], got {id}")
         return <int32_t>number
 
     cdef int32_t _member(self, object id) except -1:
@@ -139,9 +139,9 @@ cdef class IndexedHeap:
         """Add `id` with `key`. ValueError if the id is in the heap already, or the key is not a number."""
         cdef int32_t number = self._id(id)
         if isnan(key):
-            raise ValueError("expected a number as key, got nan")
+            raise ValueError("key: expected a number, got nan")
         if self.has(number):
-            raise ValueError(f"expected an id that is not in the heap, got {id}")
+            raise ValueError(f"id: expected one that is not in the heap, got {id}")
         self.reserve(number + 1)
         self.put(number, key)
 
@@ -149,7 +149,7 @@ cdef class IndexedHeap:
         """Give `id` a new key, up or down. KeyError if it is not in the heap."""
         cdef int32_t number = self._member(id)
         if isnan(key):
-            raise ValueError("expected a number as key, got nan")
+            raise ValueError("key: expected a number, got nan")
         self.put(number, key)
 
     def remove(self, id):
@@ -159,7 +159,7 @@ cdef class IndexedHeap:
     def peek(self):
         """`(id, key)` of the item that leaves next. IndexError when the heap is empty."""
         if self.size == 0:
-            raise IndexError("expected a heap with items, got an empty one")
+            raise IndexError("heap: expected one with items, got an empty one")
         return self.items[0].id, self.items[0].key
 
     def pop(self):

@@ -96,7 +96,7 @@ cdef class IdMap:
 
     def __setitem__(self, key, int32_t value):
         if value < 0:
-            raise ValueError(f"expected a row >= 0, got {value}")
+            raise ValueError(f"value: expected a row >= 0, got {value}")
         self.reserve(self.used + 1)
         self.put(key, value)
 

@@ -8,8 +8,17 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 
 
 cdef extern from "kvc.h" nogil:
-    ctypedef enum kvc_format:
-        KVC_F32, KVC_F16, KVC_Q8, KVC_Q4, KVC_Q3, KVC_Q2
+    ctypedef enum kvc_format:       # a line of the table in kvc_formats.h
+        KVC_NUM_FORMATS
+
+    ctypedef struct kvc_format_info:
+        const char *name
+        int bits                    # of one value
+        int quantised               # 1: codes with a scale and a minimum per row; 0: floats
+        int fitted                  # 1: scale and minimum of least squared error
+        const char *largest         # magnitude that it can hold, as text
+
+    const kvc_format_info *kvc_format_of(kvc_format format) noexcept
 
     enum:
         KVC_MAX_BLOCK_SIZE, KVC_MAX_HEAD_DIM
@@ -38,6 +47,10 @@ cdef extern from "kvc.h" nogil:
         int64_t sink_tokens         # these first tokens meet the sink queries
         int64_t num_queries         # standing on the last tokens
         int64_t hidden_tokens       # of which so many are seen by nobody
+
+
+cdef extern from "kvc_threads.h" nogil:
+    ctypedef void kvc_item_fn(void *context, int64_t index, int thread) noexcept nogil
 
 
 # 0, or -1 where the sizes or formats are not supported.
@@ -74,7 +87,10 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil
 
-# "f32" ... "q2" -> kvc_format; ValueError names the formats there are.
+# item(context, i, thread) for each i in [0, count), on the caller, which runs item 0, and threads of the pool.
+cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil
+
+# The number of the format of this name; ValueError lists the names that there are.
 cdef int format_code(object name, str what) except -1
 
 

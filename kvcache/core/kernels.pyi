@@ -1,11 +1,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-FORMATS: tuple[str, ...]
+class Format(NamedTuple):
+    name: str
+    bits: int
+    quantised: bool
+    fitted: bool
+    largest: str
+
+FORMATS: dict[str, Format]
 
 class Layout:
     def __init__(
@@ -41,6 +48,7 @@ _Floats = npt.NDArray[np.float32]
 _Bytes = npt.NDArray[np.uint8]
 _Runs = Sequence[tuple[int, int, int]] | npt.NDArray[np.int32]
 
+def _run_items(count: int, num_threads: int, work: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
 def _write(
     layout: Layout, arena: _Bytes, runs: _Runs, keys: _Floats | None, values: _Floats | None
 ) -> None: ...

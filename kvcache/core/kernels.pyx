@@ -12,11 +12,15 @@ if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
 
 import os
+from collections import namedtuple
 from contextlib import contextmanager
 
 import numpy as np
 
 from libc.stdlib cimport free, malloc
+
+from kvcache.core.arguments import as_count
+from kvcache.core.cpus import available_cpus
 
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_attend_args:
@@ -49,19 +53,30 @@ cdef extern from "kvc.h" nogil:
     void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
                         unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
     void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
-    int kvc_default_threads() noexcept
     size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                     int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
+cdef extern from "kvc_threads.h" nogil:
+    void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
 
-# The state of the process: the level in use, and the number of threads asked for (0: one per CPU).
+# The table of storage formats, by name; the columns are explained in ckernels/kvc_formats.h.
+Format = namedtuple("Format", ("name", "bits", "quantised", "fitted", "largest"))
+
+
+cdef object _format(int number):
+    cdef const kvc_format_info *line = kvc_format_of(<kvc_format>number)
+    return Format(line.name.decode(), line.bits, line.quantised != 0, line.fitted != 0, line.largest.decode())
+
+
+FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
+cdef list _NAMES = list(FORMATS)
+cdef object MAX_THREADS = 1024
+
+# The state of the process: the level in use, and how many threads a call may use.
 cdef const kvc_kernels *_active = NULL
-cdef int _threads = 0
-# A child of os.fork() has the runtime of its parent's threads and none of the threads: it would wait for ever.
-cdef bint _forked = False
+cdef int _threads = min(MAX_THREADS, available_cpus())
 
 
 # ---- For Cython: see core/kernels.pxd.
@@ -120,15 +135,17 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
 
 
 cdef int num_threads() noexcept nogil:
-    if _forked:
-        return 1
-    return _threads if _threads > 0 else kvc_default_threads()
+    return _threads
+
+
+cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil:
+    kvc_run_items(count, num_threads, item, context)
 
 
 cdef int format_code(object name, str what) except -1:
-    if name not in FORMATS:
-        raise ValueError(f"expected {what} to be one of {', '.join(FORMATS)}, got {name!r}")
-    return FORMATS.index(name)
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}")
+    return _NAMES.index(name)
 
 
 cdef class Layout:
@@ -138,8 +155,8 @@ cdef class Layout:
         if layout_init(&self.c, block_size, num_heads, head_dim, <kvc_format>key, <kvc_format>value,
                        rotate_keys, rotate_values) < 0:
             raise ValueError(
-                f"expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
-                f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated; got "
+                f"layout: expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
+                f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated, got "
                 f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
                 f"rotate_keys={rotate_keys}, rotate_values={rotate_values}")
 
@@ -180,15 +197,14 @@ def simd_levels():
     return tuple(kvc_level(i).name.decode() for i in range(kvc_num_levels()))
 
 
-cdef int _use_level(object level) except -1:
+cdef int _use_level(object level, str what) except -1:
     global _active
     cdef const kvc_kernels *found = NULL
     if isinstance(level, str):
         name = level.encode()
         found = kvc_find_level(name)
     if found == NULL:
-        names = ", ".join(simd_levels())
-        raise ValueError(f"expected a SIMD level of this build and CPU ({names}), got {level!r}")
+        raise ValueError(f"{what}: expected a level of this CPU, one of {', '.join(simd_levels())}, got {level!r:.100}")
     _active = found
     return 0
 
@@ -197,11 +213,11 @@ cdef int _use_level(object level) except -1:
 def use_simd(level):
     """Inside the `with` block the whole process runs the kernels of `level`."""
     before = simd_level()
-    _use_level(level)
+    _use_level(level, "level")
     try:
         yield
     finally:
-        _use_level(before)
+        _use_level(before, "level")
 
 
 def get_num_threads():
@@ -210,42 +226,49 @@ def get_num_threads():
 
 
 def set_num_threads(n):
-    """Let one call use at most `n` threads, n >= 1.
-
-    A process that was forked runs on one thread whatever is set here, for the threads of its parent do not exist in it.
-    """
+    """Let one call use at most `n` threads, 1 to 1024. By default as many as CPUs that the process may use."""
     global _threads
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
-        raise TypeError(f"expected an integer number of threads, got {n!r}")
-    if not 1 <= n.__index__() <= 1024:
-        raise ValueError(f"expected 1 to 1024 threads, got {n}")
-    _threads = n.__index__()
+    _threads = as_count(n, "n", 1, MAX_THREADS)
 
 
 def _read_environment(environ):
-    level = environ.get("KVCACHE_SIMD", "")
-    try:
-        _use_level(level or simd_levels()[0])
-    except ValueError as error:
-        raise ValueError(f"KVCACHE_SIMD: {error}") from None
+    _use_level(environ.get("KVCACHE_SIMD") or simd_levels()[0], "KVCACHE_SIMD")
     threads = environ.get("KVCACHE_NUM_THREADS", "")
     if threads:
         try:
             set_num_threads(int(threads))
         except ValueError:
-            raise ValueError(f"KVCACHE_NUM_THREADS: expected 1 to 1024, got {threads!r}") from None
+            raise ValueError(f"KVCACHE_NUM_THREADS: expected 1 to {MAX_THREADS}, got {threads!r:.100}") from None
 
 
 _read_environment(os.environ)
 
 
-def _after_fork():
-    global _forked
-    _forked = True
+# ---- For tests: the pool of threads.
+
+cdef struct _Runs:
+    int *times       # (count,)
+    int *threads     # (count,) the last thread of each
+    int64_t work     # steps of each item
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+cdef void _note_run(void *context, int64_t index, int thread) noexcept nogil:
+    cdef _Runs *runs = <_Runs *>context
+    cdef double x = 1.0
+    cdef int64_t _
+    for _ in range(runs.work):
+        x = x * 0.5 + <double>thread
+    runs.times[index] += 1 if x < 1e300 else 0
+    runs.threads[index] = thread
+
+
+def _run_items(int64_t count, int num_threads, int64_t work):
+    """How often each of `count` items has run, and on which thread: int32 `(count,)` each."""
+    cdef int[::1] times = np.zeros(max(1, count), np.int32), threads = np.full(max(1, count), -1, np.int32)
+    cdef _Runs runs = _Runs(&times[0], &threads[0], work)
+    with nogil:
+        run_items(count, num_threads, _note_run, &runs)
+    return np.asarray(times)[:count], np.asarray(threads)[:count]
 
 
 # ---- For tests: the kernels over NumPy arrays, without pool or store. Sizes are checked, so none can crash.
@@ -257,7 +280,7 @@ cdef kvc_run *_runs_of(Layout layout, object arena, object table, int64_t *num_t
     cdef Py_ssize_t i
     for i in range(rows.shape[0]):
         if not (0 <= rows[i, 0] < num_blocks and 0 <= rows[i, 1] <= rows[i, 2] <= layout.c.block_size):
-            raise IndexError(f"expected runs inside {num_blocks} blocks of {layout.c.block_size} slots, "
+            raise IndexError(f"runs: expected slots of {num_blocks} blocks of {layout.c.block_size} slots, "
                              f"got {tuple(rows[i])}")
     cdef kvc_run *runs = <kvc_run *>malloc((rows.shape[0] + 1) * sizeof(kvc_run))
     if runs == NULL:
@@ -276,13 +299,13 @@ cdef const float *_floats(object array, object shape) except? NULL:
     if array is None:
         return NULL
     if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
-        raise ValueError(f"expected C-contiguous float32 {shape}, got {array.dtype} {array.shape}")
+        raise ValueError(f"array: expected C-contiguous float32 {shape}, got {array.dtype} {array.shape}")
     return <const float *><size_t>array.ctypes.data
 
 
 cdef unsigned char *_bytes(object arena) except NULL:
     if arena.dtype != np.uint8 or not arena.flags.c_contiguous or arena.ndim != 1 or len(arena) == 0:
-        raise ValueError(f"expected a one-dimensional uint8 array, got {arena.dtype} {arena.shape}")
+        raise ValueError(f"arena: expected a one-dimensional uint8 array, got {arena.dtype} {arena.shape}")
     return <unsigned char *><size_t>arena.ctypes.data
 
 
@@ -318,7 +341,7 @@ def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int 
     cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
     for block, slot in ((src_block, src_slot), (dst_block, dst_slot)):
         if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
-            raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+            raise IndexError(f"slot: expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
     cdef unsigned char *base = _bytes(arena)
     copy_slots(&layout.c, base, src_block, src_slot, base, dst_block, dst_slot, count)
 
@@ -326,7 +349,7 @@ def _copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int 
 def _clear(Layout layout, arena, int block, int slot, int count):
     cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
     if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
-        raise IndexError(f"expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+        raise IndexError(f"slot: expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
     clear_slots(&layout.c, _bytes(arena), block, slot, count)
 
 
@@ -339,7 +362,7 @@ def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=Non
     cdef Py_ssize_t count = len(sequences), i
     cdef int64_t total_queries = 0, total_tokens = 0
     if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
-        raise ValueError(f"expected queries (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
+        raise ValueError(f"queries: expected (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
                          f"threads >= 1, got {queries.shape} and {threads}")
     out = np.empty_like(queries) if out is None else out
     cdef int heads = queries.shape[1]
@@ -362,7 +385,7 @@ def _attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=Non
         need = <Py_ssize_t>attend_scratch_bytes(&layout.c, seqs, count, heads, threads)
         space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
         if len(space) < need:
-            raise ValueError(f"expected {need} bytes of scratch, got {len(space)}")
+            raise ValueError(f"scratch: expected {need} bytes, got {len(space)}")
         attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape),
                _floats(sink_queries, shape), <float *>_floats(out, shape),
                <float *>_floats(scores, (total_tokens,)), <float *>_floats(lse, shape[:2]), _bytes(space), threads)

@@ -4,6 +4,7 @@ from libc.stdint cimport int32_t, int64_t
 
 import numpy as np
 
+from kvcache.core.arguments import as_count
 from kvcache.errors import BlockNotFoundError, OutOfMemoryError
 
 __all__ = ["BlockPool"]
@@ -19,10 +20,7 @@ cdef class BlockPool:
     """
 
     def __init__(self, num_blocks):
-        if not isinstance(num_blocks, (int, np.integer)) or isinstance(num_blocks, bool):
-            raise TypeError(f"expected num_blocks to be an int, got {type(num_blocks).__name__}")
-        if not 0 <= num_blocks <= MAX_BLOCKS:
-            raise ValueError(f"expected 0 <= num_blocks <= {MAX_BLOCKS}, got {num_blocks}")
+        num_blocks = as_count(num_blocks, "num_blocks", 0, MAX_BLOCKS)
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, np.int32)
         self.ring = np.arange(num_blocks, dtype=np.int32)
@@ -123,7 +121,7 @@ cdef class BlockPool:
             OutOfMemoryError: fewer than `n` blocks are free; nothing was taken.
         """
         if n < 0:
-            raise ValueError(f"expected a count of blocks >= 0, got {n}")
+            raise ValueError(f"n: expected a count >= 0, got {n}")
         if n > self.num_free:
             raise OutOfMemoryError(n, self.num_free)
         ids = np.empty(n, np.int32)
@@ -209,7 +207,7 @@ cdef class BlockPool:
         for i in range(seen):
             self.marks[view[i]] = 0
         if seen < view.shape[0]:
-            raise ValueError(f"expected each block once, got {blocks[seen]} twice")
+            raise ValueError(f"blocks: expected each once, got {blocks[seen]} twice")
 
     def ref_count(self, block):
         """References held on `block`; 0 when it is free.
@@ -236,7 +234,8 @@ cdef class BlockPool:
         """
         refs = np.array(held, np.int32)
         if refs.shape != (self.num_blocks,) or (refs < 0).any():
-            raise ValueError(f"expected {self.num_blocks} reference counts >= 0")
+            raise ValueError(f"held: expected {self.num_blocks} counts >= 0, got shape {refs.shape}, "
+                             f"least {refs.min(initial=0)}")
         free = np.asarray(self.ring)[(self.head + np.arange(self.num_free)) % max(self.num_blocks, 1)]
         known = np.zeros(self.num_blocks, bool)
         known[free] = True

@@ -1,4 +1,4 @@
-"""The bytes: one arena per layer, blocks of one layout, and the kernels that write and read runs of slots."""
+"""The bytes: blocks of one layout, in one piece of memory per layer, written and read as runs of slots."""
 
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
@@ -11,19 +11,19 @@ cdef class BlockStore:
     cdef readonly int32_t num_blocks
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
     cdef size_t arena_bytes
-    # (num_blocks,) slots from here on are zero, and nobody's. Whatever writes bytes raises it, also in a block that
-    # no sequence owns: a slot below it is cleared when it is handed out.
+    # (num_blocks,) slots from here on are zero and unused. Every write raises it, also in a block that no sequence
+    # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
-    cdef readonly str key_dtype        # "f32", "f16", "q8", "q4", "q3" or "q2"
+    cdef readonly str key_dtype        # a name in kernels.FORMATS
     cdef readonly str value_dtype
 
-    # What callers hand in
+    # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
-    cdef void say_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
-    cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
+    cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
+    cdef int check_values_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
 
     cdef object new_rows(self, int64_t n)      # float32 (n, num_heads, head_dim), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks
-    # The last `count` slots of these runs are new to somebody: they read as zeros until they are written.
-    cdef void hand_out_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil
+    # The last `count` slots of these runs are new tokens: they read as zeros until they are written.
+    cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil

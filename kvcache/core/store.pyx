@@ -1,7 +1,7 @@
-"""BlockStore: the arena of every layer, and the kernels over it.
+"""BlockStore: the memory of every layer, and the kernels over it.
 
-It knows bytes and runs, nothing of ids, references or sequences' names; those are the table's and the pool's.
-Values are checked here, once, before the first byte changes: what a format cannot hold never gets in.
+It knows bytes and runs, nothing of references and sequences; those are the pool's and the tables'.
+Values are checked here, once, before the first byte changes.
 """
 
 cimport numpy as cnp
@@ -14,7 +14,7 @@ from kvcache.core.kernels cimport kvc_format, kvc_run
 
 import numpy as np
 
-from kvcache.core.arguments import as_count, as_integer
+from kvcache.core.arguments import as_count, as_integer, short
 from kvcache.core.runs import RUN
 from kvcache.errors import OutOfMemoryError
 
@@ -36,9 +36,9 @@ def _rotation(rotate, head_dim, quantised):
     """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
     power_of_two = head_dim & (head_dim - 1) == 0
     if rotate is True and not power_of_two:
-        raise ValueError(f"expected a head_dim that is a power of two for rotate=True, got {head_dim}")
+        raise ValueError(f"head_dim: expected a power of two for rotate=True, got {head_dim}")
     if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
-        raise ValueError(f'expected rotate to be True, False or "auto", got {rotate!r}')
+        raise ValueError(f'rotate: expected True, False or "auto", got {short(rotate)}')
     return int(bool(rotate) and quantised and power_of_two)
 
 
@@ -71,16 +71,16 @@ cdef class BlockStore:
         if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
             raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
         if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
-                               _rotation(rotate, head_dim, key_dtype[0] == "q"),
-                               _rotation(rotate, head_dim, value_dtype[0] == "q")) != 0:
-            raise ValueError(f"expected a supported layout, got head_dim {head_dim} with {key_dtype} and {value_dtype}")
+                               _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
+                               _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:
+            raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}")
         self.num_layers, self.num_blocks = num_layers, num_blocks
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
         size = int(self.layout.block_bytes) * num_blocks * num_layers
         cdef void *arena = MAP_FAILED
         if size < 1 << 62:
             self.arena_bytes = size
-            # A mapping of no bytes is an error to the system and nothing unusual to us.
+            # Zero bytes cannot be mapped; a store without blocks is allowed.
             arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         if arena == MAP_FAILED:
             raise OutOfMemoryError(size, 0, "bytes")
@@ -134,13 +134,13 @@ cdef class BlockStore:
 
     # -- rows -----------------------------------------------------------------------------------------------
 
-    def represent(self, keys, values):
+    def check_values(self, keys, values):
         """Raise unless every value can be stored.
 
         Raises:
             ValueError: NaN, an infinity, or a magnitude that the format cannot hold; names where.
         """
-        self.represent_(keys, values)
+        self.check_values_(keys, values)
 
     def write(self, layer, runs, keys, values):
         """Store rows at `runs`.
@@ -158,9 +158,9 @@ cdef class BlockStore:
         cdef const float[:, :, ::1] k = keys
         cdef const float[:, :, ::1] v = values
         cdef unsigned char *base = self.layer_base(layer)
-        self.represent_(k, v)
+        self.check_values_(k, v)
         if view.shape[0]:
-            self.say_written_(&view[0], view.shape[0])
+            self.note_written_(&view[0], view.shape[0])
             with nogil:
                 kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
 
@@ -220,7 +220,7 @@ cdef class BlockStore:
         cdef unsigned char *dst
         cdef int64_t i, layer
         if not self.same_layout(other):
-            raise ValueError("expected a store of the same layers and layout, got another")
+            raise ValueError("source: expected a store of the same layers and layout, got another")
         for layer in range(self.num_layers):
             src, dst = other.layer_base(layer), self.layer_base(layer)
             with nogil:
@@ -231,7 +231,7 @@ cdef class BlockStore:
             self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
 
     def same_layout(self, BlockStore other not None):
-        """Whether a block of the one is a block of the other, byte for byte."""
+        """Whether blocks of both stores have the same layout."""
         return (self.num_layers == other.num_layers
                 and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0)
 
@@ -247,10 +247,10 @@ cdef class BlockStore:
     def overwrite(self, int64_t block):
         """The packed bytes of a block, one uint8 array `(layout.block_bytes,)` per layer, to be written at once.
 
-        Any bytes are safe to read and to attend over; what they mean is up to whoever writes them.
+        Any bytes are safe to read and to attend over.
         """
         if not 0 <= block < self.num_blocks:
-            raise IndexError(f"expected a block in [0, {self.num_blocks}), got {block}")
+            raise IndexError(f"block: expected an int in [0, {self.num_blocks}), got {block}")
         cdef cnp.npy_intp size = <cnp.npy_intp>self.layout.block_bytes
         cdef cnp.ndarray view
         cdef int64_t layer
@@ -269,20 +269,21 @@ cdef class BlockStore:
 
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots):
         if runs.dtype != RUN or runs.ndim != 1:
-            raise ValueError(f"expected runs of dtype {RUN}, got {runs.dtype}")
+            raise ValueError(f"runs: expected dtype {RUN} (n,), got {runs.dtype} {runs.shape}")
         cdef const kvc_run[::1] view = np.ascontiguousarray(runs)
         cdef int64_t i, slots = 0
         for i in range(view.shape[0]):
             if not 0 <= view[i].block < self.num_blocks or not view[i].first < view[i].stop <= self.layout.block_size:
-                raise ValueError(f"expected runs inside {self.num_blocks} blocks of {self.layout.block_size} slots")
+                raise ValueError(f"runs: expected slots of {self.num_blocks} blocks of {self.layout.block_size} slots, "
+                                 f"got {view[i].first} to {view[i].stop} of {view[i].block}")
             slots += view[i].stop - view[i].first
         if num_slots >= 0 and slots != num_slots:
-            raise ValueError(f"expected as many rows as slots, got {num_slots}")
+            raise ValueError(f"runs: expected {num_slots} slots, one per row, got {slots}")
         return view
 
     cdef unsigned char *layer_base(self, int64_t layer) except NULL:
         if not 0 <= layer < self.num_layers:
-            raise IndexError(f"expected a layer in [0, {self.num_layers}), got {layer}")
+            raise IndexError(f"layer: expected an int in [0, {self.num_layers}), got {layer}")
         return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
 
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil:
@@ -293,10 +294,10 @@ cdef class BlockStore:
             for i in range(n):
                 memcpy(base + targets[i] * size, base + sources[i] * size, size)
             base += self.num_blocks * size
-        for i in range(n):    # what lies behind the tokens that are wanted has come along
+        for i in range(n):    # the copy includes slots behind the tokens of the sequence
             self.written_slots[targets[i]] = self.written_slots[sources[i]]
 
-    cdef void hand_out_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
+    cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
         cdef int64_t run = num_runs, layer
         cdef size_t arena = <size_t>self.num_blocks * self.layout.block_bytes
         cdef int block, first, stop
@@ -305,23 +306,24 @@ cdef class BlockStore:
             block, stop = runs[run].block, runs[run].stop
             first = <int>max(<int64_t>runs[run].first, stop - count)
             count -= stop - first
-            if first < self.written_slots[block]:  # and all that lies behind: the block's next tokens cost nothing
+            if first < self.written_slots[block]:  # clears all slots behind as well: the next tokens cost nothing
                 for layer in range(self.num_layers):
                     kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
                                         self.written_slots[block] - first)
             self.written_slots[block] = <uint16_t>stop
 
-    cdef void say_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil:
+    cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil:
         cdef int64_t i
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
-    cdef int represent_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
+    cdef int check_values_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
         cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
         if keys.shape[0] != values.shape[0] or keys.shape[1] != self.layout.num_heads \
                 or keys.shape[2] != self.layout.head_dim or values.shape[1] != keys.shape[1] \
                 or values.shape[2] != keys.shape[2]:
-            raise ValueError(f"expected rows of shape ({self.layout.num_heads}, {self.layout.head_dim})")
+            raise ValueError(f"rows: expected shape (n, {self.layout.num_heads}, {self.layout.head_dim}) of both, got "
+                             f"{np.shape(keys)} and {np.shape(values)}")
         if n == 0:
             return 0
         for what, name in ((0, "keys"), (1, "values")):
@@ -334,6 +336,8 @@ cdef class BlockStore:
                 row = bad // (keys.shape[1] * keys.shape[2])
                 value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
                 dtype = self.key_dtype if what == 0 else self.value_dtype
-                most = "2**96" if dtype == "f32" else "65504"
-                raise ValueError(f"expected {name} that {dtype} can hold, up to {most}, got {value} in row {row}")
+                most = kernels.kvc_format_of(
+                    self.layout.key_format if what == 0 else self.layout.value_format).largest.decode()
+                raise ValueError(f"{name}: expected values that {dtype} can hold, up to {most}, "
+                                 f"got {value} in row {row}")
         return 0

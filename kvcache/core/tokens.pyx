@@ -1,4 +1,4 @@
-"""Any one-dimensional integer array-like as a uint32 array; see core/tokens.pxd."""
+"""Array-likes of integers as uint32 tokens and int32 values; see core/tokens.pxd."""
 
 cimport numpy as cnp
 from cpython.exc cimport PyErr_Clear
@@ -45,7 +45,7 @@ cdef cnp.ndarray from_sequence(object tokens):
         for i, item in enumerate(list(tokens)):
             number = item if type(item) is int else whole_number(item)
             if not 0 <= number <= 0xFFFFFFFF:
-                raise ValueError(f"expected token ids in [0, 2**32), got {item} at position {i}")
+                raise ValueError(f"tokens: expected ids in [0, 2**32), got {item} at position {i}")
             out[i] = number
     return out
 
@@ -72,18 +72,29 @@ cdef object whole_number(object item):
     """An integer of another type (NumPy's) as int; bools, floats and the rest are refused."""
     if not isinstance(item, (*BOOLS, np.ma.MaskedArray)) and hasattr(item, "__index__"):
         return operator.index(item)
-    raise TypeError(f"expected token ids as integers, got {type(item).__name__}")
+    raise TypeError(f"tokens: expected integers, got {type(item).__name__}")
 
 
 cdef cnp.ndarray from_array(cnp.ndarray array):
     if array.ndim != 1:
-        raise ValueError(f"expected a one-dimensional sequence of tokens, got {array.ndim} dimensions")
+        raise ValueError(f"tokens: expected one dimension, got {array.ndim}")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"expected token ids as integers, got dtype {array.dtype}")
+        raise TypeError(f"tokens: expected integers, got dtype {array.dtype}")
     if array.dtype.itemsize > 4 or array.dtype.kind == "i":
         if array.size and not (array.min() >= 0 and array.max() <= 0xFFFFFFFF):
-            raise ValueError(f"expected token ids in [0, 2**32), got {array.min()} to {array.max()}")
+            raise ValueError(f"tokens: expected ids in [0, 2**32), got {array.min()} to {array.max()}")
     return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+cdef cnp.ndarray int32_values(object values):
+    if is_plain(values, cnp.NPY_INT32, 1):
+        return values
+    cdef cnp.ndarray array = as_array(values, "values")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"values: expected integers, got dtype {array.dtype}")
+    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+        raise ValueError(f"values: expected integers in [-2**31, 2**31), got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.int32)
 
 
 def as_tokens(tokens):

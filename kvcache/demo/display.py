@@ -1,4 +1,4 @@
-"""How the show looks: a live panel and a progress bar on a terminal, plain lines anywhere else."""
+"""The output of the demo: a live panel and a progress bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BAR = 40  # characters of the longest bar
 
 
 def display() -> Display:
-    """The richest display that standard output allows."""
+    """A `TerminalDisplay` if standard output is a terminal and `rich` is installed, else plain lines."""
     if sys.stdout.isatty():
         try:
             return TerminalDisplay()
         except ImportError:
-            pass  # plain lines need nothing that is not installed
+            pass
     return Display()
 
 
 class Display:
-    """Plain lines."""
+    """Prints plain lines."""
 
     def __enter__(self) -> Display:
         return self
@@ -36,11 +36,11 @@ class Display:
         pass
 
     def line(self, text: str = "") -> None:
-        """One line of text."""
+        """Print one line of text."""
         print(text, flush=True)
 
     def start(self, title: str, requests: int) -> None:
-        """The show begins; `requests` are to come."""
+        """The demo begins, with `requests` requests in total."""
         self.line(title)
 
     def heading(self, text: str) -> None:
@@ -63,7 +63,7 @@ class Display:
         )
 
     def summary(self, cold: Pass, warm: Pass, same: bool) -> None:
-        """The table cold against warm, the picture, and whether the texts were the same."""
+        """Print the table of both passes, a bar chart, and whether the answers are identical."""
         self.line()
         self.table(rows(cold, warm))
         self.line()
@@ -76,7 +76,7 @@ class Display:
         self.line(f"outputs cold and warm: {'identical' if same else 'DIFFERENT'}, {len(warm.requests)} requests")
 
     def table(self, cells: list[tuple[str, ...]]) -> None:
-        """Four columns, the first row their names."""
+        """Print four columns; the first row has their names."""
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for name, *values in cells:
             padded = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
@@ -84,7 +84,7 @@ class Display:
 
 
 def rows(cold: Pass, warm: Pass) -> list[tuple[str, ...]]:
-    """The table cold against warm."""
+    """The rows of the table that compares both passes."""
     first, later = (cold.mean_first(), warm.mean_first()), (cold.mean_first(later=True), warm.mean_first(later=True))
     prefilled = [sum(request.prefilled for request in p.requests) for p in (cold, warm)]
     saved = 1 - prefilled[1] / prefilled[0]
@@ -103,12 +103,12 @@ def rows(cold: Pass, warm: Pass) -> list[tuple[str, ...]]:
 
 
 def bar(character: str, value: float, longest: float) -> str:
-    """A bar as long as `value` is of `longest`, at least one character."""
+    """A bar of `BAR * value / longest` characters, at least one."""
     return character * max(1, round(BAR * value / longest))
 
 
 class TerminalDisplay(Display):
-    """A live panel with the text as it comes, a progress bar below, finished requests above. Needs `rich`."""
+    """Shows finished requests, a live panel with the current answer, and a progress bar. Needs `rich`."""
 
     def __init__(self) -> None:
         from rich.console import Console

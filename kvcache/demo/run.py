@@ -1,4 +1,4 @@
-"""Run the workload twice, without and with the prefix cache, and compare."""
+"""The demo itself: runs the workload without and with the prefix cache, and compares both passes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=MAX_
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it went.
+    """The measurements of one request.
 
     Attributes:
-        user, turn: who asked, and which time (from 1).
+        user, turn: the user, and the number of the turn (from 1).
         prompt: tokens of the prompt.
-        reused, prefilled: of these, how many came from the cache and how many went through the network.
+        reused, prefilled: tokens of the prompt that came from the cache, and that ran through the network.
         first: seconds to the first token.
         rate: new tokens per second after the first.
         answer: the new tokens.
@@ -45,11 +45,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """All requests of one pass, and what its cache held at the end.
+    """All requests of one pass, and the size of its cache at the end.
 
     Attributes:
-        requests: in the order they came.
-        kv_bytes: bytes of K and V that keep all conversations.
+        requests: in order of arrival.
+        kv_bytes: bytes of K and V of all conversations.
         hit_rate: prompt tokens found in the cache over prompt tokens.
     """
 
@@ -58,13 +58,13 @@ class Pass:
     hit_rate: float
 
     def mean_first(self, *, later: bool = False) -> float:
-        """Mean seconds to the first token; with `later`, without the very first request, which is always cold."""
+        """Mean seconds to the first token; with `later`, without the first request, which is always cold."""
         times = [request.first for request in self.requests[later:]]
         return sum(times) / len(times)
 
 
 def run(display: Display) -> bool:
-    """The whole show; whether both passes gave the same text."""
+    """Run the demo and return whether both passes gave the same answers."""
     engine = InferenceEngine.from_pretrained(DIRECTORY)
     total = sum(map(len, conversations(engine.tokenizer)))
     display.start(
@@ -124,7 +124,7 @@ def _request(
 
 
 def _text(tokenizer: Any) -> Any:
-    """A function from each new token to the characters it completes."""
+    """A function that takes each new token and returns the characters that it completes."""
     from tokenizers.decoders import DecodeStream
 
     decoder = DecodeStream(skip_special_tokens=True)

@@ -1,7 +1,7 @@
-"""A serving-like workload: several users with one file open, each asking for several continuations of it.
+"""A workload like that of a server: several users share one file, and each asks for several continuations of it.
 
-The shared system prompt is a source file of this library, which every installation has; the demo model writes
-Python, so the turns are beginnings of code.
+The shared system prompt is a source file of this library, which every installation has. The demo model writes Python,
+so the turns are beginnings of code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import kvcache
 __all__ = ["MAX_TOKENS", "Conversation", "conversations", "system_prompt"]
 
 MAX_TOKENS = 40  # new tokens per turn
-SYSTEM_CHARACTERS = 4200  # a thousand tokens and more
+SYSTEM_CHARACTERS = 4200  # more than a thousand tokens
 
 TURNS = {
     "ada": [
@@ -42,7 +42,7 @@ TURNS = {
 
 
 def system_prompt() -> str:
-    """The text that all users share."""
+    """The text at the start of every conversation."""
     path = Path(kvcache.__file__).parent / "handle.py"
     return path.read_text(encoding="utf-8")[:SYSTEM_CHARACTERS]
 
@@ -53,8 +53,8 @@ class Conversation:
 
     Attributes:
         user: a name.
-        tokens: system prompt, turns and answers.
-        turns: token ids of what the user has still to say.
+        tokens: system prompt, turns and answers so far.
+        turns: token ids of the user's remaining turns.
     """
 
     user: str
@@ -63,7 +63,7 @@ class Conversation:
 
 
 def conversations(tokenizer: Any) -> list[list[Conversation]]:
-    """Fresh conversations as the requests arrive: rounds, in each of which every user speaks once."""
+    """New conversations, as a list of rounds; in each round every user sends one turn."""
     shared = tokenizer.encode(system_prompt()).ids
     people = [
         Conversation(user, list(shared), [tokenizer.encode(turn).ids for turn in turns])

@@ -1,4 +1,4 @@
-"""From a checkpoint to text: the transformer, sampling, and the engine that runs them over a cache."""
+"""Text generation from a checkpoint: the transformer, sampling, and the engine that runs both over a cache."""
 
 from kvcache.engine.config import ModelConfig
 from kvcache.engine.engine import InferenceEngine

@@ -1,7 +1,7 @@
-"""What a checkpoint says about its network: `config.json`, read strictly.
+"""The configuration of a network: `config.json` of its checkpoint, read strictly.
 
-Every option that changes the network's result is either understood or refused by name. Defaults for absent
-keys are those of the transformers library, because files are written with them in mind.
+An option that changes the network's result is either supported or refused by name. Absent keys have the defaults
+of the transformers library, which wrote the files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcache.engine.files import read_json, short
+from kvcache.core.arguments import short
+from kvcache.engine.files import read_json
 from kvcache.engine.rope import Rope
 from kvcache.errors import CheckpointError
 
@@ -20,15 +21,15 @@ __all__ = ["ModelConfig"]
 
 
 class _Family(NamedTuple):
-    """What one architecture fixes, and its defaults for keys that a file leaves out."""
+    """The fixed options of one architecture, and its defaults for absent keys."""
 
-    qkv_bias: bool | None  # None: attention_bias decides, for the output projection too
-    mlp_bias: bool | None  # None: mlp_bias decides
+    qkv_bias: bool | None  # None: the key attention_bias, which also sets the bias of the output projection
+    mlp_bias: bool | None  # None: the key mlp_bias
     qk_norm: bool
     num_kv_heads: int | None  # None: num_attention_heads
     head_dim: int | None  # None: hidden_size // num_attention_heads
     sliding_window: int | None
-    window_switch: bool  # sliding_window counts only where use_sliding_window is true
+    window_switch: bool  # sliding_window applies only if use_sliding_window is true
 
 
 _FAMILIES = {
@@ -45,7 +46,7 @@ _MODEL_TYPES = {
 }
 _MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
 _MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
-_LEAST_BETA = 1e-6  # of YaRN, turns over the context: keeps its wavelengths finite
+_LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wavelengths finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ModelConfig:
     Attributes:
         architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM".
         num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head.
-        max_position_embeddings: positions are 0 to this, exclusive.
+        max_position_embeddings: positions are in [0, max_position_embeddings).
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         qk_norm: whether queries and keys pass through an RMSNorm per head.
         tie_word_embeddings: whether the output matrix is the embedding.
@@ -83,7 +84,7 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelConfig:
-        """Read `config.json`, and `generation_config.json` where there is one, from a checkpoint directory.
+        """Read `config.json`, and `generation_config.json` if it exists, from a checkpoint directory.
 
         Raises:
             FileNotFoundError: there is no `config.json`.
@@ -92,7 +93,7 @@ class ModelConfig:
         directory = Path(directory)
         config = read_json(directory / "config.json")
         generation = directory / "generation_config.json"
-        # Both files may name the end of a text; the one about generation is the one to follow.
+        # Both files may hold `eos_token_id`; generation_config.json takes precedence.
         if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
             config = {**config, "eos_token_id": eos}
         return cls.from_dict(config)
@@ -101,7 +102,7 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
         if not isinstance(config, Mapping):
-            raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
+            raise TypeError(f"config: expected a Mapping, got {type(config).__name__}")
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
         read = _Reader(config)
@@ -112,7 +113,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {num_kv_heads}"
             )
-        # An explicit null means the quotient, also where an absent key means something else.
+        # null always means the quotient; an absent key means the family's default, if it has one.
         absent = family.head_dim if "head_dim" not in config else None
         head_dim = read.size("head_dim", absent or hidden_size // num_heads)
         if head_dim % 2 or not head_dim:
@@ -142,7 +143,7 @@ class ModelConfig:
 
 
 class _Reader:
-    """Typed reads of one JSON object; every complaint names the key. A null counts as absent."""
+    """Typed reads of one JSON object; every error names the key. A null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self._values = values
@@ -179,7 +180,7 @@ class _Reader:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """The class that wrote the checkpoint; `architectures` decides, `model_type` where it is absent."""
+    """The class that wrote the checkpoint: `architectures`, or `model_type` if that is absent."""
     known = ", ".join(_FAMILIES)
     named = config.get("architectures")
     if not named:
@@ -193,7 +194,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], read: _Reader, family: _Family, positions: int) -> None:
-    """Raise for every option that would change the result and is not built."""
+    """Raise CheckpointError for an option that changes the result and is not implemented."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act: expected 'silu', got {short(activation)}")
@@ -262,7 +263,7 @@ def _rope(config: Mapping[str, Any], positions: int) -> Rope:
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], read: _Reader, factor: float) -> float:
-    """The temperature of YaRN (arXiv 2309.00071, section 3.4: `0.1 ln(s) + 1`), given or derived.
+    """The temperature of YaRN (arXiv 2309.00071, section 3.4: `0.1 ln(s) + 1`), read or computed.
 
     `mscale` and `mscale_all_dim` are DeepSeek's refinement: the ratio of the two temperatures.
     """
@@ -278,7 +279,7 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], read: _Reader, factor: fl
 
 
 def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id`, one or several, ascending."""
+    """The ids in `eos_token_id` (an id, a list or null), ascending."""
     eos = config.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int and 0 <= token < 2**32 for token in ids):

@@ -1,17 +1,17 @@
-"""A sequence that evicts: every layer keeps as many tokens of the text as its budget allows.
+"""A sequence that evicts: every layer keeps at most the tokens that its budget allows.
 
     layer 0   0  1  .  .  4  .  .  7  .  9 10 11     sequence 0 of the cache: budget 7
     layer 1   0  .  .  3  .  .  .  .  .  9 10 11     sequence 1 of the cache: budget 5
 
-Survivors differ from layer to layer, so each layer is a sequence of its own in a cache of one layer. Keys keep the
-position embedding of their place in the text. A chunk is appended, attends over what is alive and over itself, and
-then every layer is held to its budget: blocks without survivors are freed, and scattered survivors are moved
-together when they hold too many blocks (`most_blocks`).
+Survivors differ between layers, so each layer is a sequence of its own in a cache of one layer. A key keeps the
+position embedding of its text position. A chunk is appended and attends over the survivors and itself. Then every
+layer evicts down to its budget: blocks without survivors are freed, and scattered survivors are compacted if they
+occupy too many blocks (`most_blocks`).
 
-Under StreamingLLM the hole behind the sinks is taken out of the distance to them: keys stay as they are, and the
-network rotates a second set of queries to where they stand in the cache.
+Under StreamingLLM the distance to the sinks does not count the evicted tokens. Keys are not rewritten: the network
+rotates a second set of queries to their index in the cache.
 
-    text      0  1  2  3  .  .  .  .  96 97 98 99    window: both at their place in the text, 99 - 97 = 2
+    text      0  1  2  3  .  .  .  .  96 97 98 99    window: query and key at their text positions, 99 - 97 = 2
     cache     0  1  2  3              4  5  6  7     sinks:  the query of 99 is rotated to 7, and 7 - 1 = 6
 """
 
@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.engine.arguments import natural
+from kvcache.core.arguments import as_count, as_instance
 from kvcache.engine.protocols import Float32, Logits, Model
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
-from kvcache.lists.roster import Roster
+from kvcache.lists.kept_tokens import KeptTokens
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
@@ -41,10 +41,10 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """A policy and what it allows each layer.
+    """A policy and its limit for each layer.
 
     Attributes:
-        policy: which tokens stay.
+        policy: chooses the tokens that stay.
         kv_budget: tokens per layer; under PyramidKV on average.
         rules: one `Rule` per layer.
     """
@@ -55,41 +55,40 @@ class Budgets:
 
     @classmethod
     def of(cls, policy: EvictionPolicy | None, kv_budget: int | None, model: Model) -> Budgets:
-        """Check what an engine was given.
+        """Check the `eviction_policy` and `kv_budget` of an engine.
 
         Raises:
             TypeError: not an `EvictionPolicy`; a budget that is not a whole number; StreamingLLM for a network
-                that is no `StreamingModel`.
+                that is not a `StreamingModel`.
             ValueError: one without the other; a budget below 1; PyramidKV for another number of layers;
                 StreamingLLM with a budget that leaves no position for a query.
         """
         num_layers = model.config.num_layers
         if policy is None:
-            raise ValueError("kv_budget: expected an eviction_policy with it, got none")
-        if not isinstance(policy, EvictionPolicy):
-            raise TypeError(f"eviction_policy: expected an EvictionPolicy, got {type(policy).__name__}")
+            raise ValueError("kv_budget: expected an eviction_policy with it, got None")
+        as_instance(policy, EvictionPolicy, "eviction_policy")
         kv_budget = policy.most if kv_budget is None else kv_budget
         if kv_budget is None:
             raise ValueError("eviction_policy: expected a kv_budget (tokens per layer) with it, got none")
-        kv_budget = natural("kv_budget", kv_budget, least=1)
+        kv_budget = as_count(kv_budget, "kv_budget", 1, most=None)
         if policy.total_layers not in (None, num_layers):
             raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
         shares = policy.shares(kv_budget * num_layers, range(num_layers))
-        # More than 2**30 tokens is no limit, and fits what the roster counts with.
+        # No text has more than 2**30 tokens; `KeptTokens` counts in 32 bits.
         rules = tuple(policy.rule(min(share, 1 << 30)) for share in shares.values())
         if policy.endless:
             _check_endless(model, rules[0].limit)
         return cls(policy, kv_budget, rules)
 
     def piece(self, chunk: int, positions: int) -> int:
-        """Tokens that may run at once: `chunk`, or as many as there are positions behind those that stay."""
+        """Most tokens of one piece: `chunk`, under StreamingLLM at most the positions that survivors leave free."""
         return min(chunk, positions - self.rules[0].limit) if self.policy.endless else chunk
 
     def peak_blocks(self, block_size: int, chunk: int, positions: int) -> int:
-        """Blocks that a text with `positions` places in the cache can ever need, run in pieces of `chunk`.
+        """The most blocks that a text can need if it runs in pieces of `chunk` and at most `positions` tokens survive.
 
-        Per layer: what is at rest, a chunk, and as much as is at rest once more, kept until a call has succeeded;
-        for one layer at a time, also the fresh blocks of a compaction.
+        Per layer: the survivors, one piece, and the survivors again, which a fork keeps until the call has succeeded.
+        For one layer at a time, also the new blocks of a compaction.
         """
         rest = [most_blocks(min(rule.limit, positions), block_size) for rule in self.rules]
         return 2 * sum(rest) + max(rest) + len(rest) * (-(-min(chunk, positions) // block_size) + 1)
@@ -97,7 +96,7 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class _Alive:
-    """The tokens of one layer: their positions, ascending, and the attention they have drawn, `(n,)` each."""
+    """The tokens of one layer: their positions, ascending, and the attention mass on each, `(n,)` each."""
 
     positions: Int64
     scores: Float64
@@ -106,31 +105,31 @@ class _Alive:
         return _Alive(self.positions[:stop], self.scores[:stop])
 
 
-_NOBODY = _Alive(np.empty(0, np.int64), np.empty(0, np.float64))
+_NO_TOKENS = _Alive(np.empty(0, np.int64), np.empty(0, np.float64))
 
 
 class EvictingSequence(ModelSequence):
-    """One sequence per layer, each held to its budget. Every failing call leaves all of them as they were.
+    """One sequence per layer, each within its budget. A failing call leaves all of them unchanged.
 
-    Under H2O and PyramidKV a token's score is the attention mass that it has drawn in its layer since it came, over
-    all queries and heads (float64), per query that could see it: sums favour whoever came first, and on held-out
-    text keep worse tokens (`python -m bench quality`). Of two calls, one in pieces of 1 and one in pieces of 512
-    tokens, the second lets tokens draw attention from 512 more queries before the first of them leaves.
+    Under H2O and PyramidKV a token's score is the attention mass on it in its layer, summed over all later queries
+    and heads (float64) and divided by the number of queries that could see it. The plain sum favours early tokens and
+    keeps worse tokens on held-out text (`python -m bench quality`). Scores depend on the size of the pieces: in pieces
+    of 512, a token gets attention from up to 512 queries before the first eviction.
 
     Args:
         model, chunk: as of `ModelSequence`.
-        cache: of one layer. Layer l of the network is its sequence l; the ids from `num_layers` to
-            `2 * num_layers - 1` hold forks, which share its blocks, while a call may yet fail.
-        budgets: for as many layers as the network has.
+        cache: of one layer. Layer l of the network is its sequence l. During a call, the ids from `num_layers` to
+            `2 * num_layers - 1` are forks of these, which share their blocks and restore them if the call fails.
+        budgets: one rule for each layer of the network.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, budgets: Budgets) -> None:
         super().__init__(model, cache, budgets.piece(chunk, model.config.max_position_embeddings))
         self.budgets = budgets
         self._layers = range(len(budgets.rules))
-        self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # once, not once per call
-        self._alive = [_NOBODY] * len(self._layers)
-        self._before: tuple[list[_Alive], int] | None = None  # while a call may yet fail: what the forks hold
+        self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # made once, not in every call
+        self._alive = [_NO_TOKENS] * len(self._layers)
+        self._before: tuple[list[_Alive], int] | None = None  # during a call: the state that the forks restore
         for layer in self._layers:
             cache.allocate(layer, 0)
 
@@ -150,27 +149,27 @@ class EvictingSequence(ModelSequence):
                 f"layer {layer}: positions do not ascend below {self.num_tokens}"
             )
             assert np.isfinite(alive.scores).all(), f"layer {layer}: a score is not finite"
-            assert self.cache.get_sequence(self._twin(layer)) is None, f"layer {layer}: a fork was not freed"
+            assert self.cache.get_sequence(self._fork_id(layer)) is None, f"layer {layer}: a fork was not freed"
 
     def mend(self) -> None:
-        # A call sets `_before` before it touches anything, and takes it away in one line when all is done.
+        # A call sets `_before` before any change and resets it in one line after the last one.
         for layer in self._layers:
-            if self._twin(layer) in self.cache:
+            if self._fork_id(layer) in self.cache:
                 if self._before is not None:
                     self._restore(layer)
-                self.cache.free(self._twin(layer))
+                self.cache.free(self._fork_id(layer))
         if self._before is not None:
             self._alive, self.num_tokens = self._before
             self._before = None
         for layer, alive in zip(self._layers, self._alive, strict=True):
-            if not len(alive.positions):  # `clear` says so first, and empties then
+            if not len(alive.positions):  # `clear` resets `_alive` first and empties the sequences afterwards
                 self._empty(layer)
 
     def clear(self) -> None:
-        if self._before is not None:  # a call was interrupted, and nothing has mended that yet
+        if self._before is not None:  # a call was interrupted and `mend` has not run since
             self.mend()
         self.version += 1
-        self._alive, self.num_tokens = [_NOBODY] * len(self._layers), 0
+        self._alive, self.num_tokens = [_NO_TOKENS] * len(self._layers), 0
         for layer in self._layers:
             self._empty(layer)
 
@@ -179,11 +178,11 @@ class EvictingSequence(ModelSequence):
         self.cache.allocate(layer, 0)
 
     def _restore(self, layer: int) -> None:
-        """What the fork holds; without memory for anything."""
+        """Make the layer what its fork is. Allocates no memory."""
         if layer in self.cache:
-            self.cache.swap(layer, self._twin(layer))
-        else:  # an interrupt came while it was made empty
-            self.cache.fork(self._twin(layer), layer)
+            self.cache.swap(layer, self._fork_id(layer))
+        else:  # `_empty` was interrupted
+            self.cache.fork(self._fork_id(layer), layer)
 
     def _drop(self, layer: int) -> None:
         if layer in self.cache:
@@ -192,7 +191,7 @@ class EvictingSequence(ModelSequence):
     def move(self, cache: PagedKvCache) -> None:
         for layer in self._layers:
             cache.allocate(layer, 0)
-        self.cache, self._alive, self.num_tokens = cache, [_NOBODY] * len(self._layers), 0
+        self.cache, self._alive, self.num_tokens = cache, [_NO_TOKENS] * len(self._layers), 0
         self.version += 1
 
     def replace(self, share: Share) -> None:
@@ -202,10 +201,10 @@ class EvictingSequence(ModelSequence):
         return self._alive[layer].positions.copy()
 
     def extend(self, tokens: npt.NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
-        """As `ModelSequence.extend`. What is cut off leaves no trace but in the scores of the tokens before it.
+        """As `ModelSequence.extend`. Scores keep the attention mass of queries that are cut off.
 
         Raises:
-            InvalidOperationError: a token before `pos` was evicted, where `pos` is not the end.
+            InvalidOperationError: a token before `pos` was evicted, and `pos` is not the end.
         """
         self._refuse_going_back(pos)
         with self._restored_on_failure(pos + len(tokens)):
@@ -218,7 +217,7 @@ class EvictingSequence(ModelSequence):
         return rows
 
     def _run(self, seq_id: int, tokens: npt.NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
-        """A chunk in all layers, which are then held to their budgets; `seq_id` does not matter here."""
+        """Run a piece through all layers, then evict down to their budgets; `seq_id` is not used."""
         cache, count, by_score = self.cache, len(tokens), self.budgets.policy.by_score
         query_lens = np.array([count])
         drawn: list[Float32 | None] = [None] * len(self._layers)
@@ -247,16 +246,16 @@ class EvictingSequence(ModelSequence):
         return rows
 
     def _hold(self, layer: int, pos: int, count: int, drawn: Float32 | None) -> _Alive:
-        """The layer with `count` tokens more, held to its budget."""
+        """The layer after `count` more tokens and the evictions of its budget."""
         alive, rule = self._alive[layer], self.budgets.rules[layer]
         positions = np.concatenate([alive.positions, np.arange(pos, pos + count)])
         scores = np.concatenate([alive.scores, np.zeros(count)])
         if drawn is not None:
             scores += drawn
         if len(positions) > rule.limit:
-            seen_by = pos + count - positions  # queries, itself the first
+            seen_by = pos + count - positions  # the number of queries that could see each token, its own included
             kept = survivors(scores / seen_by, rule, self.budgets.policy.by_score)
-            if self.budgets.policy.endless:  # the same survivors, and the cache knows which of them are sinks
+            if self.budgets.policy.endless:  # the same survivors; this call also marks the sinks in the cache
                 self.cache.apply_streaming_llm(layer, rule.front, rule.back)
             else:
                 self.cache.keep_tokens(layer, kept)
@@ -264,9 +263,9 @@ class EvictingSequence(ModelSequence):
         return _Alive(positions, scores)
 
     def _compact(self) -> None:
-        """Move survivors together in the layers where they hold more than `most_blocks`."""
+        """Compact the layers whose survivors occupy more than `most_blocks`."""
         for layer in self._layers:
-            # With shared blocks it needs fresh ones; if they, or memory, are missing now, later is as good.
+            # Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
             with suppress(MemoryError):
                 held = self.cache.get_sequence(layer)
                 if held is not None and held.num_blocks > most_blocks(held.num_tokens, self.cache.block_size):
@@ -285,29 +284,29 @@ class EvictingSequence(ModelSequence):
     def _cut(self, layer: int, pos: int) -> None:
         if pos:
             self.cache.truncate(layer, pos)
-        else:  # a truncated sequence would go on where its first survivor stood
+        else:  # after a truncation to 0 the next position would be that of the first survivor
             self._empty(layer)
 
-    def _twin(self, layer: int) -> int:
+    def _fork_id(self, layer: int) -> int:
         return len(self._layers) + layer
 
     @contextmanager
     def _restored_on_failure(self, end: int) -> Iterator[None]:
-        """Keep forks of all layers; afterwards the text has `end` tokens, or everything is as before."""
+        """Fork all layers. Afterwards the text has `end` tokens, or after an exception the state is as before."""
         cache = self.cache
         self._before = self._alive, self.num_tokens
         try:
             for layer in self._layers:
-                cache.fork(layer, self._twin(layer))
+                cache.fork(layer, self._fork_id(layer))
             yield
         except Exception:
             self.mend()
             raise
         self.version += 1
         self.num_tokens = end
-        self._before = None  # It is done.
+        self._before = None  # the call has succeeded
         for layer in self._layers:
-            cache.free(self._twin(layer))
+            cache.free(self._fork_id(layer))
 
 
 def _check_endless(model: Model, limit: int) -> None:
@@ -327,20 +326,20 @@ def _check_endless(model: Model, limit: int) -> None:
 
 
 def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
-    """Who stays of a list: int64 indices, ascending, at most `rule.limit` of `len(scores)`.
+    """The entries of a list that stay: int64 indices, ascending, at most `rule.limit` of `len(scores)`.
 
-    The first `rule.front` and the last `rule.back` stay; of the middle the lowest score leaves first, ties to the
-    earliest, or always the earliest without `by_score`: as in `CacheManager`, and by the same roster.
+    The first `rule.front` and the last `rule.back` stay. From the middle the lowest score is evicted first, among
+    equals the earliest entry; without `by_score` always the earliest. `CacheManager` evicts by the same code.
     """
-    roster = Roster(by_score)
-    roster.append(len(scores), len(scores), rule.front, rule.back)
+    kept = KeptTokens(by_score)
+    kept.append(len(scores), len(scores), rule.front, rule.back)
     if by_score:
-        roster.add_scores(scores)
-    roster.evict(*rule)
-    return roster.positions()
+        kept.add_scores(scores)
+    kept.evict(*rule)
+    return kept.positions()
 
 
 def most_blocks(num_tokens: int, block_size: int) -> int:
-    """The most blocks that a layer of so many tokens holds between calls: a quarter more than it needs, and one."""
+    """The most blocks that a layer of `num_tokens` occupies between calls: a quarter more than needed, plus one."""
     needed = -(-num_tokens // block_size)
     return needed + needed // 4 + (needed > 0)

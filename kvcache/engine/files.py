@@ -3,94 +3,82 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from pathlib import Path
 from typing import Any
 
+from kvcache.core.arguments import short
 from kvcache.core.descriptors import File
 from kvcache.core.files import open_regular, read_at
 from kvcache.errors import CheckpointError
 
-__all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json", "short"]
+__all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json"]
 
-# More than 100 000 tensors of an index or of a header, about 100 bytes each; it bounds what parsing hostile JSON can
-# cost: less than half a GiB, and some seconds.
+# An index or a header: room for more than 100 000 tensors of about 100 bytes each. It bounds the cost of parsing
+# hostile JSON to less than half a GiB and some seconds.
 MAX_JSON_BYTES = 16 * 2**20
-MAX_CONFIG_BYTES = 4 * 2**20  # of a configuration; most take some KiB
-_MAX_DIGITS = 400  # of one number: parsing takes time quadratic in them, and float64 ends at 309
-
-_shortened = reprlib.Repr()
-_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
+MAX_CONFIG_BYTES = 4 * 2**20  # a configuration; most take some KiB
+_MAX_DIGITS = 400  # of one number: parsing takes quadratic time, and float64 ends at 309 digits
 
 
 def open_file(path: Path) -> tuple[File, int]:
-    """`(file, size)` of a regular file. Raises FileNotFoundError, or CheckpointError for what cannot be read."""
+    """Open a regular file: `(file, size)`. Raises FileNotFoundError, or CheckpointError if it cannot be read."""
     try:
         return open_regular(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"expected a checkpoint directory with {path.name}, got none at {path}") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        raise CheckpointError(f"{path}: expected a readable file, got {error.strerror}") from error
 
 
 def read_file(path: Path, most: int) -> bytearray:
-    """All bytes of a regular file of at most `most` bytes; raises as `open_file`."""
+    """Read a regular file of at most `most` bytes. Raises as `open_file`, and CheckpointError for a larger file."""
     file, size = open_file(path)
     try:
         if size > most:
             raise CheckpointError(f"{path}: expected at most {most} bytes, got {size}")
         data = bytearray(size)
         if not read_at(file.fd, [data], 0):
-            raise CheckpointError(f"{path}: truncated: expected {size} bytes, got fewer")
+            raise CheckpointError(f"{path}: expected {size} bytes, got a truncated file")
         return data
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        raise CheckpointError(f"{path}: expected a readable file, got {error.strerror}") from error
     finally:
         file.close()
 
 
 def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`. Raises FileNotFoundError, or CheckpointError for anything else, or more bytes."""
+    """Read the JSON object in `path`. Raises as `read_file`, and CheckpointError for anything but a JSON object."""
     data = read_file(path, most)
     try:
         content = parse_json(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+        raise CheckpointError(f"{path}: expected valid JSON, got {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """What UTF-8 JSON says. Raises ValueError also for a key given twice, and for NaN and Infinity; RecursionError."""
+    """Parse UTF-8 JSON. Raises RecursionError, and ValueError also for a repeated key, NaN and Infinity."""
     return json.loads(
         data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_int, parse_float=_float
     )
 
 
-def short(value: Any) -> str:
-    """`repr`, cut to a line: the value may be megabytes of hostile input."""
-    try:
-        text = _shortened.repr(value)
-    except (ValueError, RecursionError):  # an int of thousands of digits
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys must differ: of two values with one key it is unknown which is meant."""
+    """A JSON object as a dict. Raises ValueError for a repeated key, since it is unknown which value is meant."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"duplicate key {short(key)}")
+                raise ValueError(f"keys: expected each once, got {short(key)} twice")
             seen.add(key)
     return found
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"number: expected a finite one, got {name}")
 
 
 def _int(digits: str) -> int:
@@ -103,5 +91,5 @@ def _float(digits: str) -> float:
 
 def _bounded(digits: str) -> str:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"expected a number of at most {_MAX_DIGITS} digits, got {len(digits)}")
+        raise ValueError(f"number: expected at most {_MAX_DIGITS} digits, got {len(digits)}")
     return digits

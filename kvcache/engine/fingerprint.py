@@ -1,4 +1,4 @@
-"""The name that a model's K and V go by in a saved cache."""
+"""The name by which a saved cache identifies its model."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from kvcache.engine.weights import LayerWeights
 
 __all__ = ["fingerprint"]
 
-_PIECES, _PIECE = 64, 64  # of one array, values each; an array of up to as many values is taken whole
+_PIECES, _PIECE = 64, 64  # samples of one array, values in each; smaller arrays are hashed whole
 
 
 def fingerprint(model: Any) -> str:
-    """A name for a `Transformer`, such as "LlamaForCausalLM-6x256-3f0c...": 128 bits of BLAKE2 over what it computes.
+    """A name for a `Transformer`, such as "LlamaForCausalLM-6x256-3f0c...", with 128 bits of BLAKE2.
 
-    That is every option of its configuration that changes K and V, the shape of every weight, and of its values 64
-    pieces of 64 spread over each array, or all of a smaller one. So it costs milliseconds, whatever the size. Two
-    models that differ in any option or shape, or that were trained apart, have different names. A change of single
-    weights between the pieces is not seen, and nobody is kept from making a model with the name of another.
+    The hash covers every option of the configuration that changes K and V, the shape of every weight, and 64 samples
+    of 64 values spread over each array (all values of a smaller array). It takes milliseconds for a model of any size.
+    Models that differ in an option or a shape, or that were trained separately, have different names. A change of
+    single weights between the samples goes unnoticed, and a name can be forged.
 
     Raises:
         TypeError: another kind of model.
     """
     if not isinstance(model, Transformer):
-        raise TypeError(f"expected a Transformer, or a name for the model, got {type(model).__name__}")
+        raise TypeError(f"model: expected a Transformer, or a name for another model, got {type(model).__name__}")
     config, weights = model.config, model.weights
     digest = hashlib.blake2b(digest_size=16)
     options = asdict(config)
-    del options["eos_token_ids"]  # where a text ends is no part of its K and V
+    del options["eos_token_ids"]  # does not change K and V
     digest.update(repr(sorted(options.items())).encode())
     _add(digest, weights.embedding)
     for layer in weights.layers:
@@ -51,7 +51,7 @@ def _add(digest: Any, array: Any) -> None:
     if array.size <= _PIECES * _PIECE:
         digest.update(array.tobytes())
         return
-    # Pieces of rows, however the array lies in memory.
+    # Samples in C order, whatever the memory order of the array.
     starts = np.linspace(0, array.size - _PIECE, _PIECES).astype(np.int64)
     places = np.unravel_index(starts[:, None] + np.arange(_PIECE), array.shape)
     digest.update(array[places].tobytes())

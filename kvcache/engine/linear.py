@@ -1,12 +1,12 @@
-"""Rows times weights, through the BLAS behind NumPy: how a matrix lies in memory, and which product to ask for.
+"""Rows times weights through NumPy's BLAS: the memory order of a matrix, and the choice of product.
 
-Decoding is one row at a time, and its speed that of reading the weights. What BLAS makes of that depends on three
-things, here as found with OpenBLAS 0.3.31 and matrices of 512 to 4096 channels colder than the caches:
+Decoding multiplies one row at a time, and its speed is that of reading the weights. Three things decide how fast BLAS
+reads them, measured with OpenBLAS 0.3.31 and matrices of 512 to 4096 channels that are in no CPU cache:
 
-- the order in memory: a matrix with more outputs than inputs streams twice as fast by columns, one with fewer
-  outputs half as fast again by rows;
-- the pages: huge ones give another quarter, and only a large allocation is made of them, so that all matrices of a
-  network lie in one (NumPy asks the system for huge pages from 4 MiB on);
+- memory order: a matrix with more outputs than inputs is read twice as fast by columns, one with fewer outputs 1.5
+  times as fast by rows;
+- huge pages: they make it another quarter faster. Only large allocations get them (NumPy asks for huge pages from 4 MiB
+  on), so all matrices of a network share one allocation;
 - the product: up to six rows are fastest one by one, since a matrix product of few rows takes 2 to 5 times as long.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["empty_matrices", "linear"]
 
 Float32 = NDArray[np.float32]
 
-_LINE = 16  # floats in a cache line; every matrix begins with one
-_FEW_ROWS = 6  # multiplied one by one
-_SOME_ROWS = 64  # up to here a matrix that lies by rows is faster on the left
+_LINE = 16  # floats in a cache line; every matrix starts at one
+_FEW_ROWS = 6  # up to this many rows are multiplied one by one
+_SOME_ROWS = 64  # up to this many rows, a row-major matrix is faster as the left factor
 
 
 def empty_matrices(shapes: Iterable[tuple[int, int]]) -> list[Float32]:
-    """Matrices `(out, in)`, not initialised, in one piece of memory: by columns where `out > in`, else by rows."""
+    """Uninitialised matrices `(out, in)` in one allocation: column-major if `out > in`, else row-major."""
     shapes = list(shapes)
     sizes = [-(-rows * columns // _LINE) * _LINE for rows, columns in shapes]
     memory = np.empty(sum(sizes) + _LINE, np.float32)

@@ -1,7 +1,7 @@
 """The transformer: a decoder of the Llama kind (Llama, Mistral, Qwen2, Qwen3), in float32 NumPy.
 
-It owns no cache. `forward` hands queries, keys and values to its caller's `attend` once per layer and goes on
-with what comes back, so the same network runs over a paged, a quantised or a shared cache.
+It owns no cache. `forward` calls its argument `attend` with queries, keys and values once per layer and uses the
+result, so the same network runs over a paged, a quantised or a shared cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Transformer:
     """A network and its weights.
 
     Attributes:
-        config: its sizes and options.
-        weights: float32.
+        config: sizes and options.
+        weights: in float32.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -51,7 +51,7 @@ class Transformer:
         *,
         sink_positions: NDArray[np.int64] | None = None,
     ) -> Float32:
-        """Run new tokens through all layers; see `protocols.StreamingModel.forward` for shapes."""
+        """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes."""
         config, eps = self.config, self.config.rms_norm_eps
         x = self.weights.embedding[tokens]
         turns = self._rope.rows(positions)
@@ -60,7 +60,7 @@ class Transformer:
             projected = self._project(_rms_norm(x, layer.input_norm, eps), layer, turns, *sink_turns)
             mixed = attend(i, *projected).reshape(len(x), -1)
             if i == config.num_layers - 1 and logits != "all":
-                # From here on rows do not see each other: only those that are asked for go on.
+                # After the last attention rows are independent: continue with the requested ones only.
                 first = len(x) - 1 if logits == "last" else len(x)
                 x, mixed = x[first:], mixed[first:]
             if len(x):
@@ -73,9 +73,9 @@ class Transformer:
     def _project(
         self, x: Float32, layer: LayerWeights, turns: tuple[Float32, Float32], *sink_turns: tuple[Float32, Float32]
     ) -> tuple[Float32, ...]:
-        """Queries and keys (rotated) and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`.
+        """Rotated queries, rotated keys and values of `x` `(n, hidden)`, each `(n, heads, head_dim)`.
 
-        After them, for each of `sink_turns`, the queries rotated by that.
+        They are followed, for each of `sink_turns`, by the queries rotated by it.
         """
         config = self.config
         heads = linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), -1, config.head_dim)
@@ -90,7 +90,7 @@ class Transformer:
 
 def _rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     """Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, over the last axis."""
-    if x.shape[:-1] == (1,):  # a decode step: numbers instead of arrays of one number take a third of the time
+    if x.shape[:-1] == (1,):  # a decode step: scalars take a third of the time of arrays with one element
         row = x[0]
         normed: Float32 = x * np.float32(1 / math.sqrt(float(np.dot(row, row)) / len(row) + eps))
         normed *= weight

@@ -1,8 +1,8 @@
-"""Newest groups of texts in full, so that a cached prefix that ends inside of one goes on from there.
+"""Unpacked copies of the groups in which cached texts end, so that a request can continue inside a group.
 
-A query sees the tokens of its own group in full (residual.py), and a cached prefix has them packed alone: without what
-is kept here they would have to run again, from the first token of the group on. Kept are the groups in which prompts
-and answers end, and those in which texts part; when there are too many, those go that were used longest ago.
+A query reads the tokens of its own group unpacked (residual.py), but a cached prefix has only packed tokens. Without a
+copy, the tokens of the last group would run through the network again. Copies exist of the groups in which prompts and
+answers end, and of the groups in which two texts diverge. The least recently used copies are evicted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvcache.prefix.blocks import PrefixCache
 
 __all__ = ["NewestGroups"]
 
-# One token in full for so many in the prefix cache: a ninth more memory in q4 (16 bits over 32 of 4.5), a fifth in q2.
+# Cached tokens per unpacked token: a ninth more memory in q4 (16 bits over 32 times 4.5), a fifth in q2.
 _SHARE = 32
 Tokens = NDArray[np.uint32]
 
 
 class NewestGroups:
-    """K and V of groups as a `Residual` has them, by the exact tokens that lead to them and that they are of.
+    """Unpacked K and V of groups, found by the exact tokens of the group and of the text before it.
 
     Args:
-        residual: where they come from.
-        block_size: of the blocks that prefixes are cached in.
-        max_blocks: how many there can be of these; room for groups, at least for two, goes by that.
+        residual: the source of K and V.
+        block_size: tokens per block of the prefix cache.
+        max_blocks: most blocks of the prefix cache; sets the room for groups, at least two.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the
@@ -41,24 +41,24 @@ class NewestGroups:
 
     def __init__(self, residual: Residual, block_size: int, max_blocks: int) -> None:
         self._residual = residual
-        size = gcd(residual.length, block_size)  # where a cached block ends, one of a group does
+        size = gcd(residual.length, block_size)  # the end of a cached block is also the end of one of these blocks
         num_tokens = max(2 * residual.length, max_blocks * block_size // _SHARE)
         self._paged = residual.empty_cache(-(-num_tokens // size), size)
         self.cache = PrefixCache.over(self._paged)
 
     def keep(self, text: Tokens, namespace: Hashable) -> None:
-        """Keep what the residual has of the group that `text` ends in, as far as it fills blocks and there is room."""
+        """Store the full blocks of the residual's group, the last of `text`, if there is room."""
         residual, size = self._residual, self.cache.block_size
         first, num_blocks = residual.first, (residual.stop - residual.first) // size
         if first % residual.length or not num_blocks:
-            return  # the group's first tokens were packed before it could see them
+            return  # the first tokens of the group exist in packed form only
         group, name = text[first : first + num_blocks * size], _name(text[:first], namespace)
         with self.cache.open_session(group, name) as found:
             if found.matched_prefix_len == len(group):
                 return
         self.cache.evict(num_blocks - self._paged.free_block_count)
         if self._paged.free_block_count < num_blocks:
-            return  # somebody holds the others
+            return  # open sessions hold the other blocks
         with self._sequence() as seq_id:
             self._paged.allocate(seq_id, len(group))
             for layer in range(self._paged.num_layers):
@@ -67,9 +67,9 @@ class NewestGroups:
             self.cache.adopt(group, self._paged.block_table([seq_id]).block_ids, name)
 
     def recall(self, tokens: Tokens, namespace: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:
-        """`(count, rows)`: how many tokens of the group that `tokens` end in are here, and K and V of these.
+        """Find the stored start of the last group of `tokens`: `(count, rows)`, its tokens and their K and V.
 
-        Per layer `(count, num_kv_heads, head_dim)` each.
+        `rows` has K and V `(count, num_kv_heads, head_dim)` for each layer.
         """
         first = len(tokens) - len(tokens) % self._residual.length
         group, name = tokens[first:], _name(tokens[:first], namespace)
@@ -84,7 +84,7 @@ class NewestGroups:
 
     @contextmanager
     def _sequence(self) -> Iterator[int]:
-        """The id of a sequence for the time being; one that an interrupt has left goes."""
+        """The id of a temporary sequence; frees one that an interrupted call left behind."""
         try:
             self._free()
             yield 0
@@ -93,7 +93,7 @@ class NewestGroups:
 
     def _free(self) -> None:
         with suppress(SequenceNotFoundError):
-            self._paged.free(0)  # a release: if it cannot be done now, it is before the next call
+            self._paged.free(0)  # inside another call it is queued, and done before the next call
 
 
 def _name(before: Tokens, namespace: Hashable) -> Hashable:

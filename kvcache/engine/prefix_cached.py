@@ -1,4 +1,4 @@
-"""`PrefixCachedEngine`: an engine that keeps the KV of what it has seen, and prefills only what is new."""
+"""`PrefixCachedEngine`: an engine with a prefix cache, which prefills only the tokens that are not cached."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_count, as_instance
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.newest import NewestGroups
@@ -35,18 +36,18 @@ Tokens = NDArray[np.uint32]
 class PrefixCachedEngine:
     """An `InferenceEngine` with a prefix cache in front.
 
-    Each request resets the sequence, looks up the longest cached prefix, shares its blocks (a block that the
-    prompt leaves half way is shared too, and copied by the first write), prefills the rest, puts the new full
-    blocks of prompt and answer into the trie, and releases what it pinned.
+    Each request resets the sequence, looks up the longest cached prefix, shares its blocks, prefills the rest, inserts
+    the new full blocks of prompt and answer into the trie, and unpins the shared blocks. A block that matches in part
+    is shared too; the first write copies it.
 
-    Over an engine with a residual the groups in which texts end or part are also kept in full, so that what runs is
-    what is new (`newest.NewestGroups`).
+    If the engine has a residual, unpacked copies of the groups in which texts end or diverge are kept too, so that a
+    request runs only its new tokens (`newest.NewestGroups`).
 
     Args:
-        engine: to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
-        max_cache_blocks: most blocks that the prefix cache keeps, a hard limit. Groups in full come on top: a token for
-            every 32, or two groups where that is more.
-        seed: replaces the engine's seed for requests that bring none.
+        engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
+        max_cache_blocks: most blocks of the prefix cache, a hard limit. The unpacked groups take memory on top of it:
+            one token for every 32, or two groups if that is more.
+        seed: replaces the engine's seed, for requests without their own.
         strict: re-raise internal failures of `generate` instead of logging them.
 
     Raises:
@@ -56,7 +57,7 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
-        newest: groups of tokens in full; None: the engine has no residual.
+        newest: the unpacked groups; None: the engine has no residual.
         strict: see above.
     """
 
@@ -65,15 +66,10 @@ class PrefixCachedEngine:
     def __init__(
         self, engine: InferenceEngine, max_cache_blocks: int, *, seed: int | None = None, strict: bool = False
     ) -> None:
-        if not isinstance(engine, InferenceEngine):
-            raise TypeError(f"engine: expected an InferenceEngine, got {type(engine).__name__}")
-        if isinstance(max_cache_blocks, bool) or not isinstance(max_cache_blocks, (int, np.integer)):
-            raise TypeError(f"max_cache_blocks: expected an int, got {type(max_cache_blocks).__name__}")
-        if max_cache_blocks < 0:
-            raise ValueError(f"max_cache_blocks: expected at least 0, got {max_cache_blocks}")
-        if engine.eviction_policy is not None:
-            raise ValueError("engine: expected one without eviction_policy: a prefix with holes cannot be shared")
-        max_cache_blocks = int(max_cache_blocks)
+        as_instance(engine, InferenceEngine, "engine")
+        max_cache_blocks = as_count(max_cache_blocks, "max_cache_blocks", most=None)
+        if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
+            raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)
@@ -88,7 +84,10 @@ class PrefixCachedEngine:
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
     ) -> list[int]:
-        """Continue a prompt; the new tokens only, `[]` for an empty prompt.
+        """Continue a prompt and return the new tokens; `[]` for an empty prompt.
+
+        Any failure that is not listed below is logged as a warning with its traceback, and the result is `[]`; with
+        `strict` it is raised.
 
         Args:
             prompt_tokens: token ids.
@@ -96,9 +95,8 @@ class PrefixCachedEngine:
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
 
         Raises:
-            TypeError, ValueError: the caller's mistakes: tokens, parameters, length.
-            InvalidOperationError: a stream of this thread is open. Any other failure is logged as a warning with its
-                traceback and gives `[]`; with `strict` it is raised.
+            TypeError, ValueError: invalid tokens, parameters or length.
+            InvalidOperationError: this thread has an open stream of this engine.
         """
         tokens, request = self._checked(prompt_tokens, params, namespace)
         if not len(tokens):
@@ -117,10 +115,10 @@ class PrefixCachedEngine:
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
     ) -> Iterator[int]:
-        """`generate`, token by token; arguments are checked now, and failures raise always.
+        """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
-        The stream has the engine until it ends or is closed or dropped, as that of `InferenceEngine.stream`. What it
-        has computed by then is cached.
+        The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
+        dropped, the tokens computed so far are cached.
         """
         tokens, request = self._checked(prompt_tokens, params, namespace)
         return self._stream_in_turn(tokens, *request, namespace) if len(tokens) else iter(())
@@ -128,7 +126,7 @@ class PrefixCachedEngine:
     def _checked(
         self, prompt_tokens: Any, params: SamplingParams | None, namespace: Hashable
     ) -> tuple[Tokens, tuple[SamplingParams, np.random.Generator]]:
-        hash(namespace)  # a TypeError now rather than in the middle
+        hash(namespace)  # raises TypeError here rather than in the middle of the request
         tokens = as_tokens(prompt_tokens, self.inner.config.vocab_size)
         if len(tokens):
             self.inner._requests.check_span(tokens, 0)
@@ -139,38 +137,38 @@ class PrefixCachedEngine:
         return self.prefix_cache.stats()
 
     def clear_cache(self) -> None:
-        """Forget every cached block; counters and the engine's own sequence stay."""
+        """Drop every cached block; counters and the engine's own sequence are kept."""
         self.prefix_cache.cache.clear()
         if self.newest is not None:
             self.newest.cache.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
-        """Write the prefix cache to a file, for `load` of an engine over the same model; see `PrefixCache.save`.
+        """Write the prefix cache to a file that an engine over the same model can `load`; see `PrefixCache.save`.
 
         Args:
             model: the model's name; by default its `fingerprint`.
 
         Raises:
-            TypeError: a namespace that cannot be saved, or a model without a fingerprint, which needs a name.
-            OSError: of the file system; the old file stays.
+            TypeError: a namespace that cannot be saved; no name for a model that is not a `Transformer`.
+            OSError: an error of the file system; the old file is kept.
         """
         self.prefix_cache.cache.save(path, self._name(model), beside=self._beside())
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
-        """Take in what `save` wrote; how many blocks. Their K and V are read when a prompt first matches them.
+        """Add the blocks of a saved file to the cache and return their number; K and V are read at the first match.
 
         Args:
             model: as in `save`.
 
         Raises:
-            as `PrefixCache.load`: SnapshotError for the file of another model, and for one that is damaged.
+            as `PrefixCache.load`: SnapshotError for the file of another model or a damaged one.
         """
         if self.newest is not None and self.prefix_cache.cache.is_empty:
-            self.newest.cache.clear()  # groups of texts that are not cached
+            self.newest.cache.clear()  # drop groups whose texts are no longer cached
         return self.prefix_cache.cache.load(path, self._name(model), beside=self._beside())
 
     def _beside(self) -> list[PrefixCache]:
-        """What is saved in one file with the prefix cache."""
+        """The caches that are saved in one file with the prefix cache."""
         return [] if self.newest is None else [self.newest.cache]
 
     def _name(self, model: str | None) -> str:
@@ -196,7 +194,7 @@ class PrefixCachedEngine:
         self, turn: Turn, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, namespace: Hashable, *,
         whole: bool,
     ) -> Iterator[int]:  # fmt: skip
-        """A request that has its turn; one that is `whole` leaves an empty sequence if it fails."""
+        """Run a request that has its turn. If it fails and is `whole`, the sequence is empty afterwards."""
         engine, requests, text = self.inner, self.inner._requests, tokens.tolist()
         with self.prefix_cache.prepare(tokens, namespace)[0] as session:
             try:
@@ -210,24 +208,25 @@ class PrefixCachedEngine:
                     requests.lock.when_free(engine._sequence.clear)
                 raise
             finally:
-                # What was computed is good however the stream ended.
+                # The computed tokens are valid however the stream ended.
                 requests.lock.hand_over(partial(self._store_if_unchanged, turn, text, namespace))
 
     def _store_if_unchanged(self, turn: Turn, text: list[int], namespace: Hashable) -> None:
         if self.inner.version == turn.version:
-            with suppress(InvalidOperationError):  # inside a call of the cache, where a stream was dropped: no reuse
+            # A stream that is dropped inside a call of the cache cannot store its tokens.
+            with suppress(InvalidOperationError):
                 self._store(text, namespace)
 
     def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
-        """Start the sequence on the cached blocks and run the rest; the logits after the prompt."""
+        """Start the sequence with the cached blocks and run the rest; returns the logits after the prompt."""
         engine = self.inner
-        # The last token always runs: its logits are not cached.
+        # The last token always runs, since logits are not cached.
         start = min(session.num_tokens, len(tokens) - 1)
         count = 0
         rows: list[tuple[Float32, Float32]] = []
         if begun := start % (engine.residual_length or 1):
-            # Each token sees the same tokens in full as it would without the cache: those of its own group, which
-            # goes on where it is kept in full, and runs again where it is not.
+            # A token must read its own group unpacked, as in a run without the cache. The unpacked copy provides the
+            # first `count` tokens of the group; the other cached ones run again.
             if self.newest is not None:
                 count, rows = self.newest.recall(tokens[:start], namespace)
             start += count - begun
@@ -242,7 +241,7 @@ class PrefixCachedEngine:
         if engine._sequence.residual is not None and count:
             engine._sequence.residual.resume(rows)
         if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
-            # Texts part here, as those of one system prompt do: the next one goes on from what is kept of the group.
+            # Two texts diverge in this group, as after a shared system prompt. Keep it for the next such text.
             engine._requests.prefill(tokens[start:end], start)
             self.newest.keep(tokens[:end], namespace)
             start = end
@@ -251,7 +250,7 @@ class PrefixCachedEngine:
         return engine._requests.prefill(tokens[start:], start)
 
     def _store(self, text: list[int], namespace: Hashable) -> None:
-        """Give the trie the full blocks of what is in the sequence, by reference."""
+        """Insert the full blocks of the sequence into the trie, by reference."""
         engine, cache = self.inner, self.prefix_cache.cache
         tokens = np.array(text[: engine.num_tokens], np.uint32)
         full = len(tokens) // cache.block_size

@@ -1,7 +1,7 @@
-"""What the engine asks of a network: anything with the `Model` protocol can be run with this cache.
+"""The interface between the engine and a network: an engine runs any object with the `Model` protocol.
 
-Endless text (`EvictionPolicy.StreamingLLM`) takes a `StreamingModel`: a network that also rotates its queries to
-the distance at which they are to meet the sinks.
+Text without a length limit (`EvictionPolicy.StreamingLLM`) needs a `StreamingModel`: a network that also rotates its
+queries for a shorter distance to the sinks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Logits = Literal["last", "all", "none"]
 
 
 class NetworkConfig(Protocol):
-    """The sizes of a network. `eos_token_ids`, a tuple of token ids, is read where it is present."""
+    """The sizes of a network. The optional attribute `eos_token_ids`, a tuple of token ids, is read too."""
 
     @property
     def num_layers(self) -> int: ...
@@ -35,12 +35,12 @@ class NetworkConfig(Protocol):
 
 
 class Attend(Protocol):
-    """What a network calls once per layer, in order: store these keys and values, attend with the queries."""
+    """The function that a network calls once per layer, in order: it stores keys and values and attends."""
 
     def __call__(
         self, layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
     ) -> Float32:
-        """Causal attention over everything stored so far, these tokens included.
+        """Causal attention over all tokens stored so far, the new ones included.
 
         Args:
             layer: 0 to `num_layers - 1`.
@@ -48,8 +48,8 @@ class Attend(Protocol):
                 `head_dim**-0.5`.
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
             values: `(n, num_kv_heads, head_dim)`.
-            sink_queries: the same queries under the position embedding of `sink_positions`, where `forward` was
-                given some; shaped like `queries`.
+            sink_queries: the same queries with the position embedding of `sink_positions`, if `forward` got these;
+                shaped like `queries`.
 
         Returns:
             float32 `(n, num_heads, head_dim)`.
@@ -58,7 +58,7 @@ class Attend(Protocol):
 
 
 class Model(Protocol):
-    """A network whose attention is done by the caller."""
+    """A network whose caller computes the attention."""
 
     @property
     def config(self) -> NetworkConfig: ...
@@ -69,10 +69,10 @@ class Model(Protocol):
         """Run `n` new tokens through the network.
 
         Args:
-            tokens: `(n,)`, ids below `vocab_size`. Tokens of several sequences may follow one another; only
-                `attend` needs to know where one ends.
-            positions: `(n,)`, where each token stands in its own sequence.
-            attend: to be called once for each layer.
+            tokens: `(n,)`, ids below `vocab_size`. Several sequences may be concatenated; only `attend` needs to know
+                where each ends.
+            positions: `(n,)`, the position of each token in its sequence.
+            attend: called once for each layer.
             logits: which rows to return.
 
         Returns:
@@ -83,7 +83,7 @@ class Model(Protocol):
 
 
 class StreamingModel(Protocol):
-    """A network that can place its queries twice."""
+    """A network that can rotate its queries for two positions."""
 
     @property
     def config(self) -> NetworkConfig: ...
@@ -100,8 +100,8 @@ class StreamingModel(Protocol):
         """As `Model.forward`.
 
         Args:
-            sink_positions: `(n,)`, where each token stands for the first tokens of the text, those before the hole
-                that eviction has left. If given, every `attend` also gets the queries under the position embedding
-                of these. `positions` may then go beyond `max_position_embeddings`; distances do not.
+            sink_positions: `(n,)`, the position of each token relative to the sinks, the tokens before the evicted
+                ones. If given, every `attend` also gets the queries with the position embedding of these. `positions`
+                may then exceed `max_position_embeddings`; distances do not.
         """
         ...

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_count
 from kvcache.core.locks import CallLock, MendingLock
-from kvcache.engine.arguments import natural
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import Sampler, SamplingParams
 from kvcache.engine.sequence import ModelSequence
@@ -20,22 +20,22 @@ __all__ = ["Requests", "Tokens"]
 
 Tokens = NDArray[np.uint32]
 
-_SCORE_FLOATS = 2**24  # score() holds at most so many logits at a time, 64 MiB
+_SCORE_FLOATS = 2**24  # most logits that score() holds at a time: 64 MiB
 
 
 class Requests:
-    """What an engine is asked for, one request after another, over its one sequence.
+    """Runs the requests of an engine, one after another, on its one sequence.
 
     Args:
         sequence: the tokens so far, and the network that extends them.
-        max_positions: of a text; None: no limit.
+        max_positions: most positions of a text; None: no limit.
         seed: see `InferenceEngine`.
 
     Attributes:
         lock: held while the sequence changes.
-        turns: of streams, over the version of the sequence.
-        call: a context manager for one call that changes the sequence: the lock, in a turn.
-        num_prefilled: tokens prefilled, ever.
+        turns: the turns of streams, over the version of the sequence.
+        call: a context manager for one call that changes the sequence: holds a turn and the lock.
+        num_prefilled: tokens prefilled so far.
     """
 
     def __init__(self, sequence: ModelSequence, max_positions: int | None, seed: int) -> None:
@@ -48,20 +48,20 @@ class Requests:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
-        """Restart the random numbers of requests without a seed of their own."""
-        self._seed = natural("seed", seed)
+        """Restart the random numbers of requests without their own seed."""
+        self._seed = as_count(seed, "seed", most=None)
         self._count = 0
 
-    # ---------------------------------------------------------------- what a request brings
+    # ---------------------------------------------------------------- arguments of a request
 
     def prompt(self, tokens: Any) -> Tokens:
-        """The ids of a prompt, a copy. Raises as `InferenceEngine.generate`."""
+        """Check a prompt and return a copy of its ids. Raises as `InferenceEngine.generate`."""
         ids = as_tokens(tokens, self.config.vocab_size)
         self.check_span(ids, 0)
         return ids
 
     def check_span(self, tokens: Tokens, pos: int) -> None:
-        """ValueError unless there are tokens, and the text may have tokens at their positions from `pos` on."""
+        """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
         if not len(tokens):
             raise ValueError("tokens: expected at least one, got none")
         if self.max_positions is not None and pos + len(tokens) > self.max_positions:
@@ -80,13 +80,13 @@ class Requests:
     # ---------------------------------------------------------------- steps, with the lock held, in a turn
 
     def prefill(self, tokens: Tokens, pos: int) -> Float32:
-        """`extend`, counted as prefill."""
+        """Do what `extend` does, and count the tokens as prefilled."""
         logits = self.extend(tokens, pos)
         self.num_prefilled += len(tokens)
         return logits
 
     def extend(self, tokens: Tokens, pos: int) -> Float32:
-        """Run tokens at positions from `pos` on; the logits `(vocab_size,)` after the last of them."""
+        """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token."""
         if pos > self.sequence.num_tokens:
             raise ValueError(f"pos: expected at most the {self.sequence.num_tokens} tokens in the cache, got {pos}")
         self.check_span(tokens, pos)
@@ -96,7 +96,7 @@ class Requests:
     # ---------------------------------------------------------------- whole requests
 
     def stream(self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, *, whole: bool) -> Iterator[int]:
-        """A request; one that is `whole` leaves an empty sequence if it fails."""
+        """Run a request. If it fails and is `whole`, the sequence is empty afterwards."""
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
@@ -114,7 +114,7 @@ class Requests:
     def decode_in_turn(
         self, version: int, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens
     ) -> Iterator[int]:
-        """`decode` as a stream of its own, over the sequence that had `version`."""
+        """Run `decode` as a stream in its own turn; the sequence must still have `version`."""
         turn = self.turns.take(self.sequence.version)
         try:
             turn.leave(version)
@@ -126,7 +126,7 @@ class Requests:
         self, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens, turn: Turn,
         text: list[int],
     ) -> Iterator[int]:  # fmt: skip
-        """Sampled tokens; each that is run is added to `text` in the step that adds it to the sequence."""
+        """Sample tokens and run them; the step that adds a token to the sequence also adds it to `text`."""
         sampler = Sampler(params, rng, self.config.vocab_size, history)
         stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
         for left in reversed(range(params.max_tokens)):

@@ -19,21 +19,21 @@ __all__ = ["Rope", "RopeTable"]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
-_FIRST_POSITIONS = 256  # a table starts with these and doubles: a 128k context costs nothing until used
+_FIRST_POSITIONS = 256  # first size of a table, which then doubles: an unused 128k context costs nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a checkpoint turns its heads. Fields that a kind does not use keep their defaults.
+    """The rotary embedding of a checkpoint. Fields that a kind does not use keep their defaults.
 
     Attributes:
         kind: "default", "linear", "llama3" or "yarn".
         theta: base of the wavelengths.
-        factor: how far the context was stretched.
+        factor: by how much the context was stretched.
         original_positions: context length before stretching (llama3, yarn).
         low_freq_factor, high_freq_factor: bounds of the blended band (llama3).
         beta_fast, beta_slow: rotations over the original context that bound the blended band (yarn).
-        attention_factor: what cosines and sines are multiplied by (yarn; 1 for the others).
+        attention_factor: multiplies cosines and sines (yarn; 1 for the others).
         truncate: whether the yarn band is widened to whole channels.
     """
 
@@ -62,8 +62,8 @@ class Rope:
     def _llama3(self, base: Float64) -> Float64:
         """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.
 
-        `turns` is how often a pair turns over the original context: above `high_freq_factor` it is kept,
-        below `low_freq_factor` divided by `factor`, and between them the two are mixed, linearly in `turns`.
+        `turns` is the number of rotations of a pair over the original context. Frequencies above `high_freq_factor`
+        turns are kept, those below `low_freq_factor` divided by `factor`; between, the two are blended linearly.
         """
         turns = self.original_positions * base / (2 * math.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
@@ -71,10 +71,10 @@ class Rope:
         return blended
 
     def _yarn(self, base: Float64, head_dim: int) -> Float64:
-        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), its ramp over channel pairs.
+        """NTK-by-parts (Peng et al., "YaRN", arXiv 2309.00071, section 3.2), with its ramp over channel pairs.
 
-        The pair that makes `r` rotations over the original context is `pair(r)`. Pairs before
-        `pair(beta_fast)` are kept, pairs after `pair(beta_slow)` divided by `factor`.
+        `pair(r)` is the pair that makes `r` rotations over the original context. Pairs before `pair(beta_fast)` are
+        kept, pairs after `pair(beta_slow)` divided by `factor`.
         """
 
         def pair(rotations: float) -> float:
@@ -92,10 +92,10 @@ class Rope:
 
 
 class RopeTable:
-    """Cosines and sines for positions 0, 1, ..., computed once and grown as positions are asked for.
+    """A table of cosines and sines for positions 0, 1, ..., which grows to the largest position requested.
 
     Angles are computed in float64 and rounded last, so that far positions are as exact as near ones. The table ends
-    at `max_positions`; what lies behind it, in endless text, is computed each time.
+    at `max_positions`. Positions beyond it (StreamingLLM) are computed on every call.
 
     Attributes:
         head_dim: channels of a head; pairs are `(i, i + head_dim // 2)`.
@@ -121,7 +121,7 @@ class RopeTable:
             size = min(max(needed, 2 * len(cos), _FIRST_POSITIONS), self._max_positions)
             more = self._rows(np.arange(len(cos), size))
             cos, sin = np.concatenate([cos, more[0]]), np.concatenate([sin, more[1]])
-            # One assignment of both: threads that share a network at worst compute the same rows twice.
+            # One assignment for both: threads that share a network at worst compute the same rows twice.
             self._table = cos, sin
         return cos[positions], sin[positions]
 

@@ -1,12 +1,12 @@
-"""The safetensors file format, read strictly and without trust.
+"""A strict reader of the safetensors file format, for untrusted files.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the bytes of the tensors:
 
     | u64 n | {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | data ... |
               '------------------------- n bytes, padded with spaces -----------------'
 
-Offsets count from the start of the data, and the tensors tile it: no hole, no overlap, nothing left over.
-NumPy has no bfloat16, and the reader must refuse a hostile header before it costs memory, so it is our own.
+Offsets count from the start of the data. The tensors cover the data exactly: no gap, no overlap, nothing after them.
+The library has its own reader: NumPy has no bfloat16, and a hostile header must be refused before it costs memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import short
 from kvcache.core.files import read_at
-from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json, short
+from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json
 from kvcache.errors import CheckpointError
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
@@ -38,11 +39,11 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_BAND_BYTES = 1 << 20  # read and converted at a time: it stays in the second-level cache
+_BAND_BYTES = 1 << 20  # read and converted at a time: fits the second-level cache
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: its dtype as the format names it, its shape, and its span in the file in bytes."""
+    """One tensor of a file: its dtype in the format's spelling, its shape, and its bytes [start, stop) in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,12 +52,12 @@ class TensorInfo(NamedTuple):
 
 
 class SafetensorsFile(Mapping[str, TensorInfo]):
-    """One file; a mapping from tensor names to where they lie.
+    """One open file: a mapping from tensor names to `TensorInfo`.
 
-    Opening reads and checks the whole header and no data. Tensors are read into memory of their own, never mapped: what
-    happens to the file later changes no value. The file stays open as long as this lives.
+    Opening reads and checks the whole header and no data. Tensors are copied into memory, never mapped, so later
+    changes of the file change no value. The file stays open until this object is freed.
 
-    Raises FileNotFoundError, or CheckpointError that names the file, the tensor and what is wrong with it.
+    Raises FileNotFoundError, or CheckpointError that names the file, the tensor and the fault.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -67,7 +68,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         length = int.from_bytes(first, "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
-                f"{self.path}: truncated: expected a header of {length} bytes, got {max(size - 8, 0)}"
+                f"{self.path}: expected a header of {length} bytes, got {max(size - 8, 0)}: truncated"
             )
         if length > MAX_JSON_BYTES:
             raise CheckpointError(f"{self.path}: expected a header of at most {MAX_JSON_BYTES} bytes, got {length}")
@@ -91,9 +92,10 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return out
 
     def read_into(self, name: str, out: Float32) -> None:
-        """Read the tensor into `out`, float32 of its shape in any memory order; it takes `_BAND_BYTES` beside that.
+        """Read the tensor into `out`, float32 of its shape in any memory order, with `_BAND_BYTES` of scratch memory.
 
-        Raises CheckpointError if the file has become shorter, or cannot be read; `out` is undefined then.
+        Raises CheckpointError if the file has become shorter or cannot be read; the contents of `out` are then
+        undefined.
         """
         info = self[name]
         if info.dtype not in _LOADABLE:
@@ -113,7 +115,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
                 self._read([piece], at + first * dtype.itemsize, name)
                 _convert(piece, flat[first : first + count])
             return
-        # Some rows at a time are widened, then spread over the columns: several times as fast as both at once.
+        # Convert some rows at a time, then transpose them: several times as fast as doing both in one step.
         row_values = out.size // len(out)
         count = min(max(1, _BAND_BYTES // (4 * row_values)), len(out))
         stored = np.empty((count, *out.shape[1:]), dtype)
@@ -126,15 +128,15 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             out[first : first + count] = band
 
     def _read(self, buffers: list[Any], offset: int, name: str) -> None:
-        """Fill buffers from `offset` on; CheckpointError that names what was to be read."""
+        """Fill buffers from `offset` on. Raises CheckpointError that names `name`, the part that was to be read."""
         try:
             whole = read_at(self._file.fd, buffers, offset)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {name}: {error.strerror}") from error
+            raise CheckpointError(f"{self.path}: {name}: expected a readable file, got {error.strerror}") from error
         if not whole:
             size = sum(memoryview(buffer).nbytes for buffer in buffers)
             raise CheckpointError(
-                f"{self.path}: {name}: truncated: expected {size} bytes at {offset}, the file ends before"
+                f"{self.path}: {name}: expected {size} bytes at {offset}, got a truncated file"
             )
 
 
@@ -146,34 +148,36 @@ def _convert(stored: NDArray[Any], out: Float32) -> None:
 
 
 def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:
-    """Check a header against the size of its file; tensors in the order of their names in it."""
+    """Check a header against the size of its file; returns its tensors in the header's order."""
     try:
         entries = parse_json(header)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged header: {error}") from None
+        raise CheckpointError(f"{path}: header: expected valid JSON, got {error}") from None
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: damaged header: expected a JSON object, got {type(entries).__name__}")
+        raise CheckpointError(f"{path}: header: expected a JSON object, got {type(entries).__name__}")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__: expected an object of strings")
+        raise CheckpointError(f"{path}: __metadata__: expected an object of strings, got {short(metadata)}")
 
     tensors = {name: _entry(name, entry, data_start, path) for name, entry in entries.items()}
     position = data_start
     for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if info.start != position:
             problem = "overlaps the one before it" if info.start < position else "leaves a hole before it"
-            raise CheckpointError(f"{path}: {name}: {problem}: expected offset {position - data_start}")
+            raise CheckpointError(
+                f"{path}: {name}: expected offset {position - data_start}, got {info.start - data_start}: {problem}"
+            )
         position = info.stop
     if position != file_size:
         what = "truncated" if position > file_size else "bytes left over"
-        raise CheckpointError(f"{path}: {what}: expected {position} bytes, the file has {file_size}")
+        raise CheckpointError(f"{path}: expected {position} bytes, got {file_size}: {what}")
     return tensors
 
 
 def _entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
-    """One tensor of the header. Raises CheckpointError where its parts are missing, mistyped or disagree."""
+    """One tensor of the header. Raises CheckpointError if a part is missing, mistyped or contradicts another."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: {name}: expected an object with dtype, shape and data_offsets")
+        raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, got {short(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise CheckpointError(f"{path}: {name}: expected a known dtype, got {short(dtype)}")
@@ -182,7 +186,7 @@ def _entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{path}: {name}: expected data_offsets [start, stop], got {short(offsets)}")
     start, stop = offsets
-    # Zeros left out: NumPy cannot make an array of shape (0, 2**62) either.
+    # The product of the nonzero sizes: NumPy cannot make an array of shape (0, 2**62) either.
     if math.prod(size for size in shape if size) > _MAX_BYTES // 8:
         raise CheckpointError(f"{path}: {name}: expected a size that fits memory, got shape {short(shape)}")
     bits = math.prod(shape) * _BITS[dtype]

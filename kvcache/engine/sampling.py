@@ -1,4 +1,4 @@
-"""Drawing the next token from logits."""
+"""Sampling: the parameters, and the choice of the next token from logits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.arguments import natural, number
-from kvcache.engine.files import short
+from kvcache.core.arguments import as_count, as_finite, short
 
 __all__ = ["Sampler", "SamplingParams"]
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
-GREEDY_TEMPERATURE = 1e-6  # below this the softmax is a maximum
-_GROUP = 64  # logits to a group, see _top_k
+GREEDY_TEMPERATURE = 1e-6  # below this temperature sampling is greedy
+_GROUP = 64  # logits per group, see _top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +24,16 @@ class SamplingParams:
     """How to choose tokens, and when to stop. The first four steps apply in the order listed here.
 
     Attributes:
-        repetition_penalty: logits of tokens that the prompt or the text so far contains are divided by
-            this where positive and multiplied by it where negative (after CTRL, arXiv 1909.05858,
-            section 4.1). 1 is off.
-        temperature: logits are divided by it. Below 1e-6 the likeliest token is taken, of equals the
-            lowest id.
-        top_k: only so many likeliest tokens stay; of equals at the border, the lowest ids. 0 is off.
-        top_p: of these, by falling probability, only as many as are needed for their probabilities to sum
-            to `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1). 1 is off.
-        max_tokens: at most so many new tokens.
-        seed: of this request's random numbers; None derives one from the engine's seed and the number of
+        repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided
+            by this and negative ones multiplied by it (after CTRL, arXiv 1909.05858, section 4.1). 1 is off.
+        temperature: logits are divided by it. Below 1e-6 the most likely token is taken; ties go to the lowest id.
+        top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
+        top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
+            sampling, arXiv 1904.09751, section 3.1). 1 is off.
+        max_tokens: most new tokens.
+        seed: seed of this request's random numbers; None derives one from the engine's seed and the number of
             the request.
-        stop_token_ids: tokens that end the text, beside the model's own; they are not returned.
+        stop_token_ids: tokens that end the text, besides the model's own; they are not returned.
     """
 
     temperature: float = 0.7
@@ -49,18 +46,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         store = object.__setattr__
-        store(self, "temperature", number("temperature", self.temperature, 0.0, math.inf, "at least 0"))
-        store(self, "top_k", natural("top_k", self.top_k))
-        store(self, "top_p", number("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", above=True))
-        penalty = number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", above=True)
+        store(self, "temperature", as_finite(self.temperature, "temperature", 0.0))
+        store(self, "top_k", as_count(self.top_k, "top_k", most=None))
+        store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0, above=True))
+        penalty = as_finite(self.repetition_penalty, "repetition_penalty", 0.0, above=True)
         store(self, "repetition_penalty", penalty)
-        store(self, "max_tokens", natural("max_tokens", self.max_tokens))
+        store(self, "max_tokens", as_count(self.max_tokens, "max_tokens", most=None))
         if self.seed is not None:
-            store(self, "seed", natural("seed", self.seed))
+            store(self, "seed", as_count(self.seed, "seed", most=None))
         try:
-            stops = tuple(natural("stop_token_ids", token) for token in self.stop_token_ids)
+            stops = tuple(as_count(token, "stop_token_ids", most=None) for token in self.stop_token_ids)
         except TypeError:
-            raise TypeError(f"stop_token_ids: expected whole numbers, got {short(self.stop_token_ids)}") from None
+            raise TypeError(f"stop_token_ids: expected ints, got {short(self.stop_token_ids)}") from None
         store(self, "stop_token_ids", stops)
 
 
@@ -68,7 +65,7 @@ class Sampler:
     """Draws the tokens of one request.
 
     Attributes:
-        params: how.
+        params: the sampling parameters.
     """
 
     def __init__(
@@ -76,10 +73,10 @@ class Sampler:
     ) -> None:
         """
         Args:
-            params: how to draw.
-            rng: where random numbers come from; one is used per token, none for greedy choices.
+            params: the sampling parameters.
+            rng: source of random numbers; one is used per token, none for a greedy choice.
             vocab_size: length of the logits.
-            history: ids of the tokens so far, which the repetition penalty counts.
+            history: ids of the tokens so far, for the repetition penalty.
         """
         self.params = params
         self._rng = rng
@@ -87,14 +84,14 @@ class Sampler:
         self._seen[history] = True
 
     def sample(self, logits: Float32) -> int:
-        """Choose a token by float32 `(vocab_size,)` logits, and count it as seen.
+        """Choose a token by float32 `(vocab_size,)` logits and add it to the history.
 
-        A logit of minus infinity is never drawn. Raises ValueError where no finite logit is the largest.
+        A token whose logit is minus infinity is never drawn. Raises ValueError unless the largest logit is finite.
         """
         params = self.params
         if params.repetition_penalty != 1.0:
             logits = self._penalised(logits)
-        best = int(np.argmax(logits))  # the first of equals; of a NaN, the NaN
+        best = int(np.argmax(logits))  # among equals the first; a NaN if there is one
         if not math.isfinite(logits[best]):
             raise ValueError(f"logits: expected a finite maximum, got {logits[best]} at token {best}")
         token = best if params.temperature < GREEDY_TEMPERATURE or params.top_k == 1 else self._draw(logits)
@@ -118,7 +115,7 @@ class Sampler:
             tokens = kept if tokens is None else tokens[kept]
             weights = weights[kept]
         cumulative = np.cumsum(weights)
-        # side="right": a token of probability 0 has no width and is never hit. The product may round up to
+        # side="right": a token of probability 0 has an empty interval and is never drawn. The product may round up to
         # the total, hence the minimum.
         index = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
         index = min(index, int(np.searchsorted(cumulative, cumulative[-1])))
@@ -126,14 +123,14 @@ class Sampler:
 
 
 def _top_k(logits: Float32, k: int) -> NDArray[np.intp] | None:
-    """The ids of the `k` largest logits, ascending; of equals at the border the lowest. None: all of them."""
+    """The ids of the `k` largest logits, ascending; ties go to the lowest ids. None: all ids."""
     if k == 0 or k >= len(logits):
         return None
     candidates = np.arange(len(logits))
     groups = len(logits) // _GROUP
     if groups > k:
-        # Where k groups have a maximum of at least x, so have k logits; what is less than x is out at once.
-        # Over a large vocabulary that is nearly everything, at the cost of one pass.
+        # If k groups have a maximum of at least x, then k logits are at least x, and smaller logits are not in the top
+        # k. One pass removes nearly all tokens of a large vocabulary this way.
         peaks = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
         candidates = np.flatnonzero(logits >= _kth(peaks, k))
     values = logits[candidates]
@@ -160,9 +157,9 @@ def _softmax(logits: Float32, temperature: float) -> Float64:
 
 
 def _top_p(weights: Float64, p: float) -> NDArray[np.intp]:
-    """Indices of the fewest largest `weights` (which sum to 1) that sum to at least `p`, falling."""
-    # All weights below (1 - p) / n together are less than 1 - p, so the others reach p without them: over a
-    # large vocabulary this spares sorting the long tail. Halved, so that rounding cannot matter.
+    """Indices of the fewest largest `weights` that sum to at least `p`, by falling weight; all weights sum to 1."""
+    # All weights below (1 - p) / n sum to less than 1 - p, so the others sum to p without them, and the long tail of a
+    # large vocabulary need not be sorted. The bound is halved as a margin for rounding.
     candidates = np.flatnonzero(weights >= 0.5 * (1.0 - p) / len(weights))
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
     count = int(np.searchsorted(np.cumsum(weights[order]), p)) + 1

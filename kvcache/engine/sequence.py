@@ -20,18 +20,18 @@ Share = Callable[[PagedKvCache, int], int]
 
 
 class ModelSequence(ABC):
-    """The sequence that an engine works on: what it does whether or not its cache evicts tokens.
+    """The sequence of an engine: the interface that engines with and without eviction share.
 
     Args:
         model: the network.
-        cache: where keys and values go.
-        chunk: tokens run through the network in pieces of so many.
+        cache: the cache of keys and values.
+        chunk: most tokens that run through the network in one piece.
 
     Attributes:
-        num_tokens: how many tokens the text has; the next one stands at this position.
-        version: grows with every change, so that an iterator can notice those of others.
+        num_tokens: the number of tokens of the text, evicted ones included: the position of the next token.
+        version: increases with every change, so that an iterator can detect changes by other calls.
         reclaim: see `InferenceEngine`.
-        residual: its newest tokens in full, where it keeps some so.
+        residual: the newest tokens unpacked; None: there is no residual.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int) -> None:
@@ -46,19 +46,19 @@ class ModelSequence(ABC):
     @property
     @abstractmethod
     def seq_id(self) -> int:
-        """Its id in the cache. Raises InvalidOperationError where every layer has a sequence of its own."""
+        """The sequence's id in the cache. Raises InvalidOperationError if each layer has its own sequence."""
 
     @abstractmethod
     def check(self) -> None:
-        """Verify that the cache holds this sequence and no leftover; AssertionError says what is wrong."""
+        """Verify that the cache has this sequence and no temporary ones; AssertionError names the fault."""
 
     @abstractmethod
     def mend(self) -> None:
-        """After an interrupt between any two lines: be what the last call that was finished has left, and no more."""
+        """Restore the state after the last completed call; runs after an interrupt between any two lines."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Become an empty sequence. Cannot fail for want of memory: an empty one needs no block."""
+        """Become an empty sequence. Cannot run out of blocks: an empty sequence has none."""
 
     @abstractmethod
     def move(self, cache: PagedKvCache) -> None:
@@ -66,14 +66,14 @@ class ModelSequence(ABC):
 
     @abstractmethod
     def replace(self, share: Share) -> None:
-        """Become the sequence that `share(cache, id)` makes, which returns how many tokens it holds.
+        """Become the sequence that `share(cache, id)` creates; `share` returns its number of tokens.
 
-        The old one is freed afterwards. Raises what `share` raises, and ValueError where its answer is wrong.
+        The old sequence is freed afterwards. Raises what `share` raises, and ValueError if its result is wrong.
         """
 
     @abstractmethod
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
-        """Run tokens at positions `pos`, `pos + 1`, ...; what stood there is cut off first.
+        """Cut the sequence to `pos` tokens, then run new ones at positions `pos`, `pos + 1`, ...
 
         Args:
             tokens: at least one.
@@ -86,11 +86,10 @@ class ModelSequence(ABC):
 
     @abstractmethod
     def positions(self, layer: int) -> NDArray[np.int64]:
-        """The positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
+        """The text positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
 
     def _run_in_chunks(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
-        # Pieces end at multiples of `chunk`, wherever the text is taken up: behind a cached prefix they are those of a
-        # cold run.
+        # Pieces end at multiples of `chunk` wherever they begin: after a cached prefix they are those of a cold run.
         first, end = pos, pos + len(tokens)
         while logits != "all" and (stop := first + self.chunk - first % self.chunk) < end:
             self._run(seq_id, tokens[first - pos : stop - pos], first, "none")
@@ -104,7 +103,7 @@ class ModelSequence(ABC):
     def _forward(
         self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits, **places: NDArray[np.int64]
     ) -> Float32:
-        """`places` go to a network that knows more of them than where tokens stand (`StreamingModel`)."""
+        """Call the network and check the shape of its logits; `places` are keyword arguments of `StreamingModel`."""
         count = len(tokens)
         rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits, **places)
         expected = ({"last": 1, "all": count, "none": 0}[logits], self.model.config.vocab_size)
@@ -123,26 +122,26 @@ class ModelSequence(ABC):
 
 
 class LiveSequence(ModelSequence):
-    """A sequence of which every token stays. Every failing call leaves it, and the cache, as they were.
+    """A sequence that keeps every token. A failing call leaves it and the cache unchanged.
 
-    Of the cache the sequences 0 and 1 are taken: one is alive, the other id is free for the one that takes its
-    place. Arguments and attributes are those of `ModelSequence`, and:
+    It uses the ids 0 and 1 of the cache: one is the current sequence, the other is free for its replacement.
+    Arguments and attributes are those of `ModelSequence`, and:
 
     Args:
-        residual_length: tokens per group of the `Residual`; 0: every token is seen as the cache keeps it.
+        residual_length: tokens per group of the `Residual`; 0: no residual.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, residual_length: int = 0) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
-        if residual_length:  # no piece is longer than a text
+        if residual_length:  # a piece is not longer than a text
             most = min(chunk, model.config.max_position_embeddings)
             self.residual = Residual(model.config, cache, residual_length, most)
         cache.allocate(0, 0)
 
     @property
     def seq_id(self) -> int:
-        """0 or 1, changing when the sequence is replaced."""
+        """0 or 1; changes when the sequence is replaced."""
         return self._seq_id
 
     def check(self) -> None:
@@ -157,7 +156,7 @@ class LiveSequence(ModelSequence):
             assert self.residual.stop == self.num_tokens, f"the residual ends at {self.residual.stop}"
 
     def mend(self) -> None:
-        # What `seq_id` and `num_tokens` say is true: they change in one line, when all that can fail is done.
+        # `seq_id` and `num_tokens` are valid: they change in one line, after everything that can fail.
         if self.cache.get_sequence(1 - self.seq_id) is not None:
             self.cache.free(1 - self.seq_id)
         held = self.cache.get_sequence(self.seq_id)
@@ -184,7 +183,7 @@ class LiveSequence(ModelSequence):
                 held = "no sequence" if made is None else f"{made.num_tokens} tokens"
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
         except Exception:
-            with suppress(KvCacheError):  # it may not have come as far as creating it
+            with suppress(KvCacheError):  # `share` may have failed before it created the sequence
                 self.cache.free(fresh)
             raise
         self._become(fresh, num_tokens)
@@ -196,7 +195,7 @@ class LiveSequence(ModelSequence):
         changing = nullcontext() if self.residual is None else self.residual.changing(pos)
         with self._cut(pos, pos + len(tokens)) as seq_id, changing:
             if len(tokens) > self.chunk:
-                # Is there memory for all of them? Better known now than after most of the work.
+                # Find out now whether all tokens fit, rather than after most of the work.
                 self._append(seq_id, len(tokens))
                 self.cache.truncate(seq_id, pos)
             rows = self._run_in_chunks(seq_id, tokens, pos, logits)
@@ -215,7 +214,7 @@ class LiveSequence(ModelSequence):
                     return attend_piece(layer, queries, keys, values)
 
                 return self._forward(tokens, pos, attend_both, logits)
-        seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # once, not once per layer
+        seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # made once, not in every layer
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
@@ -230,10 +229,10 @@ class LiveSequence(ModelSequence):
         return np.arange(self.num_tokens)
 
     def _make_room(self, pos: int, count: int) -> None:
-        """Where `count` tokens from `pos` on do not fit beside what stands there, give that up if they fit then.
+        """Make sure that `count` tokens fit from `pos` on; drop the old tokens from `pos` on if only that makes room.
 
         Raises:
-            OutOfMemoryError: they do not; the sequence is as it was.
+            OutOfMemoryError: they do not fit even then; the sequence is unchanged.
         """
         fork = 1 - self.seq_id
         self.cache.fork(self.seq_id, fork)
@@ -255,7 +254,7 @@ class LiveSequence(ModelSequence):
                 pass
 
     def _fits_in_place(self, pos: int, count: int) -> bool:
-        """Whether there are blocks for `count` tokens from `pos` on once what stands there is given up."""
+        """Whether there are blocks for `count` tokens from `pos` on once the old ones there are dropped."""
         size = self.cache.block_size
         kept = -(-pos // size)
         holders = self.cache.reference_counts(self.cache.block_table([self.seq_id]).block_ids)
@@ -265,10 +264,10 @@ class LiveSequence(ModelSequence):
 
     @contextmanager
     def _cut(self, pos: int, end: int) -> Iterator[int]:
-        """The id of a sequence of `pos` tokens to extend to `end`; if that fails, this sequence is untouched.
+        """Yield the id of a sequence of `pos` tokens to extend to `end`; a failure leaves this sequence unchanged.
 
-        At the end of the sequence that is the sequence itself, cut back on failure. Before the end it is a
-        fork (which shares the blocks), cut to `pos`, that takes the sequence's place on success.
+        If `pos` is the end, it is this sequence, which a failure truncates to `pos`. Otherwise it is a fork, cut to
+        `pos` and sharing the blocks, which replaces this sequence on success.
         """
         if pos == self.num_tokens:
             try:

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, through the `tokenizers` package where it is installed."""
+"""The checkpoint's tokenizer, loaded with the optional `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BYTES = 256 * 2**20  # vocabularies of 256 000 tokens take 40 MB
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The `tokenizers.Tokenizer` of `tokenizer.json` in `directory`, or None where there is no such file.
+    """Load the `tokenizers.Tokenizer` of `tokenizer.json` in `directory`, or return None without such a file.
 
     Raises:
         ImportError: the package is not installed.
@@ -30,5 +30,5 @@ def load_tokenizer(directory: Path) -> Any:
         raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache[text]'") from None
     try:
         return Tokenizer.from_buffer(bytes(data))
-    except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
-        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # the package raises bare Exception for any fault of the file
+        raise CheckpointError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None

@@ -1,4 +1,4 @@
-"""Token ids as they come in, checked against a vocabulary."""
+"""Conversion of token ids, checked against a vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["as_tokens"]
 
 
 def as_tokens(tokens: Any, vocab_size: int) -> NDArray[np.uint32]:
-    """One-dimensional uint32 ids, each below `vocab_size`, a copy: what was checked stays as it is.
+    """Convert to one-dimensional uint32 ids, each below `vocab_size`; always a copy, so checked ids cannot change.
 
     Raises:
         TypeError: not integers.

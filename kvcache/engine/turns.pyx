@@ -1,4 +1,4 @@
-"""Turns, which outlast calls; explained in engine/turns.pxd."""
+"""Turns: exclusive use of an engine for longer than a call. See engine/turns.pxd."""
 
 cimport cython
 from cpython.pythread cimport (
@@ -14,10 +14,10 @@ __all__ = ["CallInTurn", "Turn", "Turns"]
 
 
 cdef class Turns:
-    """One turn at a time over a state with a version, for what lasts longer than a call.
+    """Hands out one turn at a time over a state with a version.
 
-    A stream has its turn from its first token to its last. A turn may be used and given back on any thread; one that
-    is dropped is given back when it dies.
+    A stream has a turn from its first token to its last. A turn may be used and given back on any thread; a dropped
+    turn is given back when it is freed.
     """
 
     def __cinit__(self):
@@ -30,14 +30,14 @@ cdef class Turns:
             PyThread_free_lock(self.lock)
 
     def take(self, long long version):
-        """The turn, as soon as it is free.
+        """Wait until the turn is free, and take it.
 
-        A thread that has a turn out would wait for itself, so that raises. But if another call has changed the state
-        since (its version is `version` now, and the turn has left another), the old turn is given back first.
+        A thread that has the turn would wait for itself, so this raises. But if another call has since changed the
+        state (`version`, its current version, differs from the turn's), the old turn is given back first.
 
         Raises:
-            InvalidOperationError: this thread has a turn out, and has not been overtaken; or it would have to wait and
-                holds a lock.
+            InvalidOperationError: this thread has the turn, and its version is current; or the thread would have to
+                wait while it holds a lock.
         """
         cdef Turn turn = Turn.__new__(Turn)
         cdef Turn other
@@ -47,7 +47,7 @@ cdef class Turns:
                 raise InvalidOperationError("expected no open stream of this thread on this engine, got one")
             other.give_back()
         if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            if innermost() != NULL:    # the stream that has the turn may need what this thread holds
+            if innermost() != NULL:    # the stream that has the turn may need a lock of this thread
                 raise InvalidOperationError("expected no other call of this thread to be running, got one")
             acquire(self.lock, &self.thread)
         self.thread = PyThread_get_thread_ident()
@@ -62,17 +62,17 @@ cdef class Turns:
 
 @cython.no_gc_clear
 cdef class Turn:
-    """The right to go on, from `Turns.take` until `give_back`, at the latest when it dies.
+    """Exclusive use of the state, from `Turns.take` until `give_back` or until the object is freed.
 
     Attributes:
-        version: of the state as its owner has left it; -1 before the first `leave`.
+        version: the version of the state at the last `leave`; -1 before the first one.
     """
 
     def go_on(self, long long version):
-        """This thread takes the next step; `version` is the one that the state has now.
+        """Begin a step on this thread; `version` is the current version of the state.
 
         Raises:
-            InvalidOperationError: it is not the one that this turn has left.
+            InvalidOperationError: it differs from the version at the last `leave`.
         """
         if version != self.version:
             raise InvalidOperationError("another call has changed the sequence that this stream continues")
@@ -80,11 +80,11 @@ cdef class Turn:
             self.turns.thread = PyThread_get_thread_ident()
 
     def leave(self, long long version):
-        """A step is done, and the state has this version."""
+        """End a step and record the version of the state."""
         self.version = version
 
     def give_back(self):
-        """The next one may come; nothing happens the second time."""
+        """Free the turn for the next one. The second call does nothing."""
         cdef Turns turns = self.turns
         if turns is not None:
             self.turns = None
@@ -96,12 +96,12 @@ cdef class Turn:
 
 
 cdef class CallInTurn:
-    """A context manager for one call that changes the state: inside, no turn of another thread is out.
+    """A context manager for one call that changes the state: inside, no other thread has a turn.
 
-    A turn of the same thread is no obstacle: its owner notices at its next step that the version is another.
+    If this thread has a turn, the call runs all the same; the turn's next step finds another version and raises.
 
     Args:
-        turns: see there.
+        turns: the turns over the state.
         lock: held inside.
     """
 
@@ -112,7 +112,7 @@ cdef class CallInTurn:
         cdef Turn turn = None
         if self.turns.thread != PyThread_get_thread_ident():
             turn = self.turns.take(-1)
-        self.lock.__enter__()    # if it raises, the turn is given back as `turn` dies
+        self.lock.__enter__()    # if it raises, `turn` is freed and so given back
         self.turn = turn
 
     def __exit__(self, kind, error, trace):

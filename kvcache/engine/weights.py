@@ -1,8 +1,8 @@
-"""The weights of a network, from a checkpoint directory to the matrices of the forward pass.
+"""The weights of a network, read from a checkpoint directory into the matrices of the forward pass.
 
-Everything is checked before anything is allocated: which tensors there must be, their shapes, their dtypes.
-Then tensors are read and converted one by one, straight into their place in the fused matrices, which lie in memory as
-products read them fastest. All weights lie in memory of their own, read-only: no later change of a file reaches them.
+The names, shapes and dtypes of all tensors are checked before anything is allocated. Then tensors are read and
+converted one by one, straight into their place in the fused matrices, in the memory order that products read fastest.
+All weights are private, read-only memory: a later change of a file does not reach them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import short
 from kvcache.engine.config import ModelConfig
-from kvcache.engine.files import MAX_JSON_BYTES, read_json, short
+from kvcache.engine.files import MAX_JSON_BYTES, read_json
 from kvcache.engine.linear import empty_matrices
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, OutOfMemoryError
@@ -28,14 +29,14 @@ Float32 = NDArray[np.float32]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FEW = 4  # names in a message
-_MAX_NAME = 255  # characters of a file's name; no file system takes more
-_MAX_SHARDS = 512  # all of them stay open while a checkpoint is read; a process may have 1024 files open
+_FEW = 4  # most names in a message
+_MAX_NAME = 255  # characters of a file name; no file system takes more
+_MAX_SHARDS = 512  # all shards are open while a checkpoint is read; a process may have 1024 files open
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer; matrices are `(out, in)`, float32, in any memory order. A bias or norm that the network lacks is None.
+    """The weights of one layer: matrices `(out, in)`, float32, in any memory order. Absent biases and norms are None.
 
     Attributes:
         input_norm: `(hidden,)`, before attention.
@@ -72,16 +73,16 @@ class Weights:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, config: ModelConfig) -> Weights:
-        """Load the weights that `config` asks for.
+        """Load the weights of the network that `config` describes.
 
         Raises:
             FileNotFoundError: no safetensors files, or a shard is missing.
             CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype.
-            OutOfMemoryError: the weights take more bytes than the machine has, or than can be allocated.
+            OutOfMemoryError: the weights need more bytes than the machine has or than can be allocated.
         """
         checkpoint = Checkpoint(directory)
-        checkpoint.require(_expected(config), optional=_holds_nothing_new)
-        # A sparse file of any size costs nothing; reading it would take the memory of all processes.
+        checkpoint.require(_expected(config), optional=_is_redundant)
+        # A sparse file costs nothing on disk; reading it could exhaust the memory of all processes.
         size = 4 * sum(math.prod(shape) for _, shape in _expected(config))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if size > memory:
@@ -94,7 +95,7 @@ class Weights:
     @classmethod
     def _read(cls, checkpoint: Checkpoint, config: ModelConfig) -> Weights:
         shapes = _matrix_shapes(config)
-        if config.tie_word_embeddings:  # by rows, for that is how tokens look theirs up
+        if config.tie_word_embeddings:  # row-major, since the lookup of a token reads a row
             matrices = empty_matrices(shapes * config.num_layers)
             embedding = head = checkpoint.stack(["model.embed_tokens.weight"])
         else:
@@ -115,7 +116,7 @@ class Weights:
         return weights
 
     def arrays(self) -> Iterator[Float32]:
-        """Every array, those that two names share more than once."""
+        """Every array; one that two names share comes twice."""
         yield from (self.embedding, self.norm, self.head)
         for layer in self.layers:
             yield from (array for field in fields(layer) if (array := getattr(layer, field.name)) is not None)
@@ -141,13 +142,13 @@ class Checkpoint:
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
-        """Raise CheckpointError unless exactly these tensors are here, in these shapes and a dtype we load.
+        """Raise CheckpointError unless the checkpoint has exactly these tensors, with these shapes and a known dtype.
 
         Args:
-            expected: names and shapes. No more of them are looked at than the files have tensors: a hostile
-                configuration may ask for billions.
-            optional: which others may be there as well. The rest is an error: a weight that the network would
-                silently leave out, such as a bias that the configuration does not mention.
+            expected: names and shapes. The check stops after a few missing ones: a hostile configuration may ask
+                for billions.
+            optional: whether a tensor of this name may be present too. Any other tensor is an error: it is a weight
+                that the network would ignore, such as a bias that the configuration does not mention.
         """
         left = set(self._files)
         missing: list[str] = []
@@ -164,24 +165,24 @@ class Checkpoint:
             if info.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
         if missing:
-            raise CheckpointError(f"{self.directory}: {_some('missing', missing)}")
+            raise CheckpointError(f"{self.directory}: expected {_some(missing)}, got none")
         unexpected = sorted(name for name in left if not optional(name))
         if unexpected:
-            raise CheckpointError(f"{self.directory}: {_some('unexpected', unexpected)}")
+            raise CheckpointError(f"{self.directory}: expected no others, got {_some(unexpected)}")
 
     def read(self, name: str) -> Float32:
         """The tensor as a new float32 array."""
         return self._files[name].read(name)
 
     def stack(self, names: list[str]) -> Float32:
-        """Several tensors, one below the other, as one new float32 array."""
+        """Several tensors, stacked by rows, as one new float32 array."""
         shapes = [self._files[name][name].shape for name in names]
         out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
         self.fill(out, names)
         return out
 
     def fill(self, out: Float32, names: list[str]) -> None:
-        """Several tensors, one below the other, into `out`, float32 of their shape together in any memory order."""
+        """Read several tensors, stacked by rows, into `out`, float32 of their total shape in any memory order."""
         row = 0
         for name in names:
             stop = row + self._files[name][name].shape[0]
@@ -190,11 +191,11 @@ class Checkpoint:
 
 
 def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
-    """Which shard holds which tensor. The index is not trusted: names must stay in the directory."""
+    """The shard of each tensor. The index is not trusted: a file name must not leave the directory."""
     index = directory / _INDEX
     names = read_json(index, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files")
+        raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files, got {short(names)}")
     shards: dict[str, SafetensorsFile] = {}
     for name, shard in names.items():
         if (
@@ -212,11 +213,12 @@ def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
             except FileNotFoundError:
                 raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none") from None
         if name not in shards[shard]:
-            raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, found none")
+            raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, got none")
     for shard, file in shards.items():
         for name in file:
             if names.get(name) != shard:
-                raise CheckpointError(f"{directory / shard}: {name:.100}: the index does not place it in this file")
+                place = directory / shard
+                raise CheckpointError(f"{place}: expected tensors that the index lists for it, got {name:.100}")
     return {name: shards[shard] for name, shard in names.items()}
 
 
@@ -249,13 +251,13 @@ def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (config.vocab_size, hidden)
 
 
-def _holds_nothing_new(name: str) -> bool:
-    """Tensors that older files carry besides: RoPE frequencies, a second copy of tied weights."""
+def _is_redundant(name: str) -> bool:
+    """Whether a tensor is redundant, as in older files: RoPE frequencies, a second copy of tied weights."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
 def _matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Those of one layer: `qkv`, `output`, `gate_up`, `down`."""
+    """The shapes of one layer's matrices: `qkv`, `output`, `gate_up`, `down`."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [(queries + 2 * pairs, hidden), (hidden, queries), (2 * intermediate, hidden), (hidden, intermediate)]
@@ -270,7 +272,7 @@ def _layer(
     gate_up: Float32,
     down: Float32,
 ) -> LayerWeights:
-    """The layer whose tensors begin with `prefix`; its matrices are filled here."""
+    """Read the layer whose tensor names begin with `prefix`, its matrices into the given arrays."""
 
     def read(name: str) -> Float32:
         return checkpoint.read(prefix + name)
@@ -303,7 +305,7 @@ def _layer(
     )
 
 
-def _some(what: str, names: list[str]) -> str:
-    """A list of names for a message, the first few of them."""
+def _some(names: list[str]) -> str:
+    """The first few names, for a message."""
     listed = ", ".join(f"{name:.100}" for name in names[:_FEW])
-    return f"{what} tensors: {listed}{' and more' if len(names) > _FEW else ''}"
+    return f"the tensors {listed}{' and more' if len(names) > _FEW else ''}"

@@ -1,29 +1,31 @@
-"""What a `CacheManager` is made with."""
+"""The configuration of a `CacheManager`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.core.arguments import as_integer
+from kvcache.core.arguments import as_count, as_instance, as_integer
+from kvcache.core.kernels import FORMATS
 from kvcache.eviction import EvictionPolicy
 
-__all__ = ["FORMATS", "KVCacheConfig"]
+__all__ = ["FORMAT_OF_BITS", "KVCacheConfig"]
 
-FORMATS = {2: "q2", 3: "q3", 4: "q4", 8: "q8"}
+FORMAT_OF_BITS = {format.bits: format.name for format in FORMATS.values() if format.quantised}
+_BITS = ", ".join(map(str, sorted(FORMAT_OF_BITS)))
 MAX_ENTRIES = 2**31 - 64
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """What a `CacheManager` holds.
+    """The sizes, bits and policy of a `CacheManager`.
 
     Args:
-        max_seq_len: entries in all, 1 to 2**31 - 64.
+        max_seq_len: most entries of all lists together, 1 to 2**31 - 64.
         num_heads: KV heads.
-        head_dim: channels per head, 1 to 256. Heads that are no multiple of 8 channels are stored padded.
-        quantization_bits: 2, 3, 4 or 8 bits per value.
-        eviction_policy: which entries stay, by default `EvictionPolicy.H2O()`.
-        key_bits, value_bits: bits of K and of V apart, by default `quantization_bits` each.
+        head_dim: channels per head, 1 to 256. They are padded to a multiple of 8 in storage.
+        quantization_bits: bits per value, those of a quantised format: 2, 3, 4 or 8.
+        eviction_policy: chooses the entries that stay, by default `EvictionPolicy.H2O()`.
+        key_bits, value_bits: bits of K and bits of V, by default `quantization_bits` each.
 
     Raises:
         TypeError, ValueError: a setting that is not supported.
@@ -39,26 +41,22 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
-            number = as_integer(getattr(self, name), name)
-            if not 1 <= number <= most:
-                raise ValueError(f"expected {name} in [1, {most}], got {number}")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, as_count(getattr(self, name), name, 1, most))
         for name in ("quantization_bits", "key_bits", "value_bits"):
             bits = getattr(self, name)
             if bits is not None or name == "quantization_bits":
-                if as_integer(bits, name) not in FORMATS:
-                    raise ValueError(f"expected {name} to be 2, 3, 4 or 8, got {bits}")
+                if as_integer(bits, name) not in FORMAT_OF_BITS:
+                    raise ValueError(f"{name}: expected one of {_BITS}, got {bits}")
                 object.__setattr__(self, name, int(bits))
-        if not isinstance(self.eviction_policy, EvictionPolicy):
-            raise TypeError(f"expected an EvictionPolicy, got {type(self.eviction_policy).__name__}")
+        as_instance(self.eviction_policy, EvictionPolicy, "eviction_policy")
         if self.eviction_policy.endless:
             raise ValueError(
-                f"expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs an engine: its "
-                f"sinks meet other queries than the rest"
+                f"eviction_policy: expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs "
+                f"an engine: its sinks meet other queries than the rest"
             )
 
     @property
     def formats(self) -> tuple[str, str]:
         """Storage formats of K and of V."""
         key, value = (self.quantization_bits if bits is None else bits for bits in (self.key_bits, self.value_bits))
-        return FORMATS[key], FORMATS[value]
+        return FORMAT_OF_BITS[key], FORMAT_OF_BITS[value]

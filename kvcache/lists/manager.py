@@ -1,13 +1,12 @@
-"""`CacheManager`: quantised K and V of one text, held to a budget by a policy that evicts token by token.
+"""`CacheManager`: quantised K and V of one text, kept within a budget by a policy that evicts token by token.
 
-Rows are quantised per token and head, asymmetrically, as KIVI does for values (Liu et al., "KIVI: A Tuning-Free
-Asymmetric 2bit Quantization for KV Cache", 2024); a rotation of the head takes the place of its per-channel keys.
+Rows are quantised asymmetrically per token and head, as KIVI does for values (Liu et al., "KIVI: A Tuning-Free
+Asymmetric 2bit Quantization for KV Cache", 2024). A rotation of the head replaces KIVI's per-channel keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,12 @@ import numpy.typing as npt
 
 from kvcache.core.arguments import (
     as_count,
+    as_finite,
     as_floats,
+    as_index,
     as_indices,
+    as_instance,
     as_integer,
-    as_number,
     as_rows,
     as_scores,
     checked_scores,
@@ -26,7 +27,7 @@ from kvcache.core.arguments import (
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.lists.config import KVCacheConfig
-from kvcache.lists.roster import add_to_all, evict_from_all
+from kvcache.lists.kept_tokens import add_to_all, evict_from_all
 from kvcache.lists.token_list import BLOCK_SIZE, TokenList
 
 __all__ = ["CacheManager"]
@@ -37,7 +38,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class CacheManager:
-    """A quantised KV cache that evicts by itself: lists of entries, each one token's K and V of all heads.
+    """A quantised KV cache that evicts automatically: lists of entries, each one token's K and V of all heads.
 
     Args:
         config: sizes, bits and policy.
@@ -45,26 +46,23 @@ class CacheManager:
     Raises:
         TypeError: not a `KVCacheConfig`.
 
-    **Layers.** Every `layer_idx` that was appended to has a list of its own; a cache that is used without
-    `layer_idx` is one list. `max_seq_len` bounds all lists together: under `PyramidKV` each layer has its
-    `pyramid_budget`, under the other policies the layers appended to so far share it evenly, the lowest ones
-    taking what is left over. So a first row in another layer can evict entries of the ones before. Where a call
-    takes `layer_idx=None`, it means the lists of all layers one after another, the lowest layer first; `len`
-    counts these.
+    **Layers.** Every `layer_idx` that was appended to has its own list; a cache that is used without `layer_idx` is
+    one list. `max_seq_len` bounds all lists together. Under `PyramidKV` each layer has its `pyramid_budget`. Under the
+    other policies the layers appended to so far share it evenly, with the remainder in the lowest layers, so the first
+    row of a new layer can evict entries of the others. `layer_idx=None` means the lists of all layers, concatenated
+    from the lowest layer; `len` counts these.
 
-    **Order.** An index counts the entries of a list in the order of the text, and shifts when earlier ones leave;
-    `positions` gives each entry's place in the text, which never changes.
+    **Order.** An index counts the entries of a list in text order and shifts when earlier entries are evicted.
+    `positions` gives each entry's text position, which never changes.
 
-    Appending a row and evicting an entry are O(log n) and move nothing: a row is written over one that left. What
-    reads all entries (`get`, `positions`, `attention`, `update_attention_scores`) is O(n).
+    Appending a row and evicting an entry are O(log n) and move no data: a row overwrites an evicted one. Calls that
+    read all entries (`get`, `positions`, `attention`, `update_attention_scores`) are O(n).
 
     Calls on one manager are serialised; the kernels run without the GIL.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        if not isinstance(config, KVCacheConfig):
-            raise TypeError(f"expected a KVCacheConfig, got {type(config).__name__}")
-        self._config = config
+        self._config = as_instance(config, KVCacheConfig, "config")
         self._policy = config.eviction_policy
         self._padding = -config.head_dim % 8
         self._entry_bytes = self._new_list(0).store.block_bytes // BLOCK_SIZE
@@ -82,16 +80,16 @@ class CacheManager:
 
     @property
     def config(self) -> KVCacheConfig:
-        """What the manager was made with."""
+        """The configuration of the manager."""
         return self._config
 
     def __len__(self) -> int:
-        """Entries of all lists; never more than `max_seq_len`."""
+        """The number of entries of all lists; at most `max_seq_len`."""
         return sum(len(entries) for entries in self._layers.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no entry."""
+        """Whether there are no entries."""
         return len(self) == 0
 
     @property
@@ -101,38 +99,36 @@ class CacheManager:
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of one entry in float32 over its bytes here, scales and minima counted."""
+        """Bytes of one entry in float32 over its packed bytes, scales and minima included."""
         return 8 * self._config.num_heads * self._config.head_dim / self._entry_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that K and V of all entries take, packed, with their scales and minima."""
+        """Bytes of packed K and V of all entries, scales and minima included."""
         return len(self) * self._entry_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all slots, used or not, and of the lists. The system maps slots as they are first written."""
+        """Bytes of all slots, used or not, and of the lists. The system maps a slot at its first write."""
         return sum(entries.nbytes for entries in self._layers.values())
 
     def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
-        """Entries that `layer_idx` of `total_layers` layers may hold under PyramidKV.
+        """The most entries of `layer_idx` out of `total_layers` layers under PyramidKV.
 
-        In proportion to `total_layers - layer_idx`, rounded so that all budgets sum to `max_seq_len`; at least 1
-        where `max_seq_len >= total_layers`.
+        It is proportional to `total_layers - layer_idx`, rounded so that all budgets sum to `max_seq_len`, and at
+        least 1 if `max_seq_len >= total_layers`.
 
         Raises:
             TypeError, ValueError: not integers; `total_layers` not from 1 to 4096.
             IndexError: no such layer.
         """
         layer, layers = as_integer(layer_idx, "layer_idx"), as_count(total_layers, "total_layers", 1, MAX_LAYERS)
-        if not 0 <= layer < layers:
-            raise IndexError(f"expected a layer in [0, {layers}), got {layer}")
-        return pyramid_budgets(self._config.max_seq_len, layers)[layer]
+        return pyramid_budgets(self._config.max_seq_len, layers)[as_index(layer, "layer_idx", layers)]
 
     # -- entries --------------------------------------------------------------------------------------------
 
     def append(self, key: npt.ArrayLike, value: npt.ArrayLike, layer_idx: int = 0) -> None:
-        """Add the next tokens of the text to a layer's list, each followed by the evictions it makes necessary.
+        """Add the next tokens of the text to a layer's list; each is followed by the evictions it makes necessary.
 
         Args:
             key, value: one row `(num_heads * head_dim,)`, or many, `(n, num_heads * head_dim)` or
@@ -141,15 +137,15 @@ class CacheManager:
 
         Raises:
             IndexError: no such layer.
-            TypeError, ValueError: another shape or dtype; as many values as keys; values that are not finite or
-                that the format cannot hold.
+            TypeError, ValueError: another shape or dtype; different numbers of keys and values; numbers that are not
+                finite or that the format cannot hold.
             OutOfMemoryError: the system refuses the memory of a new list.
         """
         config = self._config
         k = as_rows(key, config.num_heads, config.head_dim, "key")
         v = as_rows(value, config.num_heads, config.head_dim, "value")
         if len(k) != len(v):
-            raise ValueError(f"expected as many values as keys, {len(k)}, got {len(v)}")
+            raise ValueError(f"value: expected {len(k)} rows, as many as key has, got {len(v)}")
         if self._padding:
             widths = ((0, 0), (0, 0), (0, self._padding))
             k, v = np.pad(k, widths, "edge"), np.pad(v, widths, "edge")
@@ -169,20 +165,20 @@ class CacheManager:
                 self._keep_to_shares()
 
     def _keep_to_shares(self) -> None:
-        """Evict what lists have over their shares: after one more came, also where an interrupt came between."""
+        """Evict what lists hold beyond their shares; runs when a list is added, and after an interrupt."""
         self._evict(self._policy.shares(self._config.max_seq_len, self._layers))
 
     def _evict(self, limits: Mapping[int, int]) -> int:
-        """Evict from every list down to its limit; how many left. All of it happens, or nothing."""
+        """Evict from every list down to its limit and return the number of evicted entries; all or nothing."""
         rules = [self._policy.rule(limits[i]) for i in self._layers]
-        return evict_from_all([entries.roster for entries in self._layers.values()], rules)
+        return evict_from_all([entries.kept for entries in self._layers.values()], rules)
 
     def get(self, positions: npt.ArrayLike, layer_idx: int | None = None) -> tuple[Float32, Float32]:
         """K and V of the entries at these indices, dequantised.
 
         Args:
-            positions: integers `(n,)`, indices into the list in the order of the text; repeated ones are allowed.
-            layer_idx: which list; None: all of them, one after another.
+            positions: integers `(n,)`, indices into the list in text order; repetitions are allowed.
+            layer_idx: which list; None: all lists, concatenated.
 
         Returns:
             `(keys, values)`, float32 `(n, num_heads * head_dim)` each.
@@ -197,7 +193,7 @@ class CacheManager:
             total = sum(map(len, lists))
             outside = wanted[(wanted < 0) | (wanted >= total)]
             if len(outside):
-                raise IndexError(f"expected positions in [0, {total}), got {outside[0]}")
+                raise IndexError(f"positions: expected ints in [0, {total}), got {outside[0]}")
             if len(lists) == 1:
                 keys, values = lists[0].read(wanted)
             else:
@@ -211,7 +207,7 @@ class CacheManager:
         return keys[..., : config.head_dim].reshape(shape), values[..., : config.head_dim].reshape(shape)
 
     def positions(self, layer_idx: int = 0) -> Int64:
-        """The positions in the text of a list's entries, ascending, int64 `(n,)`; the first row ever has 0.
+        """The text positions of a list's entries, ascending, int64 `(n,)`; the first row appended has position 0.
 
         Raises:
             IndexError: no such layer.
@@ -219,7 +215,7 @@ class CacheManager:
         index = self._layer_index(layer_idx)
         with self._lock:
             entries = self._layers.get(index)
-            return np.empty(0, np.int64) if entries is None else entries.roster.positions()
+            return np.empty(0, np.int64) if entries is None else entries.kept.positions()
 
     def attention(
         self,
@@ -229,18 +225,18 @@ class CacheManager:
         *,
         scale: float | None = None,
     ) -> Any:
-        """softmax(q K^T scale) V over a list's entries, straight on the packed rows.
+        """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
-        Causal: the last query stands on the last entry, the one before on the entry before. To attend over all
-        tokens of a batch of rows, none of them may have been evicted since.
+        Causal: the last query has the position of the last entry, the query before it that of the entry before, and so
+        on. The result is that of a whole batch of rows only if none of them has been evicted.
 
         Args:
-            queries: `(num_queries, num_query_heads, head_dim)`, at most as many as there are entries;
-                num_query_heads a multiple of num_heads, query head h reads KV head
+            queries: `(num_queries, num_query_heads, head_dim)`, num_queries at most the number of entries,
+                num_query_heads a multiple of num_heads; query head h reads KV head
                 h // (num_query_heads / num_heads).
             layer_idx: which list.
-            return_scores: also return each entry's attention mass, summed over queries and heads: what
-                `update_attention_scores(scores, layer_idx)` takes.
+            return_scores: also return each entry's attention mass, summed over queries and heads, for
+                `update_attention_scores(scores, layer_idx)`.
             scale: by default head_dim ** -0.5.
 
         Returns:
@@ -253,12 +249,10 @@ class CacheManager:
         config = self._config
         q = as_floats(queries, (None, None, config.head_dim), "queries")
         if q.shape[1] == 0 or q.shape[1] % config.num_heads:
-            raise ValueError(f"expected a multiple of {config.num_heads} query heads, got {q.shape[1]}")
+            raise ValueError(f"queries: expected a multiple of {config.num_heads} heads, got {q.shape[1]}")
         if not np.isfinite(q).all():
-            raise ValueError("expected finite queries")
-        scale = config.head_dim**-0.5 if scale is None else as_number(scale, "scale")
-        if not isfinite(scale):
-            raise ValueError(f"expected a finite scale, got {scale}")
+            raise ValueError("queries: expected finite numbers, got NaN or infinity")
+        scale = config.head_dim**-0.5 if scale is None else as_finite(scale, "scale")
         index = self._layer_index(layer_idx)
         if self._padding:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
@@ -266,7 +260,7 @@ class CacheManager:
             entries = self._layers.get(index)
             n = 0 if entries is None else len(entries)
             if len(q) > n:
-                raise ValueError(f"expected at most {n} queries, one per entry, got {len(q)}")
+                raise ValueError(f"queries: expected at most {n}, one per entry, got {len(q)}")
             scores = np.zeros(n, np.float32)
             out = q if entries is None else entries.attend(q, scale, scores if return_scores else None)
         if self._padding:
@@ -276,34 +270,32 @@ class CacheManager:
     # -- eviction -------------------------------------------------------------------------------------------
 
     def evict(self, budget: int, layer_idx: int | None = None) -> int:
-        """Evict entries until there are at most `budget`; how many left.
+        """Evict entries until there are at most `budget`, and return the number of evicted entries.
 
-        The policy decides as it does for a cache of `budget` entries. Of all layers each gives up what it has over
-        its share; what a layer leaves of its share is given to the lowest layers that need it. Later appends may
-        fill the cache up to `max_seq_len` again.
+        The policy evicts as in a cache of `budget` entries. With several layers, each evicts what exceeds its share;
+        unused parts of shares go to the layers that exceed theirs, the lowest first. Later appends may fill the cache
+        up to `max_seq_len` again.
 
         Args:
-            layer_idx: whose entries are counted and evicted; None: those of all layers.
+            layer_idx: the layer whose entries are counted and evicted; None: all layers.
 
         Raises:
             TypeError, ValueError: not an integer, negative.
             IndexError: no such layer.
         """
-        budget, index = as_integer(budget, "budget"), self._layer_or_all(layer_idx)
-        if budget < 0:
-            raise ValueError(f"expected budget >= 0, got {budget}")
-        budget = min(budget, self._config.max_seq_len)  # more is no limit, and a roster counts in 32 bits
+        budget, index = as_count(budget, "budget"), self._layer_or_all(layer_idx)
+        budget = min(budget, self._config.max_seq_len)  # a larger one has no effect; `KeptTokens` counts in 32 bits
         with self._lock:
             if index is not None:
-                return sum(entries.roster.evict(*self._policy.rule(budget)) for entries in self._lists(index))
+                return sum(entries.kept.evict(*self._policy.rule(budget)) for entries in self._lists(index))
             return self._evict(self._policy.targets(budget, {i: len(entries) for i, entries in self._layers.items()}))
 
     def update_attention_scores(self, scores: npt.ArrayLike, layer_idx: int | None = None) -> None:
-        """Add to the score of every entry; H2O and PyramidKV evict the lowest.
+        """Add to the score of every entry; H2O and PyramidKV evict the lowest scores.
 
         Args:
             scores: one finite number per entry, in the order of the list.
-            layer_idx: which list; None: all of them, one after another.
+            layer_idx: which list; None: all lists, concatenated.
 
         Raises:
             TypeError, ValueError: not numbers, another length, not finite; sums that overflow.
@@ -315,10 +307,10 @@ class CacheManager:
             added = checked_scores(numbers, sum(map(len, lists)))
             parts = np.split(added, np.cumsum([len(entries) for entries in lists])[:-1])
             with np.errstate(over="ignore"):
-                if any(not np.isfinite(e.roster.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
-                    raise ValueError("expected scores with finite sums, got an overflow")
+                if any(not np.isfinite(e.kept.scores() + part).all() for e, part in zip(lists, parts, strict=False)):
+                    raise ValueError("scores: expected finite sums, got an overflow")
             if lists:
-                add_to_all([entries.roster for entries in lists], parts)
+                add_to_all([entries.kept for entries in lists], parts)
 
     def attention_scores(self, layer_idx: int = 0) -> Float64:
         """The accumulated score of a list's entries, float64 `(n,)`; new entries have 0.
@@ -329,15 +321,12 @@ class CacheManager:
         index = self._layer_index(layer_idx)
         with self._lock:
             entries = self._layers.get(index)
-            return np.empty(0, np.float64) if entries is None else entries.roster.scores()
+            return np.empty(0, np.float64) if entries is None else entries.kept.scores()
 
     # -- layers ---------------------------------------------------------------------------------------------
 
     def _layer_index(self, layer_idx: int) -> int:
-        index, layers = as_integer(layer_idx, "layer_idx"), self._policy.total_layers
-        if index < 0 or (layers is not None and index >= layers):
-            raise IndexError(f"expected a layer in [0, {'any' if layers is None else layers}), got {index}")
-        return index
+        return as_index(layer_idx, "layer_idx", self._policy.total_layers)
 
     def _layer_or_all(self, layer_idx: int | None) -> int | None:
         return None if layer_idx is None else self._layer_index(layer_idx)

@@ -1,34 +1,34 @@
-"""One list of entries: who is in it, the slots that they stand in, and attention over them."""
+"""One list of entries: which tokens it keeps, in which slots, and attention over them."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.attention import Attention
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
 from kvcache.eviction import Rule
-from kvcache.lists.roster import Roster
-from kvcache.paged.attention import Attention
+from kvcache.lists.kept_tokens import KeptTokens
 
 __all__ = ["BLOCK_SIZE", "TokenList"]
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
-# Slots per block: a multiple of the 16 tokens of a tile, and few enough runs for long lists.
+# Slots per block: a multiple of the 16 tokens of a tile, and large enough that a long list has few runs.
 BLOCK_SIZE = 64
 
 
 class TokenList:
-    """The entries of one layer, in the order of the text, over a store of its own.
+    """The entries of one layer, in text order, in its own store.
 
     Args:
-        num_slots: the most entries there will ever be.
+        num_slots: the most entries that the list can have.
         num_heads, head_dim, key_dtype, value_dtype, rotate: as of `BlockStore`.
-        by_score: whether the lowest score leaves first.
+        by_score: whether the lowest score is evicted first.
 
-    A `Rule` says how many entries may stay and which are protected. Its owner checks what callers hand in.
+    A `Rule` gives the most entries and the protected ones. `CacheManager` checks all arguments.
     """
 
     def __init__(
@@ -44,59 +44,60 @@ class TokenList:
         num_blocks = -(-num_slots // BLOCK_SIZE)
         self.store = BlockStore(1, num_blocks, BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
         self._attention = Attention(self.store)
-        self.roster = Roster(by_score)
+        self.kept = KeptTokens(by_score)
 
     def __len__(self) -> int:
-        return self.roster.size
+        return self.kept.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, used or not, and of the roster."""
-        return self.store.nbytes + self.roster.nbytes
+        """Bytes of all slots, used or not, and of the entries."""
+        return self.store.nbytes + self.kept.nbytes
 
     def append(self, keys: Float32, values: Float32, rule: Rule) -> None:
-        """Add rows `(n, num_heads, head_dim)`, each followed by the evictions it makes necessary.
+        """Add rows `(n, num_heads, head_dim)`; each is followed by the evictions it makes necessary.
 
         Raises:
-            ValueError: values that the format cannot hold.
-            MemoryError: nothing has changed then.
+            ValueError: numbers that the format cannot hold.
+            MemoryError: no memory; nothing has changed.
         """
-        self.store.represent(keys, values)
-        self.roster.append_to(self.store, keys, values, *rule)
+        self.store.check_values(keys, values)
+        self.kept.append_to(self.store, keys, values, *rule)
 
     def read(self, indices: Int64) -> tuple[Float32, Float32]:
         """`(keys, values)` of entries in range, float32 `(n, num_heads, head_dim)` each."""
-        slots = self.roster.slots()[indices]
+        slots = self.kept.slots()[indices]
         if len(slots) < 2 or (np.diff(slots) > 0).all():
             return self.store.read(0, runs_of(slots, BLOCK_SIZE))
-        # Neighbours share a tile: by slot, each tile is unpacked once.
+        # Read in slot order, so that each tile is unpacked once.
         order = np.argsort(slots)
         keys, values = np.empty((2, len(slots), self.store.num_heads, self.store.head_dim), np.float32)
         keys[order], values[order] = self.store.read(0, runs_of(slots[order], BLOCK_SIZE))
         return keys, values
 
     def attend(self, queries: Float32, scale: float, scores: Float32 | None) -> Float32:
-        """softmax(q K^T scale) V, causal, the last query on the last entry.
+        """softmax(q K^T scale) V, causal; the last query has the position of the last entry.
 
         Args:
             queries: `(n, num_query_heads, head_dim)`, n at most `len(self)`.
-            scores: float32 `(len(self),)`, written with each entry's attention mass; or None.
+            scores: float32 `(len(self),)`, filled with each entry's attention mass; or None.
         """
-        # Softmax does not care about order: entries are read as they lie, but those that not every query sees.
-        order = self.roster.reading_order(max(len(queries) - 1, 0))
+        # Softmax does not depend on the order: entries that all queries see are read in slot order, the rest in text
+        # order.
+        order = self.kept.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
         if scores is None:
             out: Float32 = self._attention.over_runs(0, runs, queries, scale)
             return out
         out, mass = self._attention.over_runs(0, runs, queries, scale, return_scores=True)
-        by_slot = np.empty(self.roster.slots_used, np.float32)
+        by_slot = np.empty(self.kept.slots_used, np.float32)
         by_slot[order] = mass
-        np.take(by_slot, self.roster.slots(), out=scores)
+        np.take(by_slot, self.kept.slots(), out=scores)
         return out
 
     def check(self, rule: Rule) -> None:
-        """Verify every invariant of a list held to `rule`; AssertionError names the broken one."""
-        self.roster.check()
-        assert self.roster.size <= rule.limit, f"{self.roster.size} entries, at most {rule.limit}"
+        """Verify every invariant of a list under `rule`; AssertionError names the broken one."""
+        self.kept.check()
+        assert self.kept.size <= rule.limit, f"{self.kept.size} entries, at most {rule.limit}"
         room = self.store.num_blocks * BLOCK_SIZE
-        assert self.roster.slots_used <= room, f"{self.roster.slots_used} slots used of {room}"
+        assert self.kept.slots_used <= room, f"{self.kept.slots_used} slots used of {room}"

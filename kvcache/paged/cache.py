@@ -1,32 +1,45 @@
 """`PagedKvCache`: K and V of many sequences in blocks, written, read and attended over in place.
 
-Its blocks are in paged_blocks.py, its sequences in paged_sequences.py, who of them leaves in paged_eviction.py.
+Blocks of fixed size and a table per sequence are the design of PagedAttention (Kwon et al., SOSP 2023,
+sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 """
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import Any
+from collections.abc import Callable
+from math import isfinite, isnan
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_integer, as_number, check_integers
+from kvcache.core.arguments import as_floats, as_indices, as_integer, as_number, check_integers
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
-from kvcache.paged.attention import Attention
-from kvcache.paged.eviction import EvictableSequences
+from kvcache.paged.attention import SequenceAttention
+from kvcache.paged.blocks import PagedBlocks
+from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import CacheStats
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, describe, describe_settings
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
+from kvcache.paged.sequences import PagedSequences
+from kvcache.paged.tables import BlockTables
 
 __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+T = TypeVar("T")
+Self = TypeVar("Self", bound="PagedKvCache")
 
 
-class PagedKvCache(EvictableSequences):
+def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
+    """A property of this value and docstring, which type checkers see as the value's type."""
+    return cast(T, property(get, doc=doc))
+
+
+class PagedKvCache:
     """K and V of many sequences in blocks of fixed size, shared between forks, attended in place.
 
     Args:
@@ -40,15 +53,20 @@ class PagedKvCache(EvictableSequences):
             many bits.
         rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
             (QuaRot, arXiv 2404.00456, section 4): "auto" where head_dim is a power of two, True, or False.
-        eviction_strategy: who leaves first, by default `EvictionStrategy.LRU()`.
+        eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
 
-    Raises:
-        TypeError, ValueError: a setting that is not supported.
-        OutOfMemoryError: the system refuses the memory.
+    Raises, by every call, which has then changed nothing:
+        SequenceNotFoundError: a sequence that does not exist.
+        InvalidOperationError: the id of a new sequence is taken.
+        OutOfMemoryError: too few blocks are free, the copies of shared ones counted; the system refuses memory.
+        IndexError: a layer or a token out of range.
+        TypeError, ValueError: an argument of another kind, shape or range; a sequence that a batch names twice; values
+            that the format cannot hold.
 
-    Calls on one cache are serialised; the kernels run without the GIL. A call inside of another one on the same thread
-    (from a signal handler or a finaliser) raises InvalidOperationError; `free` and `free_batch` are done when it ends.
+    Calls on one cache are serialised; the kernels run without the GIL. A call inside another one on the same thread
+    (from a signal handler or a finaliser) raises InvalidOperationError; `free` and `free_batch` take effect when the
+    outer call ends.
     """
 
     def __init__(
@@ -72,8 +90,117 @@ class PagedKvCache(EvictableSequences):
         store = BlockStore(
             num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         )
-        super().__init__(store, eviction_strategy or EvictionStrategy.LRU(), eviction_threshold)
-        self._attention = Attention(store)
+        self._blocks = PagedBlocks(store)
+        self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
+        self._table = BlockTables(self._pool, store.block_size)
+        self._blocks.holders.append(self._table.references)
+        self._sequences = PagedSequences(self._lock, store, self._table)
+        self._attention = SequenceAttention(self._lock, store, self._table)
+        self._evictor = Evictor(self._lock, self._table)
+        self._threshold = 0.0
+        self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
+        self.with_eviction_threshold(eviction_threshold)
+
+    # -- shape and memory -----------------------------------------------------------------------------------
+
+    num_layers = read_only(lambda self: self._store.num_layers, "Layers.")
+    num_heads = read_only(lambda self: self._store.num_heads, "KV heads.")
+    head_dim = read_only(lambda self: self._store.head_dim, "Channels per head.")
+    block_size = read_only(lambda self: self._store.block_size, "Tokens per block.")
+    key_dtype = read_only(lambda self: self._store.key_dtype, "Storage format of K.")
+    value_dtype = read_only(lambda self: self._store.value_dtype, "Storage format of V.")
+    total_blocks = read_only(lambda self: self._pool.num_blocks, "Blocks in all.")
+    free_block_count = read_only(lambda self: self._pool.num_free, "Blocks without a reference.")
+    used_block_count = read_only(lambda self: self._pool.num_used, "Blocks with references; a shared one counts once.")
+    block_memory_bytes = read_only(lambda self: self._store.block_bytes, "Bytes of K and V of a block in all layers.")
+    total_memory_bytes = read_only(lambda self: self._store.nbytes, "Bytes of K and V of all blocks.")
+    used_memory_bytes = read_only(
+        lambda self: self._store.block_bytes * self._pool.num_used, "Bytes of K and V of the blocks in use."
+    )
+    utilization = read_only(
+        lambda self: self._pool.num_used / max(self._pool.num_blocks, 1), "Used blocks over all; 0.0 without blocks."
+    )
+
+    # -- sequences start and end ----------------------------------------------------------------------------
+
+    def allocate(self, seq_id: int, num_tokens: int) -> None:
+        """Start a sequence with room for `num_tokens` tokens, 0 allowed; unwritten tokens read as zeros."""
+        self._sequences.allocate(as_seq_id(seq_id), as_integer(num_tokens, "num_tokens"))
+
+    def allocate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
+        """`allocate` for many sequences, of `num_tokens[i]` tokens each, all or nothing."""
+        # Copies: both are read several times, and a finaliser may run in between.
+        ids, counts = as_seq_ids(seq_ids).copy(), as_indices(num_tokens, "num_tokens").copy()
+        self._sequences.allocate_batch(ids, counts)
+
+    def adopt(self, seq_id: int, block_ids: npt.ArrayLike, num_tokens: int) -> None:
+        """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
+
+        Args:
+            block_ids: integers `(ceil(num_tokens / block_size),)`; the last block may be covered in part, and is
+                then copied by the first append. BlockNotFoundError: one is not in use.
+        """
+        ids, count = self._blocks.as_ids(block_ids), as_integer(num_tokens, "num_tokens")
+        self._sequences.adopt(as_seq_id(seq_id), ids, count)
+
+    def fork(self, src_seq: int, dst_seq: int) -> None:
+        """Start `dst_seq` with the tokens of `src_seq`: every block shared until one of them writes to it."""
+        self._sequences.fork(as_seq_id(src_seq, "src_seq"), as_seq_id(dst_seq, "dst_seq"))
+
+    def fork_batch(self, src_seqs: npt.ArrayLike, dst_seqs: npt.ArrayLike) -> None:
+        """`fork` for many pairs, all or nothing; one source may have many forks."""
+        self._sequences.fork_batch(as_seq_ids(src_seqs, "src_seqs").copy(), as_seq_ids(dst_seqs, "dst_seqs").copy())
+
+    def swap(self, first_seq: int, second_seq: int) -> None:
+        """Exchange the ids and handles of two sequences, as to go back to a fork; takes no memory."""
+        self._sequences.swap(as_seq_id(first_seq, "first_seq"), as_seq_id(second_seq, "second_seq"))
+
+    def free(self, seq_id: int) -> None:
+        """End a sequence and release its blocks.
+
+        Inside another call of this cache on the same thread it takes effect when that call ends.
+        """
+        self._sequences.free(as_seq_id(seq_id))
+
+    def free_batch(self, seq_ids: npt.ArrayLike) -> None:
+        """`free` for many sequences, all or nothing."""
+        self._sequences.free_batch(as_seq_ids(seq_ids).copy())
+
+    # -- tokens come and go ---------------------------------------------------------------------------------
+
+    def append(self, seq_id: int, num_new_tokens: int) -> None:
+        """Room for `num_new_tokens` more tokens, zeros until written; a shared tail block is copied first."""
+        self._sequences.append(as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
+
+    def append_batch(self, seq_ids: npt.ArrayLike) -> None:
+        """Room for one more token in each of many sequences, all or nothing."""
+        self._sequences.append_batch(as_seq_ids(seq_ids))
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding."""
+        self._sequences.truncate(as_seq_id(seq_id), as_integer(num_tokens, "num_tokens"))
+
+    def keep_tokens(self, seq_id: int, indices: npt.ArrayLike) -> None:
+        """Evict all tokens of a sequence but those at `indices` (ascending, among those alive).
+
+        Blocks that hold none of them are freed; nothing is moved (see `compact`).
+        """
+        self._sequences.keep(as_seq_id(seq_id), as_indices(indices, "indices"))
+
+    def apply_streaming_llm(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:
+        """Keep exactly the first `sink_tokens` and the last `window_tokens` tokens; returns how many it dropped.
+
+        Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), section 3.
+        """
+        sinks, window = as_integer(sink_tokens, "sink_tokens"), as_integer(window_tokens, "window_tokens")
+        return self._sequences.stream(as_seq_id(seq_id), sinks, window)
+
+    def compact(self, seq_id: int) -> None:
+        """Move scattered tokens into as few blocks as they need, bit for bit.
+
+        Without shared blocks they move within the sequence's own blocks; with shared ones to fresh blocks.
+        """
+        self._sequences.compact(as_seq_id(seq_id))
 
     # -- K and V --------------------------------------------------------------------------------------------
 
@@ -85,60 +212,25 @@ class PagedKvCache(EvictableSequences):
         Args:
             keys, values: `(num_tokens, num_heads, head_dim)`, float32 read without a copy.
             start: index of the first token; by default they are the sequence's last tokens.
-
-        Raises:
-            SequenceNotFoundError, IndexError: no such sequence, no such layer, tokens outside the sequence.
-            TypeError, ValueError: another shape or dtype; values that the format cannot hold.
-            OutOfMemoryError: too few blocks are free for the copies.
         """
         k, v = self._rows(keys, "keys"), self._rows(values, "values")
-        if len(k) != len(v):
-            raise ValueError(f"expected as many values as keys, {len(k)}, got {len(v)}")
-        layer, seq_id = as_integer(layer, "layer"), as_seq_id(seq_id)
-        first = None if start is None else as_integer(start, "start")
-        with self._lock:
-            n = self._table.num_tokens(seq_id)
-            first = n - len(k) if first is None else first
-            if first < 0 or first + len(k) > n:
-                raise IndexError(f"expected tokens within [0, {n}), got [{first}, {first + len(k)})")
-            self._sequences.write(layer, seq_id, first, k, v)
+        layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
+        self._sequences.write(layer, as_seq_id(seq_id), first, k, v)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """Store K and V of the last token of each of many sequences, all or nothing.
+        """`write` of the last token of each of many sequences, none of them empty, all or nothing.
 
         Args:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
-
-        Raises:
-            as `write`; ValueError also for a sequence named twice or without tokens.
         """
         ids = as_seq_ids(seq_ids)
         k, v = self._rows(keys, "keys"), self._rows(values, "values")
-        if len(k) != len(ids) or len(v) != len(ids):
-            raise ValueError(f"expected {len(ids)} rows of keys and values, got {len(k)} and {len(v)}")
-        layer = as_integer(layer, "layer")
-        with self._lock:
-            self._sequences.write_batch(layer, ids, k, v)
+        self._sequences.write_batch(as_integer(layer, "layer"), ids, k, v)
 
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
-        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
-
-        Raises:
-            SequenceNotFoundError, IndexError: no such sequence, no such layer, tokens outside the sequence.
-        """
-        layer, seq_id, start = as_integer(layer, "layer"), as_seq_id(seq_id), as_integer(start, "start")
-        stop = None if stop is None else as_integer(stop, "stop")
-        with self._lock:
-            return self._read(layer, seq_id, start, stop)
-
-    def _read(self, layer: int, seq_id: int, start: int, stop: int | None) -> tuple[Float32, Float32]:
-        n = self._table.num_tokens(seq_id)
-        stop = n if stop is None else stop
-        if not 0 <= start <= stop <= n:
-            raise IndexError(f"expected 0 <= start <= stop <= {n}, got [{start}, {stop})")
-        rows = self._sequences.read(layer, seq_id, start, stop)
-        self._table.touch(seq_id)
-        return rows
+        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each."""
+        first, last = as_integer(start, "start"), None if stop is None else as_integer(stop, "stop")
+        return self._sequences.read(as_integer(layer, "layer"), as_seq_id(seq_id), first, last)
 
     def attention(
         self,
@@ -156,7 +248,7 @@ class PagedKvCache(EvictableSequences):
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
-        Causal: the last query of a sequence stands on its last token, the one before on the token before.
+        Causal: the last query of a sequence has the position of its last token, the one before it the position before.
 
         A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
         run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees
@@ -165,7 +257,7 @@ class PagedKvCache(EvictableSequences):
         Args:
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads;
                 query head h reads KV head h // (num_query_heads / num_heads).
-            seq_ids: whose tokens, in the order of the queries.
+            seq_ids: the sequences whose tokens are attended, in the order of the queries.
             query_lens: queries of each sequence, by default one each.
             scale: by default head_dim ** -0.5.
             sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same
@@ -173,76 +265,152 @@ class PagedKvCache(EvictableSequences):
             out: float32, C-contiguous, shaped like `queries`: written and returned.
             return_scores: also return each token's attention mass, summed over queries and heads.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
-                context is attended elsewhere, `merge_attention` puts the parts together. A sequence may then be
-                named several times, with different queries. Without a token to see, the output is 0.
-            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf of none.
+                context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
+                times, with different queries. The output of a query that sees no token is 0.
+            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
 
         Returns:
-            float32 `(total_queries, num_query_heads, head_dim)`; a tuple with what else was asked for, in this order:
+            float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
             `return_scores`: float32 `(total tokens seen,)`, the sequences one after another;
-            `return_lse`: float32 `(total_queries, num_query_heads)`, of natural logarithms.
-
-        Raises:
-            SequenceNotFoundError, IndexError: no such sequence, no such layer.
-            TypeError, ValueError: other shapes or dtypes.
+            `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
         if scale is not None and not isfinite(scale := as_number(scale, "scale")):
-            raise ValueError(f"expected a finite scale, got {scale}")
-        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # a step comes here once per layer
+            raise ValueError(f"scale: expected a finite number, got {scale}")
+        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # called once per layer of a step
             layer = as_integer(layer, "layer")
-        return self._attention.over_sequences(
-            self._lock, self._table, layer, queries, seq_ids, query_lens, scale, sink_queries, out,
-            bool(return_scores), context_lens, bool(return_lse),
+        return self._attention.over(
+            layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores), context_lens,
+            bool(return_lse),
         )  # fmt: skip
 
     def _rows(self, x: npt.ArrayLike, name: str) -> Float32:
         return as_floats(x, (None, self._store.num_heads, self._store.head_dim), name)
 
-    # -- views ----------------------------------------------------------------------------------------------
+    # -- eviction: nothing is evicted by itself -------------------------------------------------------------
 
-    def handle(self, seq_id: int) -> PagedKvCacheHandle:
-        """A handle on one sequence.
+    eviction_strategy = read_only(lambda self: self._evictor.strategy, "Which sequence is evicted first.")
+    eviction_threshold = read_only(lambda self: self._threshold, "See `needs_eviction`.")
+    needs_eviction = read_only(
+        lambda self: self.utilization >= self._threshold, "Whether `utilization` is at least `eviction_threshold`."
+    )
+
+    def with_eviction_strategy(self: Self, strategy: EvictionStrategy) -> Self:
+        """Choose which sequence is evicted first; returns the cache."""
+        if not isinstance(strategy, EvictionStrategy):
+            raise TypeError(f"strategy: expected an EvictionStrategy, got {type(strategy).__name__}")
+        self._evictor.order_by(strategy)
+        return self
+
+    def with_eviction_threshold(self: Self, threshold: float) -> Self:
+        """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache."""
+        share = as_number(threshold, "threshold")
+        if isnan(share):
+            raise ValueError("threshold: expected a number from 0 to 1, got nan")
+        self._threshold = min(1.0, max(0.0, share))
+        return self
+
+    def set_priority(self, seq_id: int, priority: int) -> None:
+        """Set a priority in [0, levels): under `EvictionStrategy.Priority(levels)` the lowest is evicted first."""
+        self._evictor.set_priority(as_seq_id(seq_id), as_integer(priority, "priority"))
+
+    def pin(self, seq_id: int) -> None:
+        """Never evict this sequence until it was unpinned as often as pinned."""
+        self._evictor.pin(as_seq_id(seq_id))
+
+    def unpin(self, seq_id: int) -> None:
+        """Take back one `pin`; InvalidOperationError if it is not pinned."""
+        self._evictor.unpin(as_seq_id(seq_id))
+
+    def select_eviction_target(self) -> SeqId | None:
+        """The sequence that `evict` would take; None when there is none that is not pinned."""
+        seq_id = self._evictor.victim()
+        return None if seq_id is None else SeqId(seq_id)
+
+    def evict(self) -> SeqId:
+        """Free the eviction target and return its id; InvalidOperationError if all sequences are pinned."""
+        return SeqId(self._evictor.evict())
+
+    def evict_to_threshold(self, target_util: float) -> list[SeqId]:
+        """Evict until `utilization` is at most `target_util`; the evicted ids, in order.
+
+        Sequences whose blocks are all shared free nothing and are passed over until nothing else is left;
+        pinned ones stay always, so the target may be missed.
+        """
+        share = as_number(target_util, "target_util")
+        if isnan(share):
+            raise ValueError("target_util: expected a number, got nan")
+        return list(map(SeqId, self._evictor.evict_to(share).tolist()))
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+        """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
+        src, dst = self._blocks.as_ids(sources, "sources"), self._blocks.as_ids(targets, "targets")
+        if len(src) != len(dst):
+            raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
+        with self._lock:
+            self._store.copy_blocks(self._pool.in_use(src), self._pool.in_use(dst))
+
+    def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
+        """References of sequences and prefix caches on each of these blocks, int32 `(n,)`; 0 where it is free."""
+        ids = self._blocks.as_ids(block_ids)
+        with self._lock:
+            return self._pool.ref_counts()[ids]
+
+    def check(self) -> None:
+        """Verify every invariant of tables and pool, and that each block has as many references as are held on it.
 
         Raises:
-            SequenceNotFoundError: no such sequence.
+            AssertionError: naming what is wrong.
         """
+        with self._lock:
+            self._blocks.check()
+            self._table.check()
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    num_sequences = read_only(lambda self: len(self._table), "Sequences alive.")
+
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether there is such a sequence; takes no memory."""
         seq_id = as_seq_id(seq_id)
         with self._lock:
-            uid = self._table.uid(seq_id)
-            if uid < 0:
+            return seq_id in self._table
+
+    def sequence_ids(self) -> list[SeqId]:
+        """Every id, ascending."""
+        with self._lock:
+            return list(map(SeqId, self._table.seq_ids()))
+
+    def get_sequence(self, seq_id: int) -> SequenceInfo | None:
+        """A snapshot of one sequence, or None; not an access."""
+        seq_id = as_seq_id(seq_id)
+        with self._lock:
+            return SequenceInfo.of(self._table, seq_id)
+
+    def block_table(self, seq_ids: npt.ArrayLike) -> CsrBlockTable:
+        """The block tables of several sequences as CSR arrays, as FlashInfer lays them out."""
+        ids = as_seq_ids(seq_ids)
+        with self._lock:
+            return CsrBlockTable(*self._table.csr(ids))
+
+    def handle(self, seq_id: int) -> PagedKvCacheHandle:
+        """A handle on one sequence."""
+        seq_id = as_seq_id(seq_id)
+        with self._lock:
+            if seq_id not in self._table:
                 raise SequenceNotFoundError(seq_id)
-            return PagedKvCacheHandle(self, seq_id, uid)
+            return PagedKvCacheHandle(self, seq_id, self._table.uid(seq_id))
 
     def stats(self) -> CacheStats:
         """The counters now."""
         with self._lock:
-            pool = self._pool
-            return CacheStats(
-                pool.total_allocations,
-                pool.total_frees,
-                self._table.evictions,
-                self._table.forks,
-                pool.peak_used,
-                pool.nbytes + self._table.nbytes + self._store.bookkeeping,
-            )
+            pool, evictions, forks = self._pool, self._evictor.evictions, self._table.forks
+            size = pool.nbytes + self._table.nbytes + self._store.bookkeeping
+            return CacheStats(pool.total_allocations, pool.total_frees, evictions, forks, pool.peak_used, size)
 
     def __str__(self) -> str:
-        used, total = self.used_block_count, self.total_blocks
-        stats = self.stats()
-        return (
-            f"PagedKvCache\n"
-            f"  strategy: {self.eviction_strategy}, block size: {self.block_size}\n"
-            f"  blocks: {used}/{total} used ({100 * self.utilization:.1f}%)\n"
-            f"  memory: {self.used_memory_bytes / 1e6:.2f}/{self.total_memory_bytes / 1e6:.2f} MB\n"
-            f"  sequences: {self.num_sequences}\n"
-            f"  allocs: {stats.total_allocations}, frees: {stats.total_frees}, "
-            f"evictions: {stats.total_evictions}, forks: {stats.total_forks}"
-        )
+        return describe(self)
 
     def __repr__(self) -> str:
-        return (
-            f"PagedKvCache(num_blocks={self.total_blocks}, block_size={self.block_size}, num_heads={self.num_heads}, "
-            f"head_dim={self.head_dim}, num_layers={self.num_layers}, key_dtype={self.key_dtype!r}, "
-            f"value_dtype={self.value_dtype!r}, eviction_strategy={self.eviction_strategy}, "
-            f"used_blocks={self.used_block_count}, num_sequences={self.num_sequences})"
-        )
+        return describe_settings(self)

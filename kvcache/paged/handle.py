@@ -33,11 +33,7 @@ class PagedKvCacheHandle(KvCacheHandle):
 
     def _sequence(self) -> SequenceInfo:
         with self._cache._lock:
-            return self._locked_sequence()
-
-    def _locked_sequence(self) -> SequenceInfo:
-        # The cache's lock is held.
-        info = self._cache._sequence_info(self._seq_id) if self.is_valid else None
+            info = SequenceInfo.of(self._cache._table, self._seq_id) if self.is_valid else None
         if info is None:
             raise InvalidOperationError(f"sequence {self._seq_id} of this handle was freed or evicted")
         return info
@@ -56,13 +52,7 @@ class PagedKvCacheHandle(KvCacheHandle):
         return LiveBlockTable(self._cache.block_size, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
-        count = as_integer(num_tokens, "num_tokens")
-        with self._cache._lock:
-            more = count - self._locked_sequence().num_tokens
-            if more > 0:
-                self._cache._sequences.append(self._seq_id, more)
-            else:
-                self._cache._table.truncate(self._seq_id, count)
+        self._cache._sequences.resize(self._seq_id, as_integer(num_tokens, "num_tokens"), self._uid)
 
     def as_any(self) -> PagedKvCacheHandle:
         return self
@@ -90,10 +80,7 @@ class PagedKvCacheHandle(KvCacheHandle):
         return self.kv_cache(layer)[1]
 
     def kv_cache(self, layer: int) -> tuple[Float32, Float32]:
-        layer = as_integer(layer, "layer")
-        with self._cache._lock:
-            self._locked_sequence()
-            return self._cache._read(layer, self._seq_id, 0, None)
+        return self._cache._sequences.read(as_integer(layer, "layer"), self._seq_id, 0, None, self._uid)
 
     def clone_handle(self) -> PagedKvCacheHandle:
         self._sequence()

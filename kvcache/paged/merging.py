@@ -1,4 +1,4 @@
-"""Attention over a context in parts: each part attended alone, and the parts put together exactly."""
+"""Attention over a context in parts: each part attended alone, and the parts merged exactly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def merge_attention(
 
 
 def blend(out_a: Float32, out_b: Float32, log_odds: Float32) -> Float32:
-    """The outputs of two parts put together; `log_odds`, `lse_a - lse_b` and not NaN, is used up."""
+    """The merged outputs of two parts; `log_odds`, `lse_a - lse_b` and not NaN, is overwritten."""
     log_odds *= _HALF
     share = np.tanh(log_odds, out=log_odds)  # that of part a, 1 / (1 + exp(-log_odds)), without overflow
     share *= _HALF

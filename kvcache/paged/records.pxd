@@ -1,14 +1,13 @@
-"""One record per sequence, in a row of a table that outlives it.
+"""One record per sequence, found by id, in a row of a table.
 
-A row without a sequence keeps its room for runs, and the next sequence takes it over: memory that is fresh from the
-system costs more than everything else in an `allocate` or `fork`. What spare rows keep is at most a run per block.
+A row without a sequence keeps its room for runs, and the next sequence reuses it: memory that is fresh from the
+system costs more than everything else in an `allocate` or `fork`. Spare rows keep room for `most_idle` runs at most.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvcache.core.idmap cimport IdMap
 from kvcache.core.kernels cimport kvc_run
-from kvcache.core.pool cimport BlockPool
 
 
 cdef enum:
@@ -17,7 +16,7 @@ cdef enum:
 
 cdef struct Sequence:
     uint64_t seq_id
-    int64_t uid               # never used again, unlike seq_id: what a handle remembers
+    int64_t uid               # never used again, unlike seq_id; -1 in a spare row
     kvc_run *runs             # (num_runs,) the tokens in the order of the text
     int64_t *positions        # (num_runs,) text position of each run's first token; NULL: no hole, i * block_size
     int64_t num_runs
@@ -42,30 +41,35 @@ cdef inline int64_t position_of(const Sequence *seq, int64_t run, int64_t block_
     return run * block_size if seq.positions == NULL else seq.positions[run]
 
 
+# Slots left in the last block.
+cdef inline int64_t room_in_tail(const Sequence *seq, int64_t block_size) noexcept nogil:
+    return block_size - seq.runs[seq.num_runs - 1].stop if seq.num_runs else 0
+
+
 cdef class SequenceRecords:
-    cdef readonly BlockPool pool
-    cdef readonly int32_t block_size
-    cdef IdMap rows           # seq_id -> row of `seqs`
-    cdef Sequence *seqs       # (capacity,) rows; one without a sequence has uid -1 and may keep its room for runs
+    cdef IdMap row_by_id
+    cdef Sequence *seqs       # (capacity,) rows
     cdef int32_t capacity
-    cdef int32_t[::1] spare   # (capacity,) rows free to use, a stack
+    cdef int32_t[::1] spare   # (capacity,) the rows without a sequence, a stack
     cdef int32_t num_spare
     cdef int64_t next_uid
     cdef int64_t run_room     # runs that all rows have room for, and positions: 8 bytes each
-    cdef int64_t idle_room    # the part of it in spare rows; at most a run per block
+    cdef int64_t idle_room    # the part of it in spare rows
+    cdef int64_t most_idle    # the bound of `idle_room`
 
-    # Reading
-    cdef int32_t row_of(self, uint64_t seq_id) except -1      # or SequenceNotFoundError
-    cdef int64_t blocks_for(self, int64_t num_tokens) except -1               # or ValueError
-    cdef int refuse_taken(self, uint64_t seq_id) except -1                    # or InvalidOperationError
+    cdef int32_t find(self, uint64_t seq_id) except -1            # its row, or SequenceNotFoundError
+    cdef int refuse_taken(self, uint64_t seq_id) except -1        # or InvalidOperationError
 
-    # Room: what can fail, before the first change
-    cdef int grow_rows(self) except -1
-    cdef int reserve_(self, int32_t row, int64_t num_runs) except -1
-    cdef int reuse_(self, int32_t row, int64_t num_runs, bint holes) except -1    # of a spare row
-
-    # Change
-    # A new, empty sequence; `holes`: with positions of its own.
+    # A row for a new, empty sequence with room for `num_runs` runs; `holes`: with positions of its own.
     cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1
-    cdef bint close_(self, int32_t row) noexcept nogil   # drops its references and row; True if a block has one left
-    cdef void drop_room_(self, Sequence *seq, bint keep_runs) noexcept nogil      # of a spare row
+    cdef void close_(self, int32_t row) noexcept nogil
+    cdef void swap_ids_(self, int32_t first, int32_t second) noexcept nogil
+
+    # Room for `num_runs` runs in all.
+    cdef int reserve_(self, Sequence *seq, int64_t num_runs) except -1
+    # Other arrays in place of the ones there were, each of `capacity` runs.
+    cdef void replace_room_(self, Sequence *seq, kvc_run *runs, int64_t *positions, int64_t capacity) noexcept nogil
+
+    cdef int _grow(self) except -1
+    cdef int _reuse_room(self, Sequence *seq, int64_t num_runs, bint holes) except -1    # of a spare row
+    cdef void _drop_room(self, Sequence *seq, bint keep_runs) noexcept nogil             # of a spare row

@@ -1,14 +1,19 @@
-"""What `PagedKvCache` reports: frozen snapshots of a sequence, of the counters, of block tables."""
+"""What `PagedKvCache` reports: snapshots of a sequence, of the counters, of block tables; its text forms."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo"]
+from kvcache.paged.tables import BlockTables
+
+if TYPE_CHECKING:
+    from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "describe", "describe_settings"]
 
 Int32 = npt.NDArray[np.int32]
 
@@ -59,9 +64,18 @@ class SequenceInfo:
     access_count: int
     priority: int
 
+    @classmethod
+    def of(cls, table: BlockTables, seq_id: int) -> SequenceInfo | None:
+        """What a table says of a sequence; None without such a sequence."""
+        if seq_id not in table:
+            return None
+        num_tokens, next_position, last_access, access_count, priority, _, _ = table.info(seq_id)
+        blocks = tuple(map(BlockId, table.blocks(seq_id).tolist()))
+        return cls(SeqId(seq_id), num_tokens, next_position, blocks, last_access, access_count, priority)
+
     @property
     def num_blocks(self) -> int:
-        """Blocks it holds; shared ones count."""
+        """Blocks of the sequence, shared ones included."""
         return len(self.block_ids)
 
 
@@ -70,8 +84,8 @@ class CacheStats:
     """A snapshot of the cache's counters.
 
     Attributes:
-        total_allocations: blocks handed out.
-        total_frees: blocks whose last reference went.
+        total_allocations: times a free block was taken.
+        total_frees: blocks whose last reference was dropped.
         total_evictions: sequences evicted.
         total_forks: forks made.
         peak_blocks_used: most blocks in use at once.
@@ -95,3 +109,27 @@ class CsrBlockTable(NamedTuple):
     indptr: Int32
     block_ids: Int32
     last_block_len: Int32
+
+
+def describe(cache: PagedKvCache) -> str:
+    """A cache as text of several lines."""
+    stats = cache.stats()
+    return (
+        f"PagedKvCache\n"
+        f"  strategy: {cache.eviction_strategy}, block size: {cache.block_size}\n"
+        f"  blocks: {cache.used_block_count}/{cache.total_blocks} used ({100 * cache.utilization:.1f}%)\n"
+        f"  memory: {cache.used_memory_bytes / 1e6:.2f}/{cache.total_memory_bytes / 1e6:.2f} MB\n"
+        f"  sequences: {cache.num_sequences}\n"
+        f"  allocs: {stats.total_allocations}, frees: {stats.total_frees}, "
+        f"evictions: {stats.total_evictions}, forks: {stats.total_forks}"
+    )
+
+
+def describe_settings(cache: PagedKvCache) -> str:
+    """A cache as text of one line."""
+    return (
+        f"PagedKvCache(num_blocks={cache.total_blocks}, block_size={cache.block_size}, num_heads={cache.num_heads}, "
+        f"head_dim={cache.head_dim}, num_layers={cache.num_layers}, key_dtype={cache.key_dtype!r}, "
+        f"value_dtype={cache.value_dtype!r}, eviction_strategy={cache.eviction_strategy}, "
+        f"used_blocks={cache.used_block_count}, num_sequences={cache.num_sequences})"
+    )

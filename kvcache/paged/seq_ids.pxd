@@ -3,4 +3,4 @@
 cimport numpy as cnp
 
 # `ids` as a one-dimensional C-contiguous uint64 array; TypeError or ValueError say what was expected.
-cdef cnp.ndarray uint64_ids(object ids)
+cdef cnp.ndarray uint64_ids(object ids, str name=*)

@@ -1,298 +1,278 @@
-"""What happens to one sequence's runs, and what can be read off them.
+"""The verbs of a paged cache over its sequences: table, bytes and lock together; see paged/sequences.pxd."""
 
-Steps that can fail come before steps that change, so the verbs in paged/table.pyx are atomic; see paged/sequences.pxd.
-"""
+cimport numpy as cnp
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.stdint cimport int64_t, uint64_t
 
-from cython cimport wraparound
-from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
-from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcpy
+from kvcache.core cimport kernels
+from kvcache.core.locks cimport CallLock
+from kvcache.core.store cimport BlockStore
+from kvcache.paged.records cimport Sequence
+from kvcache.paged.run_lists cimport RunLists
+from kvcache.paged.seq_ids cimport uint64_ids
+from kvcache.paged.tables cimport BlockTables, counts_of
 
-from kvcache.core.counts cimport blocks_of
-from kvcache.core.kernels cimport kvc_run, kvc_seq
-from kvcache.core.pool cimport BlockPool
-from kvcache.paged.records cimport RUN_STRIDE, Sequence, SequenceRecords, position_of, run_length
+from functools import partial
 
-import numpy as np
+from kvcache.errors import InvalidOperationError
 
-from kvcache.core.runs import RUN
-from kvcache.errors import OutOfMemoryError
+__all__ = ["PagedSequences"]
 
-__all__ = ["SequenceRows"]
+cnp.import_array()
 
 
-cdef class SequenceRows(SequenceRecords):
-    """Records of sequences and their runs over one pool.
+cdef inline bint is_inside(CallLock lock) noexcept:
+    """Whether this thread holds the lock."""
+    return lock.owner == PyThread_get_thread_ident()
+
+
+cdef class PagedSequences:
+    """K and V of the sequences of one table, in the blocks of one store.
 
     Args:
-        pool: the `BlockPool` that the blocks come from; it may have other holders too.
-        block_size: tokens per block, 1 to 256.
+        lock: of the table and the store.
+        store: the `BlockStore` that the table's blocks lie in.
+        table: the `BlockTables` that say which tokens lie where.
+
+    The caller has converted what is handed in; each call takes the lock. New tokens read as zeros until they are
+    written. Errors are those of `BlockTables` and `BlockStore`; a call that raises has changed nothing.
     """
 
-    def __init__(self, BlockPool pool not None, int32_t block_size):
-        SequenceRecords.__init__(self, pool, block_size)
-        self.copy_src = np.empty(16, np.int32)
-        self.copy_dst = np.empty(16, np.int32)
+    def __cinit__(self, CallLock lock not None, BlockStore store not None, BlockTables table not None):
+        self.lock, self.store, self.table = lock, store, table
 
-    def __dealloc__(self):
-        free(self.cut)
+    # A `with` statement costs 80 ns more than the lock itself: the most frequent calls enter and leave it by hand.
 
-    # -- views ----------------------------------------------------------------------------------------------
+    # -- sequences start and end ----------------------------------------------------------------------------
 
-    def runs(self, uint64_t seq_id):
-        """The sequence's runs, a copy, dtype `RUN`."""
-        cdef Sequence *seq = &self.seqs[self.row_of(seq_id)]
-        out = np.empty(seq.num_runs, RUN)
-        cdef unsigned char[::1] view = out.view(np.uint8)
-        if seq.num_runs:
-            memcpy(&view[0], seq.runs, seq.num_runs * sizeof(kvc_run))
-        return out
+    def allocate(self, uint64_t seq_id, int64_t num_tokens):
+        """A new sequence of `num_tokens` tokens."""
+        self.lock.enter()
+        try:
+            self.table.allocate_(&seq_id, &num_tokens, 1)
+            self._clear_new(&num_tokens, 1)
+        finally:
+            self.lock.leave()
 
-    def run_positions(self, uint64_t seq_id):
-        """Text position of each run's first token, int64, a copy."""
-        cdef Sequence *seq = &self.seqs[self.row_of(seq_id)]
-        out = np.empty(seq.num_runs, np.int64)
-        cdef int64_t[::1] view = out
-        cdef int64_t i
-        for i in range(seq.num_runs):
-            view[i] = position_of(seq, i, self.block_size)
-        return out
+    def allocate_batch(self, seq_ids, const int64_t[::1] num_tokens):
+        """Many new sequences, of `num_tokens[i]` tokens each."""
+        with self.lock:
+            n = self.table.allocate_batch(seq_ids, num_tokens)
+            self._clear_new(counts_of(num_tokens, n, "num_tokens"), n)
 
-    @wraparound(True)
-    def blocks(self, uint64_t seq_id):
-        """The blocks in the order of the text, each once, int32."""
-        block = self.runs(seq_id)["block"]
-        return np.ascontiguousarray(block[np.r_[True, block[1:] != block[:-1]]] if len(block) else block)
+    def adopt(self, uint64_t seq_id, blocks, int64_t num_tokens):
+        """A new sequence of tokens that lie in blocks in use."""
+        with self.lock:
+            self.table.adopt(seq_id, blocks, num_tokens)
 
-    def take_copies(self):
-        """`(source, target)` block ids, int32, that copy-on-write wants copied; the list is empty afterwards."""
-        cdef int32_t n = self.num_copies
-        self.num_copies = 0
-        return np.array(self.copy_src[:n]), np.array(self.copy_dst[:n])
+    def fork(self, uint64_t source, uint64_t target):
+        """A new sequence that shares the blocks of another."""
+        self.lock.enter()
+        try:
+            self.table.fork_(&source, &target, 1)
+        finally:
+            self.lock.leave()
 
-    def references(self):
-        """References that the sequences hold on each block, int32 `(num_blocks,)`."""
-        counts = np.zeros(self.pool.num_blocks, np.int32)
-        for seq_id in self.seq_ids():
-            np.add.at(counts, self.blocks(seq_id), 1)
-        return counts
+    def fork_batch(self, sources, targets):
+        """Many forks."""
+        with self.lock:
+            self.table.fork_batch(sources, targets)
 
-    @property
-    def nbytes(self):
-        """Bytes of this bookkeeping."""
-        scratch = 2 * sizeof(int32_t) * self.copy_src.shape[0] + self.cut_capacity * sizeof(kvc_run)
-        return SequenceRecords.nbytes.__get__(self) + scratch
+    def swap(self, uint64_t first, uint64_t second):
+        """Exchange two ids."""
+        with self.lock:
+            self.table.swap(first, second)
 
-    @wraparound(True)
-    def check(self):
-        """Verify every invariant of the tables; references against the pool are the owner's to compare.
+    def free(self, uint64_t seq_id):
+        """End a sequence; inside another call of this thread, when that call ends."""
+        if is_inside(self.lock):
+            self.table.records.find(seq_id)
+        self.lock.run_to_release(partial(self.table.free, seq_id), True)
 
-        Raises:
-            AssertionError: naming the broken one.
+    def free_batch(self, seq_ids):
+        """End many sequences; inside another call of this thread, when that call ends."""
+        if not is_inside(self.lock):
+            self.lock.run_to_release(partial(self.table.free_batch, seq_ids), True)
+            return
+        # Without the table's scratch, which the other call may be using.
+        ids = seq_ids.tolist()
+        for seq_id in ids:
+            self.table.records.find(seq_id)
+        if len(set(ids)) < len(ids):
+            raise ValueError("seq_ids: expected each sequence once, got one twice")
+        # One by one: a sequence that another release frees first does not keep the others.
+        for seq_id in ids:
+            self.lock.run_to_release(partial(self.table.free, seq_id), True)
+
+    # -- tokens come and go ---------------------------------------------------------------------------------
+
+    def append(self, uint64_t seq_id, int64_t num_new_tokens):
+        """More tokens at the end of a sequence."""
+        self.lock.enter()
+        try:
+            self.table.append_(&seq_id, &num_new_tokens, 1)
+            self._clear_new(&num_new_tokens, 1)
+        finally:
+            self.lock.leave()
+
+    def append_batch(self, seq_ids, const int64_t[::1] counts=None):
+        """`counts[i]` more tokens in each of many sequences, None: one each."""
+        self.lock.enter()
+        try:
+            n = self.table.append_batch(seq_ids, counts)
+            self._clear_new(counts_of(counts, n, "counts"), n)
+        finally:
+            self.lock.leave()
+
+    def truncate(self, uint64_t seq_id, int64_t num_tokens):
+        """Keep the first `num_tokens` tokens."""
+        self.lock.enter()
+        try:
+            self.table.truncate_(&seq_id, &num_tokens, 1)
+        finally:
+            self.lock.leave()
+
+    def resize(self, uint64_t seq_id, int64_t num_tokens, int64_t uid):
+        """`append` or `truncate` to this length, of the sequence with this uid."""
+        cdef int64_t old, more
+        with self.lock:
+            self._expect(seq_id, uid)
+            old = self.table.records.seqs[self.table.records.find(seq_id)].num_tokens
+            if num_tokens > old:
+                more = num_tokens - old
+                self.table.append_(&seq_id, &more, 1)
+                self._clear_new(&more, 1)
+            else:
+                self.table.truncate_(&seq_id, &num_tokens, 1)
+
+    def keep(self, uint64_t seq_id, indices):
+        """Keep the tokens at `indices`, int64, ascending."""
+        with self.lock:
+            self.table.keep(seq_id, indices)
+
+    def stream(self, uint64_t seq_id, int64_t sink_tokens, int64_t window_tokens):
+        """Keep the first and the last tokens; the number of dropped ones."""
+        with self.lock:
+            return self.table.stream(seq_id, sink_tokens, window_tokens)
+
+    def compact(self, uint64_t seq_id):
+        """Move the tokens into as few blocks as they need."""
+        with self.lock:
+            self.store.move_slots(self.table.compact_(seq_id))
+
+    # -- K and V --------------------------------------------------------------------------------------------
+
+    def write(self, int64_t layer, uint64_t seq_id, start, const float[:, :, ::1] keys, const float[:, :, ::1] values):
+        """Store rows at tokens `start`.. of a sequence, None: at its last ones; an access."""
+        cdef int64_t first = 0 if start is None else start, count = keys.shape[0]
+        self.lock.enter()
+        try:
+            self._write(layer, &seq_id, NULL if start is None else &first, &count, 1, keys, values)
+        finally:
+            self.lock.leave()
+
+    def write_batch(self, int64_t layer, seq_ids, const float[:, :, ::1] keys, const float[:, :, ::1] values,
+                    const int64_t[::1] counts=None):
+        """Store `counts[i]` rows each, None: one, at the last tokens of many sequences; an access to each, in order.
+
+        All or nothing, but for copies of shared blocks, which change no sequence's content.
         """
-        SequenceRecords.check(self)
-        assert self.num_copies == 0, "copies were ordered and not carried out"
-        for seq_id in self.seq_ids():
-            row = self.row_of(seq_id)
-            n, next_position, _, _, _, _, sinks = self.info(seq_id)
-            runs, positions = self.runs(seq_id), self.run_positions(seq_id)
-            lengths = runs["stop"].astype(np.int64) - runs["first"]
-            whole = (lengths > 0).all() and (runs["stop"] <= self.block_size).all()
-            assert whole, f"{seq_id}: a run is empty or too long"
-            assert lengths.sum() == n, f"{seq_id}: runs hold {lengths.sum()} tokens, not {n}"
-            ends = np.r_[0, positions + lengths]
-            assert (positions >= ends[:-1]).all() and next_position >= ends[-1], f"{seq_id}: positions do not ascend"
-            blocks = self.blocks(seq_id)
-            assert len(np.unique(blocks)) == len(blocks), f"{seq_id}: runs of one block are apart"
-            same = runs["block"][1:] == runs["block"][:-1]
-            assert (runs["first"][1:][same] >= runs["stop"][:-1][same]).all(), f"{seq_id}: slots overlap"
-            assert 0 <= sinks <= n, f"{seq_id}: more sinks than tokens"
-            if self.seqs[row].positions == NULL:
-                assert self.seqs[row].dense and next_position == n, f"{seq_id}: holes and no positions"
-            if self.seqs[row].dense:
-                assert (lengths[:-1] == self.block_size).all() and (runs["first"] == 0).all(), f"{seq_id}: not dense"
-        assert (self.references() <= self.pool.ref_counts()).all(), "a block has fewer references than holders"
+        cdef cnp.ndarray ids = uint64_ids(seq_ids)
+        cdef const int64_t *numbers = counts_of(counts, ids.shape[0], "counts")
+        self.lock.enter()
+        try:
+            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, numbers, ids.shape[0], keys, values)
+        finally:
+            self.lock.leave()
+
+    def read(self, int64_t layer, uint64_t seq_id, int64_t start, stop, int64_t uid=-1):
+        """Tokens `start`..`stop` (None: the end) as `(keys, values)`, float32 `(n, num_heads, head_dim)`; an access.
+
+        Args:
+            uid: of the sequence that is meant; -1 for whichever has the id.
+        """
+        cdef BlockTables table = self.table
+        cdef RunLists lists = table.run_lists
+        cdef float[:, :, ::1] k, v
+        cdef unsigned char *base
+        cdef Sequence *seq
+        cdef bint to_end = stop is None
+        cdef int64_t last = 0 if to_end else stop
+        with self.lock:
+            if uid >= 0:
+                self._expect(seq_id, uid)
+            table.find_(&seq_id, 1)
+            seq = &table.records.seqs[table.picked[0]]
+            last = seq.num_tokens if to_end else last
+            if not 0 <= start <= last <= seq.num_tokens:
+                raise IndexError(f"start: expected 0 <= start <= stop <= {seq.num_tokens}, got [{start}, {last})")
+            base = self.store.layer_base(layer)
+            keys, values = self.store.new_rows(last - start), self.store.new_rows(last - start)
+            k, v = keys, values
+            lists.num_cut = 0
+            lists.slice_(seq, start, last)
+            if lists.num_cut:
+                with nogil:
+                    kernels.read_runs(&self.store.layout, base, lists.cut, lists.num_cut, &k[0, 0, 0], &v[0, 0, 0])
+            table.victims.touched(table.picked[0])
+        return keys, values
 
     # -- below the shell ------------------------------------------------------------------------------------
 
-    cdef int reserve_copies_(self, int64_t count) except -1:
-        if self.num_copies + count > self.copy_src.shape[0]:
-            size = 2 * (self.num_copies + count)
-            src, dst = np.empty(size, np.int32), np.empty(size, np.int32)
-            src[:self.num_copies] = self.copy_src[:self.num_copies]
-            dst[:self.num_copies] = self.copy_dst[:self.num_copies]
-            self.copy_src, self.copy_dst = src, dst
+    cdef int _expect(self, uint64_t seq_id, int64_t uid) except -1:
+        if self.table.uid(seq_id) != uid:
+            raise InvalidOperationError(f"sequence {seq_id} of this handle was freed or evicted")
         return 0
 
-    cdef int64_t need_(self, int32_t row, int64_t count) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t tail = 0, blocks = 0
-        cdef kvc_run last
-        if count == 0:
-            return 0
-        if seq.num_runs:
-            last = seq.runs[seq.num_runs - 1]
-            tail = self.block_size - last.stop
-            blocks = tail > 0 and self.pool.refs[last.block] > 1
-        if count > tail:
-            blocks += blocks_of(count - tail, self.block_size)
-        return blocks
-
-    cdef void extend_(self, int32_t row, int64_t count) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef kvc_run *last = &seq.runs[seq.num_runs - 1] if seq.num_runs else NULL
-        if count > 0 and last != NULL and last.stop < self.block_size:
-            count -= self.fill_tail_(row, count)
-        if count > 0 and last != NULL and last.first > 0:
-            seq.dense = False
-        if count > 0:
-            self.add_blocks_(seq, count)
-
-    cdef void add_blocks_(self, Sequence *seq, int64_t count) noexcept nogil:
-        cdef int64_t i, fresh = blocks_of(count, self.block_size)
-        cdef kvc_run *runs = seq.runs + seq.num_runs
-        self.pool.take_each(&runs[0].block, fresh, RUN_STRIDE)
-        for i in range(fresh):
-            runs[i].first = 0
-            runs[i].stop = <uint16_t>self.block_size
-        runs[fresh - 1].stop = <uint16_t>(count - (fresh - 1) * self.block_size)
-        if seq.positions != NULL:
-            for i in range(fresh):
-                seq.positions[seq.num_runs + i] = seq.next_position + i * self.block_size
-        seq.num_runs += fresh
-        seq.num_tokens += count
-        seq.next_position += count
-
-    cdef int64_t fill_tail_(self, int32_t row, int64_t count) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef kvc_run *last = &seq.runs[seq.num_runs - 1]
-        cdef int64_t length = min(count, <int64_t>self.block_size - last.stop)
-        if self.pool.refs[last.block] > 1:
-            self.copy_on_write_(row, seq.num_runs - 1)
-        if position_of(seq, seq.num_runs - 1, self.block_size) + run_length(last[0]) == seq.next_position:
-            last.stop += <uint16_t>length
-        else:    # a hole lies before these tokens: a run of their own in the same block
-            seq.dense = False
-            seq.runs[seq.num_runs].block = last.block
-            seq.runs[seq.num_runs].first = last.stop
-            seq.runs[seq.num_runs].stop = <uint16_t>(last.stop + length)
-            seq.positions[seq.num_runs] = seq.next_position
-            seq.num_runs += 1
-        seq.num_tokens += length
-        seq.next_position += length
-        return length
-
-    cdef void copy_on_write_(self, int32_t row, int64_t run) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef int32_t old = seq.runs[run].block
-        cdef int32_t new = self.pool.take()
-        cdef int64_t i = run
-        while i > 0 and seq.runs[i - 1].block == old:
-            i -= 1
-        while i < seq.num_runs and seq.runs[i].block == old:
-            seq.runs[i].block = new
-            i += 1
-        self.pool.release_(old)
-        self.copy_src[self.num_copies], self.copy_dst[self.num_copies] = old, new
-        self.num_copies += 1
-
-    cdef int64_t slice_(self, int32_t row, int64_t start, int64_t stop) except -1:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t run = 0, before = 0, n = 0, length
-        cdef kvc_run piece
-        if seq.dense:
-            run = start // self.block_size
-            before = run * self.block_size
-        while run < seq.num_runs and before + run_length(seq.runs[run]) <= start:
-            before += run_length(seq.runs[run])
-            run += 1
-        while start < stop:
-            if n == self.cut_capacity:
-                self.grow_cut()
-            piece = seq.runs[run]
-            length = min(stop - start, before + run_length(piece) - start)
-            piece.first += <uint16_t>(start - before)
-            piece.stop = <uint16_t>(piece.first + length)
-            self.cut[n] = piece
-            n += 1
-            before += run_length(seq.runs[run])
-            start += length
-            run += 1
-        return n
-
-    cdef int grow_cut(self) except -1:
-        cdef int64_t capacity = max(2 * self.cut_capacity, 64)
-        cdef kvc_run *cut = <kvc_run *>realloc(self.cut, capacity * sizeof(kvc_run))
-        if cut == NULL:
-            raise MemoryError(f"no memory for {capacity} runs")
-        self.cut, self.cut_capacity = cut, capacity
-        return 0
-
-    cdef int own_(self, int32_t row, int64_t start, int64_t stop) except -1:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t i, n = self.slice_(row, start, stop), blocks = 0
+    cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,
+                    const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
+        cdef BlockTables table = self.table
+        cdef BlockStore store = self.store
+        cdef RunLists lists = table.run_lists
+        cdef unsigned char *base = store.layer_base(layer)
+        cdef Sequence *seq
+        cdef int64_t i, start, count = 1, rows = 0
+        table.pick_(ids, n)
         for i in range(n):
-            if (i == 0 or self.cut[i].block != self.cut[i - 1].block) and self.pool.refs[self.cut[i].block] > 1:
-                blocks += 1
-        if blocks == 0:
-            return 0
-        if blocks > self.pool.num_free:
-            raise OutOfMemoryError(blocks, self.pool.num_free)
-        self.reserve_copies_(blocks)
-        cdef int64_t run = 0, before = 0
-        while run < seq.num_runs and before < stop:
-            before += run_length(seq.runs[run])
-            if before > start and self.pool.refs[seq.runs[run].block] > 1:
-                self.copy_on_write_(row, run)
-            run += 1
-        return 0
-
-    cdef int keep_(self, int32_t row, const int64_t *bounds, int64_t num_ranges) except -1:
-        cdef Sequence *seq = &self.seqs[row]
-        cdef int64_t capacity = seq.num_runs + num_ranges
-        cdef kvc_run *runs = <kvc_run *>malloc(max(capacity, 1) * sizeof(kvc_run))
-        cdef int64_t *positions = <int64_t *>malloc(max(capacity, 1) * sizeof(int64_t))
-        if runs == NULL or positions == NULL:
-            free(runs)
-            free(positions)
-            raise MemoryError(f"no memory for {capacity} runs")
-        cdef int64_t i, run = 0, before = 0, n = 0, kept = 0, start, stop, length
-        for i in range(num_ranges):
-            start, stop = bounds[2 * i], bounds[2 * i + 1]
-            while start < stop:
-                while before + run_length(seq.runs[run]) <= start:
-                    before += run_length(seq.runs[run])
-                    run += 1
-                length = min(stop - start, before + run_length(seq.runs[run]) - start)
-                runs[n].block = seq.runs[run].block
-                runs[n].first = <uint16_t>(seq.runs[run].first + start - before)
-                runs[n].stop = <uint16_t>(runs[n].first + length)
-                positions[n] = position_of(seq, run, self.block_size) + start - before
-                n += 1
-                kept += length
-                start += length
-        # Both lists are in the order of the text, so one walk finds the blocks that no run names any more.
-        cdef int64_t j = 0
-        for i in range(seq.num_runs):
-            if i > 0 and seq.runs[i].block == seq.runs[i - 1].block:
-                continue
-            while j > 0 and j < n and runs[j].block == runs[j - 1].block:
-                j += 1
-            if j < n and runs[j].block == seq.runs[i].block:
-                j += 1
-            else:
-                self.pool.release_(seq.runs[i].block)
-        self.run_room += 2 * max(capacity, 1) - seq.capacity * (1 + (seq.positions != NULL))
-        free(seq.runs)
-        free(seq.positions)
-        seq.runs, seq.positions, seq.capacity = runs, positions, max(capacity, 1)
-        seq.num_runs, seq.num_tokens = n, kept
-        seq.dense = True
+            seq = &table.records.seqs[table.picked[i]]
+            if counts != NULL:
+                count = counts[i]
+            elif seq.num_tokens == 0:
+                raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
+            start = seq.num_tokens - count if starts == NULL else starts[i]
+            if count < 0 or start < 0 or start > seq.num_tokens - count:
+                raise IndexError(f"start: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
+            rows += count
+        if keys.shape[0] != rows:
+            raise ValueError(f"keys: expected {rows} rows for {n} sequences, got {keys.shape[0]}")
+        store.check_values_(keys, values)
+        lists.num_cut = 0
         for i in range(n):
-            seq.dense = seq.dense and runs[i].first == 0 and (i == n - 1 or runs[i].stop == self.block_size)
+            seq = &table.records.seqs[table.picked[i]]
+            count = 1 if counts == NULL else counts[i]
+            start = seq.num_tokens - count if starts == NULL else starts[i]
+            lists.own_(seq, start, start + count)
+            self._copy_blocks()
+            lists.slice_(seq, start, start + count)
+        if lists.num_cut:
+            # A sequence may have adopted slots of a block that were never noted as written.
+            store.note_written_(lists.cut, lists.num_cut)
+            with nogil:
+                kernels.write_runs(&store.layout, base, lists.cut, lists.num_cut, &keys[0, 0, 0], &values[0, 0, 0])
+        for i in range(n):
+            table.victims.touched(table.picked[i])
         return 0
 
-    cdef void describe(self, int32_t row, int64_t num_queries, kvc_seq *out) noexcept nogil:
-        cdef Sequence *seq = &self.seqs[row]
-        out.runs, out.num_runs, out.num_tokens = seq.runs, seq.num_runs, seq.num_tokens
-        out.sink_tokens, out.num_queries = seq.sink_tokens, num_queries
+    cdef void _clear_new(self, const int64_t *counts, int64_t n) noexcept:
+        cdef Sequence *seq
+        cdef int64_t i
+        self._copy_blocks()
+        for i in range(n):
+            seq = &self.table.records.seqs[self.table.picked[i]]
+            self.store.clear_new_(seq.runs, seq.num_runs, 1 if counts == NULL else counts[i])
+
+    cdef void _copy_blocks(self) noexcept:
+        cdef RunLists lists = self.table.run_lists
+        if lists.num_copies:
+            self.store.copy_(&lists.copy_src[0], &lists.copy_dst[0], lists.num_copies)
+            lists.num_copies = 0

@@ -1,27 +1,36 @@
-"""Which sequence leaves next: a heap of those that may, ranked by recency, frequency, length or priority."""
+"""Which sequence is evicted next: a heap of those that may be, by recency, frequency, length or priority."""
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from cython cimport final
+from libc.stdint cimport int32_t, int64_t
 
 from kvcache.core.heap cimport IndexedHeap
-from kvcache.paged.sequences cimport SequenceRows
+from kvcache.paged.records cimport Sequence, SequenceRecords
 
 
-# A touch leaves the heap as it is: by recency and by frequency a key only grows, so the heap may hold an older,
-# smaller one, and the top is brought up to its present key before it is believed. A decoding step touches every
-# running sequence and evicts none of them: it pays nothing for the order, and an eviction pays at most what the
-# touches since would have cost. Keys of length and priority are always exact.
-cdef class RankedRows(SequenceRows):
-    cdef IndexedHeap order    # rows that may be evicted, next victim on top
-    cdef readonly object strategy      # an EvictionStrategy, by whose rank they leave
-    cdef int ranking          # the number of that, one of RANK_*
-    cdef int64_t clock        # recency counter
-    cdef readonly int64_t evictions    # sequences evicted, ever
+# A touch does not change the heap. By recency and by frequency a key only grows, so the heap may hold an older, smaller
+# key, and `first` updates the key of the top until it is current. A decoding step touches every running sequence and
+# evicts none: it pays nothing for the order, and an eviction pays at most what the touches since would have cost. Keys
+# of length and priority are always current.
+@final
+cdef class VictimOrder:
+    cdef SequenceRecords records
+    cdef IndexedHeap heap              # rows that may be evicted, the next one on top
+    cdef readonly object strategy      # an EvictionStrategy
+    cdef int key                       # what it compares, one of KEY_*
+    cdef int64_t clock                 # recency counter
 
-    cdef int32_t enter_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1    # open_, and room to rank it
-    cdef bint leave_(self, int32_t row) noexcept nogil        # close_, out of the order
-    cdef void touch_(self, int32_t row) noexcept nogil        # count an access
-    cdef void lengthened_(self, int32_t row) noexcept nogil   # after it got more tokens
-    cdef double key_(self, int32_t row) noexcept nogil        # the least leaves first
-    cdef void rank_(self, int32_t row) noexcept nogil         # put it where it belongs among the victims
-    cdef int32_t victim_(self) noexcept nogil                 # the row that leaves next, -1 when there is none
-    cdef bint all_shared_(self, int32_t row) noexcept nogil   # evicting it would free nothing
+    cdef int reserve_(self) except -1                         # room for a row that the records are about to add
+    cdef void entered(self, int32_t row) noexcept nogil       # the sequence is new, which is an access
+    cdef void lengthened(self, int32_t row) noexcept nogil    # it has more tokens
+    cdef void changed(self, int32_t row) noexcept nogil       # its pins, priority, id or number of tokens have changed
+    cdef int32_t first(self) noexcept nogil                   # the row to evict next, -1: there is none
+    cdef double _key_of(self, int32_t row) noexcept nogil     # the least is evicted first
+
+    cdef inline void touched(self, int32_t row) noexcept nogil:    # it was accessed
+        cdef Sequence *seq = &self.records.seqs[row]
+        self.clock += 1
+        seq.last_access = self.clock
+        seq.access_count += 1
+
+    cdef inline void left(self, int32_t row) noexcept nogil:       # it ends, or is passed over for now
+        self.heap.drop(row)

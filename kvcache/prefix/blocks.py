@@ -102,22 +102,22 @@ class PrefixCache:
         Raises:
             TypeError, ValueError: not an integer; negative.
         """
-        if not isinstance(paged, PagedBlocks):
+        if not isinstance(paged, PagedKvCache):
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
         most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
-        cache._own(paged, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
+        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
         return cache
 
     def _own(
         self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool
     ) -> None:  # fmt: skip
-        self._blocks, self._pool, self._store, self._lock = blocks, blocks._pool, blocks._store, blocks._lock
+        self._blocks, self._pool, self._store, self._lock = blocks, blocks.pool, blocks.store, blocks.lock
         self._head_dim, self._shared, self._max_blocks = head_dim, shared, max_blocks
         self._slots = Slots([self._pool], self._store.block_size)
         self._index = PrefixIndex(TokenTrie(self._store.block_size, policy), self._slots, max_blocks)
         self.source: Source | None = None
-        blocks._holders.append(partial(self._slots.counts, references=True))
+        blocks.holders.append(partial(self._slots.counts, references=True))
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class PrefixCache:
         """Per layer the rows of K and of V of these blocks; ValueError unless the store can hold them."""
         keys, values = (block_rows(self._store, [pair[i] for pair in pairs], self._head_dim) for i in (0, 1))
         for k, v in zip(keys, values, strict=True):
-            self._store.represent(k, v)
+            self._store.check_values(k, v)
         return keys, values
 
     def _store_rows(
@@ -252,7 +252,7 @@ class PrefixCache:
         """
         ids = as_tokens(token_ids)
         full = len(ids) // self.block_size
-        blocks = self._blocks._block_ids(block_ids)[:full]
+        blocks = self._blocks.as_ids(block_ids)[:full]
         if not self._shared:
             raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
         if len(blocks) < full:
@@ -445,4 +445,4 @@ class PrefixCache:
         with self._lock:
             self._index.check()
             assert len(self) <= self._max_blocks, "prefix cache: more blocks than allowed"
-            self._blocks._check()
+            self._blocks.check()

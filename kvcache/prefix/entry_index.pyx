@@ -8,6 +8,7 @@ from kvcache.prefix.index cimport PrefixIndex
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space
 from kvcache.trie.entries cimport EntryTrie
+from kvcache.trie.nodes cimport NodeTable, node_t
 from kvcache.trie.paths cimport walk_t
 
 __all__ = ["EntryIndex"]
@@ -30,9 +31,8 @@ cdef class EntryIndex(PrefixIndex):
 
     cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        if at.length < ids.shape[0] or self.trie.nodes[at.node].end > at.length or not self.trie.nodes[at.node].marked:
-            return -1
-        return at.node
+        cdef const node_t *node = &self.trie.table.nodes[at.node]
+        return at.node if at.length == ids.shape[0] == node.end and node.marked else -1
 
     def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
         """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
@@ -47,15 +47,15 @@ cdef class EntryIndex(PrefixIndex):
         if space is not None:
             at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
             while whole and at.length > 0 and (
-                not self.trie.nodes[at.node].marked or self.trie.nodes[at.node].end > at.length
+                not self.trie.table.nodes[at.node].marked or self.trie.table.nodes[at.node].end > at.length
             ):
-                at = walk_t(node=self.trie.nodes[at.node].parent, length=self.trie.nodes[at.node].begin)
+                at = walk_t(node=self.trie.table.nodes[at.node].parent, length=self.trie.table.nodes[at.node].begin)
         if at.length >= max(1, least):
             claim = space.slots.claim_of(at.length)
             self.trie.gather(at, claim.data.pages)
             claim.data.held = claim.data.n = at.length
             space.slots.keep(claim.data, 0)
-            self.trie.stamp_path((<EntryTrie>self.trie).serving(at.node))
+            self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
             self.hits += 1
             self.hit_tokens += at.length
         else:
@@ -63,19 +63,21 @@ cdef class EntryIndex(PrefixIndex):
         self.lookup_tokens += ids.shape[0]
         return claim
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None, int64_t most_entries=-1):
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None,
+               int64_t most_entries=-1):
         """As of `PrefixIndex`, as an entry.
 
         Args:
             most_entries: unmark entries that this one extends, the longest first, while there are more; -1: any number.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef NodeTable table = self.trie.table
         cdef int32_t node = self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
-        while most_entries >= 0 and self.trie.num_entries > most_entries and self.trie.nodes[node].parent >= 0:
-            node = self.trie.nodes[node].parent
-            self.evictions += self.trie.nodes[node].marked
-            self.trie.num_entries -= self.trie.nodes[node].marked
-            self.trie.nodes[node].marked = 0
+        while most_entries >= 0 and table.num_entries > most_entries and table.nodes[node].parent >= 0:
+            node = table.nodes[node].parent
+            self.evictions += table.nodes[node].marked
+            table.num_entries -= table.nodes[node].marked
+            table.nodes[node].marked = 0
 
     def remove(self, tokens, name=None):
         """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""

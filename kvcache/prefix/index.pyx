@@ -1,7 +1,7 @@
 """The index of cached prefixes; explained in index.pxd."""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -33,7 +33,7 @@ cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
 
 cdef TokenTrie like(TokenTrie trie):
     """An empty one."""
-    return type(trie)(trie.page_size, trie.policy)
+    return type(trie)(trie.table.page_size, trie.table.policy)
 
 
 cdef class PrefixIndex:
@@ -52,7 +52,7 @@ cdef class PrefixIndex:
         if slots is not None:
             slots.trie = trie
         if most_ghosts is not None:
-            self.reasons_of = MissReasons(slots.num_pages, trie.page_size, most_ghosts)
+            self.reasons_of = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
 
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
@@ -60,12 +60,12 @@ cdef class PrefixIndex:
         other.trie, other.slots, other.entries = like(self.trie), self.slots, self.entries
         other.kinds, other.spaces = list(self.kinds), Spaces()
         if self.reasons_of is not None:
-            other.reasons_of = MissReasons(self.slots.num_pages, self.trie.page_size, self.reasons_of.most_pages)
+            other.reasons_of = MissReasons(self.slots.num_pages, self.trie.table.page_size, self.reasons_of.most_pages)
         return other
 
     def __len__(self):
         """Pages, or entries, that are cached."""
-        return self.trie.num_entries if self.entries else self.trie.num_pages
+        return self.trie.table.num_entries if self.entries else self.trie.table.num_pages
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
@@ -98,12 +98,12 @@ cdef class PrefixIndex:
         if space is None:
             return Match(0, np.empty(0, np.int32), -1)
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        cdef cnp.npy_intp n = at.length // self.trie.page_size
+        cdef cnp.npy_intp n = at.length // self.trie.table.page_size
         cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
         self.trie.gather(at, <int32_t *>cnp.PyArray_DATA(pages))
         cdef Py_ssize_t usable = space.slots.usable(<const int32_t *>cnp.PyArray_DATA(pages), n)
         if usable < n or space.slots.table != NULL:
-            return Match(usable * self.trie.page_size, pages[:usable], -1)
+            return Match(usable * self.trie.table.page_size, pages[:usable], -1)
         return Match(at.length, pages, self.trie.partial(at))
 
     def claim(self, tokens, name=None):
@@ -113,7 +113,7 @@ cdef class PrefixIndex:
         self.settle()
         cdef Space space = self.spaces.find(name)
         cdef Slots slots = self.kinds[0] if space is None else space.slots
-        cdef Py_ssize_t size = self.trie.page_size, n = ids.shape[0], walked = 0, held = 0, i
+        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = 0, held = 0, i
         cdef walk_t at
         cdef int32_t tail = -1, node = -1
         cdef int reason = -1
@@ -136,7 +136,7 @@ cdef class PrefixIndex:
         # Nothing fails from here on.
         self.clock += 1
         if held:
-            self.trie.stamp_path(node)
+            self.trie.table.stamp_path(node)
         for i in range(held):
             slots.pages[pages[i]].used = self.clock
         claim.data.held = claim.data.n = held
@@ -166,14 +166,14 @@ cdef class PrefixIndex:
         if space is None:
             return None
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        cdef Py_ssize_t n = at.length // self.trie.page_size
+        cdef Py_ssize_t n = at.length // self.trie.table.page_size
         if n == 0:
             return None
         cdef Claim claim = space.slots.claim_of(n)
         self.trie.gather(at, claim.data.pages)
-        cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.page_size)
+        cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.table.page_size)
         claim.data.n = n
-        self.trie.stamp_path(node)
+        self.trie.table.stamp_path(node)
         space.slots.keep(claim.data, 0 if self.entries else n)
         return claim
 
@@ -227,15 +227,15 @@ cdef class PrefixIndex:
         cdef Space space = self.space_for(name, slots)
         cdef Py_ssize_t existing = 0, old = 0
         if space.root >= 0:
-            old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.page_size
+            old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(values)
         cdef int32_t node = self.put(ids, space, given, values.shape[0], old, &existing)
         if self.entries:
             self.mark(node)
 
     cdef void mark(self, int32_t node) noexcept:
-        self.trie.num_entries += not self.trie.nodes[node].marked
-        self.trie.nodes[node].marked = 1
+        self.trie.table.num_entries += not self.trie.table.nodes[node].marked
+        self.trie.table.nodes[node].marked = 1
 
     cdef Space space_for(self, object name, Slots slots):
         cdef Space space = self.spaces.open(name, slots)
@@ -245,7 +245,7 @@ cdef class PrefixIndex:
 
     cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
                      Py_ssize_t *existing) except -1:
-        cdef Py_ssize_t size = self.trie.page_size, i
+        cdef Py_ssize_t size = self.trie.table.page_size, i
         cdef const uint32_t *tokens = uint32s(ids)
         cdef int32_t root = space.root, node
         if ids.shape[0] != n * size or n == 0:
@@ -255,14 +255,14 @@ cdef class PrefixIndex:
         if self.reasons_of is not None:
             self.reasons_of.prepare(tokens, values, old, n)
         if root < 0:
-            root = self.trie.new_root()
+            root = self.trie.table.new_root()
         try:
             self.spaces.of_root[root] = space
             node = self.trie.put(root, tokens, n * size, values, existing)
         except BaseException:
             if space.root < 0:
                 self.spaces.of_root.pop(root, None)
-                self.trie.give(root)
+                self.trie.table.give(root)
             raise
         space.root = root
         return node
@@ -279,8 +279,8 @@ cdef class PrefixIndex:
         cdef int32_t leaf = self.victim(count, &pages), root = leaf
         if leaf < 0:
             return None
-        while self.trie.nodes[root].parent >= 0:
-            root = self.trie.nodes[root].parent
+        while self.trie.table.nodes[root].parent >= 0:
+            root = self.trie.table.nodes[root].parent
         cdef Space space = self.spaces.of_root[root]
         _, tokens, values = self.trie.path(leaf)
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
@@ -293,20 +293,20 @@ cdef class PrefixIndex:
         else:
             self.evictions += pages
             claim.data.n = pages
-            self.trie.shrink(leaf, pages, claim.data.pages)
+            self.trie.table.shrink(leaf, pages, claim.data.pages)
         self.taken(space, claim)
         self.spaces.close(space, self.trie)
         return claim
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
         """The leaf to take pages from, and how many its tail has of `count` that are not pinned; -1: none."""
-        cdef int32_t leaf = self.trie.leaves.top(), last
+        cdef int32_t leaf = self.trie.table.leaves.top(), last
         cdef Py_ssize_t n
         cdef const int32_t *values
         if self.entries or count <= 0:
             return leaf if self.entries else -1
         while leaf >= 0:
-            n, values = self.trie.pages(leaf), self.trie.values(leaf)
+            n, values = self.trie.table.pages(leaf), self.trie.table.values(leaf)
             pages[0] = 0
             while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
                 pages[0] += 1
@@ -314,15 +314,15 @@ cdef class PrefixIndex:
                 return leaf
             last = values[n - 1]
             self.slots.pages[last].parked = leaf
-            self.trie.nodes[leaf].pins += 1
-            self.trie.list_leaf(leaf)
-            leaf = self.trie.leaves.top()
+            self.trie.table.nodes[leaf].pins += 1
+            self.trie.table.list_leaf(leaf)
+            leaf = self.trie.table.leaves.top()
         return -1
 
     cdef void cut(self, int32_t node, Claim claim) noexcept:
-        self.trie.num_entries -= self.trie.nodes[node].marked
-        self.trie.nodes[node].marked = 0
-        if self.trie.nodes[node].child < 0:
+        self.trie.table.num_entries -= self.trie.table.nodes[node].marked
+        self.trie.table.nodes[node].marked = 0
+        if self.trie.table.nodes[node].child < 0:
             claim.data.n = self.trie.cut(node, claim.data.pages)
 
     cdef void taken(self, Space space, Claim claim) noexcept:
@@ -380,21 +380,21 @@ cdef class PrefixIndex:
         cdef Space space = self.spaces.find(name)
         found = self.find(ids, name)
         cdef Py_ssize_t at = [*found.pages.tolist(), found.tail].index(page)
-        cdef Py_ssize_t length = at * self.trie.page_size
+        cdef Py_ssize_t length = at * self.trie.table.page_size
         bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
         cdef int32_t node = self.trie.boundary(self.trie.match(space.root, ids[:length])[0], length)
-        cdef Claim claim = space.slots.claim_of(self.trie.num_pages)
-        self.trie.nodes[node].pins += 1    # It keeps its id while what follows it goes.
-        self.trie.list_leaf(node)
+        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
+        self.trie.table.nodes[node].pins += 1    # It keeps its id while what follows it goes.
+        self.trie.table.list_leaf(node)
         try:
             values = self.trie.prune(space.root, bad)
         finally:
-            self.trie.nodes[node].pins -= 1
-            self.trie.list_leaf(node)
+            self.trie.table.nodes[node].pins -= 1
+            self.trie.table.list_leaf(node)
         claim.data.n = values.shape[0]
         memcpy(claim.data.pages, cnp.PyArray_DATA(values), values.shape[0] * sizeof(int32_t))
         self.taken(space, claim)
-        if self.entries and length and self.trie.nodes[node].child < 0 and not self.trie.nodes[node].marked:
+        if self.entries and length and self.trie.table.nodes[node].child < 0 and not self.trie.table.nodes[node].marked:
             if 0 <= least <= length:
                 self.mark(node)
             else:
@@ -433,12 +433,12 @@ cdef class PrefixIndex:
                 self.reasons_of.check(named)
             for id in range(slots.num_pages):
                 parked += slots.pages[id].parked >= 0
-        for id in range(self.trie.used):
-            pins += self.trie.nodes[id].pins if self.trie.nodes[id].begin >= 0 else 0
+        for id in range(self.trie.table.used):
+            pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
         assert parked == pins, "prefix index: leaves are parked that no page knows of"
         if self.reasons_of is not None:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
-            assert self.hits * self.trie.page_size == self.hit_tokens, "prefix index: hits do not add up"
+            assert self.hits * self.trie.table.page_size == self.hit_tokens, "prefix index: hits do not add up"
 
 
 def commit(parts):

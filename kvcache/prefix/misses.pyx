@@ -53,19 +53,19 @@ cdef class MissReasons:
         try:
             if root < 0:
                 self.roots.reserve(self.roots.used + 1)
-                root = self.ghosts.new_root()
+                root = self.ghosts.table.new_root()
                 self.roots.put(space, root)
             self.ghosts.put(root, tokens, n, pages, &existing)
         except MemoryError:
             return
-        while self.ghosts.num_pages > self.most_pages:
-            self.ghosts.free_pages(min(64, self.ghosts.num_pages - self.most_pages), out)
+        while self.ghosts.table.num_pages > self.most_pages:
+            self.ghosts.free_pages(min(64, self.ghosts.table.num_pages - self.most_pages), out)
         if self.roots.used > self.most_pages + 64:
             for slot in range(self.roots.capacity):
                 root = self.roots.values[slot]
-                if root >= 0 and self.ghosts.nodes[root].child < 0:
+                if root >= 0 and self.ghosts.table.nodes[root].child < 0:
                     self.roots.drop(self.roots.keys[slot])
-                    self.ghosts.give(root)
+                    self.ghosts.table.give(root)
 
     @property
     def nbytes(self):
@@ -77,4 +77,4 @@ cdef class MissReasons:
         self.texts.check(pages)
         self.ghosts.check()
         self.roots.check()
-        assert self.ghosts.num_pages <= self.most_pages, "misses: more ghosts than allowed"
+        assert self.ghosts.table.num_pages <= self.most_pages, "misses: more ghosts than allowed"

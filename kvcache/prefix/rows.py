@@ -128,7 +128,7 @@ class PackedRows:
 
     def represent(self, keys: Float32, values: Float32) -> None:
         """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
-        self._empty.represent(keys.reshape(self._shape), values.reshape(self._shape))
+        self._empty.check_values(keys.reshape(self._shape), values.reshape(self._shape))
 
     def write(self, slots: Int32, keys: list[Float32], values: list[Float32]) -> None:
         """Store rows `(len(slots), kv_dim)` of every layer."""

@@ -131,8 +131,8 @@ cdef class Slots:
         cdef page_t *record = &self.pages[page]
         record.pins -= 1
         if record.pins == 0 and record.parked >= 0:
-            self.trie.nodes[record.parked].pins -= 1
-            self.trie.list_leaf(record.parked)
+            self.trie.table.nodes[record.parked].pins -= 1
+            self.trie.table.list_leaf(record.parked)
             record.parked = -1
 
     cdef void settle_(self) noexcept:

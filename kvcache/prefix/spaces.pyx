@@ -1,6 +1,6 @@
 """Namespaces of a prefix index; see spaces.pxd."""
 
-from libc.stdint cimport int32_t, uint64_t
+from libc.stdint cimport uint64_t
 
 from kvcache.prefix.slots cimport Slots
 from kvcache.trie.trie cimport TokenTrie
@@ -44,9 +44,9 @@ cdef class Spaces:
             space.listed, space.next, self.vacant = True, self.vacant, space
 
     cdef int close(self, Space space, TokenTrie trie) except -1:
-        if trie.nodes[space.root].child < 0:
+        if trie.table.nodes[space.root].child < 0:
             self.of_root.pop(space.root, None)
-            trie.give(space.root)
+            trie.table.give(space.root)
             space.root = -1
             self.list_vacant(space)
         return 0
@@ -64,6 +64,6 @@ cdef class Spaces:
         assert trie.roots() == sorted(self.of_root), "namespaces: roots differ"
         for root, space in self.of_root.items():
             assert space.root == root and self.by_name.get(space.name) is space, "namespaces: names differ"
-            assert trie.nodes[space.root].child >= 0, "namespaces: one without pages has a root"
+            assert trie.table.nodes[space.root].child >= 0, "namespaces: one without pages has a root"
         assert self.vacant is not None or len(self.by_name) == len(self.of_root), "namespaces: a name without pages"
         return 0

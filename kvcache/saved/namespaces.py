@@ -33,7 +33,7 @@ def encode_namespace(name: Hashable, depth: int = 0) -> bytes:
     if isinstance(name, tuple) and depth < _DEPTH:
         return b"(" + _LENGTH.pack(len(name)) + b"".join(encode_namespace(part, depth + 1) for part in name)
     raise TypeError(
-        f"expected namespaces of None, bool, int, str, bytes or tuples of them to save, got {type(name).__name__}"
+        f"namespace: expected None, bool, int, str, bytes or a tuple of them to save, got {type(name).__name__}"
     )
 
 
@@ -45,7 +45,7 @@ def decode_namespace(data: bytes) -> Hashable:
     """The namespace that these bytes say, all of them. ValueError: not what `encode_namespace` makes."""
     name, end = _decode(data, 0, 0)
     if end != len(data) or encode_namespace(name) != data:
-        raise ValueError("expected a namespace, got other bytes")
+        raise ValueError("namespace: expected the bytes of one, got others")
     return name
 
 
@@ -55,10 +55,10 @@ def _decode(data: bytes, at: int, depth: int) -> tuple[Hashable, int]:
         return {b"N": None, b"T": True, b"F": False}[tag], at + 1
     first = at + 1 + _LENGTH.size
     if tag not in (b"i", b"s", b"b", b"(") or first > len(data) or (tag == b"(" and depth >= _DEPTH):
-        raise ValueError("expected a namespace, got other bytes")
+        raise ValueError("namespace: expected the bytes of one, got others")
     (length,) = _LENGTH.unpack_from(data, at + 1)
     if length > len(data) - first:  # an item takes a byte or more
-        raise ValueError(f"expected {length} bytes of a namespace, got {len(data) - first}")
+        raise ValueError(f"namespace: expected {length} bytes, got {len(data) - first}")
     if tag == b"(":
         parts = []
         for _ in range(length):

@@ -1,11 +1,10 @@
 """Pages of a file, read and checked: one thread reads on while another checks what has been read.
 
-Copying a page out of the system's memory and computing its checksum take about as long. Whoever reads needs no
-interpreter, so that the two do not wait for each other. Threads are joined by compiled code, which no interrupt can cut
-short: when a call is left, however it is, nobody writes to its buffers any more.
+Copying a page out of the system's memory takes about as long as computing its checksum. Reading needs no interpreter, so
+the two do not wait for each other. Compiled code joins the threads, and no interrupt can cut it short: when a call has
+ended, with whatever result, no thread writes to its buffers.
 """
 
-from cython.parallel cimport prange
 from libc.errno cimport EINTR, errno
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
@@ -40,10 +39,20 @@ cdef struct Page:
     bint is_whole            # the file had all of it
 
 
+cdef struct Step:            # pages [done, first) are checked while [first, stop) are read
+    int fd
+    Page *table
+    int64_t done, first, stop
+    void *pages              # list: of each page, its arrays
+    const uint32_t *checksums
+    unsigned char *good
+    void *errors             # list with room for one
+
+
 def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::1] checksums):
     """Read pages, each into its buffers; whether it is there as a whole and has its checksum, bool `(len(pages),)`.
 
-    What buffers hold whose page is not good is void. A page that cannot be read, for a bad sector say, is not good.
+    Buffers of a bad page have undefined contents. A page that cannot be read, because of a bad sector say, is bad.
 
     Args:
         fd: of the file.
@@ -59,11 +68,11 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
     cdef cnp.ndarray buffer
     good = np.zeros(n, np.bool_)
     if offsets.shape[0] != n or checksums.shape[0] != n:
-        raise ValueError(f"expected {n} offsets and checksums, got {offsets.shape[0]} and {checksums.shape[0]}")
+        raise ValueError(f"pages: expected {n} offsets and checksums, got {offsets.shape[0]} and {checksums.shape[0]}")
     for buffers in pages:
         for buffer in buffers:
             if not (cnp.PyArray_IS_C_CONTIGUOUS(buffer) and cnp.PyArray_ISWRITEABLE(buffer)):
-                raise ValueError("expected arrays that are C-contiguous and writable, got another one")
+                raise ValueError("pages: expected C-contiguous and writable arrays, got another one")
             count += 1
     if n == 0:
         return good
@@ -86,40 +95,41 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
 cdef int read_and_check(int fd, Page *table, int64_t n, list pages, const uint32_t[::1] checksums,
                         unsigned char[::1] good) except -1:
     cdef int64_t size = max(1, n // STEPS), done = 0, first = 0, stop = min(n, size)
-    cdef int turn, threads = min(2, kernels.num_threads())
     errors = [None]    # room for one: where memory is short, there is none to take note of it
+    cdef Step step
+    step.fd, step.table, step.pages, step.checksums = fd, table, <void *>pages, &checksums[0]
+    step.good, step.errors = &good[0], <void *>errors
     while done < n:
-        if threads == 1:    # no region: a child of os.fork() would hang in one
-            check(table, done, first, pages, checksums, good, errors)
-            read(fd, table, first, stop)
-        else:
-            for turn in prange(2, nogil=True, schedule="static", chunksize=1, num_threads=2):
-                if turn == 0:
-                    with gil:
-                        check(table, done, first, pages, checksums, good, errors)
-                else:
-                    read(fd, table, first, stop)
+        step.done, step.first, step.stop = done, first, stop
+        with nogil:
+            kernels.run_items(2, min(2, kernels.num_threads()), check_or_read, &step)
         if errors[0] is not None:
             raise errors[0]
         done, first, stop = first, stop, min(n, stop + size)
     return 0
 
 
-cdef void check(const Page *table, int64_t first, int64_t stop, list pages, const uint32_t[::1] checksums,
-                unsigned char[::1] good, list errors) noexcept:
-    """What is raised becomes `errors[0]`, since no exception can leave a thread."""
+cdef void check_or_read(void *context, int64_t index, int thread) noexcept nogil:
+    """Item 0, which is the caller's, checks the pages of the step before; item 1 reads those of this one."""
+    cdef Step *step = <Step *>context
+    cdef int64_t i
+    if index == 0:
+        with gil:
+            check(step)
+        return
+    for i in range(step.first, step.stop):
+        step.table[i].is_whole = fill(step.fd, step.table[i].parts, step.table[i].num_parts, step.table[i].offset)
+
+
+cdef void check(Step *step) noexcept:
+    """What is raised becomes `errors[0]`, since no exception can leave an item."""
     cdef int64_t i
     try:
-        for i in range(first, stop):
-            good[i] = table[i].is_whole and checksum(pages[i]) == checksums[i]
+        pages = <list>step.pages
+        for i in range(step.done, step.first):
+            step.good[i] = step.table[i].is_whole and checksum(pages[i]) == step.checksums[i]
     except BaseException as error:
-        errors[0] = error
-
-
-cdef void read(int fd, Page *table, int64_t first, int64_t stop) noexcept nogil:
-    cdef int64_t i
-    for i in range(first, stop):
-        table[i].is_whole = fill(fd, table[i].parts, table[i].num_parts, table[i].offset)
+        (<list>step.errors)[0] = error
 
 
 cdef bint fill(int fd, iovec *part, int64_t num_parts, off_t offset) noexcept nogil:

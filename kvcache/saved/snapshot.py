@@ -273,7 +273,7 @@ class Snapshot:
             try:
                 self.names.append(decode_namespace(data[at : at + length]))
             except (ValueError, TypeError) as error:
-                raise SnapshotError(str(error)) from error
+                raise SnapshotError(f"namespaces: {error}") from error
             arenas.append(arena)
             at += length
         different = len(set(zip(arenas, self.names, strict=True)))

@@ -1,0 +1,3 @@
+from kvcache.trie.nodes import NodeTable
+
+def check_nodes(table: NodeTable) -> None: ...

@@ -1,4 +1,4 @@
-"""Every invariant of the trie's nodes: what `TokenTrie.check` verifies. Linear in the size of the trie."""
+"""Every invariant of the trie's nodes: what `TokenTrie.check` verifies. O(nodes)."""
 
 from libc.stdint cimport int32_t
 
@@ -19,9 +19,7 @@ cdef int check_node(NodeTable table, int32_t id) except -1:
     expect(above.begin >= 0, "its parent is a free record", id)
     expect(node.begin == above.end and node.begin < node.end, "it does not begin where its parent ends", id)
     expect(node.head >= 0 and node.head + node.end - node.begin <= node.capacity, "its text is too short", id)
-    expect(
-        table.children.find(node.parent, table.tokens(id)[0]) == id, "the table of children does not find it", id
-    )
+    expect(table.children.find(node.parent, table.tokens(id)[0]) == id, "the table of children does not find it", id)
     expect(not leaf or node.end % table.page_size == 0, "a leaf ends inside a page", id)
     expect(not node.marked or node.end % table.page_size == 0, "a mark lies inside a page", id)
     expect(node.stamp <= above.stamp, "it was used later than its parent", id)
@@ -38,9 +36,7 @@ cdef int check_children(NodeTable table, int32_t id) except -1:
     while child >= 0:
         expect(table.nodes[child].parent == id, "a child has another parent", id)
         expect(table.nodes[child].prev == before, "the list of children is broken", id)
-        expect(
-            before < 0 or table.nodes[before].stamp >= table.nodes[child].stamp, "a newer child stands behind", id
-        )
+        expect(before < 0 or table.nodes[before].stamp >= table.nodes[child].stamp, "a newer child comes later", id)
         before = child
         child = table.nodes[child].next
     expect(node.pins >= 0, "it was unpinned more often than pinned", id)
@@ -78,7 +74,8 @@ cdef int check_totals(NodeTable table) except -1:
     return 0
 
 
-cdef int check_nodes(NodeTable table) except -1:
+def check_nodes(NodeTable table not None):
+    """AssertionError names the broken invariant, and the node where there is one."""
     cdef Py_ssize_t id
     check_totals(table)
     for id in range(table.used):
@@ -88,4 +85,3 @@ cdef int check_nodes(NodeTable table) except -1:
             check_node(table, <int32_t>id)
         check_children(table, <int32_t>id)
     table.leaves.check()
-    return 0

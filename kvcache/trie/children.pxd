@@ -1,10 +1,10 @@
-"""Which child of a node begins with a token: one hash table for the whole tree.
+"""The child of a node that begins with a token: one hash table for the whole tree.
 
     (node, first token) -> child
 
-Open addressing with linear probing over 12-byte slots that hold the key itself, so a miss costs one random
-access and no node is ever looked at in vain. Deletion shifts the followers back: no tombstones, and the
-table of a tree that only turns over never degrades. At most two thirds of the slots are in use.
+Open addressing with linear probing over 12-byte slots that hold the key itself, so a miss costs one random access and
+reads no node. Deletion shifts the followers back instead of leaving tombstones, so the table does not degrade while
+children come and go. At most two thirds of the slots are in use.
 """
 
 from libc.stdint cimport int32_t, uint32_t
@@ -21,7 +21,7 @@ cdef class ChildTable:
     cdef Py_ssize_t num_slots    # 0 before the first reserve
     cdef Py_ssize_t count        # slots in use
 
-    # Room for `extra` more children; what follows cannot fail for these.
+    # Room for `extra` more children: putting these cannot fail.
     cdef int reserve(self, Py_ssize_t extra) except -1 nogil
     # The child of `node` whose edge begins with `token`, -1 if there is none.
     cdef int32_t find(self, int32_t node, uint32_t token) noexcept nogil
@@ -29,4 +29,3 @@ cdef class ChildTable:
     cdef void put(self, int32_t node, uint32_t token, int32_t child) noexcept nogil
     # Forget the child of (node, token), which must be there.
     cdef void drop(self, int32_t node, uint32_t token) noexcept nogil
-    cdef void empty(self) noexcept nogil

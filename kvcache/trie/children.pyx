@@ -5,7 +5,7 @@ from libc.stdlib cimport free, malloc
 
 
 cdef inline uint64_t mix(int32_t node, uint32_t token) noexcept nogil:
-    """All bits of the key into the low bits of the hash: a walk waits for it at every node, so one product.
+    """A hash whose low bits depend on all bits of the key. One product: the hash is on the critical path of a walk.
 
     The product (by 2**64 over the golden ratio, Knuth, TAOCP 3, section 6.4) has every bit of the key in its high half.
     """
@@ -22,7 +22,7 @@ cdef inline Py_ssize_t probe(child_slot* slots, uint64_t mask, int32_t node, uin
 
 
 cdef class ChildTable:
-    """(node, first token) -> child; used by the trie alone, below its shell."""
+    """(node, first token) -> child, for one `NodeTable`."""
 
     def __dealloc__(self):
         free(self.slots)
@@ -56,9 +56,7 @@ cdef class ChildTable:
     cdef void put(self, int32_t node, uint32_t token, int32_t child) noexcept nogil:
         cdef Py_ssize_t i = probe(self.slots, self.num_slots - 1, node, token)
         self.count += self.slots[i].child < 0
-        self.slots[i].node = node
-        self.slots[i].token = token
-        self.slots[i].child = child
+        self.slots[i] = child_slot(node, token, child)
 
     cdef void drop(self, int32_t node, uint32_t token) noexcept nogil:
         cdef uint64_t mask = self.num_slots - 1
@@ -74,17 +72,3 @@ cdef class ChildTable:
                 self.slots[hole] = self.slots[i]
                 hole = i
         self.slots[hole].child = -1
-
-    cdef void empty(self) noexcept nogil:
-        cdef Py_ssize_t i
-        for i in range(self.num_slots):
-            self.slots[i].child = -1
-        self.count = 0
-
-    def __len__(self):
-        return self.count
-
-    @property
-    def nbytes(self):
-        """Bytes of memory that the table holds."""
-        return self.num_slots * sizeof(child_slot)

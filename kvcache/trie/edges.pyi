@@ -3,7 +3,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.trie.nodes import NodeTable
+from kvcache.trie.trie import TokenTrie
 
 class Edges(NamedTuple):
     parents: NDArray[np.int64]
@@ -13,4 +13,4 @@ class Edges(NamedTuple):
     tokens: NDArray[np.uint32]
     values: NDArray[np.int32]
 
-def edges_of(trie: NodeTable, root: int) -> Edges: ...
+def edges_of(trie: TokenTrie, root: int) -> Edges: ...

@@ -1,4 +1,4 @@
-"""Entries: a token trie in which whole stored keys have a life of their own."""
+"""Entries: a token trie whose keys are stored, used, evicted and removed as a whole."""
 
 from libc.stdint cimport int32_t
 
@@ -6,6 +6,6 @@ from kvcache.trie.trie cimport TokenTrie
 
 
 cdef class EntryTrie(TokenTrie):
-    # The first entry at or below the node, by recency; the node's leaf where none is marked.
+    # The first entry at or below the node, by recency; the node's leaf if none is marked.
     cdef int32_t serving(self, int32_t id) noexcept nogil
     cdef object _evict_entry(self, int32_t kept)

@@ -1,24 +1,24 @@
-"""Records, texts, links and shapes of the token trie's nodes; drawn and explained in trie/nodes.pxd."""
+"""The nodes of the token trie: records, texts, links, changes of shape; drawn in trie/nodes.pxd."""
 
 from libc.stdint cimport int32_t, uint32_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
 
-from kvcache.trie.children cimport ChildTable
-from kvcache.trie.policy cimport Policy
 from kvcache.core.heap cimport IndexedHeap
+from kvcache.trie.children cimport ChildTable, child_slot
+from kvcache.trie.policy cimport Policy
 
 cdef enum:
     MAX_NODES = 0x7FFFFFF0
-    MAX_JOIN = 1024       # tokens: what an eviction may copy to undo a fork that is no longer one
+    MAX_JOIN = 1024       # most tokens that an eviction copies to join the two nodes of a former fork
 
 
 cdef class NodeTable:
-    """The shape of a token trie; `TokenTrie` adds the operations."""
+    """The nodes of one trie, below `TokenTrie`: nothing is checked here but the page size."""
 
     def __cinit__(self, Py_ssize_t page_size=1, Policy policy=None):
         if not 1 <= page_size <= 256:
-            raise ValueError(f"expected a page size in [1, 256], got {page_size}")
+            raise ValueError(f"page_size: expected 1 to 256, got {page_size}")
         self.page_size = <int32_t>page_size
         self.free_node = -1
         self.policy = Policy() if policy is None else policy
@@ -31,8 +31,6 @@ cdef class NodeTable:
             if self.nodes[id].begin >= 0:
                 free(self.nodes[id].text)
         free(self.nodes)
-
-    # ------------------------------------------------------------------ records
 
     cdef int reserve(self, Py_ssize_t extra) except -1 nogil:
         cdef Py_ssize_t room = self.capacity
@@ -58,21 +56,25 @@ cdef class NodeTable:
         else:
             id = <int32_t>self.used
             self.used += 1
-        self.nodes[id] = node_t(
-            text=NULL, stamp=0, begin=0, end=0, head=0, capacity=0, parent=-1, child=-1, prev=-1, next=-1,
-            pins=0, marked=0, queue=-1, uses=0,
-        )
+        self.nodes[id] = node_t(text=NULL, stamp=0, begin=0, end=0, head=0, capacity=0, parent=-1, child=-1, prev=-1,
+                                next=-1, pins=0, marked=0, queue=-1, uses=0)
         return id
 
     cdef void give(self, int32_t id) noexcept nogil:
         cdef node_t* node = &self.nodes[id]
         self.text_bytes -= text_size(self.page_size, node.begin - node.head, node.capacity)
         free(node.text)
-        node.text = NULL
-        node.begin = -1
-        node.parent = self.free_node
+        node.text, node.begin, node.parent = NULL, -1, self.free_node
         self.free_node = id
         self.num_free += 1
+
+    cdef bint is_root(self, Py_ssize_t id) noexcept nogil:
+        return 0 <= id < self.used and self.nodes[id].begin >= 0 and self.nodes[id].parent < 0
+
+    cdef Py_ssize_t nbytes(self) except -1:
+        """Bytes of memory that the records, texts, children and candidates for eviction take."""
+        cdef size_t records = self.capacity * sizeof(node_t), children = self.children.num_slots * sizeof(child_slot)
+        return records + children + self.text_bytes + self.leaves.nbytes
 
     # ------------------------------------------------------------------ texts
 
@@ -81,13 +83,24 @@ cdef class NodeTable:
 
     cdef int32_t* values(self, int32_t id) noexcept nogil:
         cdef node_t* node = &self.nodes[id]
-        cdef Py_ssize_t given = 0    # values at the front that went to upper halves
+        cdef Py_ssize_t moved = 0    # values at the front that moved to upper halves
         if node.head > 0:
-            given = node.begin // self.page_size - (node.begin - node.head) // self.page_size
-        return <int32_t*>(node.text + node.capacity) + given
+            moved = node.begin // self.page_size - (node.begin - node.head) // self.page_size
+        return <int32_t*>(node.text + node.capacity) + moved
 
     cdef Py_ssize_t pages(self, int32_t id) noexcept nogil:
         return self.nodes[id].end // self.page_size - self.nodes[id].begin // self.page_size
+
+    cdef int32_t new_node(self, Py_ssize_t begin, Py_ssize_t end) except -1 nogil:
+        """A record with room for the tokens at depths [begin, end), linked to nothing."""
+        self.reserve(1)
+        cdef uint32_t* text = self.new_text(begin, end)
+        if text is NULL:
+            raise MemoryError(f"no memory for {end - begin} tokens")
+        cdef int32_t id = self.take()
+        cdef node_t* node = &self.nodes[id]
+        node.text, node.begin, node.end, node.capacity = text, <int32_t>begin, <int32_t>end, <int32_t>(end - begin)
+        return id
 
     cdef uint32_t* new_text(self, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
         cdef uint32_t* text = <uint32_t*>malloc(text_size(self.page_size, begin, end - begin))
@@ -96,7 +109,7 @@ cdef class NodeTable:
         return text
 
     cdef bint retext(self, int32_t id, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
-        """Move the node's text to one with room for exactly the depths [begin, end); False for want of memory."""
+        """Move the node's text to one with room for exactly the depths [begin, end); False if there is no memory."""
         cdef uint32_t* text = self.new_text(begin, end)
         cdef node_t* node = &self.nodes[id]
         cdef Py_ssize_t page = node.begin // self.page_size - begin // self.page_size
@@ -108,25 +121,19 @@ cdef class NodeTable:
         memcpy(values, self.values(id), self.pages(id) * sizeof(int32_t))
         self.text_bytes -= text_size(self.page_size, node.begin - node.head, node.capacity)
         free(node.text)
-        node.text = text
-        node.head = <int32_t>(node.begin - begin)
-        node.capacity = <int32_t>(end - begin)
+        node.text, node.head, node.capacity = text, <int32_t>(node.begin - begin), <int32_t>(end - begin)
         return True
 
     cdef void compact(self, int32_t id) noexcept nogil:
-        """Give memory back once half of it is idle: what is copied was paid for by what left."""
+        """Release memory once half of it is unused: on average, what is copied is no more than what was removed."""
         cdef node_t* node = &self.nodes[id]
         if 2 * (node.end - node.begin) < node.capacity:
-            self.retext(id, node.begin, node.end)    # Without memory the larger text serves as well.
-
-    # ------------------------------------------------------------------ links
+            self.retext(id, node.begin, node.end)    # without memory the larger text stays
 
     cdef void enlist(self, int32_t id, int32_t parent) noexcept nogil:
         """Link `id` under `parent`, as its newest child."""
         cdef int32_t first = self.nodes[parent].child
-        self.nodes[id].parent = parent
-        self.nodes[id].prev = -1
-        self.nodes[id].next = first
+        self.nodes[id].parent, self.nodes[id].prev, self.nodes[id].next = parent, -1, first
         if first >= 0:
             self.nodes[first].prev = id
         self.nodes[parent].child = id
@@ -143,9 +150,7 @@ cdef class NodeTable:
     cdef void replace(self, int32_t old, int32_t new) noexcept nogil:
         """`new` takes the place of `old` among its siblings; both edges begin with the same token."""
         cdef node_t* node = &self.nodes[new]
-        node.parent = self.nodes[old].parent
-        node.prev = self.nodes[old].prev
-        node.next = self.nodes[old].next
+        node.parent, node.prev, node.next = self.nodes[old].parent, self.nodes[old].prev, self.nodes[old].next
         if node.prev >= 0:
             self.nodes[node.prev].next = new
         else:
@@ -154,31 +159,17 @@ cdef class NodeTable:
             self.nodes[node.next].prev = new
         self.children.put(node.parent, self.tokens(new)[0], new)
 
-    # ------------------------------------------------------------------ shape
-
     cdef int32_t new_root(self) except -1 nogil:
         self.reserve(1)
         return self.take()
 
     cdef int32_t split(self, int32_t id, Py_ssize_t depth) except -1 nogil:
         """Cut `id` at `depth`, strictly inside it; the new upper half is returned, `id` is the lower one."""
-        cdef int32_t upper
-        cdef uint32_t* text
-        cdef node_t* node
-        cdef node_t* above
-        self.reserve(1)
-        text = self.new_text(self.nodes[id].begin, depth)
-        if text is NULL:
-            raise MemoryError(f"no memory for {depth - self.nodes[id].begin} tokens")
-        upper = self.take()
-        node = &self.nodes[id]
-        above = &self.nodes[upper]
-        above.text = text
+        cdef int32_t upper = self.new_node(self.nodes[id].begin, depth)
+        cdef node_t* node = &self.nodes[id]
+        cdef node_t* above = &self.nodes[upper]
         above.stamp = node.stamp
         above.uses = node.uses
-        above.begin = node.begin
-        above.end = <int32_t>depth
-        above.capacity = above.end - above.begin
         memcpy(self.tokens(upper), self.tokens(id), above.capacity * sizeof(uint32_t))
         memcpy(self.values(upper), self.values(id), self.pages(upper) * sizeof(int32_t))
         self.replace(id, upper)
@@ -190,7 +181,7 @@ cdef class NodeTable:
         return upper
 
     cdef void join(self, int32_t upper, Py_ssize_t max_tokens) noexcept nogil:
-        """Undo a split that nothing needs any more: the only child takes over the text of `upper`."""
+        """Undo a split that nothing needs any more: the only child receives the text of `upper`."""
         cdef node_t* above = &self.nodes[upper]
         cdef int32_t id = above.child
         cdef node_t* node
@@ -202,31 +193,19 @@ cdef class NodeTable:
         if node.end - above.begin > max_tokens:
             return
         if not self.retext(id, above.begin, node.end):
-            return    # Two nodes serve as well as one.
+            return    # without memory two nodes stay
         self.children.drop(upper, self.tokens(id)[0])
-        node.head = 0
-        node.begin = above.begin
+        node.head, node.begin = 0, above.begin
         memcpy(self.tokens(id), self.tokens(upper), (above.end - above.begin) * sizeof(uint32_t))
         memcpy(self.values(id), self.values(upper), self.pages(upper) * sizeof(int32_t))
         self.replace(upper, id)
         self.give(upper)
 
-    cdef int32_t attach(
-        self, int32_t parent, const uint32_t* tokens, Py_ssize_t end, const int32_t* values
-    ) except -1 nogil:
-        """A new leaf below `parent` up to depth `end`; `tokens` and `values` begin at the leaf's first."""
+    cdef int32_t attach(self, int32_t parent, const uint32_t* tokens, Py_ssize_t end,
+                        const int32_t* values) except -1 nogil:
+        """A new leaf below `parent` up to depth `end`; `tokens` and `values` begin with the leaf's first."""
         cdef Py_ssize_t begin = self.nodes[parent].end
-        cdef int32_t id
-        cdef uint32_t* text
-        self.reserve(1)
-        text = self.new_text(begin, end)
-        if text is NULL:
-            raise MemoryError(f"no memory for {end - begin} tokens")
-        id = self.take()
-        self.nodes[id].text = text
-        self.nodes[id].begin = <int32_t>begin
-        self.nodes[id].end = <int32_t>end
-        self.nodes[id].capacity = <int32_t>(end - begin)
+        cdef int32_t id = self.new_node(begin, end)
         memcpy(self.tokens(id), tokens, (end - begin) * sizeof(uint32_t))
         memcpy(self.values(id), values, self.pages(id) * sizeof(int32_t))
         self.leaves.drop(parent)
@@ -236,10 +215,9 @@ cdef class NodeTable:
         self.num_pages += self.pages(id)
         return id
 
-    cdef int extend(
-        self, int32_t leaf, const uint32_t* tokens, Py_ssize_t end, const int32_t* values
-    ) except -1 nogil:
-        """Lengthen `leaf` up to depth `end`; `tokens` and `values` begin behind its last."""
+    cdef int extend(self, int32_t leaf, const uint32_t* tokens, Py_ssize_t end,
+                    const int32_t* values) except -1 nogil:
+        """Lengthen `leaf` up to depth `end`; `tokens` and `values` begin after its last."""
         cdef Py_ssize_t length = end - self.nodes[leaf].end
         cdef Py_ssize_t pages = self.pages(leaf)
         if not self.retext(leaf, self.nodes[leaf].begin, end):
@@ -267,7 +245,7 @@ cdef class NodeTable:
         self.num_entries -= node.marked
         node.marked = 0
         self.trim(leaf, end)
-        return leaf if count < pages else self.settle(parent)
+        return leaf if count < pages else self.trim_up(parent)
 
     cdef void trim(self, int32_t leaf, int32_t end) noexcept nogil:
         """Cut the leaf's tokens back to depth `end`; it vanishes if none remain."""
@@ -283,8 +261,11 @@ cdef class NodeTable:
         self.delist(leaf)
         self.give(leaf)
 
-    cdef int32_t settle(self, int32_t id) noexcept nogil:
-        """After a child of `id` has left: a new leaf ends on a page boundary, nodes without pages go."""
+    cdef int32_t trim_up(self, int32_t id) noexcept nogil:
+        """After a child of `id` has vanished: a new leaf is trimmed to a page boundary, one without pages vanishes.
+
+        Returns the new leaf, or -1 if there is none.
+        """
         cdef int32_t parent, end
         while self.nodes[id].child < 0 and self.nodes[id].parent >= 0:
             parent = self.nodes[id].parent
@@ -298,8 +279,8 @@ cdef class NodeTable:
         self.join(id, MAX_JOIN)
         return -1
 
-    cdef bint guarded(self, int32_t leaf) noexcept nogil:
-        """Whether the leaf's first page is the last one to complete a pinned node that ends inside a page."""
+    cdef bint completes_pin(self, int32_t leaf) noexcept nogil:
+        """Whether a pinned node ends inside the leaf's first page and no other node completes that page."""
         cdef int32_t id = leaf
         cdef int32_t boundary = self.nodes[leaf].begin - self.nodes[leaf].begin % self.page_size
         while self.nodes[id].begin > boundary and self.nodes[id].prev < 0 and self.nodes[id].next < 0:
@@ -308,13 +289,24 @@ cdef class NodeTable:
                 return True
         return False
 
-    # ------------------------------------------------------------------ order
+    # ------------------------------------------------------------------ pins, marks, order
+
+    cdef void pin(self, int32_t id, int32_t change) noexcept nogil:
+        self.nodes[id].pins += change
+        self.list_leaf(id)
+
+    cdef bint mark(self, int32_t id, bint marked) noexcept nogil:
+        """Set or clear the mark; whether that changed it."""
+        cdef int32_t change = marked - self.nodes[id].marked
+        self.nodes[id].marked = marked
+        self.num_entries += change
+        return change != 0
 
     cdef double rank(self, int32_t id) noexcept nogil:
         return self.policy.rank(self.nodes[id].stamp, self.nodes[id].uses)
 
     cdef void list_leaf(self, int32_t id) noexcept nogil:
-        """Put `id` where it belongs among the candidates for eviction: in if an unpinned leaf, else out."""
+        """Make `id` a candidate for eviction if it is an unpinned leaf, else none."""
         if self.nodes[id].child < 0 and self.nodes[id].pins == 0 and self.nodes[id].parent >= 0:
             self.leaves.put(id, self.rank(id))
         else:

@@ -1,3 +1,0 @@
-from kvcache.trie.nodes import NodeTable
-
-class TokenPaths(NodeTable): ...

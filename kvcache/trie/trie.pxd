@@ -1,12 +1,26 @@
-"""The token trie: which pages a prompt already has, and which leave first."""
+"""The token trie: which pages of a prompt are cached, and which leave first."""
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t
 
-from kvcache.trie.paths cimport TokenPaths
+from kvcache.trie.nodes cimport NodeTable
+from kvcache.trie.paths cimport walk_t
 
 
-cdef class TokenTrie(TokenPaths):
+cdef class TokenTrie:
+    cdef readonly NodeTable table     # the nodes
     cdef public Py_ssize_t evicted    # pages that `evict` took, ever; of a trie with entries, those `evict_entry` took
+
+    # Ids and depths that callers hand in
     cdef int32_t _root(self, object root) except -1
     cdef int32_t _node(self, object node) except -1
     cdef Py_ssize_t _depth(self, int32_t id, object length) except -1
+
+    # The verbs of trie/paths.pxd on `table`, explained there
+    cdef walk_t walk(self, int32_t root, const uint32_t* tokens, Py_ssize_t n) noexcept nogil
+    cdef void gather(self, walk_t at, int32_t* out) noexcept nogil
+    cdef int32_t partial(self, walk_t at) noexcept nogil
+    cdef int32_t put(self, int32_t root, const uint32_t* tokens, Py_ssize_t n, const int32_t* values,
+                     Py_ssize_t* existing) except -1 nogil
+    cdef Py_ssize_t free_pages(self, Py_ssize_t count, int32_t* out) noexcept nogil
+    cdef Py_ssize_t cut(self, int32_t leaf, int32_t* out) noexcept nogil
+    cdef int32_t at_depth(self, int32_t id, Py_ssize_t depth) except -1 nogil

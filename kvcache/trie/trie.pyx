@@ -1,17 +1,17 @@
-"""The shell of the token trie: checks, arrays in and out; see trie/trie.pxd and, for the drawing, trie/nodes.pxd."""
+"""The token trie: checked arguments, arrays in and out. The nodes are drawn in trie/nodes.pxd."""
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
-from kvcache.trie.nodes cimport node_t
-from kvcache.trie.paths cimport TokenPaths, walk_t
-from kvcache.core.tokens cimport uint32_tokens
-from kvcache.trie.check cimport check_nodes
-
-import numpy as np
+from kvcache.core.tokens cimport int32_values, uint32_tokens
+from kvcache.trie cimport paths
+from kvcache.trie.nodes cimport NodeTable, node_t
+from kvcache.trie.paths cimport walk_t
+from kvcache.trie.policy cimport Policy
 
 from kvcache.errors import InvalidOperationError
+from kvcache.trie.check import check_nodes
 
 cnp.import_array()
 
@@ -25,100 +25,109 @@ cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
     return <int32_t*>cnp.PyArray_DATA(array)
 
 
-cdef cnp.ndarray int32_values(object values):
-    """Values as a C-contiguous int32 array; without a copy where they are one."""
-    cdef cnp.ndarray array
-    if (
-        isinstance(values, cnp.ndarray)
-        and cnp.PyArray_TYPE(<cnp.ndarray>values) == cnp.NPY_INT32
-        and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>values)
-    ):
-        return values
-    array = np.asarray(values)
-    if array.size == 0:
-        return new_values(0)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"expected integers as values, got dtype {array.dtype}")
-    if array.dtype != np.int32 and not (array.min() >= -(2**31) and array.max() < 2**31):
-        raise ValueError(f"expected values in [-2**31, 2**31), got {array.min()} to {array.max()}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+cdef inline uint32_t* uint32s(cnp.ndarray array) noexcept:
+    return <uint32_t*>cnp.PyArray_DATA(array)
 
 
-cdef class TokenTrie(TokenPaths):
+cdef class TokenTrie:
     """A radix tree from token sequences to the pages that cache them, exact to the token.
 
-    Every `page_size` tokens (1 to 256) carry one int32 value, say a block id. Tokens are any one-dimensional
-    integers in [0, 2**32); uint32 arrays are read without a copy. Several roots keep namespaces apart.
+    Every `page_size` tokens (1 to 256) have one int32 value, for example a block id. Tokens are one-dimensional
+    integers in [0, 2**32); uint32 arrays are read without a copy. Each root is a namespace of its own.
 
-    A node id comes from `match`, `lookup` or `insert` and is good until the next call that changes the trie;
-    while it is pinned or marked, until it is unpinned or unmarked (`drop_root` and `clear` void all). Calls take
-    microseconds and hold the GIL, which makes them atomic. After the radix cache of SGLang (Zheng et
-    al., 2024, arXiv:2312.07104), with exact matches inside pages and eviction in O(log n).
+    A node id comes from `match`, `lookup` or `insert` and is valid until the next call that changes the trie; an id
+    that is pinned or marked is valid until it is unpinned or unmarked. `drop_root` and `clear` invalidate all ids.
+    Calls take microseconds and hold the GIL, so they are atomic. After the radix cache of SGLang (Zheng et al., 2024,
+    arXiv:2312.07104), with exact matches inside pages and eviction in O(log n).
     """
+
+    def __cinit__(self, Py_ssize_t page_size=1, Policy policy=None):
+        self.table = NodeTable(page_size, policy)
 
     cdef int32_t _node(self, object node) except -1:
         cdef Py_ssize_t id = node
-        if not 0 <= id < self.used or self.nodes[id].begin < 0:
-            raise ValueError(f"expected the id of a node in the trie, got {node}")
+        if not 0 <= id < self.table.used or self.table.nodes[id].begin < 0:
+            raise ValueError(f"node: expected the id of a node in the trie, got {node}")
         return <int32_t>id
 
     cdef int32_t _root(self, object root) except -1:
-        cdef int32_t id = self._node(root)
-        if self.nodes[id].parent >= 0:
-            raise ValueError(f"expected the id of a root, got {root}")
-        return id
+        cdef Py_ssize_t id = root
+        if not self.table.is_root(id):
+            raise ValueError(f"root: expected the id of a root, got {root}")
+        return <int32_t>id
+
+    cdef Py_ssize_t _depth(self, int32_t id, object length) except -1:
+        """`length`, rounded down to full pages; by default the depth of `id`, which is the most."""
+        cdef Py_ssize_t end = self.table.nodes[id].end, depth = end if length is None else length
+        if not 0 <= depth <= end:
+            raise ValueError(f"length: expected 0 to {end}, got {length}")
+        return depth if length is None else depth - depth % self.table.page_size
+
+    cdef walk_t walk(self, int32_t root, const uint32_t* tokens, Py_ssize_t n) noexcept nogil:
+        return paths.walk(self.table, root, tokens, n)
+
+    cdef void gather(self, walk_t at, int32_t* out) noexcept nogil:
+        paths.gather(self.table, at, out)
+
+    cdef int32_t partial(self, walk_t at) noexcept nogil:
+        return paths.partial(self.table, at)
+
+    cdef int32_t put(self, int32_t root, const uint32_t* tokens, Py_ssize_t n, const int32_t* values,
+                     Py_ssize_t* existing) except -1 nogil:
+        return paths.put(self.table, root, tokens, n, values, existing)
+
+    cdef Py_ssize_t free_pages(self, Py_ssize_t count, int32_t* out) noexcept nogil:
+        return paths.free_pages(self.table, count, out)
+
+    cdef Py_ssize_t cut(self, int32_t leaf, int32_t* out) noexcept nogil:
+        return paths.cut(self.table, leaf, out)
+
+    cdef int32_t at_depth(self, int32_t id, Py_ssize_t depth) except -1 nogil:
+        return paths.at_depth(self.table, id, depth)
 
     def add_root(self):
         """A new, empty namespace; returns its root's id."""
-        return self.new_root()
+        return self.table.new_root()
 
     def match(self, root, tokens):
         """`(node, length)`: the longest cached prefix of `tokens`, to the token, and the node it ends in."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef walk_t at = self.walk(self._root(root), <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
+        cdef walk_t at = self.walk(self._root(root), uint32s(ids), ids.shape[0])
         return at.node, at.length
 
     def lookup(self, root, tokens):
-        """`(node, length, values, partial)`: a match and the pages behind it.
+        """`(node, length, values, partial)`: a match and its pages.
 
         `values` is int32, shape (length // page_size,), one for each full page. If the match ends inside a
         page, `partial` is the value of one page that begins with these tokens, else -1.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef walk_t at = self.walk(self._root(root), <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
-        cdef cnp.ndarray values = new_values(at.length // self.page_size)
+        cdef walk_t at = self.walk(self._root(root), uint32s(ids), ids.shape[0])
+        cdef cnp.ndarray values = new_values(at.length // self.table.page_size)
         self.gather(at, int32s(values))
         return at.node, at.length, values, self.partial(at)
 
     def insert(self, root, tokens, values):
         """`(node, num_existing_pages)`: cache `tokens`, a multiple of the page size, with a value per page.
 
-        Pages that are there keep their value: the first `num_existing_pages` of `values` are the caller's to
-        release. `node` ends exactly behind the tokens. Counts as a use of the whole path. ValueError if the
-        lengths do not fit.
+        Pages that are cached already keep their value: the first `num_existing_pages` of `values` are not used.
+        `node` ends exactly after the tokens. Counts as a use of the whole path. ValueError if the lengths do not fit.
         """
         cdef int32_t top = self._root(root), id
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef cnp.ndarray pages = int32_values(values)
-        cdef Py_ssize_t n = ids.shape[0], existing = 0
-        if n % self.page_size:
-            raise ValueError(f"expected a multiple of {self.page_size} tokens, got {n}")
-        if pages.ndim != 1 or pages.shape[0] != n // self.page_size:
-            raise ValueError(f"expected {n // self.page_size} values, one per page, got shape {(<object>pages).shape}")
-        id = self.put(top, <uint32_t*>cnp.PyArray_DATA(ids), n, int32s(pages), &existing)
+        cdef Py_ssize_t n = ids.shape[0], size = self.table.page_size, existing = 0
+        if n % size:
+            raise ValueError(f"tokens: expected a multiple of {size}, got {n}")
+        if pages.ndim != 1 or pages.shape[0] != n // size:
+            raise ValueError(f"values: expected {n // size}, one per page, got shape {(<object>pages).shape}")
+        id = self.put(top, uint32s(ids), n, int32s(pages), &existing)
         return id, existing
-
-    cdef Py_ssize_t _depth(self, int32_t id, object length) except -1:
-        """A length on the way to `id`, rounded down to full pages; by default all of it."""
-        cdef Py_ssize_t depth = self.nodes[id].end if length is None else length
-        if not 0 <= depth <= self.nodes[id].end:
-            raise ValueError(f"expected a length in [0, {self.nodes[id].end}], got {length}")
-        return depth if length is None else depth - depth % self.page_size
 
     def boundary(self, node, length=None):
         """The node that ends with the last full page of the first `length` tokens on the way to `node`.
 
-        What comes after keeps an id and a recency of its own. This is how to pin no more than what was matched.
+        What follows has an id and a recency of its own: with this a caller pins only what was matched.
         """
         cdef int32_t id = self._node(node)
         return self.at_depth(id, self._depth(id, length))
@@ -127,7 +136,7 @@ cdef class TokenTrie(TokenPaths):
         """Use `node` and all above it; with `length`, only as far as `boundary(node, length)`, which is returned."""
         cdef int32_t id = self._node(node)
         id = self.at_depth(id, self._depth(id, length))
-        self.stamp_path(id)
+        self.table.stamp_path(id)
         return id
 
     def pin(self, node):
@@ -135,39 +144,34 @@ cdef class TokenTrie(TokenPaths):
 
         If the node ends inside a page, one page that completes it stays as well.
         """
-        cdef int32_t id = self._node(node)
-        self.nodes[id].pins += 1
-        self.list_leaf(id)
+        self.table.pin(self._node(node), 1)
 
     def unpin(self, node):
         """Undo one `pin(node)`. InvalidOperationError if there is none. O(1)."""
         cdef int32_t id = self._node(node)
-        if self.nodes[id].pins == 0:
-            raise InvalidOperationError(f"expected a pinned node, got node {node} without pins")
-        self.nodes[id].pins -= 1
-        self.list_leaf(id)
+        if self.table.nodes[id].pins == 0:
+            raise InvalidOperationError(f"node: expected a pinned one, got {node} without pins")
+        self.table.pin(id, -1)
 
     def repin(self, nodes):
-        """`nodes` are pinned, each as often as it is named, and no others, whatever was pinned before. O(all nodes)."""
+        """Pin `nodes`, each as often as it is listed, and no others, whatever was pinned before. O(all nodes)."""
         cdef list ids = [self._node(node) for node in nodes]
         cdef int32_t id
-        for id in range(<int32_t>self.used):
-            if self.nodes[id].begin >= 0 and self.nodes[id].pins:
-                self.nodes[id].pins = 0
-                self.list_leaf(id)
+        for id in range(<int32_t>self.table.used):
+            if self.table.nodes[id].begin >= 0 and self.table.nodes[id].pins:
+                self.table.pin(id, -self.table.nodes[id].pins)
         for id in ids:
-            self.nodes[id].pins += 1
-            self.list_leaf(id)
+            self.table.pin(id, 1)
 
     def evict(self, num_pages):
         """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
 
-        The least recently used leaf goes first, from its tail page by page; pinned nodes stay.
+        The least recently used leaf loses its pages first, from its tail; pinned nodes stay.
         """
         cdef Py_ssize_t count = num_pages
         if count < 0:
-            raise ValueError(f"expected a number of pages, got {num_pages}")
-        cdef cnp.ndarray freed = new_values(min(count, self.num_pages))
+            raise ValueError(f"num_pages: expected 0 or more, got {num_pages}")
+        cdef cnp.ndarray freed = new_values(min(count, self.table.num_pages))
         count = self.free_pages(freed.shape[0], int32s(freed))
         self.evicted += count
         return freed if count == freed.shape[0] else freed[:count]
@@ -179,153 +183,145 @@ cdef class TokenTrie(TokenPaths):
         """
         cdef int32_t top = self._root(root)
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), ids.shape[0])
-        if at.length < ids.shape[0] or at.length < self.nodes[at.node].end or at.node == top:
+        cdef walk_t at = self.walk(top, uint32s(ids), ids.shape[0])
+        if at.length < ids.shape[0] or at.length < self.table.nodes[at.node].end or at.node == top:
             return new_values(0)
         return self.cut_leaf(at.node)
 
     def cut_leaf(self, node):
-        """Unmark `node` and, if it is a leaf, free what its sequence alone needs; the values, last first."""
+        """Unmark `node` and, if it is a leaf, free what only its sequence needs; the values, last first."""
         cdef int32_t id = self._node(node)
-        cdef bint leaf = self.nodes[id].child < 0
-        cdef cnp.ndarray freed = new_values(self.nodes[id].end // self.page_size if leaf else 0)
-        self.num_entries -= self.nodes[id].marked
-        self.nodes[id].marked = 0
+        cdef bint leaf = self.table.nodes[id].child < 0
+        cdef cnp.ndarray freed = new_values(self.table.nodes[id].end // self.table.page_size if leaf else 0)
+        self.table.mark(id, False)
         return freed[: self.cut(id, int32s(freed))] if leaf else freed
-
-    def drop_root(self, root):
-        """Drop a namespace with all it caches, also what is pinned; returns the values."""
-        cdef int32_t top = self._root(root)
-        freed = self.all_values(root)
-        self._empty(top)
-        self.give(top)
-        return freed
-
-    def drop_empty(self, root):
-        """`drop_root` of a namespace that caches nothing; takes no memory.
-
-        Raises:
-            InvalidOperationError: it does cache something.
-        """
-        cdef int32_t top = self._root(root)
-        if self.nodes[top].child >= 0:
-            raise InvalidOperationError(f"expected a root without children, got {root}")
-        self.give(top)
 
     def prune(self, root, tokens):
         """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.
 
-        The values of the last page of `tokens` and of all that follows it, int32; none where they are not cached.
-        The pages before stay. Neither pins nor marks count.
+        The values of the last page of `tokens` and of all that follows it, int32; none if they are not cached.
+        The pages before stay. Ignores pins and marks.
         """
-        cdef int32_t top = self._root(root), id
+        cdef int32_t top = self._root(root)
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef Py_ssize_t n = ids.shape[0], freed = 0, pages
-        if n == 0 or n % self.page_size:
-            raise ValueError(f"expected a multiple of {self.page_size} tokens, at least one, got {n}")
-        cdef walk_t at = self.walk(top, <uint32_t*>cnp.PyArray_DATA(ids), n)
+        cdef Py_ssize_t n = ids.shape[0]
+        if n == 0 or n % self.table.page_size:
+            raise ValueError(f"tokens: expected a multiple of {self.table.page_size}, at least one, got {n}")
+        cdef walk_t at = self.walk(top, uint32s(ids), n)
         if at.length < n:
             return new_values(0)
-        cdef int32_t kept = self.at_depth(at.node, n)
-        cdef cnp.ndarray values = new_values(self.num_pages)
-        self.nodes[kept].pins += 1    # Nothing joins it while what is below goes.
-        while self.nodes[kept].child >= 0:
-            id = kept
-            while self.nodes[id].child >= 0:
-                id = self.nodes[id].child
-            pages = self.pages(id)
-            self.shrink(id, pages, int32s(values) + freed)
-            freed += pages
-        self.nodes[kept].pins -= 1
-        self.list_leaf(kept)
-        self.shrink(kept, 1, int32s(values) + freed)
-        return values[: freed + 1]
+        cdef cnp.ndarray freed = new_values(self.table.num_pages)
+        return freed[: paths.prune(self.table, self.at_depth(at.node, n), int32s(freed))]
+
+    def drop_root(self, root):
+        """Drop a namespace with all it caches, pinned nodes too; returns the values."""
+        cdef int32_t top = self._root(root)
+        freed = self.all_values(root)
+        paths.empty(self.table, top)
+        self.table.give(top)
+        return freed
+
+    def drop_empty(self, root):
+        """`drop_root` of a namespace that caches nothing; takes no memory. InvalidOperationError if it does."""
+        cdef int32_t top = self._root(root)
+        if self.table.nodes[top].child >= 0:
+            raise InvalidOperationError(f"root: expected one without children, got {root}")
+        self.table.give(top)
 
     def clear(self):
-        """Empty every namespace, also what is pinned; the roots stay. Returns the values."""
+        """Empty every namespace, pinned nodes too; the roots stay. Returns the values."""
         cdef Py_ssize_t root, at = 0
-        cdef cnp.ndarray freed = new_values(self.num_pages)
+        cdef cnp.ndarray freed = new_values(self.table.num_pages)
         for root in self.roots():
-            at += self.collect(<int32_t>root, int32s(freed) + at)
+            at += paths.collect(self.table, <int32_t>root, int32s(freed) + at)
         self.empty()
         return freed
 
     def empty(self):
         """`clear` that returns nothing and takes no memory."""
         cdef Py_ssize_t id
-        for id in range(self.used):
-            if self.nodes[id].begin >= 0 and self.nodes[id].parent < 0:
-                self._empty(<int32_t>id)
-
-    # ------------------------------------------------------------------ what is inside
+        for id in range(self.table.used):
+            if self.table.is_root(id):
+                paths.empty(self.table, <int32_t>id)
 
     def roots(self):
         """The ids of all roots, ascending."""
-        cdef Py_ssize_t id
-        return [id for id in range(self.used) if self.nodes[id].begin >= 0 and self.nodes[id].parent < 0]
+        return [id for id in range(self.table.used) if self.table.is_root(id)]
 
     def leaf_ids(self):
         """The ids of all leaves, ascending; each is the end of one cached sequence."""
+        cdef node_t* nodes = self.table.nodes
         cdef Py_ssize_t id
-        return [
-            id
-            for id in range(self.used)
-            if self.nodes[id].begin >= 0 and self.nodes[id].parent >= 0 and self.nodes[id].child < 0
-        ]
+        return [id for id in range(self.table.used) if nodes[id].begin > -1 < nodes[id].parent and nodes[id].child < 0]
 
     def path(self, node):
         """`(root, tokens, values)`: the sequence that ends with `node`, uint32 and int32."""
         cdef int32_t id = self._node(node)
-        cdef cnp.npy_intp n = self.nodes[id].end
+        cdef cnp.npy_intp n = self.table.nodes[id].end
         cdef cnp.ndarray tokens = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT32, 0)
-        cdef cnp.ndarray values = new_values(n // self.page_size)
+        cdef cnp.ndarray values = new_values(n // self.table.page_size)
         self.gather(walk_t(node=id, length=n), int32s(values))
-        while self.nodes[id].parent >= 0:
-            n = self.nodes[id].begin
-            memcpy(
-                <uint32_t*>cnp.PyArray_DATA(tokens) + n,
-                self.tokens(id),
-                (self.nodes[id].end - n) * sizeof(uint32_t),
-            )
-            id = self.nodes[id].parent
+        while self.table.nodes[id].parent >= 0:
+            n = self.table.nodes[id].begin
+            memcpy(uint32s(tokens) + n, self.table.tokens(id), (self.table.nodes[id].end - n) * sizeof(uint32_t))
+            id = self.table.nodes[id].parent
         return id, tokens, values
 
     def all_values(self, root):
         """All values below `root`, int32, in no particular order."""
         cdef int32_t id = self._root(root)
-        cdef cnp.ndarray values = new_values(self.num_pages)
-        return values[: self.collect(id, int32s(values))].copy()
+        cdef cnp.ndarray values = new_values(self.table.num_pages)
+        return values[: paths.collect(self.table, id, int32s(values))].copy()
 
     def victim(self):
         """The leaf that `evict` would take pages from next; -1 if there is none."""
-        return self.leaves.top()
+        return self.table.leaves.top()
 
     def num_pages_of(self, node):
         """Pages that end in `node` itself."""
-        return self.pages(self._node(node))
+        return self.table.pages(self._node(node))
 
     def is_leaf(self, node):
-        """Whether nothing is cached beyond `node`; true of a root without content."""
-        return self.nodes[self._node(node)].child < 0
+        """Whether nothing is cached after `node`; true of an empty root."""
+        return self.table.nodes[self._node(node)].child < 0
 
     def num_pins(self, node):
         """Pins on `node` itself."""
-        return self.nodes[self._node(node)].pins
+        return self.table.nodes[self._node(node)].pins
+
+    @property
+    def page_size(self):
+        """Tokens per page."""
+        return self.table.page_size
+
+    @property
+    def num_pages(self):
+        """Pages cached."""
+        return self.table.num_pages
+
+    @property
+    def num_tokens(self):
+        """Tokens cached, those of a shared prefix once."""
+        return self.table.num_tokens
+
+    @property
+    def num_entries(self):
+        """Nodes marked."""
+        return self.table.num_entries
 
     @property
     def num_nodes(self):
         """Nodes in use, roots included."""
-        return self.used - self.num_free
+        return self.table.used - self.table.num_free
 
     @property
     def nbytes(self):
-        """Bytes of memory that the trie holds: records, tokens, values, children and candidates."""
-        return self.capacity * sizeof(node_t) + self.text_bytes + self.children.nbytes + self.leaves.nbytes
+        """Bytes of memory that the trie takes: records, tokens, values, children and candidates for eviction."""
+        return self.table.nbytes()
 
     def __len__(self):
-        """Pages held."""
-        return self.num_pages
+        return self.table.num_pages
 
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
-        check_nodes(self)
+        check_nodes(self.table)

@@ -135,7 +135,8 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
         squares += expected.out[d] * expected.out[d];
         largest = fmax(largest, fabs(expected.out[d]));
     }
-    const int is_exact = w->layout.key_format <= KVC_F16 && w->layout.value_format <= KVC_F16;
+    const int is_exact = !kvc_format_of(w->layout.key_format)->quantised &&
+                         !kvc_format_of(w->layout.value_format)->quantised;
     const int plain = expected.plain && q->kind == GAUSSIAN && q->scale * sqrtf((float)dim) < 1.1f;
     for (int level = 0; level < num_levels(); level++) {
         const float *out = (const float *)answers[level].out.at + at;

@@ -25,10 +25,10 @@ static void try_any_shape(source *s) {
     }
     kvc_layout l;
     if (kvc_layout_init(&l, x[0], x[1], x[2], (kvc_format)x[3], (kvc_format)x[4], x[5], x[6])) return;
-    const size_t row = (size_t)l.head_dim * (size_t)kvc_format_bits(l.key_format) / 8;
+    const size_t row = (size_t)l.head_dim * (size_t)kvc_format_of(l.key_format)->bits / 8;
     if (l.block_size < 1 || l.block_size > KVC_MAX_BLOCK_SIZE || l.head_dim < 8 || l.head_dim % 8 ||
-        l.head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format > KVC_Q2 ||
-        l.value_format > KVC_Q2 || l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
+        l.head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format >= KVC_NUM_FORMATS ||
+        l.value_format >= KVC_NUM_FORMATS || l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
         l.block_bytes < (size_t)l.num_heads * (l.key_head_bytes + l.value_head_bytes))
         fail("a layout of %d, %d, %d, %d, %d", x[0], x[1], x[2], x[3], x[4]);
 }
@@ -37,7 +37,8 @@ static void draw_layout(source *s, world *w) {
     const int size = DRAW_OF(s, 16, 16, 32, 1, 2, 5, 15, 17, 33, 48, 64, 255, 256, 0);
     const int dim = w->many ? DRAW_OF(s, 8, 32, 32)
                             : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
-    const int key = draw(s, 6), value = draw(s, 3) ? key : draw(s, 6), rotated = draw(s, 4);
+    const int key = draw(s, KVC_NUM_FORMATS), value = draw(s, 3) ? key : draw(s, KVC_NUM_FORMATS);
+    const int rotated = draw(s, 4);
     const int block_size = size ? size : draw_between(s, 1, 256),
               head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
     const int can = (head_dim & (head_dim - 1)) == 0;
@@ -47,7 +48,8 @@ static void draw_layout(source *s, world *w) {
     while (heads > 1 && heads * head_dim * block_size > w->most_floats) heads--;
     const int refused =
         kvc_layout_init(&w->layout, block_size, heads, head_dim, (kvc_format)key, (kvc_format)value,
-                        can && key >= KVC_Q8 && (rotated & 1), can && value >= KVC_Q8 && (rotated & 2));
+                        can && kvc_format_of((kvc_format)key)->quantised && (rotated & 1),
+                        can && kvc_format_of((kvc_format)value)->quantised && (rotated & 2));
     if (refused) fail("refused %d, %d, %d, %d, %d", block_size, heads, head_dim, key, value);
     w->row = (size_t)heads * (size_t)head_dim;
     const int room = w->most_floats / (int)(w->row * (size_t)block_size);
@@ -99,12 +101,12 @@ static double spacing(double x) { return fmax(ldexp(1.0, ilogb(fmax(fabs(x), 0x1
 /* The root of the mean squared error that kvc_quant.c allows a row; f16 errs half a spacing at most. */
 static double allowed_error(const kvc_rows rows, const float *x) {
     double y[KVC_MAX_HEAD_DIM], lowest = INFINITY, highest = -INFINITY;
-    if (rows.bits == 32) return 0;
+    if (rows.format == KVC_F32) return 0;
     for (int d = 0; d < rows.dim; d++) y[d] = x[d];
     if (rows.rotated) rotate(x, rows.dim, y);
     for (int d = 0; d < rows.dim; d++) lowest = fmin(lowest, y[d]), highest = fmax(highest, y[d]);
     const double largest = fmax(fabs(lowest), fabs(highest));
-    if (rows.bits == 16) return spacing(largest) / 2;
+    if (!rows.quantised) return spacing(largest) / 2;
     const double range = highest - lowest + spacing(lowest) / 2;
     const double scale = range / ((1 << rows.bits) - 1) * (1 + 0x1p-10) + 0x1p-24;
     const double stored = fmax(scale / 2, spacing(lowest) / 2) + scale / 64 + 0x1p-21 * largest;
@@ -127,7 +129,7 @@ static void expect_written(const world *w, const sequence *q, kvc_side side, con
 
 /* What a format cannot hold is found where it is, at every level; zero then stands there. */
 static void make_representable(source *s, float *x, size_t n, kvc_format format) {
-    const float limit = format == KVC_F32 ? KVC_F32_OVERFLOW : 65520.0f;
+    const float limit = kvc_format_of(format)->overflow;
     size_t bad = 0;
     for (int found = 0; bad < n; found++) {
         while (bad < n && fabsf(x[bad]) < limit) bad++;

@@ -40,7 +40,7 @@ static inline size_t slot_of(const world *w, int block, int slot) {
 /* Scale of a stored quantised row, from its place in kvc_quant.h; 0 for f32 and f16. */
 static inline float stored_scale(const world *w, kvc_side side, int block, int slot, int head) {
     const kvc_rows rows = kvc_rows_of(&w->layout, side);
-    if (rows.bits >= 16) return 0.0f;
+    if (!rows.quantised) return 0.0f;
     const unsigned char *at = w->arena + (size_t)block * w->layout.block_bytes;
     if (side == KVC_VALUES) at += (size_t)w->layout.num_heads * w->layout.key_head_bytes;
     at += (size_t)head * (side == KVC_KEYS ? w->layout.key_head_bytes : w->layout.value_head_bytes);

@@ -1,4 +1,4 @@
-"""A process that forks after threads have run: the child computes too, on one thread, and its parent goes on."""
+"""A process forks after threads have run: the child computes on threads of its own, and the parent continues."""
 
 import os
 import subprocess
@@ -38,11 +38,13 @@ if HOW == "fork":
     child = os.fork()
     if child == 0:
         kvcache.set_num_threads(4)
-        assert kvcache.get_num_threads() == 1
+        assert kvcache.get_num_threads() == 4
+        assert len(os.listdir("/proc/self/task")) == 1
         cache.fork(1, 2)
         cache.append(2, 1)
         good = np.allclose(attend(), expected, rtol=1e-5, atol=1e-6) and reads_a_file()
         cache.check()
+        assert len(os.listdir("/proc/self/task")) == 4
         os._exit(0 if good else 3)
     assert os.waitpid(child, 0)[1] == 0
 else:

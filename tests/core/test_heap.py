@@ -124,7 +124,7 @@ def test_empty_heap() -> None:
 @pytest.mark.parametrize("id", [-1, 2**31, 2**40])
 def test_ids_out_of_range_are_refused(id: int) -> None:
     heap = IndexedHeap()
-    with pytest.raises(ValueError, match="expected an id in"):
+    with pytest.raises(ValueError, match="id: expected an int in"):
         heap.push(id, 0)
     assert id not in heap
 

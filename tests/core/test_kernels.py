@@ -168,9 +168,9 @@ ROW = np.zeros((1, 1, 8), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: kernels.Layout(4, 1, 8, "f64"), ValueError, "expected key_format .* got 'f64'"),
-        (lambda: kernels._write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
-        (lambda: kernels._read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW), IndexError, "expected runs inside 2 blocks"),
+        (lambda: kernels.Layout(4, 1, 8, "f64"), ValueError, "key_format: expected one of .* got 'f64'"),
+        (lambda: kernels._write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW), IndexError, "runs: expected slots of 2 blocks"),
+        (lambda: kernels._read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW), IndexError, "runs: expected slots of 2 blocks"),
         (lambda: kernels._read(LAYOUT, ARENA, [(0, 2, 1)], ROW, ROW), IndexError, "of 4 slots, got .*2.*1"),
         (lambda: kernels._read(LAYOUT, ARENA, [(0, 4, 5)], ROW, ROW), IndexError, "of 4 slots"),
         (lambda: kernels._write(LAYOUT, ARENA, [(0, 0, 2)], ROW, ROW), ValueError, "expected C-contiguous float32"),
@@ -179,12 +179,12 @@ ROW = np.zeros((1, 1, 8), np.float32)
         (lambda: kernels._copy(LAYOUT, ARENA, 0, 0, 2, 0, 1), IndexError, "expected slots of 2 blocks"),
         (lambda: kernels._copy(LAYOUT, ARENA, 0, 3, 1, 0, 2), IndexError, "got 2 from 3 of 0"),
         (lambda: kernels._clear(LAYOUT, ARENA, 1, 0, 5), IndexError, "got 5 from 0 of 1"),
-        (lambda: kernels._attend(LAYOUT, ARENA, [], ROW[0], 1.0), ValueError, "expected queries"),
+        (lambda: kernels._attend(LAYOUT, ARENA, [], ROW[0], 1.0), ValueError, "queries: expected"),
         (lambda: kernels._attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, threads=0), ValueError, "threads >= 1"),
         (
             lambda: kernels._attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, scratch=lambda n: np.empty(n - 1, "u1")),
             ValueError,
-            "bytes of scratch",
+            "scratch: expected",
         ),
     ],
 )

@@ -135,6 +135,6 @@ def test_recount_puts_right_what_was_counted_wrong():
     pool.check()
     assert pool.acquire(3).tolist() == [4, 0, 2]  # those that were free before come first
     for bad in ([1, 1], [-1, 0, 0, 0, 0]):
-        with pytest.raises(ValueError, match="expected 5 reference counts"):
+        with pytest.raises(ValueError, match="held: expected 5 counts"):
             pool.recount(np.array(bad, np.int32))
     pool.check()

@@ -9,7 +9,7 @@ from blocks import Scattered, attend, guarded_attention
 
 from kvcache.core import kernels
 
-BITS = {"q8": 8, "q4": 4, "q3": 3, "q2": 2}
+BITS = {format.name: format.bits for format in kernels.FORMATS.values() if format.quantised}
 formats = pytest.mark.parametrize("name", BITS)
 # Tiles, tiles of which a run covers a part, and rows.
 block_sizes = pytest.mark.parametrize("block_size", [16, 48, 256, 1, 5, 17])

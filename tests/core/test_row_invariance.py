@@ -105,7 +105,7 @@ def test_formats(simd, rng, formats):
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 80, 128, 256])
 @pytest.mark.parametrize("name", ["f32", "f16", "q8", "q3"])
 def test_head_dims(simd, rng, dim, name):
-    rotate = dim & (dim - 1) == 0 and name[0] == "q"
+    rotate = dim & (dim - 1) == 0 and kernels.FORMATS[name].quantised
     check(rng, 560, 45, dim=dim, heads=1, key_format=name, rotate=rotate)
 
 

@@ -65,5 +65,5 @@ def test_what_is_no_sequence_is_refused(tokens: Any) -> None:
     [[-1], [2**32], [2**70], [-(2**70)], np.array([-1]), np.array([2**32]), np.array([-1], np.int8), [np.int64(-1)]],
 )
 def test_ids_out_of_range_are_a_value_error(tokens: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected token ids in \[0, 2\*\*32\), got"):
+    with pytest.raises(ValueError, match=r"tokens: expected ids in \[0, 2\*\*32\), got"):
         as_tokens(tokens)

@@ -60,7 +60,7 @@ def test_bad_params_change_nothing(engine):
     engine.prefill_from_pos(PROMPT, 0)
     before = state(engine)
     for call in (engine.generate, engine.stream):
-        with pytest.raises(TypeError, match="expected SamplingParams, got dict"):
+        with pytest.raises(TypeError, match="params: expected a SamplingParams, got dict"):
             call(PROMPT, {"temperature": 0})
     assert_same_state(engine, before)
 

@@ -47,7 +47,7 @@ def test_round_trip_in_another_dtype(checkpoint):
 def test_missing_tensor(checkpoint, name):
     _, tensors, save = checkpoint
     del tensors[name]
-    with pytest.raises(CheckpointError, match=f"missing tensors: {name}"):
+    with pytest.raises(CheckpointError, match=f"expected the tensors {name}, got none"):
         Transformer.from_pretrained(save())
 
 
@@ -55,7 +55,7 @@ def test_of_many_missing_tensors_a_few_are_named(checkpoint):
     _, tensors, save = checkpoint
     for name in list(tensors)[4:]:
         del tensors[name]
-    with pytest.raises(CheckpointError, match=r"missing tensors: (\S+, ){3}\S+ and more$"):
+    with pytest.raises(CheckpointError, match=r"expected the tensors (\S+, ){3}\S+ and more, got none$"):
         Transformer.from_pretrained(save())
 
 
@@ -63,7 +63,7 @@ def test_billions_of_layers(checkpoint):
     folder, _, save = checkpoint
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2**31 - 1}))
-    with pytest.raises(CheckpointError, match=r"missing tensors: model.layers.3.*and more"):
+    with pytest.raises(CheckpointError, match=r"expected the tensors model.layers.3.*and more"):
         Transformer.from_pretrained(save())
 
 
@@ -71,7 +71,7 @@ def test_unexpected_tensor(checkpoint):
     """A bias that config.json does not mention would be left out in silence, and the text be wrong."""
     _, tensors, save = checkpoint
     tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
-    with pytest.raises(CheckpointError, match=r"unexpected tensors: model.layers.0.self_attn.q_norm.weight"):
+    with pytest.raises(CheckpointError, match=r"no others, got the tensors model.layers.0.self_attn.q_norm.weight"):
         Transformer.from_pretrained(save())
 
 
@@ -159,7 +159,7 @@ def test_index_forgets_a_tensor(shards):
     folder, weight_map, save = shards
     del weight_map["model.norm.weight"]
     save()
-    with pytest.raises(CheckpointError, match="does not place it"):
+    with pytest.raises(CheckpointError, match="expected tensors that the index lists"):
         Transformer.from_pretrained(folder)
 
 
@@ -175,7 +175,7 @@ def test_truncated_shard(shards):
     folder, weight_map, _ = shards
     path = folder / weight_map["model.norm.weight"]
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=rf"{path.name}: truncated"):
+    with pytest.raises(CheckpointError, match=rf"{path.name}: expected .*truncated"):
         Transformer.from_pretrained(folder)
 
 
@@ -222,7 +222,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read(shards, monkeypatch):
         read_into(self, name, out)
 
     monkeypatch.setattr(SafetensorsFile, "read_into", cut)
-    with pytest.raises(CheckpointError, match=rf"{shard}: model\.\S+: truncated: expected \d+ bytes"):
+    with pytest.raises(CheckpointError, match=rf"{shard}: model\.\S+: expected \d+ bytes at \d+, got a truncated file"):
         Transformer.from_pretrained(folder)
 
 

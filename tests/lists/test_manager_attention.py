@@ -5,14 +5,14 @@ import pytest
 from managers import BITS, PyramidKV, compare, fill, manager
 from oracle import attention
 
-from kvcache.lists.config import FORMATS
+from kvcache.lists.config import FORMAT_OF_BITS
 
 
 @pytest.fixture
 def unquantised(monkeypatch):
     """Rows as they came, for what does not depend on the format."""
     for bits in BITS:
-        monkeypatch.setitem(FORMATS, bits, "f32")
+        monkeypatch.setitem(FORMAT_OF_BITS, bits, "f32")
 
 
 def scattered(bits, heads, dim, rng, n=300, capacity=200):

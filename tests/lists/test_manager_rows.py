@@ -80,7 +80,7 @@ def test_keys_and_values_of_different_bits(key, value):
 @pytest.mark.parametrize("name", ["quantization_bits", "key_bits", "value_bits"])
 def test_bits_that_are_not_supported(name):
     for bits in (0, 1, 5, 6, 7, 16, 32, -4):
-        with pytest.raises(ValueError, match=f"{name} to be 2, 3, 4 or 8, got {bits}"):
+        with pytest.raises(ValueError, match=f"{name}: expected one of 2, 3, 4, 8, got {bits}"):
             KVCacheConfig(8, 2, 8, **{name: bits})
     with pytest.raises(TypeError, match=name):
         KVCacheConfig(8, 2, 8, **{name: 4.0})
@@ -116,7 +116,7 @@ def test_empty():
     cache.update_attention_scores([])
     cache.append(np.empty((0, 8), np.float32), np.empty((0, 8), np.float32))
     assert cache.layers == ()
-    with pytest.raises(IndexError, match=r"positions in \[0, 0\), got 0"):
+    with pytest.raises(IndexError, match=r"positions: expected ints in \[0, 0\), got 0"):
         cache.get([0])
 
 

@@ -70,6 +70,63 @@ def test_a_batch_is_its_single_calls(cache):
     assert state(cache) == state(single)
 
 
+def test_a_holder_whose_tail_is_full_does_not_spare_another_one_its_copy():
+    """Its reference was counted as dropped: the copy took a block where none was free."""
+    cache = PagedKvCache(2, 4, 1, 8)
+    cache.allocate(1, 4)
+    cache.fork(1, 2)
+    cache.truncate(2, 2)
+    before = state(cache)
+    with pytest.raises(OutOfMemoryError) as caught:
+        cache.append_batch([1, 2])  # a new block for the one, a copy for the other
+    assert (caught.value.requested, caught.value.available) == (2, 1)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_batches_with_counts_are_their_single_calls(rng, dtype):
+    """Of sequences with shared tails and holes, 0 counts among them."""
+
+    def fresh():
+        cache = PagedKvCache(60, 4, 1, 8, dtype=dtype)
+        cache.allocate_batch([1, 2, 3], [6, 0, 11])
+        cache.fork_batch([1, 1, 3], [4, 5, 6])
+        cache.keep_tokens(3, [0, 1, 7, 9])
+        return cache
+
+    many, single = fresh(), fresh()
+    for _ in range(12):
+        ids = rng.permutation(np.arange(1, 7, dtype=np.uint64))[: int(rng.integers(1, 7))]
+        counts = rng.choice([0, 1, 1, 3, 9], len(ids)).astype(np.int64)
+        rows = rng.standard_normal((2, counts.sum(), 1, 8)).astype(np.float32)
+        try:
+            many._sequences.append_batch(ids, counts)
+        except OutOfMemoryError as error:
+            free = many.free_block_count
+            assert (error.available, error.requested > free) == (free, True)
+            assert state(many) == state(single)
+            break
+        many._sequences.write_batch(0, ids, *rows, counts)
+        ends = np.cumsum(counts)
+        for i, seq_id in enumerate(ids.tolist()):
+            single.append(seq_id, int(counts[i]))
+        for i, seq_id in enumerate(ids.tolist()):
+            part = rows[:, ends[i] - counts[i] : ends[i]]
+            single.write(0, seq_id, *part)
+        assert state(many) == state(single)
+        for seq_id in range(1, 7):
+            for info in (many, single):
+                assert info._table.run_positions(seq_id).tolist() == many._table.run_positions(seq_id).tolist()
+            np.testing.assert_array_equal(many.read(0, seq_id), single.read(0, seq_id))
+    for wrong, error in (([1], ValueError), ([1, -1], ValueError), ([2**62, 2**62], OutOfMemoryError)):
+        before = state(many)
+        with pytest.raises(error):
+            many._sequences.append_batch(np.array([1, 2], np.uint64), np.array(wrong))
+        assert state(many) == before
+    with pytest.raises(ValueError, match="keys: expected 3 rows"):
+        many._sequences.write_batch(0, np.array([1, 3], np.uint64), *rows[:, :0], np.array([1, 2]))
+
+
 def test_empty_batches_do_nothing(cache):
     before = state(cache)
     cache.allocate_batch([], [])

@@ -80,11 +80,11 @@ def test_bad_calls():
     q = np.zeros((1, 2, 8), np.float32)
     for wrong, message in (
         ({"queries": np.zeros((1, 3, 8), np.float32)}, "multiple of 2"),
-        ({"queries": np.zeros((1, 2, 16), np.float32)}, "queries of shape"),
-        ({"seq_ids": [0, 0]}, "expected 2 queries"),
-        ({"query_lens": [2]}, "expected 2 queries"),
+        ({"queries": np.zeros((1, 2, 16), np.float32)}, "queries: expected shape"),
+        ({"seq_ids": [0, 0]}, "queries: expected 2 rows"),
+        ({"query_lens": [2]}, "queries: expected 2 rows"),
         ({"query_lens": [6], "queries": np.zeros((6, 2, 8), np.float32)}, "0 to 5 queries"),
-        ({"query_lens": [1, 1]}, "1 query_lens"),
+        ({"query_lens": [1, 1]}, "query_lens: expected 1 "),
         ({"sink_queries": np.zeros((2, 2, 8), np.float32)}, "sink_queries"),
         ({"out": np.zeros((1, 2, 8))}, "out"),
         ({"out": q}, "same memory"),

@@ -52,7 +52,7 @@ def test_what_was_used_often_stays_for_a_while():
 def test_a_policy_outlives_clear():
     cache = PrefixCache.over(PagedKvCache(3, SIZE, 1, 8, dtype="f32"), 2, LFU(10))
     cache.clear()
-    assert cache._index.trie.policy.age == 10
+    assert cache._index.trie.table.policy.age == 10
 
 
 def test_anything_else_is_refused():

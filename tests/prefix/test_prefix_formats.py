@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from prefix_states import BITS, PAIRS, assert_same, config, head_bytes, matched, round_trip, state
 
+from kvcache.core.kernels import FORMATS
 from kvcache.prefix.live import CachedKvState, KvCache
 from kvcache.prefix.states import PrefixKvCache
 
@@ -61,13 +62,13 @@ def test_restore_is_the_round_trip_of_the_format(key: str, value: str, rotate: b
     for name, after, before in ((key, got.keys, source.keys), (value, got.values, source.values)):
         rows = np.reshape(before, (-1, 32))
         spread = np.ptp(rows, axis=1, keepdims=True)
-        if name[0] != "q":
+        if not FORMATS[name].quantised:
             bound = {"f32": 0, "f16": 2**-11 + 1e-9}[name] * np.maximum(np.abs(rows), 2**-14)
         else:
             # Half a step; the rest is for scale and minimum in f16. Rotated, a row errs as a whole.
             bound = spread / (2 ** BITS[name] - 1) / 2 + 2**-10 * np.abs(rows).max(axis=1, keepdims=True) * 2
         error = np.abs(np.reshape(after, (-1, 32)) - rows)
-        if name[0] == "q" and rotate:
+        if FORMATS[name].quantised and rotate:
             assert np.sqrt((error**2).mean()) <= bound.mean()
         elif name in ("q4", "q3", "q2"):  # fitted: a row errs less in the mean, a value at its ends may err more
             assert (np.sqrt((error**2).mean(axis=1)) <= bound[:, 0]).all()

@@ -29,8 +29,7 @@ from kvcache import (
     SequenceNotFoundError,
     SnapshotError,
 )
-
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
+from kvcache.core.kernels import FORMATS
 
 
 class Capsule:
@@ -286,8 +285,7 @@ def test_every_format_on_either_side(key: str, value: str) -> None:
         flat = getattr(block, name)[0].reshape(2, 16, 32).swapaxes(0, 1)
         np.testing.assert_array_equal(flat, want[side])
         np.testing.assert_array_equal(getattr(hit[1], name)[0].reshape(16, 2, 32), want[side])
-    bits = {"f32": 32, "f16": 16, "q8": 8, "q4": 4, "q3": 3, "q2": 2}
-    cost = sum(16 * 2 * (32 * bits[name] // 8 + (4 if name[0] == "q" else 0)) for name in (key, value))
+    cost = sum(16 * 2 * (32 * FORMATS[name].bits // 8 + 4 * FORMATS[name].quantised) for name in (key, value))
     assert states.memory_usage == cost
     assert table.block_memory_bytes == trie.memory_bytes == cost
 

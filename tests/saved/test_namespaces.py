@@ -52,7 +52,7 @@ def test_kinds_of_their_own_come_back_as_what_they_equal():
 
 @pytest.mark.parametrize("bad", [1.0, [], {}, frozenset(), object(), (1, 2.0), 1j, range(3)])
 def test_what_is_no_namespace(bad):
-    with pytest.raises(TypeError, match="expected namespaces of"):
+    with pytest.raises(TypeError, match="namespace: expected"):
         encode_namespace(bad)
 
 
@@ -64,7 +64,7 @@ def test_too_deep():
     with pytest.raises(TypeError):
         encode_namespace((name,))
     deep = b"(\1\0\0\0" * 100_000 + b"N"
-    with pytest.raises(ValueError, match="expected a namespace"):
+    with pytest.raises(ValueError, match="namespace: expected"):
         decode_namespace(deep)
 
 

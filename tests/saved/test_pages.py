@@ -136,7 +136,7 @@ def test_wrong_arguments(tmp_path):
             with pytest.raises(TypeError):
                 read_pages(file.fileno(), written.offsets, [page] * 4, written.checksums)
         for page in ([frozen], [np.zeros(6, np.uint8)[::2]]):
-            with pytest.raises(ValueError, match="expected arrays that are C-contiguous and writable"):
+            with pytest.raises(ValueError, match="pages: expected C-contiguous and writable arrays"):
                 read_pages(file.fileno(), written.offsets, [page] * 4, written.checksums)
-        with pytest.raises(ValueError, match="expected 3 offsets and checksums, got 4 and 4"):
+        with pytest.raises(ValueError, match="pages: expected 3 offsets and checksums, got 4 and 4"):
             read_pages(file.fileno(), written.offsets, written.arrays()[:3], written.checksums)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from contents import rows, state
 from oracle_snapshot import parse, texts
-from saved_caches import DIM, FORMATS, assert_same, assert_true, blocks, entries, get, prompts, put
+from saved_caches import DIM, assert_same, assert_true, blocks, entries, get, prompts, put
 
 from kvcache import PrefixCacheConfig, SnapshotError
+from kvcache.core.kernels import FORMATS
 
 
 @pytest.mark.parametrize("kind", [entries, blocks])

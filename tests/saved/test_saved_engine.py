@@ -146,7 +146,7 @@ def test_a_network_without_a_fingerprint_needs_a_name(tmp_path, network):
     saved = engine(Other(network))
     want = saved.generate(prompt(0, 40), SHORT)
     for call in (saved.save, saved.load):
-        with pytest.raises(TypeError, match="expected a Transformer, or a name for the model, got Other"):
+        with pytest.raises(TypeError, match="model: expected a Transformer, or a name for another model, got Other"):
             call(tmp_path / "cache")
     saved.save(tmp_path / "cache", model="mine")
     loaded = engine(Other(network))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from contents import LAYERS, rows
 from oracle_snapshot import parse, texts
-from saved_caches import DIM, FORMATS, HEADS, SIZE, blocks, entries, get, prompts, put
+from saved_caches import DIM, HEADS, SIZE, blocks, entries, get, prompts, put
 
 from kvcache import PagedKvCache
 from kvcache.core import kernels
@@ -40,7 +40,7 @@ def test_the_file_says_what_the_cache_has(tmp_path, dtype):
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", kernels.FORMATS)
 def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
     """The bytes of a page, read with the kernels where no cache stands between, are the rows that were stored."""
     cache = blocks(dtype=dtype)
@@ -49,7 +49,7 @@ def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
     cache.save(tmp_path / "cache")
     parsed = parse((tmp_path / "cache").read_bytes())
     (arena,) = parsed["arenas"]
-    turned = int(dtype[0] == "q")
+    turned = int(kernels.FORMATS[dtype].quantised)
     assert (parsed["kind"], arena["layout"], arena["page_tokens"]) == ("blocks", 2, SIZE)
     assert (arena["shape"], arena["formats"], arena["rotated"]) == ((LAYERS, HEADS, DIM), (dtype,) * 2, (turned,) * 2)
     layout = kernels.Layout(SIZE, HEADS, DIM, dtype, dtype, bool(turned), bool(turned))
@@ -72,7 +72,7 @@ def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
 # -- whatever bytes are in a block --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pair", [(a, a) for a in FORMATS] + [("q4", "f16"), ("f32", "q3")], ids="-".join)
+@pytest.mark.parametrize("pair", [(a, a) for a in kernels.FORMATS] + [("q4", "f16"), ("f32", "q3")], ids="-".join)
 def test_any_bytes_can_be_read_and_attended(simd, pair, rng):
     """Checksums stop no one who writes a file on purpose: NaN scales, infinities, anything, and no memory error."""
     cache = PagedKvCache(6, 16, 2, 64, key_dtype=pair[0], value_dtype=pair[1])

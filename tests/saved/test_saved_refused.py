@@ -102,7 +102,7 @@ def test_a_namespace_that_cannot_be_saved(tmp_path, kind):
     before = path.read_bytes()
     for bad in (1.5, frozenset({1}), ("a", object()), np.int64(3)):
         put(cache, bad, [1, 2, 3, 4])
-        with pytest.raises(TypeError, match="expected namespaces of None, bool, int, str, bytes or tuples of them"):
+        with pytest.raises(TypeError, match="namespace: expected None, bool, int, str, bytes or a tuple of them"):
             cache.save(path)
         assert path.read_bytes() == before
         assert os.listdir(tmp_path) == ["cache"]

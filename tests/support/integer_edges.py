@@ -112,13 +112,14 @@ def over():
     """A prefix cache over a paged one, with a session."""
     paged = forked()
     cache = PrefixCache.over(paged)
+    cache.paged = paged
     cache.adopt(np.arange(16), paged.get_sequence(1).block_ids)
     cache.session = cache.open_session(np.arange(20))
     return cache
 
 
 def pinned():
-    return over()._blocks
+    return over().paged
 
 
 def blocks():

@@ -4,10 +4,10 @@ import numpy as np
 from oracle import attention
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig
-from kvcache.lists.config import FORMATS
+from kvcache.lists.config import FORMAT_OF_BITS
 
 H2O, SlidingWindow, PyramidKV = EvictionPolicy.H2O, EvictionPolicy.SlidingWindow, EvictionPolicy.PyramidKV
-BITS = sorted(FORMATS)
+BITS = sorted(FORMAT_OF_BITS)
 
 
 def manager(max_seq_len=8, policy=None, heads=2, dim=4, bits=4):

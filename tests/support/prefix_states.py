@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcache.core.kernels import FORMATS
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
 from kvcache.prefix.live import CachedKvState
@@ -27,13 +28,13 @@ def matched(cache: PrefixKvCache, tokens: list[int]) -> int | None:
     return hit and hit[0]
 
 
-BITS = {"f32": 32, "f16": 16, "q8": 8, "q4": 4, "q3": 3, "q2": 2}
+BITS = {format.name: format.bits for format in FORMATS.values()}
 PAIRS = [*((name, name) for name in BITS), ("f32", "f16"), ("f32", "q2"), ("q8", "q4"), ("q3", "f16")]
 
 
 def head_bytes(name: str, head_dim: int) -> int:
     """One row of one head: codes of exactly so many bits; quantised ones have a scale and a minimum in f16."""
-    return -(-head_dim * BITS[name] // 8) + (4 if name[0] == "q" else 0)
+    return -(-head_dim * BITS[name] // 8) + (4 if FORMATS[name].quantised else 0)
 
 
 def round_trip(snapshot: CachedKvState, head_dim: int, *formats: str, rotate: bool | str = "auto") -> CachedKvState:

@@ -6,7 +6,6 @@ from contents import LAYERS, pairs, rows, state
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache, SnapshotError
 
-FORMATS = ("f32", "f16", "q8", "q4", "q3", "q2")
 NAMES = (None, "a", ("b", 1))
 HEADS, DIM, SIZE = 2, 8, 4
 

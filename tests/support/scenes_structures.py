@@ -1,4 +1,4 @@
-"""Scenes of the structures below the caches: heap, ids, pool, tries, roster."""
+"""Scenes of the structures below the caches: heap, ids, pool, tries, kept tokens."""
 
 import numpy as np
 from scene import BLOCK, Scene, plain
@@ -6,7 +6,7 @@ from scene import BLOCK, Scene, plain
 from kvcache.core.heap import IndexedHeap
 from kvcache.core.idmap import IdMap
 from kvcache.core.pool import BlockPool
-from kvcache.lists.roster import Roster
+from kvcache.lists.kept_tokens import KeptTokens
 from kvcache.trie.entries import EntryTrie
 from kvcache.trie.trie import TokenTrie
 
@@ -144,10 +144,10 @@ class Entries(Scene):
 
 class List(Scene):
     def _build(self):
-        roster = Roster(True)
-        roster.append(300, 300, 4, 100)
-        roster.add_scores(np.arange(300) % 7.0)
-        return roster
+        kept = KeptTokens(True)
+        kept.append(300, 300, 4, 100)
+        kept.add_scores(np.arange(300) % 7.0)
+        return kept
 
     def _state(self):
         return plain([self.it.positions(), self.it.scores(), self.it.next_position])

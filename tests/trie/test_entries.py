@@ -129,10 +129,10 @@ def test_a_kept_path_keeps_its_tokens_and_gives_its_entries_last() -> None:
 
 
 def test_pages_are_single_tokens() -> None:
-    with pytest.raises(ValueError, match="pages of one token"):
+    with pytest.raises(ValueError, match="page_size: expected 1, got"):
         EntryTrie(4)
     trie = EntryTrie()
-    with pytest.raises(ValueError, match="expected a node with tokens"):
+    with pytest.raises(ValueError, match="node: expected one with tokens"):
         trie.mark(trie.add_root())
 
 

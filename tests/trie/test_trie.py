@@ -113,14 +113,14 @@ def test_namespaces_share_nothing() -> None:
     third = trie.add_root()
     trie.drop_empty(third)
     assert trie.roots() == [second]
-    with pytest.raises(ValueError, match="expected the id of a node"):
+    with pytest.raises(ValueError, match="root: expected the id of a root"):
         trie.match(first, [1])
     assert trie.lookup(second, [1, 2, 3])[2].tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("page_size", [0, -1, 257])
 def test_page_sizes_out_of_range(page_size: int) -> None:
-    with pytest.raises(ValueError, match="expected a page size"):
+    with pytest.raises(ValueError, match="page_size: expected 1 to 256"):
         TokenTrie(page_size)
 
 

@@ -10,10 +10,10 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-def evict_from_all(rosters: Iterable[Roster], rules: Iterable[tuple[int, int, int]]) -> int: ...
-def add_to_all(rosters: Iterable[Roster], scores: Iterable[Float64]) -> None: ...
+def evict_from_all(lists: Iterable[KeptTokens], rules: Iterable[tuple[int, int, int]]) -> int: ...
+def add_to_all(lists: Iterable[KeptTokens], scores: Iterable[Float64]) -> None: ...
 
-class Roster:
+class KeptTokens:
     size: int
     slots_used: int
     next_position: int

@@ -1,4 +1,4 @@
-"""Roster: the entries of one list and their eviction order; drawn and explained in lists/roster.pxd."""
+"""KeptTokens: the entries of one list and their eviction order; drawn in lists/kept_tokens.pxd."""
 
 from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.core.runs import RUN, runs_of
 
-__all__ = ["Roster", "add_to_all", "evict_from_all"]
+__all__ = ["KeptTokens", "add_to_all", "evict_from_all"]
 
 
 PLACED = np.dtype([("row", np.int64), ("slot", np.int32)], align=True)
@@ -21,25 +21,25 @@ cdef int by_slot(const void *a, const void *b) noexcept nogil:
     return (left > right) - (left < right)
 
 
-def evict_from_all(rosters, rules):
-    """`evict` from each roster by its rule; how many left. One call, which no interrupt cuts short."""
+def evict_from_all(lists, rules):
+    """`evict` from each of `KeptTokens` by its rule; how many left. One call, which no interrupt can divide."""
     cdef int64_t left = 0
-    for roster, rule in zip(rosters, rules, strict=True):
-        left += roster.evict(*rule)
+    for kept, rule in zip(lists, rules, strict=True):
+        left += kept.evict(*rule)
     return left
 
 
-def add_to_all(rosters, scores):
-    """`add_scores` to each roster; one call, which no interrupt cuts short."""
-    for roster, part in zip(rosters, scores, strict=True):
-        roster.add_scores(part)
+def add_to_all(lists, scores):
+    """`add_scores` to each of `KeptTokens`; one call, which no interrupt can divide."""
+    for kept, part in zip(lists, scores, strict=True):
+        kept.add_scores(part)
 
 
-cdef class Roster:
+cdef class KeptTokens:
     """The entries of one list, each in a slot of its own.
 
     Args:
-        by_score: whether the lowest score leaves first (ties: the earliest), or always the earliest.
+        by_score: whether the lowest score is evicted first (ties: the earliest), or always the earliest.
 
     `append` and `evict` take the rule as three numbers: at most `limit` entries stay, the first `front` and the
     last `back` of them whatever their score; `front + back <= limit`. A new entry is part of the back as long as
@@ -99,7 +99,7 @@ cdef class Roster:
         Raises:
             MemoryError: nothing has changed then.
         """
-        # What is admitted must be written, whatever happens: all memory comes before anything changes.
+        # Memory first: after `append` nothing may fail, for every entry needs its row.
         runs = np.empty(min(len(keys), limit), RUN)
         by_slot = np.empty((2, *keys.shape), np.float32)
         rows, slots = self.append(len(keys), limit, front, back)
@@ -115,9 +115,9 @@ cdef class Roster:
         if self.size <= limit:
             return 0
         with nogil:
-            self.settle(front, back)
+            self.protect(front, back)
             while self.size > limit:
-                self.expel(self.middle.top())
+                self.remove(self.middle.top())
         self.text = None
         return before - self.size
 
@@ -151,7 +151,7 @@ cdef class Roster:
         return self.text
 
     def reading_order(self, int64_t in_order):
-        """The slots of all entries in the order that memory likes, int32 `(size,)`.
+        """The slots of all entries, mostly ascending, as they lie in memory, int32 `(size,)`.
 
         Only the last `in_order` entries of the text, at most `size`, come last and in their order.
         """
@@ -163,7 +163,7 @@ cdef class Roster:
             at -= 1
             view[at] = slot
             slot = self.entries[slot].prev
-        # What stands before them in the text, by slot.
+        # The entries before them in the text, by slot.
         since = self.entries[slot].position + 1 if slot >= 0 else 0
         with nogil:
             at = 0
@@ -198,7 +198,7 @@ cdef class Roster:
 
     @property
     def nbytes(self):
-        """Bytes of memory that the roster holds."""
+        """Bytes of memory that the entries take."""
         return self.room * sizeof(Entry) + self.middle.nbytes
 
     def check(self):
@@ -209,30 +209,30 @@ cdef class Roster:
         self.middle.check()
         while slot >= 0:
             if self.entries[slot].prev != before or self.entries[slot].position <= last:
-                raise AssertionError(f"roster: slot {slot} is out of order in the text")
+                raise AssertionError(f"kept tokens: slot {slot} is out of order in the text")
             if not isfinite(self.entries[slot].score):
-                raise AssertionError(f"roster: the score of slot {slot} is {self.entries[slot].score}")
+                raise AssertionError(f"kept tokens: the score of slot {slot} is {self.entries[slot].score}")
             inside = self.front <= seen < self.size - self.back
             if self.middle.has(slot) != inside:
-                raise AssertionError(f"roster: entry {seen} is {'not ' * inside}in the middle")
+                raise AssertionError(f"kept tokens: entry {seen} is {'not ' * inside}in the middle")
             if seen == self.front - 1 and slot != self.last_front:
-                raise AssertionError(f"roster: the front ends with slot {slot}, not {self.last_front}")
+                raise AssertionError(f"kept tokens: the front ends with slot {slot}, not {self.last_front}")
             if seen == self.size - self.back and slot != self.first_back:
-                raise AssertionError(f"roster: the back starts with slot {slot}, not {self.first_back}")
+                raise AssertionError(f"kept tokens: the back starts with slot {slot}, not {self.first_back}")
             last, before, seen = self.entries[slot].position, slot, seen + 1
             slot = self.entries[slot].next
         if before != self.tail or seen != self.size or last >= self.next_position:
-            raise AssertionError(f"roster: {seen} entries are linked, {self.size} are counted")
+            raise AssertionError(f"kept tokens: {seen} entries are linked, {self.size} are counted")
         slot = self.spare
         while slot >= 0:
             if self.entries[slot].position != -1:
-                raise AssertionError(f"roster: slot {slot} is free and holds an entry")
+                raise AssertionError(f"kept tokens: slot {slot} is free and holds an entry")
             free_slots += 1
             slot = self.entries[slot].next
         if free_slots + self.size != self.slots_used or self.slots_used > self.room:
-            raise AssertionError(f"roster: {free_slots} free and {self.size} in use are not {self.slots_used} slots")
+            raise AssertionError(f"kept tokens: {free_slots} free and {self.size} used slots, not {self.slots_used}")
         if self.front + self.back + len(self.middle) != self.size:
-            raise AssertionError(f"roster: front, middle and back are not {self.size} entries")
+            raise AssertionError(f"kept tokens: front, middle and back are not {self.size} entries")
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ cdef class Roster:
             self.back -= 1
             self.rank(slot)
 
-    cdef void settle(self, int32_t front, int32_t back) noexcept nogil:
+    cdef void protect(self, int32_t front, int32_t back) noexcept nogil:
         cdef int32_t slot
         while self.front > front:
             slot = self.last_front
@@ -286,11 +286,11 @@ cdef class Roster:
         if self.size >= limit:
             if limit == 0:
                 return
-            # The row will take one place of the back. Without a back it competes at once, with a score of 0.
-            self.settle(front, max(back - 1, 0))
+            # The row takes one place of the back. Without a back it is compared with the middle at once, with score 0.
+            self.protect(front, max(back - 1, 0))
             if back == 0 and (self.middle.size == 0 or self.middle.items[0].key > 0):
                 return
-            self.expel(self.middle.top())
+            self.remove(self.middle.top())
         if self.spare >= 0:
             slot = self.spare
             self.spare = self.entries[slot].next
@@ -310,7 +310,7 @@ cdef class Roster:
             self.first_back = slot
         self.shrink_back(back)
 
-    cdef void expel(self, int32_t slot) noexcept nogil:
+    cdef void remove(self, int32_t slot) noexcept nogil:
         cdef int32_t before = self.entries[slot].prev, after = self.entries[slot].next
         self.middle.drop(slot)
         if before >= 0:

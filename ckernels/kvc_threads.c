@@ -1,0 +1,228 @@
+/* kvc_threads.c - the pool of threads behind kvc_run_items.
+ *
+ *   caller    post a job -> run its items -> withdraw it -> wait until its helpers have left it
+ *   worker    wait for a job that wants helpers -> join it -> run its items -> leave it
+ *
+ * An item is run by the thread that counts `next` up to it. A job lies on its caller's stack: workers join and leave it
+ * under the lock of the pool, and touch it at no other time but for its items.
+ */
+#if defined(__linux__)
+#define _GNU_SOURCE /* sched_getcpu, sched_getaffinity */
+#else
+#define _POSIX_C_SOURCE 200809L
+#define _DARWIN_C_SOURCE /* _SC_NPROCESSORS_ONLN */
+#endif
+
+#include "kvc_threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    MAX_WORKERS = 1023,
+    STACK_BYTES = 1 << 21, /* kernels use less than 64 KiB, under the sanitizers several times that */
+    /* How long a thread spins before it sleeps: longer than from one step of a call to the next, which take 1 to 2 us, and
+     * shorter than the matrix products between two calls, whose own threads need the core. Waking takes 5 to 50 us. */
+    SPIN_NS = 5000,
+    SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
+};
+
+typedef struct job {
+    kvc_item_fn *item;
+    void *context;
+    int64_t count;
+    int wanted;       /* helpers that may still join */
+    int joined;       /* helpers that have joined: the last one's thread number */
+    int cpu;          /* of the caller */
+    int asleep;       /* the caller waits for `left` */
+    atomic_int inside; /* helpers that have not left */
+    _Atomic int64_t next;
+    struct job *after; /* the job posted after this one */
+} job;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
+static pthread_cond_t posted = PTHREAD_COND_INITIALIZER, left = PTHREAD_COND_INITIALIZER;
+static job *first_job, **last_link = &first_job;
+static int num_workers, num_sleeping, num_busy; /* num_busy: inside of jobs */
+static atomic_uint num_posted; /* jobs, ever: what a spinning worker watches */
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Whether `changed(argument)` became true within SPIN_NS. */
+static int spin_until(int (*changed)(const void *), const void *argument) {
+    for (int64_t end = now_ns() + SPIN_NS; now_ns() < end;) {
+        for (int i = 0; i < SPINS_PER_CHECK; i++) {
+            if (changed(argument)) return 1;
+            pause_briefly();
+        }
+    }
+    return changed(argument);
+}
+
+static int is_posted(const void *seen) { return atomic_load(&num_posted) != *(const unsigned *)seen; }
+static int is_left(const void *j) { return atomic_load(&((job *)j)->inside) == 0; }
+
+static int this_cpu(void) {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+/* A thread that sleeps is often woken on the core of its waker, and both then share it for milliseconds while another
+ * core is idle. A moment without permission to run there moves it. */
+static void leave_cpu(int cpu) {
+#if defined(__linux__)
+    cpu_set_t allowed, others;
+    if (cpu < 0 || sched_getcpu() != cpu || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    others = allowed;
+    CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof allowed, &allowed);
+#else
+    (void)cpu;
+#endif
+}
+
+static void run(job *j, int64_t index, int thread) {
+    for (; index < j->count; index = atomic_fetch_add(&j->next, 1)) j->item(j->context, index, thread);
+}
+
+static job *job_that_wants(void) {
+    job *j = first_job;
+    while (j && !j->wanted) j = j->after;
+    return j;
+}
+
+/* A job to help with; the lock is held before and after. Sleeping, if nothing is posted for SPIN_NS. */
+static job *next_job(void) {
+    for (;;) {
+        job *j = job_that_wants();
+        if (j) return j;
+        const unsigned seen = atomic_load(&num_posted);
+        pthread_mutex_unlock(&lock);
+        const int soon = spin_until(is_posted, &seen);
+        pthread_mutex_lock(&lock);
+        if (soon || (j = job_that_wants())) continue;
+        num_sleeping++;
+        pthread_cond_wait(&posted, &lock);
+        num_sleeping--;
+        j = job_that_wants();
+        const int cpu = j ? j->cpu : -1;
+        pthread_mutex_unlock(&lock);
+        leave_cpu(cpu);
+        pthread_mutex_lock(&lock);
+    }
+}
+
+static void *work(void *unused) {
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        job *j = next_job();
+        const int thread = ++j->joined;
+        j->wanted--, num_busy++;
+        atomic_fetch_add(&j->inside, 1);
+        pthread_mutex_unlock(&lock);
+        run(j, atomic_fetch_add(&j->next, 1), thread);
+        pthread_mutex_lock(&lock);
+        num_busy--;
+        if (j->asleep && atomic_load(&j->inside) == 1) pthread_cond_broadcast(&left);
+        atomic_fetch_sub(&j->inside, 1); /* the last time that this thread touches the job */
+    }
+    return unused;
+}
+
+/* The child of a fork has one thread: the pool begins anew. The lock is held across the fork, so that nothing of it is
+ * half done; conditions may have waiters, which the child does not have. */
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
+static void after_fork_in_child(void) {
+    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    posted = left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    first_job = NULL, last_link = &first_job;
+    num_workers = num_sleeping = num_busy = 0;
+}
+static void handle_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
+/* Starts threads until `wanted` are free, or as many as there are CPUs, as far as the system allows; the lock is held.
+ * They take no signals, which are for threads of Python. */
+static void start_workers(int wanted) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_attr_t detached;
+    sigset_t all, before;
+    if (num_workers >= num_busy + wanted) return;
+    const int cpus = num_busy ? kvc_num_cpus() : 0;
+    if (num_busy) wanted = num_busy + wanted < cpus ? num_busy + wanted : wanted < cpus ? cpus : wanted;
+    pthread_once(&once, handle_forks);
+    if (num_workers >= wanted || pthread_attr_init(&detached)) return;
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&detached, STACK_BYTES);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (pthread_t thread; num_workers < wanted && !pthread_create(&thread, &detached, work, NULL);) num_workers++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+}
+
+static void post(job *j) {
+    pthread_mutex_lock(&lock);
+    start_workers(j->wanted);
+    *last_link = j, last_link = &j->after;
+    atomic_fetch_add(&num_posted, 1);
+    for (int i = j->wanted < num_sleeping ? j->wanted : num_sleeping; i > 0; i--) pthread_cond_signal(&posted);
+    pthread_mutex_unlock(&lock);
+}
+
+/* No thread joins the job any more; then none is inside. */
+static void withdraw(job *j) {
+    pthread_mutex_lock(&lock);
+    job **link = &first_job;
+    while (*link != j) link = &(*link)->after;
+    *link = j->after;
+    if (last_link == &j->after) last_link = link;
+    pthread_mutex_unlock(&lock);
+    if (spin_until(is_left, j)) return;
+    pthread_mutex_lock(&lock);
+    j->asleep = 1;
+    while (atomic_load(&j->inside)) pthread_cond_wait(&left, &lock);
+    pthread_mutex_unlock(&lock);
+}
+
+void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) {
+    int64_t helpers = count < num_threads ? count - 1 : num_threads - 1;
+    if (helpers > MAX_WORKERS) helpers = MAX_WORKERS;
+    job j = {.item = item, .context = context, .count = count, .wanted = (int)helpers, .cpu = -1, .next = 1};
+    if (helpers > 0) {
+        j.cpu = this_cpu();
+        post(&j);
+    }
+    run(&j, 0, 0);
+    if (helpers > 0) withdraw(&j);
+}
+
+int kvc_num_cpus(void) {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+#endif
+    const long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 ? (int)online : 1;
+}

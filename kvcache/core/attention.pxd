@@ -1,0 +1,28 @@
+"""Attention over the blocks of a store: checked arguments, and scratch that is kept from call to call.
+
+A decoding step calls this once per layer, so memory beside the caller's arrays is reserved once.
+"""
+
+cimport numpy as cnp
+from libc.stdint cimport int64_t
+
+from kvcache.core.kernels cimport kvc_seq
+from kvcache.core.store cimport BlockStore
+
+
+cdef class Attention:
+    cdef BlockStore store
+    cdef void *scratch                 # of the kernels, grown to the largest call so far
+    cdef size_t scratch_bytes
+    cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the call, filled by the caller of `attend_`
+    cdef int64_t seqs_capacity
+
+    # Conversions of arguments, which may run any code
+    cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
+    cdef cnp.ndarray result_(self, object out, cnp.ndarray queries)       # `out` or a new array; ValueError
+    cdef float scale_(self, object scale) except? -1                      # None: head_dim ** -0.5
+
+    # The call
+    cdef int reserve_seqs(self, int64_t count) except -1
+    cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
+                     float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1

@@ -1,0 +1,21 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.runs import Runs
+from kvcache.core.store import BlockStore
+
+Float32 = npt.NDArray[np.float32]
+
+class Attention:
+    def __init__(self, store: BlockStore) -> None: ...
+    def over_runs(
+        self,
+        layer: int,
+        runs: Runs,
+        queries: npt.ArrayLike,
+        scale: float | None = None,
+        out: Float32 | None = None,
+        return_scores: bool = False,
+    ) -> Any: ...

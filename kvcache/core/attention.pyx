@@ -1,0 +1,126 @@
+"""Attention over the blocks of a store; see core/attention.pxd. The kernels are in ckernels/kvc_attend.c."""
+
+cimport numpy as cnp
+from libc.math cimport sqrt
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc, realloc
+
+from kvcache.core cimport kernels
+from kvcache.core.arguments cimport is_plain
+from kvcache.core.kernels cimport kvc_run, kvc_seq
+from kvcache.core.store cimport BlockStore
+
+import numpy as np
+
+from kvcache.core.arguments import as_floats
+from kvcache.errors import OutOfMemoryError
+
+__all__ = ["Attention"]
+
+cnp.import_array()
+
+
+cdef class Attention:
+    """softmax(q K^T scale) V over the blocks of one `BlockStore`.
+
+    Args:
+        store: where K and V lie.
+    """
+
+    def __cinit__(self, BlockStore store not None):
+        self.store = store
+
+    def __dealloc__(self):
+        free(self.scratch)
+        free(self.seqs)
+
+    def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
+        """Causal attention over the tokens at one list of runs, the last query on the last token.
+
+        Args:
+            runs: dtype `RUN` `(r,)`.
+            queries: `(n, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads, n at most the tokens.
+            scale: a float, or None for `head_dim ** -0.5`.
+            out: float32, C-contiguous, like `queries`, written; None: a new array.
+            return_scores: also return each token's attention mass, float32 `(tokens,)`.
+
+        Raises:
+            IndexError, TypeError, ValueError: no such layer; other shapes or dtypes.
+        """
+        cdef const kvc_run[::1] view = self.store.runs_(runs, -1)
+        cdef cnp.ndarray q = self.queries_(queries, "queries")
+        cdef float factor = self.scale_(scale)
+        cdef unsigned char *base = self.store.layer_base(layer)
+        cdef cnp.ndarray result = self.result_(out, q)
+        cdef int64_t tokens = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
+        if q.shape[0] > tokens:
+            raise ValueError(f"queries: expected at most {tokens} rows, one per token, got {q.shape[0]}")
+        self.reserve_seqs(1)
+        self.seqs[0].runs = &view[0] if view.shape[0] else NULL
+        self.seqs[0].num_runs, self.seqs[0].num_tokens = view.shape[0], tokens
+        self.seqs[0].sink_tokens, self.seqs[0].num_queries, self.seqs[0].hidden_tokens = 0, q.shape[0], 0
+        cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if return_scores else None
+        self.attend_(base, 1, q, None, factor, result, scores, None)
+        return (result, scores) if return_scores else result
+
+    # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef cnp.ndarray queries_(self, object queries, str name):
+        """`(n, heads, head_dim)` float32, as it is where it is that already."""
+        if not is_plain(queries, cnp.NPY_FLOAT32, 3) or (<cnp.ndarray>queries).shape[2] != self.store.layout.head_dim:
+            queries = as_floats(queries, (None, None, self.store.layout.head_dim), name)
+        cdef int64_t heads = (<cnp.ndarray>queries).shape[1]
+        if heads == 0 or heads % self.store.layout.num_heads:
+            raise ValueError(f"{name}: expected a multiple of {self.store.layout.num_heads} heads, got {heads}")
+        return queries
+
+    cdef cnp.ndarray result_(self, object out, cnp.ndarray queries):
+        if out is None:
+            return cnp.PyArray_EMPTY(3, queries.shape, cnp.NPY_FLOAT32, 0)
+        if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
+                or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, queries):
+            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {np.shape(queries)}, "
+                             f"got {type(out).__name__}")
+        return out
+
+    cdef float scale_(self, object scale) except? -1:
+        cdef double factor = 1.0 / sqrt(<double>self.store.layout.head_dim) if scale is None else scale
+        return <float>factor
+
+    cdef int reserve_seqs(self, int64_t count) except -1:
+        cdef kvc_seq *seqs
+        if count > self.seqs_capacity:
+            seqs = <kvc_seq *>realloc(self.seqs, count * sizeof(kvc_seq))
+            if seqs == NULL:
+                raise MemoryError(f"no memory for {count} sequences")
+            self.seqs, self.seqs_capacity = seqs, count
+        return 0
+
+    cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
+                     float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1:
+        cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
+        if queries.shape[0] == 0 or num_seqs == 0:
+            return 0
+        cdef size_t size = kernels.attend_scratch_bytes(&self.store.layout, self.seqs, num_seqs, heads, threads)
+        if size > self.scratch_bytes:
+            free(self.scratch)
+            self.scratch_bytes = 0
+            self.scratch = malloc(size)
+            if self.scratch == NULL:
+                raise OutOfMemoryError(size, 0, "bytes")
+            self.scratch_bytes = size
+        cdef const float *q = <const float *>cnp.PyArray_DATA(queries)
+        cdef const float *sinks = NULL
+        cdef float *mass = NULL
+        cdef float *logs = NULL
+        if sink_queries is not None:
+            sinks = <const float *>cnp.PyArray_DATA(sink_queries)
+        if scores is not None:
+            mass = <float *>cnp.PyArray_DATA(scores)
+        if lse is not None:
+            logs = <float *>cnp.PyArray_DATA(lse)
+        cdef float *to = <float *>cnp.PyArray_DATA(out)
+        with nogil:
+            kernels.attend(&self.store.layout, base, self.seqs, num_seqs, heads, scale, q, sinks, to, mass, logs,
+                           self.scratch, threads)
+        return 0

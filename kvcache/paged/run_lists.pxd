@@ -1,0 +1,56 @@
+"""Where a sequence's tokens lie: a list of runs, and every change of one.
+
+    sequence 7     runs   (B4, 0, 16) (B9, 0, 16) (B2, 0, 5)          37 tokens, positions 0..36
+    after a hole          (B4, 0, 4)              (B2, 1, 5)           4 sinks, then 33..36
+
+A run is consecutive slots of one block that hold consecutive positions of the text. That one idea gives
+partial tails, StreamingLLM's holes, scattered survivors of token eviction, and sharing: two sequences whose
+runs name the same block share it. Runs of one block stand next to each other and count one reference.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+
+from kvcache.core.kernels cimport kvc_run
+from kvcache.core.pool cimport BlockPool
+from kvcache.paged.records cimport Sequence, SequenceRecords
+
+
+cdef class RunLists:
+    cdef BlockPool pool
+    cdef SequenceRecords records
+    cdef int32_t block_size
+    # Blocks that copy-on-write has replaced, until the owner of the bytes has copied them.
+    cdef int32_t[::1] copy_src        # (>= num_copies,) block to copy from
+    cdef int32_t[::1] copy_dst        # (>= num_copies,) block to copy to
+    cdef int32_t num_copies
+    # The runs that `slice_` has collected since its caller set `num_cut` to 0.
+    cdef kvc_run *cut                 # (cut_capacity,)
+    cdef int64_t cut_capacity
+    cdef int64_t num_cut
+
+    # Reading
+    cdef bint shares_all(self, const Sequence *seq) noexcept nogil            # dropping it would free nothing
+    cdef int slice_(self, const Sequence *seq, int64_t start, int64_t stop) except -1    # these tokens, onto `cut`
+    cdef object copy_runs(self, const Sequence *seq)                          # RUN (num_runs,)
+    cdef object copy_positions(self, const Sequence *seq)                     # int64 (num_runs,)
+    cdef object distinct_blocks(self, const Sequence *seq)                    # int32, each once
+    cdef int check_(self, const Sequence *seq) except -1                      # every invariant, or AssertionError
+
+    # Changes; those that can fail do so before the first change
+    cdef int reserve_copies_(self, int64_t count) except -1
+    cdef bint step_(self, Sequence *seq) noexcept nogil                       # one token more in an own tail; or False
+    cdef void extend_(self, Sequence *seq, int64_t count) noexcept nogil      # into reserved room and free blocks
+    cdef void adopt_(self, Sequence *seq, const int32_t *blocks, int64_t num_tokens) noexcept nogil
+    cdef void share_(self, const Sequence *source, Sequence *target) noexcept nogil      # into reserved room
+    cdef void truncate_(self, Sequence *seq, int64_t num_tokens) noexcept nogil
+    cdef int own_(self, Sequence *seq, int64_t start, int64_t stop) except -1            # copy-on-write of these tokens
+    cdef int keep_(self, Sequence *seq, const int64_t *indices, int64_t n) except -1     # these tokens alone
+    cdef int stream_(self, Sequence *seq, int64_t sink_tokens, int64_t window_tokens) except -1    # first and last ones
+    cdef object compact_(self, Sequence *seq)                                 # int32 (n, 5), the moves to carry out
+
+    cdef void _fill_tail(self, Sequence *seq, int64_t count) noexcept nogil
+    cdef void _add_blocks(self, Sequence *seq, int64_t count) noexcept nogil
+    cdef void _copy_on_write(self, Sequence *seq, int64_t run) noexcept nogil
+    cdef int64_t _run_at(self, const Sequence *seq, int64_t token, int64_t *before) noexcept nogil
+    cdef int _keep_ranges(self, Sequence *seq, const int64_t *bounds, int64_t num_ranges) except -1
+    cdef int _grow_cut(self) except -1

@@ -1,0 +1,3 @@
+class RunLists:
+    @property
+    def nbytes(self) -> int: ...

@@ -1,0 +1,47 @@
+"""The block tables of all sequences: every verb takes many sequences, a single one is the same with n = 1.
+
+A table has records of the sequences, their runs, and an order of victims; it reports to the order what changes.
+Integers only: the bytes are those of paged/sequences.pyx.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from kvcache.core.pool cimport BlockPool
+from kvcache.paged.records cimport SequenceRecords
+from kvcache.paged.run_lists cimport RunLists
+from kvcache.paged.victims cimport VictimOrder
+
+
+# The numbers of an array of n counts, NULL of None; or ValueError.
+cdef const int64_t *counts_of(const int64_t[::1] counts, int64_t n, str name) except? NULL
+
+
+cdef class BlockTables:
+    cdef readonly BlockPool pool
+    cdef readonly int32_t block_size
+    cdef SequenceRecords records
+    cdef RunLists run_lists
+    cdef readonly VictimOrder victims
+    cdef readonly int64_t forks        # made, ever
+    cdef int64_t calls                 # counts calls of `pick_`, for `Sequence.mark`
+    cdef int32_t *picked               # (room,) rows of a call's ids, in their order
+    cdef int64_t room
+
+    # Fill `picked`, which keeps it until the next call. `pick_` refuses an id that is named twice.
+    cdef int find_(self, const uint64_t *ids, int64_t n) except -1
+    cdef int pick_(self, const uint64_t *ids, int64_t n) except -1
+
+    # The verbs, all or nothing; each leaves the rows of `ids` in `picked`. counts NULL: one token each.
+    cdef int allocate_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
+    cdef int append_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
+    cdef int fork_(self, const uint64_t *sources, const uint64_t *targets, int64_t n) except -1
+    cdef int truncate_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
+    cdef int free_(self, const uint64_t *ids, int64_t n) except -1
+    cdef bint end_(self, int32_t row) noexcept nogil          # True: a block has one reference left
+    cdef object compact_(self, uint64_t seq_id)               # int32 (n, 5), the moves to carry out
+
+    cdef int64_t _blocks_for(self, int64_t num_tokens) except -1     # or ValueError
+    cdef int _make_room(self, int64_t n) except -1
+    # New rows in `picked`: for counts[i] tokens each, or, NULL, for the runs of picked[n + i].
+    cdef int _start(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
+    cdef int64_t _blocks_to_append(self, const int64_t *counts, int64_t n) noexcept nogil

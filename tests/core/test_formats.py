@@ -1,0 +1,88 @@
+"""The table of storage formats: what it says is true, and nobody has another one."""
+
+import re
+
+import numpy as np
+import pytest
+from places import PROJECT
+
+import kvcache
+from kvcache.core import kernels
+from kvcache.core.kernels import FORMATS
+from kvcache.core.store import BlockStore
+from kvcache.lists.config import FORMAT_OF_BITS, KVCacheConfig
+
+NAMES = list(FORMATS)
+SOURCES = [
+    path
+    for folder in ("kvcache", "bench", "ckernels")
+    for path in sorted((PROJECT / folder).rglob("*"))
+    if path.suffix in {".py", ".pyx", ".pxd", ".pyi", ".c", ".h"} and path.name != "kvc_formats.h"
+]
+
+
+def test_the_table():
+    """Names are unique, fit the four bytes that a saved cache has for them, and quantised ones differ in their bits."""
+    assert [line.name for line in FORMATS.values()] == NAMES
+    assert all(re.fullmatch(r"[a-z][a-z0-9]{0,3}", name) for name in NAMES)
+    bits = [line.bits for line in FORMATS.values() if line.quantised]
+    assert len(set(bits)) == len(bits)
+    assert all(line.quantised for line in FORMATS.values() if line.fitted)
+    assert {line.bits: line.name for line in FORMATS.values() if line.quantised} == FORMAT_OF_BITS
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_a_row_takes_its_bits(name, block_size):
+    """And a scale and a minimum, two bytes each, where it is quantised."""
+    line = FORMATS[name]
+    layout = kernels.Layout(block_size, 2, 64, name)
+    assert layout.key_head_bytes == block_size * (64 * line.bits // 8 + 4 * line.quantised)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rotation_is_for_quantised_formats(name):
+    """The others are stored as they are, whatever is asked for."""
+    assert BlockStore(1, 1, 4, 1, 64, name, name, True).rotated == (FORMATS[name].quantised,) * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_value(name):
+    """The message says what fits, and that is true of both signs."""
+    store, row = BlockStore(1, 1, 4, 1, 8, name, name), np.zeros((1, 1, 8), np.float32)
+    largest = np.float32(eval(FORMATS[name].largest))
+    for sign in (1, -1):
+        row[0, 0, 3] = sign * largest
+        store.represent(row, row)
+        row[0, 0, 3] = sign * largest * np.float32(1.001)
+        with pytest.raises(ValueError, match=re.escape(FORMATS[name].largest)):
+            store.represent(row, row)
+
+
+@pytest.mark.parametrize("name", ["f64", "", "F32", None, 4, ["q4"], np.array(["q4", "q8"])])
+def test_what_is_no_format(name):
+    """The message lists those that there are."""
+    with pytest.raises(ValueError, match=re.escape("key_dtype: expected one of " + ", ".join(NAMES))):
+        BlockStore(1, 1, 4, 1, 8, name)
+
+
+def test_the_documents_list_them():
+    """Tables and docstrings that name formats name all of them, and no others."""
+    tables = (PROJECT / "bench" / "README.md").read_text(encoding="utf-8")
+    table = tables.split("\n| format | bytes/token |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| (\w+) \|", table, re.MULTILINE) == NAMES
+    for described in (kvcache.PagedKvCache, kvcache.PrefixCacheConfig):
+        line = next(line for line in described.__doc__.splitlines() if "dtype: storage format" in line)
+        assert re.findall(r'"(\w+)"', line) == NAMES
+    bits = re.search(r"quantization_bits: .*?: ([\d, or]+)\.", KVCacheConfig.__doc__)
+    assert sorted(map(int, re.findall(r"\d+", bits[1]))) == sorted(FORMAT_OF_BITS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_nobody_else_has_a_table(path):
+    """No list of all quantised names, and no name that is taken apart to learn what it is."""
+    source = path.read_text(encoding="utf-8")
+    listed = r"\W+".join(re.escape(name) for name in NAMES if FORMATS[name].quantised)
+    code = re.sub(r'""".*?"""|/\*.*?\*/', "", source, flags=re.DOTALL)
+    assert not re.search(rf"\b{listed}\b", code)
+    assert not re.search(r"""\w\[0\] *[=!]= *["']q["']|startswith\(["']q["']\)""", code)
