@@ -8,7 +8,7 @@ from kvcache.prefix.index cimport PrefixIndex
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space
 from kvcache.trie.entries cimport EntryTrie
-from kvcache.trie.nodes cimport node_t
+from kvcache.trie.nodes cimport NodeTable, node_t
 from kvcache.trie.paths cimport walk_t
 
 __all__ = ["EntryIndex"]
@@ -32,7 +32,7 @@ cdef class EntryIndex(PrefixIndex):
     cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
         cdef const node_t *node = &self.trie.table.nodes[at.node]
-        return at.node if at.length == ids.shape[0] and node.end == at.length and node.marked else -1
+        return at.node if at.length == ids.shape[0] == node.end and node.marked else -1
 
     def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
         """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
@@ -71,12 +71,13 @@ cdef class EntryIndex(PrefixIndex):
             most_entries: unmark entries that this one extends, the longest first, while there are more; -1: any number.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef NodeTable table = self.trie.table
         cdef int32_t node = self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
-        while 0 <= most_entries < self.trie.table.num_entries and self.trie.table.nodes[node].parent >= 0:
-            node = self.trie.table.nodes[node].parent
-            self.evictions += self.trie.table.nodes[node].marked
-            self.trie.table.num_entries -= self.trie.table.nodes[node].marked
-            self.trie.table.nodes[node].marked = 0
+        while most_entries >= 0 and table.num_entries > most_entries and table.nodes[node].parent >= 0:
+            node = table.nodes[node].parent
+            self.evictions += table.nodes[node].marked
+            table.num_entries -= table.nodes[node].marked
+            table.nodes[node].marked = 0
 
     def remove(self, tokens, name=None):
         """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from kvcache.core.locks import AllLocks, CallLock
 from kvcache.errors import InvalidOperationError, SnapshotError
-from kvcache.prefix.index import PrefixIndex, commit
+from kvcache.prefix.commit import commit
+from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import BLOCK_SIZE, Rows
 from kvcache.prefix.saved import saved_blocks, saved_rows

@@ -1,11 +1,10 @@
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import Source
 from kvcache.prefix.spaces import Space
 from kvcache.trie.trie import TokenTrie
 
@@ -49,5 +48,3 @@ class PrefixIndex:
     @property
     def nbytes(self) -> int: ...
     def check(self) -> None: ...
-
-def commit(parts: Iterable[tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[Source]]]) -> None: ...

@@ -1,7 +1,7 @@
 """The index of cached prefixes; explained in index.pxd."""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvcache.prefix.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex", "commit"]
+__all__ = ["Match", "PrefixIndex"]
 
 cnp.import_array()
 
@@ -29,11 +29,6 @@ Match = namedtuple("Match", ("length", "pages", "tail"))
 
 cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
     return <const uint32_t *>cnp.PyArray_DATA(array)
-
-
-cdef TokenTrie like(TokenTrie trie):
-    """An empty one."""
-    return type(trie)(trie.table.page_size, trie.table.policy)
 
 
 cdef class PrefixIndex:
@@ -57,7 +52,8 @@ cdef class PrefixIndex:
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
         cdef PrefixIndex other = type(self).__new__(type(self))
-        other.trie, other.slots, other.entries = like(self.trie), self.slots, self.entries
+        other.trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
+        other.slots, other.entries = self.slots, self.entries
         other.kinds, other.spaces = list(self.kinds), Spaces()
         if self.reasons_of is not None:
             other.reasons_of = MissReasons(self.slots.num_pages, self.trie.table.page_size, self.reasons_of.most_pages)
@@ -439,39 +435,3 @@ cdef class PrefixIndex:
         if self.reasons_of is not None:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size == self.hit_tokens, "prefix index: hits do not add up"
-
-
-def commit(parts):
-    """Put indices filled by `name` in the place of empty ones, all or none; their pages wait for their content.
-
-    Args:
-        parts: of each, `(index, filled, claims, sources)`: claims on all pages that `filled` names, each of one
-            `Slots`, and what to fetch the content of each from. The claims are empty then.
-
-    Raises:
-        MemoryError: nothing has changed.
-    """
-    cdef PrefixIndex index, filled
-    cdef Claim claim
-    cdef Py_ssize_t i
-    todo = [(<PrefixIndex?>index, <PrefixIndex?>filled, list(zip(claims, sources)))
-            for index, filled, claims, sources in parts]
-    before = [None] * len(todo)
-    for index, filled, pairs in todo:
-        index.settle()
-        if filled.reasons_of is not None:
-            filled.reasons_of.texts.counts.reserve(sum([len(claim) for claim, _ in pairs]))
-            filled.reasons_of.ghosts, filled.reasons_of.roots = index.reasons_of.ghosts, index.reasons_of.roots
-    # Nothing fails from here on.
-    for number, (index, filled, pairs) in enumerate(todo):
-        before[number] = index.take_over(filled)
-        index.clock += 1
-        for claim, source in pairs:
-            claim.slots.void_pins(index.trie)
-            for i in range(claim.data.n):
-                claim.slots.name_(claim.data.pages[i], index.clock, True)
-                if index.reasons_of is not None:
-                    index.reasons_of.count(claim.data.pages[i])
-            if claim.data.n:
-                claim.slots.source = source
-            claim.data.n = 0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.index import PrefixIndex, commit
+from kvcache.prefix.commit import commit
+from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Slots
 from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie

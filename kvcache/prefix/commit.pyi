@@ -1,0 +1,7 @@
+from collections.abc import Iterable, Sequence
+
+from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.slots import Claim
+from kvcache.prefix.source import Source
+
+def commit(parts: Iterable[tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[Source]]]) -> None: ...

@@ -1,0 +1,42 @@
+"""What a file names takes the place of indices that are empty: of several at once, all or none."""
+
+from kvcache.prefix.index cimport PrefixIndex
+from kvcache.prefix.slots cimport Claim
+
+__all__ = ["commit"]
+
+
+def commit(parts):
+    """Put indices filled by `name` in the place of empty ones, all or none; their pages wait for their content.
+
+    Args:
+        parts: of each, `(index, filled, claims, sources)`: claims on all pages that `filled` names, each of one
+            `Slots`, and what to fetch the content of each from. The claims are empty then.
+
+    Raises:
+        MemoryError: nothing has changed.
+    """
+    cdef PrefixIndex index, filled
+    cdef Claim claim
+    cdef Py_ssize_t i
+    todo = [(<PrefixIndex?>index, <PrefixIndex?>filled, list(zip(claims, sources)))
+            for index, filled, claims, sources in parts]
+    before = [None] * len(todo)
+    for index, filled, pairs in todo:
+        index.settle()
+        if filled.reasons_of is not None:
+            filled.reasons_of.texts.counts.reserve(sum([len(claim) for claim, _ in pairs]))
+            filled.reasons_of.ghosts, filled.reasons_of.roots = index.reasons_of.ghosts, index.reasons_of.roots
+    # Nothing fails from here on.
+    for number, (index, filled, pairs) in enumerate(todo):
+        before[number] = index.take_over(filled)
+        index.clock += 1
+        for claim, source in pairs:
+            claim.slots.void_pins(index.trie)
+            for i in range(claim.data.n):
+                claim.slots.name_(claim.data.pages[i], index.clock, True)
+                if index.reasons_of is not None:
+                    index.reasons_of.count(claim.data.pages[i])
+            if claim.data.n:
+                claim.slots.source = source
+            claim.data.n = 0
