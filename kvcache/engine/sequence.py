@@ -156,7 +156,7 @@ class LiveSequence(ModelSequence):
             assert self.residual.stop == self.num_tokens, f"the residual ends at {self.residual.stop}"
 
     def mend(self) -> None:
-        # `seq_id` and `num_tokens` are valid: they change in one line, after everything that can fail.
+        # `seq_id` and `num_tokens` are valid: they change in one step, after everything that can fail.
         if self.cache.get_sequence(1 - self.seq_id) is not None:
             self.cache.free(1 - self.seq_id)
         held = self.cache.get_sequence(self.seq_id)
@@ -170,7 +170,7 @@ class LiveSequence(ModelSequence):
 
     def move(self, cache: PagedKvCache) -> None:
         cache.allocate(self.seq_id, 0)
-        self.cache, self.num_tokens = cache, 0
+        self.__dict__.update(cache=cache, num_tokens=0)  # in one step, for `mend`
         self.version += 1
         self._restart_residual()
 
@@ -294,7 +294,7 @@ class LiveSequence(ModelSequence):
 
     def _become(self, seq_id: int, num_tokens: int) -> None:
         self.version += 1
-        self._seq_id, self.num_tokens = seq_id, num_tokens
+        self.__dict__.update(_seq_id=seq_id, num_tokens=num_tokens)  # in one step, for `mend`
         self.cache.free(1 - seq_id)
 
 
