@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvcache.core.arguments import as_flat, as_floats
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
 
-__all__ = ["block_rows", "read_block", "write_blocks"]
+__all__ = ["block_rows", "checked_rows", "read_block", "write_blocks"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -36,6 +37,14 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Floa
         rows[..., :head_dim] = np.reshape(flat, (len(blocks), heads, size, head_dim)).swapaxes(1, 2)
         layers.append(rows.reshape(-1, heads, store.head_dim))
     return layers
+
+
+def checked_rows(store: BlockStore, pairs: Sequence[Any], head_dim: int) -> tuple[list[Float32], list[Float32]]:
+    """Per layer the rows of K and of V of `(keys, values)` of blocks; ValueError unless the store can hold them."""
+    keys, values = (block_rows(store, [pair[i] for pair in pairs], head_dim) for i in (0, 1))
+    for k, v in zip(keys, values, strict=True):
+        store.check_values(k, v)
+    return keys, values
 
 
 def write_blocks(

@@ -6,13 +6,7 @@
 
 The index holds one reference on every block that it names. A session pins what it matched and holds references
 of its own, so neither an eviction nor `clear` touches what a request reads. Over the blocks of a `PagedKvCache`
-nothing is copied, a block that matches in part apart, and that by the sequence's first write:
-
-    session, start = prefill.prepare(tokens)
-    paged.adopt(seq_id, session.shared_blocks, session.num_tokens)
-    ...                                                         compute the rest, append, write
-    cache.adopt(tokens, paged.get_sequence(seq_id).block_ids)
-    prefill.release_session(session)
+nothing is copied, a block that matches in part apart, and that by the sequence's first write.
 """
 
 from __future__ import annotations
@@ -32,10 +26,10 @@ from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.block_rows import block_rows, write_blocks
+from kvcache.prefix.block_rows import checked_rows, write_blocks
 from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
 from kvcache.prefix.index import PrefixIndex
-from kvcache.prefix.lookups import FoundBlocks, block_of
+from kvcache.prefix.lookups import FoundBlocks, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.slots import Claim, Slots
 from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
@@ -109,9 +103,7 @@ class PrefixCache:
         cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
         return cache
 
-    def _own(
-        self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool
-    ) -> None:  # fmt: skip
+    def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool) -> None:
         self._blocks, self._pool, self._store, self._lock = blocks, blocks.pool, blocks.store, blocks.lock
         self._head_dim, self._shared, self._max_blocks = head_dim, shared, max_blocks
         self._slots = Slots([self._pool], self._store.block_size)
@@ -129,7 +121,8 @@ class PrefixCache:
         """
         ids = as_tokens(token_ids)
         with self._lock:
-            claim = self._claim(ids, namespace)
+            self._bring(ids, namespace)
+            claim = self._index.claim(ids, namespace)
             blocks = FoundBlocks(self, ids, claim) if claim.num_held else []
             claim.keep_by_name()
             return len(blocks) * self.block_size, blocks
@@ -149,23 +142,17 @@ class PrefixCache:
         """The matched blocks as a session, which holds them until it is released or dropped."""
         ids = as_tokens(token_ids)
         with self._lock:
-            claim = self._claim(ids, namespace)
+            self._bring(ids, namespace)
+            claim = self._index.claim(ids, namespace)
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 
     def close_session(self, session: CacheSession) -> None:
-        """Release what a session holds; nothing happens the second time, or to one made by hand.
-
-        It waits for nothing: while another call of this cache runs, it is done when that call leaves.
-        """
+        """Release what a session holds; while another call runs, when that leaves. A second time does nothing."""
         if not isinstance(session, CacheSession):
             raise TypeError(f"expected a CacheSession, got {type(session).__name__}")
         if session._claim is not None and session._claim.slots is self._slots:
             self._lock.hand_over(session._claim.release)
-
-    def _claim(self, ids: Tokens, name: Hashable) -> Claim:
-        self._bring(ids, name)
-        return self._index.claim(ids, name)
 
     def _bring(self, ids: Tokens, name: Hashable) -> None:
         """What a file or the source has of `ids` is here then, as far as it is good and there is room."""
@@ -176,9 +163,7 @@ class PrefixCache:
     # -- insert ---------------------------------------------------------------------------------------------
 
     def insert(self, token_ids: Any, block_start: int, keys: Any, values: Any, namespace: Hashable = None) -> int:
-        """Cache the block of tokens `block_start..block_start + block_size`; its index.
-
-        A block that is there already stays as it is.
+        """Cache the block of tokens `block_start..block_start + block_size`, unless it is; its index.
 
         Args:
             keys, values: per layer float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
@@ -194,7 +179,7 @@ class PrefixCache:
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"expected block_start a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = self._rows([(keys, values)])
+        k, v = checked_rows(self._store, [(keys, values)], self._head_dim)
         with self._lock:
             if not self._store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
@@ -212,16 +197,9 @@ class PrefixCache:
         count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = self._rows(pairs[:count])
+        keys, values = checked_rows(self._store, pairs[:count], self._head_dim)
         with self._lock:
             return self._store_rows(ids[: start + count * size], start // size, keys, values, namespace)
-
-    def _rows(self, pairs: Sequence[Any]) -> tuple[list[Float32], list[Float32]]:
-        """Per layer the rows of K and of V of these blocks; ValueError unless the store can hold them."""
-        keys, values = (block_rows(self._store, [pair[i] for pair in pairs], self._head_dim) for i in (0, 1))
-        for k, v in zip(keys, values, strict=True):
-            self._store.check_values(k, v)
-        return keys, values
 
     def _store_rows(
         self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], namespace: Hashable
@@ -359,13 +337,7 @@ class PrefixCache:
             return None
         with self._lock:
             fetch_all(self._index)
-            self._slots.settle()
-            held, (named, _, used) = int(self._slots.counts()[index]), self._slots.record(index)
-            if not held and not named:
-                return None
-            block = block_of(self, index, held, self._index.clock, self._slots.tokens_of(np.array([index]))[0].tolist())
-            block.last_used = used
-            return block
+            return cached_block(self, index)
 
     def block_ids(self) -> list[int]:
         """The cached blocks, ascending."""

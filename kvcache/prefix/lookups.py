@@ -16,7 +16,7 @@ from kvcache.prefix.slots import Claim
 if TYPE_CHECKING:
     from kvcache.prefix.blocks import PrefixCache
 
-__all__ = ["FoundBlocks", "block_of"]
+__all__ = ["FoundBlocks", "cached_block"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -35,6 +35,18 @@ def block_of(cache: PrefixCache, index: int, ref_count: int, clock: int, token_i
             return read_block(store, index, head_dim)
 
     block._read = read
+    return block
+
+
+def cached_block(cache: PrefixCache, index: int) -> CacheBlock | None:
+    """A block that is cached or held, as it is now."""
+    slots = cache._slots
+    slots.settle()
+    held, (named, _, used) = int(slots.counts()[index]), slots.record(index)
+    if not held and not named:
+        return None
+    block = block_of(cache, index, held, cache._index.clock, slots.tokens_of(np.array([index]))[0].tolist())
+    block.last_used = used
     return block
 
 
