@@ -29,10 +29,13 @@ from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.states import PrefixKvCache
+from kvcache.trie.policy import LFU, LRU
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LFU",
+    "LRU",
     "BlockId",
     "BlockNotFoundError",
     "BlockTable",

@@ -29,7 +29,7 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Floa
     heads, size = store.num_heads, store.block_size
     for block in blocks:
         if len(block) != store.num_layers:
-            raise ValueError(f"expected a block of {store.num_layers} layers, got {len(block)}")
+            raise ValueError(f"keys, values: expected {store.num_layers} layers in a block, got {len(block)}")
     layers = []
     for layer in range(store.num_layers):
         flat = [as_floats(as_flat(block[layer], "a layer"), (heads * size * head_dim,), "a layer") for block in blocks]

@@ -150,7 +150,7 @@ class PrefixCache:
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; while another call runs, when that leaves. A second time does nothing."""
         if not isinstance(session, CacheSession):
-            raise TypeError(f"expected a CacheSession, got {type(session).__name__}")
+            raise TypeError(f"session: expected a CacheSession, got {type(session).__name__}")
         if session._claim is not None and session._claim.slots is self._slots:
             self._lock.hand_over(session._claim.release)
 
@@ -178,7 +178,7 @@ class PrefixCache:
         end = start + self.block_size
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
-            raise ValueError(f"expected block_start a multiple of {self.block_size}, at most {most}, got {start}")
+            raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
         k, v = checked_rows(self._store, [(keys, values)], self._head_dim)
         with self._lock:
             if not self._store_rows(ids[:end], start // self.block_size, k, v, namespace):
@@ -193,7 +193,7 @@ class PrefixCache:
         """
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
-            raise ValueError(f"expected a multiple of {size} as block_start, got {start}")
+            raise ValueError(f"block_start: expected a multiple of {size}, got {start}")
         count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
@@ -234,7 +234,7 @@ class PrefixCache:
         if not self._shared:
             raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
         if len(blocks) < full:
-            raise ValueError(f"expected {full} block ids for {len(ids)} tokens, got {len(blocks)}")
+            raise ValueError(f"block_ids: expected {full} for {len(ids)} tokens, got {len(blocks)}")
         with self._lock:
             known = self._pool.in_use(blocks)
             self._pool.expect_each_once(known)

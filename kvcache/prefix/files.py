@@ -34,7 +34,7 @@ Part = tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[Source]]  # of 
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:
     """Read all that waits in files, and forget what is damaged there."""
     if any(slots.num_waiting for slots in index.kinds):
-        names = {root: space.name for space, root in index.spaces_in_use()}
+        names = {root: space.name for space, root in index.spaces.in_use()}
         for root, tokens, _ in [index.trie.path(leaf) for leaf in index.trie.leaf_ids()]:
             fetch_waiting(index, tokens, names[root], least)
 
@@ -49,7 +49,7 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Prefi
         segments, blocks = Segments.none(), []
         for arena, cache in enumerate(caches):
             fetch_all(cache._index)
-            spaces = cache._index.spaces_in_use()
+            spaces = cache._index.spaces.in_use()
             added, named = segments_of(cache._index.trie, [root for _, root in spaces], cache._slots.tokens_of)
             segments = segments.and_then(added, len(namespaces))
             namespaces += [(arena, space.name) for space, _ in spaces]
@@ -78,9 +78,9 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Prefi
 
 def _locks(caches: Sequence[PrefixCache]) -> list[CallLock]:
     if any(not hasattr(cache, "_index") for cache in caches):
-        raise TypeError("beside: expected caches, got something else")
+        raise TypeError("beside: expected caches, got another object")
     if len({id(cache) for cache in caches}) < len(caches):
-        raise ValueError("expected each cache once, got one twice")
+        raise ValueError("beside: expected each cache once, got one twice")
     return [cache._lock for cache in caches]
 
 
@@ -137,7 +137,7 @@ def save_entries(path: str | os.PathLike[str], model: str, cache: PrefixKvCache)
     """Write every entry; raises as `PrefixKvCache.save`. To be called with the cache's lock held."""
     index = cache._index
     fetch_all(index, cache._least)
-    spaces = index.spaces_in_use()
+    spaces = index.spaces.in_use()
     kinds = [kind for kind in index.kinds if any(space.slots is kind for space, _ in spaces)]
     arena_of = np.array([kinds.index(space.slots) for space, _ in spaces], np.int64)
     segments, slots = segments_of(index.trie, [root for _, root in spaces])

@@ -25,7 +25,7 @@ cdef class PrefixIndex:
     cdef readonly TokenTrie trie
     cdef readonly list kinds          # the `Slots` in use; with `slots`, that one
     cdef Slots slots                  # of all namespaces; None: each names its own
-    cdef Spaces spaces
+    cdef readonly Spaces spaces
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons reasons_of       # why lookups missed; None: nobody asks
     cdef readonly int64_t clock       # counts uses
@@ -42,7 +42,6 @@ cdef class PrefixIndex:
     cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1
     cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
                      Py_ssize_t *existing) except -1
-    cdef void mark(self, int32_t node) noexcept
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
     cdef void taken(self, Space space, Claim claim) noexcept    # the trie has let go of the claim's pages
     cdef void cut(self, int32_t node, Claim claim) noexcept     # an entry into a claim with room for its whole text

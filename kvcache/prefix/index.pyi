@@ -5,12 +5,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.spaces import Space
+from kvcache.prefix.spaces import Spaces
 from kvcache.trie.trie import TokenTrie
 
 Int32 = NDArray[np.int32]
-
-
 
 class Match(NamedTuple):
     length: int
@@ -19,6 +17,7 @@ class Match(NamedTuple):
 
 class PrefixIndex:
     trie: TokenTrie
+    spaces: Spaces
     kinds: list[Any]  # of Slots
     clock: int
     hits: int
@@ -30,7 +29,6 @@ class PrefixIndex:
     def __init__(self, trie: TokenTrie, slots: Slots | None = None, most_ghosts: int | None = None) -> None: ...
     def like(self) -> PrefixIndex: ...
     def __len__(self) -> int: ...
-    def spaces_in_use(self) -> list[tuple[Space, int]]: ...
     def slots_of(self, name: Hashable) -> Any: ...  # Slots | None
     def find(self, tokens: Any, name: Hashable = None) -> Match: ...
     def claim(self, tokens: Any, name: Hashable = None) -> Claim: ...

@@ -76,10 +76,6 @@ cdef class PrefixIndex:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
         return 0
 
-    def spaces_in_use(self):
-        """`(Space, root)` of every namespace that has something cached."""
-        return [(space, root) for root, space in self.spaces.of_root.items()]
-
     def slots_of(self, name):
         """The `Slots` of a namespace; None if nothing of it is cached."""
         cdef Space space = self.spaces.find(name)
@@ -152,10 +148,7 @@ cdef class PrefixIndex:
         return claim
 
     def head(self, tokens, name=None):
-        """A `Claim` on the full pages of `tokens` that are named, whichever groups have slots of them; None: no page.
-
-        They count as used and, without entries, stay in the trie.
-        """
+        """A `Claim` on the full pages of `tokens`, of any group, which count as used and stay; None: no page."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         self.settle()
         cdef Space space = self.spaces.find(name)
@@ -176,10 +169,9 @@ cdef class PrefixIndex:
     # -- insert ---------------------------------------------------------------------------------------------
 
     def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None):
-        """Name the pages of `fresh`, which cover what `tokens` have after the pages of `head`; they are the trie's now.
+        """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
         Args:
-            tokens: exactly those of the pages of both.
             head: from `head` of the same tokens; None: there is none.
             slots: of a new namespace; by default those of all.
         """
@@ -213,7 +205,7 @@ cdef class PrefixIndex:
         finally:
             free(values)
         if self.entries:
-            self.mark(node)
+            self.trie.table.mark(node, True)
         return node
 
     def name(self, tokens, pages, name=None, Slots slots=None):
@@ -227,11 +219,7 @@ cdef class PrefixIndex:
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(values)
         cdef int32_t node = self.put(ids, space, given, values.shape[0], old, &existing)
         if self.entries:
-            self.mark(node)
-
-    cdef void mark(self, int32_t node) noexcept:
-        self.trie.table.num_entries += not self.trie.table.nodes[node].marked
-        self.trie.table.nodes[node].marked = 1
+            self.trie.table.mark(node, True)
 
     cdef Space space_for(self, object name, Slots slots):
         cdef Space space = self.spaces.open(name, slots)
@@ -310,14 +298,12 @@ cdef class PrefixIndex:
                 return leaf
             last = values[n - 1]
             self.slots.pages[last].parked = leaf
-            self.trie.table.nodes[leaf].pins += 1
-            self.trie.table.list_leaf(leaf)
+            self.trie.table.pin(leaf, 1)
             leaf = self.trie.table.leaves.top()
         return -1
 
     cdef void cut(self, int32_t node, Claim claim) noexcept:
-        self.trie.table.num_entries -= self.trie.table.nodes[node].marked
-        self.trie.table.nodes[node].marked = 0
+        self.trie.table.mark(node, False)
         if self.trie.table.nodes[node].child < 0:
             claim.data.n = self.trie.cut(node, claim.data.pages)
 
@@ -346,8 +332,7 @@ cdef class PrefixIndex:
                     slots.give(&page, 1)
             slots.void_pins(other.trie)
             slots.source = None
-        before = self.take_over(other)
-        del before    # its names may have finalisers
+        self.take_over(other)    # the old names may have finalisers, which run now
 
     cdef tuple take_over(self, PrefixIndex other):
         before = self.trie, self.reasons_of, self.spaces
@@ -368,8 +353,7 @@ cdef class PrefixIndex:
     def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
         """Forget a page of a match of `tokens`, and all that continues it.
 
-        Args:
-            least: what leads there becomes an entry if it has so many tokens and no entry needs it; -1: it goes.
+        What leads there becomes an entry if it has `least` tokens and no entry needs it; -1: it goes.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
         self.settle()
@@ -380,19 +364,17 @@ cdef class PrefixIndex:
         bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
         cdef int32_t node = self.trie.boundary(self.trie.match(space.root, ids[:length])[0], length)
         cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
-        self.trie.table.nodes[node].pins += 1    # It keeps its id while what follows it goes.
-        self.trie.table.list_leaf(node)
+        self.trie.table.pin(node, 1)    # it keeps its id while its children go
         try:
             values = self.trie.prune(space.root, bad)
         finally:
-            self.trie.table.nodes[node].pins -= 1
-            self.trie.table.list_leaf(node)
+            self.trie.table.pin(node, -1)
         claim.data.n = values.shape[0]
         memcpy(claim.data.pages, cnp.PyArray_DATA(values), values.shape[0] * sizeof(int32_t))
         self.taken(space, claim)
         if self.entries and length and self.trie.table.nodes[node].child < 0 and not self.trie.table.nodes[node].marked:
             if 0 <= least <= length:
-                self.mark(node)
+                self.trie.table.mark(node, True)
             else:
                 rest = space.slots.claim_of(length)
                 self.cut(node, rest)

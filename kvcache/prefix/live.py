@@ -71,7 +71,7 @@ def _visit(kv_dim: int, get: Callable[[], Float32], visit: Callable[[int, Float3
 
 def _finite(rows: Float32, name: str) -> Float32:
     if not np.isfinite(rows).all():
-        raise ValueError(f"expected finite {name}, got {rows[~np.isfinite(rows)][0]}")
+        raise ValueError(f"{name}: expected finite values, got {rows[~np.isfinite(rows)][0]}")
     return rows
 
 
@@ -92,10 +92,11 @@ class CachedKvState:
         self._seq_len = seq_len = as_integer(seq_len, "seq_len")
         sizes = {len(layer) for layer in (*self._keys, *self._values)}
         if len(self._keys) != len(self._values) or len(sizes) > 1:
-            raise ValueError("expected keys and values of as many layers, all of one length")
+            counts = f"{len(self._keys)} and {len(self._values)}, of {len(sizes)} lengths"
+            raise ValueError(f"keys, values: expected as many layers of each, all of one length, got {counts}")
         size = sizes.pop() if sizes else 0
         if seq_len < 0 or (size % seq_len if seq_len else size):
-            raise ValueError(f"expected rows for {seq_len} tokens in each layer, got {size} floats")
+            raise ValueError(f"seq_len: expected a divisor of the {size} floats per layer, got {seq_len}")
 
     @property
     def seq_len(self) -> int:
@@ -168,7 +169,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         num_layers, max_seq_len = as_count(num_layers, "num_layers", 1), as_count(max_seq_len, "max_seq_len", 1)
         kv_dim, num_heads = as_count(kv_dim, "kv_dim", 1), as_integer(num_heads, "num_heads")
         if num_heads < 1 or kv_dim % num_heads:
-            raise ValueError(f"expected num_heads to divide kv_dim {kv_dim}, got {num_heads}")
+            raise ValueError(f"num_heads: expected a divisor of kv_dim {kv_dim}, got {num_heads}")
         try:
             self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
             self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
@@ -252,7 +253,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     def _layer(self, layer: int) -> int:
         if not 0 <= as_integer(layer, "layer") < self.num_layers:
-            raise IndexError(f"expected a layer in [0, {self.num_layers}), got {layer}")
+            raise IndexError(f"layer: expected an int in [0, {self.num_layers}), got {layer}")
         return layer
 
     def snapshot(self) -> CachedKvState:
@@ -273,14 +274,14 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         """
         seq_len = as_integer(seq_len, "seq_len")
         if not 0 <= seq_len <= self.max_seq_len:
-            raise ValueError(f"expected at most {self.max_seq_len} tokens, got {seq_len}")
+            raise ValueError(f"seq_len: expected at most {self.max_seq_len} tokens, got {seq_len}")
         if len(keys) != self.num_layers or len(values) != self.num_layers:
-            raise ValueError(f"expected {self.num_layers} layers, got {len(keys)} of keys and {len(values)} of values")
+            raise ValueError(f"keys, values: expected {self.num_layers} layers, got {len(keys)} and {len(values)}")
         size = (seq_len * self.kv_dim,)
         rows = [(as_flat(k, "keys"), as_flat(v, "values")) for k, v in zip(keys, values, strict=True)]
         for k, v in rows:
             if k.shape != size or v.shape != size:
-                raise ValueError(f"expected {size[0]} floats per layer, got {len(k)} of keys and {len(v)} of values")
+                raise ValueError(f"keys, values: expected {size[0]} floats per layer, got {len(k)} and {len(v)}")
             _finite(k, "keys"), _finite(v, "values")
         with self._lock:
             sides, n = (self._keys, self._values), self.kv_dim

@@ -57,7 +57,7 @@ class PlainRows:
             limit = float(np.finfo(DTYPES[name]).max)
             # NaN fails the comparison as well.
             if not (np.abs(rows).max() <= limit):
-                raise ValueError(f"expected finite values within {limit:.6g} for {name}, got others")
+                raise ValueError(f"{name}: expected finite values within {limit:.6g}, got others")
 
     def write(self, slots: Int32, keys: list[Float32], values: list[Float32]) -> None:
         """Store rows `(len(slots), kv_dim)` of every layer."""
@@ -247,13 +247,13 @@ def rows_of(
         ValueError: a row that cannot be cut like this, or a setting that `BlockStore` does not support.
     """
     if head_dim is not None and kv_dim % head_dim:
-        raise ValueError(f"expected head_dim to divide kv_dim {kv_dim}, got {head_dim}")
+        raise ValueError(f"head_dim: expected a divisor of kv_dim {kv_dim}, got {head_dim}")
     if key_dtype in DTYPES and value_dtype in DTYPES:
         return PlainRows(num_layers, kv_dim, key_dtype, value_dtype)
     if head_dim is None and (kv_dim % 8 or kv_dim > 256):
         raise ValueError(
-            f"expected head_dim to be set, since rows of {kv_dim} floats are not one head of a multiple of 8 channels, "
-            f"at most 256; got None for {key_dtype} and {value_dtype}"
+            f"head_dim: expected an int, since rows of {kv_dim} floats are not one head of a multiple of 8 channels, "
+            f"at most 256, got None for {key_dtype} and {value_dtype}"
         )
     head_dim = head_dim or kv_dim
     return PackedRows(num_layers, kv_dim // head_dim, head_dim, key_dtype, value_dtype, rotate)

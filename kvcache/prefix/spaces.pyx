@@ -21,6 +21,10 @@ cdef class Spaces:
     def __cinit__(self):
         self.by_name, self.of_root = {}, {}
 
+    def in_use(self):
+        """`(Space, root)` of every namespace that has something cached."""
+        return [(space, root) for root, space in self.of_root.items()]
+
     cdef Space find(self, object name):
         cdef Space space = self.by_name.get(name)
         return None if space is None or space.root < 0 else space

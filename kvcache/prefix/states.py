@@ -46,7 +46,7 @@ class PrefixKvCache:
     def __init__(self, config: PrefixCacheConfig | None = None) -> None:
         self.config = PrefixCacheConfig() if config is None else config
         if not isinstance(self.config, PrefixCacheConfig):
-            raise TypeError(f"expected a PrefixCacheConfig, got {type(config).__name__}")
+            raise TypeError(f"config: expected a PrefixCacheConfig, got {type(config).__name__}")
         self._lock = CallLock()
         self._index = EntryIndex(EntryTrie())
         # What is left of a damaged entry is one itself, if lookups may find it.
@@ -75,11 +75,12 @@ class PrefixKvCache:
         """
         if not isinstance(cached, CachedKvState) or not isinstance(target, KvCache):
             raise TypeError(
-                f"expected a CachedKvState and a KvCache, got {type(cached).__name__} and {type(target).__name__}"
+                f"cached, target: expected a CachedKvState and a KvCache, got {type(cached).__name__} and "
+                f"{type(target).__name__}"
             )
         if cached.seq_len and (cached.num_layers, cached.kv_dim) != (target.num_layers, target.kv_dim):
             raise ValueError(
-                f"expected a state of {target.num_layers} layers and kv_dim {target.kv_dim}, "
+                f"cached: expected a state of {target.num_layers} layers and kv_dim {target.kv_dim}, "
                 f"got {cached.num_layers} and {cached.kv_dim}"
             )
         target.restore_from_snapshot(cached.keys, cached.values, cached.seq_len)
@@ -103,7 +104,7 @@ class PrefixKvCache:
             OutOfMemoryError: it could never fit.
         """
         if not hasattr(kv_cache, "get_keys") or not hasattr(kv_cache, "get_values"):
-            raise TypeError(f"expected a KvCacheAccess, got {type(kv_cache).__name__}")
+            raise TypeError(f"kv_cache: expected a KvCacheAccess, got {type(kv_cache).__name__}")
         size = as_integer(seq_len, "seq_len") * as_integer(kv_dim, "kv_dim")
         if len(as_tokens(tokens)) < self.config.min_prefix_len:
             return
@@ -111,7 +112,7 @@ class PrefixKvCache:
         values = [kv_cache.get_values(layer) for layer in range(num_layers)]
         for layer, rows in enumerate(zip(keys, values, strict=True)):
             if min(map(len, rows)) < size:
-                raise ValueError(f"expected {size} floats in layer {layer}, got {min(map(len, rows))}")
+                raise ValueError(f"kv_cache: expected {size} floats in layer {layer}, got {min(map(len, rows))}")
         state = CachedKvState([k[:size] for k in keys], [v[:size] for v in values], seq_len)
         self.store_snapshot(tokens, state, namespace)
 
@@ -127,11 +128,11 @@ class PrefixKvCache:
         """
         ids = as_tokens(tokens)
         if not isinstance(snapshot, CachedKvState):
-            raise TypeError(f"expected a CachedKvState, got {type(snapshot).__name__}")
+            raise TypeError(f"snapshot: expected a CachedKvState, got {type(snapshot).__name__}")
         if len(ids) < max(1, self.config.min_prefix_len):
             return
         if snapshot.seq_len != len(ids):
-            raise ValueError(f"expected a snapshot of {len(ids)} tokens, got {snapshot.seq_len}")
+            raise ValueError(f"snapshot: expected one of {len(ids)} tokens, got {snapshot.seq_len}")
         keys, values = (self._as_rows(rows, len(ids)) for rows in (snapshot.keys, snapshot.values))
         with self._lock:
             self._store(ids, keys, values, namespace)
@@ -141,7 +142,7 @@ class PrefixKvCache:
         other = index.slots_of(name)
         if other is not None and other is not kind:
             raise ValueError(
-                f"expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
+                f"snapshot: expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
                 f"got {kind.rows.num_layers} of {kind.rows.kv_dim}"
             )
         for k, v in zip(keys, values, strict=True):
@@ -193,7 +194,7 @@ class PrefixKvCache:
     def _as_rows(self, layers: list[Float32], n: int) -> list[Float32]:
         rows = [layer.reshape(n, -1) for layer in layers]
         if not rows or rows[0].shape[1] == 0:
-            raise ValueError("expected a snapshot with at least one layer and one float per token, got none")
+            raise ValueError("snapshot: expected one with at least one layer and one float per token, got none")
         return rows
 
     # -- save and load --------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ cdef class TextCounts:
         """How many blocks end the text of the counted block `before` (-1: none) with these `block_size` tokens."""
         cdef uint64_t text = self.texts[before] if before >= 0 else 0
         if tokens.shape[0] != self.block_size:
-            raise ValueError(f"expected {self.block_size} tokens, got {tokens.shape[0]}")
+            raise ValueError(f"tokens: expected {self.block_size}, got {tokens.shape[0]}")
         return max(self.counts.get(self.extended(text, &tokens[0])), 0)
 
     @property

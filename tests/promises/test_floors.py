@@ -75,3 +75,9 @@ def test_folders_have_few_entries():
     for folder in ("kvcache", "tests"):
         shown = [p for p in (PROJECT / folder).iterdir() if p.suffix != ".so" and p.name != "__pycache__"]
         assert len(shown) < 25, folder
+
+
+def test_no_file_is_long():
+    rooms = [PROJECT / name for name in ("kvcache", "ckernels", "tests", "bench")]
+    sources = [p for room in rooms for kind in ("py", "pyx", "pxd", "pyi", "c", "h") for p in room.rglob(f"*.{kind}")]
+    assert not {p.name: n for p in sources if (n := len(p.read_text(encoding="utf-8").splitlines())) > 420}

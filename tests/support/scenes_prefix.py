@@ -32,7 +32,7 @@ class Prefix(Scene):
 
     def _state(self):
         it, content = self.it, {}
-        for space, root in it._index.spaces_in_use():
+        for space, root in it._index.spaces.in_use():
             for leaf in it._index.trie.leaf_ids():
                 top, tokens, slots = it._index.trie.path(leaf)
                 if top == root:
@@ -86,7 +86,7 @@ def block_cache(cache):
     stats = dataclasses.replace(cache.stats(), bookkeeping_bytes=0)  # memory may be there, and not in use
     counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), cache._slots.counts())
     blocks = {}
-    for space, root in index.spaces_in_use():
+    for space, root in index.spaces.in_use():
         for leaf in index.trie.leaf_ids():
             top, tokens, values = index.trie.path(leaf)
             if top == root:
