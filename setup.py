@@ -89,15 +89,11 @@ class build_kernels(build_ext):
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
 GENERATED = f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * COVERAGE}"
-MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
-INCLUDE = ["ckernels", numpy.get_include()]
+COMMON = {"include_dirs": ["ckernels", numpy.get_include()], "depends": DEPENDS}
+COMMON["define_macros"] = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 # The last one is Cython's own code, memoryviews above all: the others import it instead of having a copy each.
 SOURCES = [*sorted(glob("kvcache/**/*.pyx", recursive=True)), "kvcache/core/cython_runtime.c"]
-EXTENSIONS = [
-    Extension(module, [source], include_dirs=INCLUDE, define_macros=MACROS, depends=DEPENDS)
-    for source in SOURCES
-    for module in [os.path.splitext(source)[0].replace(os.sep, ".")]
-]
+EXTENSIONS = [Extension(os.path.splitext(path)[0].replace(os.sep, "."), [path], **COMMON) for path in SOURCES]
 OPTIONS = {"compiler_directives": DIRECTIVES, "build_dir": GENERATED, "emit_linenums": COVERAGE}
 MODULES = cythonize(EXTENSIONS, shared_utility_qualified_name=EXTENSIONS[-1].name, **OPTIONS)
 if COVERAGE:
