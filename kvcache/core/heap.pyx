@@ -163,7 +163,7 @@ cdef class IndexedHeap:
         return self.items[0].id, self.items[0].key
 
     def pop(self):
-        """Take out the item that leaves next and return `(id, key)`. IndexError when the heap is empty."""
+        """Remove the item with the smallest key and return `(id, key)`. IndexError when the heap is empty."""
         cdef tuple leaving = self.peek()
         self.drop(self.items[0].id)
         return leaving

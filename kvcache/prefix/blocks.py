@@ -51,16 +51,16 @@ class PrefixCache:
         block_size: tokens per block, 1 to 256.
         num_layers, num_kv_heads, head_dim: the shape of K and V; rows are stored in multiples of 8 channels.
         dtype: storage format; `key_dtype` and `value_dtype` name them apart.
-        policy: which block leaves first of those that no other one continues: `LRU()`, the default, or `LFU(age)`.
+        policy: the order of eviction: `kvcache.LRU()`, the default, or `kvcache.LFU(age)`.
 
     Raises:
         TypeError, ValueError: a setting that is not supported.
 
-    `namespace` (tenant, model, adapter)
-    is any hashable value; nothing is shared between two of them. Calls on one cache are serialised.
+    `namespace` (tenant, model, adapter) is any hashable value; two namespaces share nothing. Calls on one cache are
+    serialised.
 
     Attributes:
-        source: where blocks come from that are not here, and where they go when they are evicted; None: nowhere.
+        source: a `Source` that may deliver missing blocks and receives evicted ones; None: no source.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrefixCache:
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
-        """A prefix cache over the blocks of a paged cache: sequences `adopt` what it matched, and it what they wrote.
+        """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
 
         `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
         needs room.
@@ -128,7 +128,7 @@ class PrefixCache:
             return len(blocks) * self.block_size, blocks
 
     def release(self, index: int) -> None:
-        """Release a block that `lookup` returned; inside another call of this thread, when that leaves.
+        """Release a block that `lookup` returned; during another call of this thread, when that call ends.
 
         Raises:
             InvalidOperationError: no lookup holds it.
@@ -148,14 +148,14 @@ class PrefixCache:
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 
     def close_session(self, session: CacheSession) -> None:
-        """Release what a session holds; while another call runs, when that leaves. A second time does nothing."""
+        """Release what a session holds; during another call, when that call ends. A second call does nothing."""
         if not isinstance(session, CacheSession):
             raise TypeError(f"session: expected a CacheSession, got {type(session).__name__}")
         if session._claim is not None and session._claim.slots is self._slots:
             self._lock.hand_over(session._claim.release)
 
     def _bring(self, ids: Tokens, name: Hashable) -> None:
-        """What a file or the source has of `ids` is here then, as far as it is good and there is room."""
+        """Load the blocks of `ids` that a file or the source has, if they are good and there is room."""
         fetch_waiting(self._index, ids, name)
         if self.source is not None:
             fetch_offered(self._index, self.source, self._slots, ids, name, partial(self._make_room, new=True))
@@ -189,7 +189,7 @@ class PrefixCache:
         """Cache one block after another from `block_start` on, as `insert`; how many of them are cached now.
 
         What would pass the last full block of the tokens is passed over; when nothing can be evicted any more,
-        the rest is left out: the head of a prompt longer than the cache is kept.
+        the rest is omitted, so of a prompt longer than the cache its beginning is kept.
         """
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
@@ -217,7 +217,7 @@ class PrefixCache:
     def adopt(self, token_ids: Any, block_ids: npt.ArrayLike, namespace: Hashable = None) -> int:
         """Cache the full blocks of a sequence by reference; how many of them are cached now.
 
-        Blocks that are cached already stay as they are, those that do not fit are left out.
+        Blocks that are cached already do not change; those that do not fit are omitted.
 
         Args:
             block_ids: the blocks of its tokens, from the first on, at least the full ones.
@@ -268,7 +268,7 @@ class PrefixCache:
         return self._slots.room(spare) if new else spare
 
     def _evict(self, count: int) -> int:
-        """Evict up to `count` blocks of the leaf that leaves next, from its tail; how many left."""
+        """Evict up to `count` blocks from the tail of the next victim; returns their number."""
         evicted = self._index.evict(count)
         if evicted is None:
             return 0
@@ -300,7 +300,7 @@ class PrefixCache:
         The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
 
         Args:
-            model: whose K and V these are; `load` refuses another's.
+            model: the model's name; `load` rejects a file with another.
             beside: other caches to save in the same file.
 
         Raises:
@@ -317,7 +317,7 @@ class PrefixCache:
 
         Args:
             model: as in `save`.
-            beside: other caches, which take in what those beside the saved one had: the first that of the first, where
+            beside: other caches; each loads what the one in its place beside the saved cache had, where
                 formats and dimensions are the same. What finds no taker is passed over.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a `PrefixKvCache` is told and what it reports: its limits and formats, and a frozen snapshot of its counters."""
+"""The settings of a `PrefixKvCache`, and a frozen snapshot of its counters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`EntryIndex`: what `PrefixKvCache` asks of an index.
+"""`EntryIndex`: the index of a `PrefixKvCache`.
 
-Nothing is pinned: what leaves the trie stays in its slots as long as it is claimed.
+Nothing is pinned: an entry that leaves the trie keeps its slots while a claim holds them.
 """
 
 cimport numpy as cnp

@@ -1,4 +1,4 @@
-"""Prefix caches as files, and back: what goes into one, and in which order it comes in again."""
+"""Saves prefix caches to files and loads them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _locks(caches: Sequence[PrefixCache]) -> list[CallLock]:
 
 
 def _takers(snapshot: Snapshot, caches: Sequence[PrefixCache]) -> dict[int, PrefixCache]:
-    """The cache of each arena that has one; SnapshotError unless the first has, and what they take in is in order."""
+    """The cache for each arena, if any; SnapshotError if the first arena has none or the tables are invalid."""
     if not snapshot.arenas:
         raise SnapshotError("expected an arena, got none")
     _arena(caches[0]).expect(snapshot.arenas[0])
@@ -173,7 +173,7 @@ def load_entries(path: str | os.PathLike[str], model: str, cache: PrefixKvCache)
 
 
 def _kinds_for(snapshot: Snapshot, cache: PrefixKvCache) -> list[RowSlots]:
-    """The slots for the arenas of a file; SnapshotError if its rows are not stored as they are here."""
+    """The slots for the arenas of a file; SnapshotError if its rows have another format than this cache's."""
     kinds = []
     for found in snapshot.arenas:
         try:

@@ -1,11 +1,10 @@
-"""`PrefixIndex`: which pages follow which tokens in which namespace, what callers hold, and what leaves next.
+"""`PrefixIndex`: the cached pages of each text in each namespace, the claims on them, and the order of eviction.
 
     name -> Space -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
 
-The index knows integers only; what lies in the slots is its owner's. Each call checks and converts its arguments first,
-which may run the caller's code, takes memory next, and then changes everything in compiled code that cannot fail. So
-neither an interrupt nor a failed allocation leaves a call half done, and a claim that a call has made is given back by
-its deallocation.
+The index has integers only; the contents of slots belong to its owner. Each call checks and converts its arguments
+first, which may run the caller's code. It allocates next, and then changes everything in compiled code that cannot fail.
+So neither an interrupt nor a failed allocation divides a call, and the deallocation of a claim returns what it held.
 
 A page that is claimed stays in the trie, with all pages before it (`page_t.pins`). An eviction that meets a pinned page
 at the end of a leaf parks the leaf, as a pin on its node, until the page is unpinned; so the victim is found in

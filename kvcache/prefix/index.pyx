@@ -37,7 +37,7 @@ cdef class PrefixIndex:
     Args:
         trie: empty. An `EntryTrie` keeps whole keys, with one token to a page.
         slots: of every namespace; None: `insert` says which.
-        most_ghosts: evicted pages to remember, so that a lookup knows why it missed; None: it need not know.
+        most_ghosts: number of evicted pages to remember, for the reasons of misses; None: no reasons are counted.
     """
 
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
@@ -254,7 +254,7 @@ cdef class PrefixIndex:
     # -- evict and forget -----------------------------------------------------------------------------------
 
     def evict(self, Py_ssize_t count=1):
-        """Take up to `count` pages, or one entry, of what leaves next; a `Claim` with `name` and `tokens`, or None.
+        """Evict up to `count` pages, or one entry: a `Claim` on them with `name` and `tokens`; None: nothing to evict.
 
         `tokens`: the text that its pages end. They are free when the claim is released, so they can be saved before.
         """
@@ -353,7 +353,7 @@ cdef class PrefixIndex:
     def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
         """Forget a page of a match of `tokens`, and all that continues it.
 
-        What leads there becomes an entry if it has `least` tokens and no entry needs it; -1: it goes.
+        The tokens before it become an entry if they are at least `least` and in no other entry; -1: they are dropped.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
         self.settle()
@@ -413,7 +413,7 @@ cdef class PrefixIndex:
                 parked += slots.pages[id].parked >= 0
         for id in range(self.trie.table.used):
             pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
-        assert parked == pins, "prefix index: leaves are parked that no page knows of"
+        assert parked == pins, "prefix index: a parked leaf is in no page's record"
         if self.reasons_of is not None:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size == self.hit_tokens, "prefix index: hits do not add up"

@@ -138,7 +138,7 @@ class _Writes:
 
     def write(self, rows: list[tuple[Float32, Any]], lengths: tuple[int, int]) -> None:
         """Write rows, which are none of the cache's own, and set the lengths."""
-        self.due = rows, lengths  # from here on it is done, after an interrupt by who mends
+        self.due = rows, lengths  # from here on the change happens; after an interrupt `mend` completes it
         self.finish()
 
     def finish(self) -> None:

@@ -1,8 +1,8 @@
 """Why a lookup missed, at a cost that does not grow with the number of namespaces.
 
-    evicted             the page was here once: `ghosts` has the tokens of what left last
+    evicted             the page was cached before: `ghosts` has the tokens of the pages evicted last
     namespace           another one has it: `texts` counts all cached texts, by hash
-    shorter_than_block  the prompt goes on like a cached page, but not to its end; or it is shorter than a page
+    shorter_than_block  the prompt continues like a cached page, but not to its end; or it is shorter than a page
     no_shared_prefix    none of these
 """
 

@@ -46,7 +46,7 @@ cdef class MissReasons:
         self.texts.count_one_less(self.texts.texts[page])
 
     cdef void remember(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t n) noexcept:
-        """Pages leave that end this text of `n` tokens; without memory, nothing is remembered of them."""
+        """Remember evicted pages, the last ones of this text of `n` tokens; without memory nothing is remembered."""
         cdef int32_t out[64]
         cdef int32_t root = self.roots.get(space)
         cdef Py_ssize_t slot, existing

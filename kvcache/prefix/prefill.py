@@ -1,4 +1,4 @@
-"""`PrefixAwarePrefill`: what a request asks of a `PrefixCache`, in three steps."""
+"""`PrefixAwarePrefill`: the three calls that a request makes on a `PrefixCache`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A saved file as the `Source` of a cache: pages wait for places in the file until a lookup asks for them."""
+"""A saved file as the `Source` of a cache: a page is read from the file when a lookup first matches it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SavedPages:
         """The pages that wait for something of a file page, and where in it that is."""
         mine = self._page_of[file_page * self._size : (file_page + 1) * self._size]
         inside = np.flatnonzero(mine >= 0)
-        inside = inside[self._slots.wait(mine[inside])]  # the others have left the cache, and may have been taken again
+        inside = inside[self._slots.wait(mine[inside])]  # the others were evicted, and their slots may be in use again
         return mine[inside], inside
 
     def _warn(self, page: int) -> None:
@@ -98,7 +98,7 @@ def saved_blocks(
     """Blocks of a store; a place is a page of the file."""
 
     def buffers(turn: int, block: Int32) -> list[Any]:
-        # Straight into the block: nobody reads it before its checksum is found right.
+        # Read directly into the block: no call reads the block before its checksum is verified.
         return list(store.overwrite(int(block[0])))
 
     return SavedPages(

@@ -1,4 +1,4 @@
-"""Tries to segments and back: what of a token trie goes into a saved cache, and in which order it comes in again."""
+"""Converts a token trie to the segments of a saved cache, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def segments_of(
         begins = np.where(edges.parents >= 0, edges.ends[edges.parents], 0)
         pages = edges.ends // size - begins // size
         kept = np.flatnonzero(pages)
-        # An edge without pages is left out; what hangs on it hangs on what it hangs on.
+        # An edge without pages is omitted; its children attach to its parent.
         above, place = edges.parents.copy(), np.full(len(pages) + 1, -1)
         place[kept] = np.arange(len(kept)) + count
         for edge in np.flatnonzero(pages == 0):
@@ -76,7 +76,7 @@ def ranges(firsts: Int64, lengths: Int64, order: Int64) -> Int64:
 
 
 def well_formed(segments: Segments, which: Int64, size: int) -> None:
-    """SnapshotError unless `which` are whole pages of `size` tokens, and no two go on alike from one parent."""
+    """SnapshotError unless `which` are whole pages of `size` tokens, and siblings differ in their first page."""
     if (segments.lengths[which] % size).any():
         raise SnapshotError(f"expected segments of whole pages of {size} tokens, got others")
     if not len(which):

@@ -27,7 +27,7 @@ class CacheBlock:
     Attributes:
         token_ids: the tokens that it covers, none in a new block.
         last_used: the cache's recency counter when it was last used.
-        ref_count: who held it.
+        ref_count: the number of its holders.
         index: its id in the cache, -1 outside.
     """
 
@@ -55,7 +55,7 @@ class CacheBlock:
     def keys(self) -> list[Float32]:
         """K per layer, float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
 
-        Read when first asked for; BlockNotFoundError if the block has left the cache by then.
+        Read on first access; BlockNotFoundError if the block was evicted before.
         """
         return self._content()[0]
 
@@ -142,7 +142,7 @@ class PrefixCacheStats:
         total_misses: lookups that stopped before the prompt's last full block.
         total_evictions: blocks evicted.
         hit_tokens, lookup_tokens: tokens of the blocks found, of the prompts asked for.
-        miss_reasons: why lookups stopped. "evicted": the block was here once. "namespace": another namespace has
+        miss_reasons: why lookups stopped. "evicted": the block was cached before. "namespace": another namespace has
             it. "shorter_than_block": the prompt goes on as something cached does, but not for a whole block; or
             all of it is shorter than one, which is no miss. "no_shared_prefix": it goes on in its own way.
         bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and the tokens

@@ -1,4 +1,4 @@
-"""`Source`: where pages of a prefix cache come from, and where they go: a saved file, memory elsewhere, a tier."""
+"""`Source`: a store outside of a prefix cache that delivers pages and receives evicted ones: a saved file, a tier."""
 
 from __future__ import annotations
 

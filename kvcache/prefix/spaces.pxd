@@ -1,6 +1,6 @@
 """Namespaces: name -> Space -> root of the trie, and back.
 
-A namespace whose last page leaves loses its root at once and its name at the next call: to forget a name runs the
+A namespace whose last page is evicted loses its root at once and its name at the next call: forgetting a name runs the
 caller's `__hash__` and `__eq__`, which may raise.
 """
 

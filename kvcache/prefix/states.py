@@ -36,8 +36,8 @@ Tokens = npt.NDArray[np.uint32]
 class PrefixKvCache:
     """A radix tree of token prefixes with their KV.
 
-    Entries leave one by one, the least recently used first, none before those that extend it. A state that a
-    caller holds stays as it is, whatever leaves; its memory counts until it is let go.
+    Entries are evicted one by one, the least recently used first, an entry always after those that extend it. Evictions
+    do not change a state that a caller holds; its memory counts until the caller drops it.
 
     KV is taken to be a function of the tokens: what is stored for a prefix stays, also when an entry that
     shares it is stored again. `remove` it first to replace it. Calls on one cache are serialised.
@@ -49,7 +49,7 @@ class PrefixKvCache:
             raise TypeError(f"config: expected a PrefixCacheConfig, got {type(config).__name__}")
         self._lock = CallLock()
         self._index = EntryIndex(EntryTrie())
-        # What is left of a damaged entry is one itself, if lookups may find it.
+        # The undamaged head of an entry becomes an entry, if lookups may find it.
         self._least = self.config.min_prefix_len if self.config.partial_matches else -1
 
     # -- lookup ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class PrefixKvCache:
         return sum(kind.used_bytes for kind in self._index.kinds)
 
     def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:
-        """OutOfMemoryError unless `n` tokens, `old` of them here, fit once every other entry has left."""
+        """OutOfMemoryError unless `n` tokens, `old` of them stored, fit after every other entry is evicted."""
         limit, size = self.config.max_memory_bytes, kind.rows.slot_bytes
         if self.config.max_entries == 0:
             raise OutOfMemoryError(1, 0, "entries")
@@ -188,7 +188,7 @@ class PrefixKvCache:
         while len(self) + new > config.max_entries or self._used_bytes() + need > config.max_memory_bytes:
             evicted = self._index.evict()
             if evicted is None:
-                break  # those left are what the entry builds on: it takes their place
+                break  # the remaining entries are prefixes of this one, which replaces them
             evicted.release()
 
     def _as_rows(self, layers: list[Float32], n: int) -> list[Float32]:
@@ -205,7 +205,7 @@ class PrefixKvCache:
         The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
 
         Args:
-            model: whose K and V these are; `load` refuses another's.
+            model: the model's name; `load` rejects a file with another.
 
         Raises:
             TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
@@ -217,7 +217,7 @@ class PrefixKvCache:
     def load(self, path: str | os.PathLike[str], model: str = "") -> int:
         """Take in what `save` wrote, the most recently used entries first, as far as the limits go; how many.
 
-        This reads what is stored, not the rows: those come when a lookup first asks for them, and are checked
+        This reads the tables, not the rows: a lookup reads them when it first matches them, and checks them
         then. What is damaged is forgotten, with all that is built on it, and logged as a warning.
 
         Args:

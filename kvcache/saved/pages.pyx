@@ -122,7 +122,7 @@ cdef void check_or_read(void *context, int64_t index, int thread) noexcept nogil
 
 
 cdef void check(Step *step) noexcept:
-    """What is raised becomes `errors[0]`, since no exception can leave an item."""
+    """An exception becomes `errors[0]`, since an item cannot raise."""
     cdef int64_t i
     try:
         pages = <list>step.pages

@@ -9,8 +9,8 @@
                 model       UTF-8
     then        pages       of one arena after the other; an arena begins at a multiple of 4096, a page at one of 64
 
-Numbers are unsigned and little-endian. Segments are the edges of a token tree: each goes on where its parent ends, or
-begins a text of its namespace. They stand in the order of their last use, newest first, a parent before its children,
+Numbers are unsigned and little-endian. Segments are the edges of a token tree: each continues where its parent ends, or
+begins a text of its namespace. They are in the order of their last use, newest first, a parent before its children,
 those of one arena after the other where these are of different caches.
 Every token has a slot in the arena of its namespace, counted in the order of the segments; a page is `page_tokens`
 slots. Whatever can be computed from something else is not in the file, so it cannot contradict it.
@@ -55,7 +55,7 @@ UInt32 = npt.NDArray[np.uint32]
 Int64 = npt.NDArray[np.int64]
 
 MAGIC, VERSION = b"kvcache\x1a", 1
-# kind: whose tree it is. entries: a mark is the end of an entry of a PrefixKvCache. blocks: a PrefixCache, whose
+# kind: the cache that saved it. entries: a mark is the end of an entry of a PrefixKvCache. blocks: a PrefixCache, whose
 # segments are whole pages.
 KINDS = {"entries": 1, "blocks": 2}
 # magic, version, kind, bytes of the file, segments, tokens, pages, bytes of namespaces; arenas, namespaces, bytes of
@@ -91,11 +91,11 @@ def write_snapshot(
     segments: Segments,
     pages: Callable[[int], Iterable[Sequence[Any]]],
 ) -> None:
-    """Write a file, or leave the one that is there.
+    """Write a file; on failure the old file stays.
 
     Args:
         kind: of `KINDS`.
-        model: whose K and V it is.
+        model: the model's name.
         namespaces: the arena of each, and its name.
         pages: of each arena, each as buffers of `page_bytes` in all.
 
@@ -147,7 +147,7 @@ class Snapshot:
     Args:
         path: of the file.
         kind: what it must be.
-        model: whose K and V it must be.
+        model: the model's name, which the file must have.
 
     Raises:
         OSError: there is none, or it cannot be read.

@@ -10,8 +10,8 @@ cdef class EntryTrie(TokenTrie):
     """A token trie whose sequences are entries: stored, used, evicted and removed as a whole.
 
     An entry is a mark at the end of a node. An entry may be a prefix of another; both share tokens and values. The
-    least recently used entry that no other one extends leaves first, with the tokens that no other entry needs, so an
-    entry always leaves after those that extend it. A page is one token, since a key may have any length.
+    least recently used entry that no other one extends is evicted first, with the tokens that no other entry needs. So
+    an entry is evicted after those that extend it. A page is one token, since a key may have any length.
     """
 
     def __cinit__(self, Py_ssize_t page_size=1, policy=None):

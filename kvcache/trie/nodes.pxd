@@ -41,7 +41,7 @@ cdef struct node_t:
     int32_t pins        # above 0 the node and all above it stay
     int32_t marked      # an entry ends here
     int32_t queue       # scratch link for temporary lists
-    int32_t uses        # how often it was used, where the policy asks; else 0
+    int32_t uses        # how often the node was used, if the policy counts; else 0
 
 
 # The node after `id` when all below `top` is visited: a node before its children, children by recency; -1 at the end.

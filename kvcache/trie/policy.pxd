@@ -1,11 +1,11 @@
-"""Eviction policies: which leaf of a trie leaves first."""
+"""Eviction policies: the order in which the leaves of a trie are evicted."""
 
 from libc.stdint cimport int32_t, int64_t
 
 
 cdef class Policy:
-    cdef readonly bint counts    # whether it asks how often a node was used; if not, nodes do not count
+    cdef readonly bint counts    # whether `rank` reads `uses`; if not, nodes do not count them
 
-    # The leaf of lowest rank leaves first. `stamp`: the trie's clock when the leaf was last used. A rank depends on its
+    # The leaf of lowest rank is evicted first. `stamp`: the trie's clock at the leaf's last use. A rank depends on its
     # arguments alone.
     cdef double rank(self, int64_t stamp, int32_t uses) noexcept nogil

@@ -1,4 +1,4 @@
-"""Which leaf leaves first. A policy is one class with one function; see policy.pxd."""
+"""Eviction policies of a trie: one class with one function each; see policy.pxd."""
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -8,22 +8,22 @@ __all__ = ["LFU", "LRU", "Policy"]
 
 
 cdef class Policy:
-    """The base of all policies, and the first of them: the least recently used leaf leaves first."""
+    """The base of all policies. Itself it evicts the least recently used leaf first."""
 
     cdef double rank(self, int64_t stamp, int32_t uses) noexcept nogil:
         return <double>stamp
 
 
 cdef class LRU(Policy):
-    """The least recently used leaf leaves first."""
+    """The least recently used leaf is evicted first."""
 
 
 cdef class LFU(Policy):
-    """The least frequently used leaf leaves first; each use is forgotten `age` uses of anything later.
+    """The least frequently used leaf is evicted first. A use counts for the next `age` uses of the cache.
 
     Args:
-        age: uses of the whole cache that make up for one use less of a leaf. 0 is LRU; the larger it is, the longer
-            something that was used often stays when it is used no more.
+        age: `age` uses of the whole cache weigh as much as one use of a leaf. 0 is LRU. With a larger age, a leaf that
+            was used often stays longer after its last use.
     """
 
     cdef readonly int64_t age
@@ -32,4 +32,4 @@ cdef class LFU(Policy):
         self.age, self.counts = as_count(age, "age", 0, 2**20), True
 
     cdef double rank(self, int64_t stamp, int32_t uses) noexcept nogil:
-        return <double>(stamp + self.age * uses)    # both grow by use alone, so a rank never has to be computed again
+        return <double>(stamp + self.age * uses)    # both change only when the leaf is used, so ranks stay valid

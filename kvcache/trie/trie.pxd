@@ -1,4 +1,4 @@
-"""The token trie: which pages of a prompt are cached, and which leave first."""
+"""The token trie: which pages of a prompt are cached, and the order of eviction."""
 
 from libc.stdint cimport int32_t, uint32_t
 
