@@ -3,7 +3,7 @@
     name -> Space -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
 
 The index has integers only; the contents of slots belong to its owner. Each call checks and converts its arguments
-first, which may run the caller's code. It allocates next, and then changes everything in compiled code that cannot fail.
+first, which may run the caller's code. It allocates next; then it changes everything in compiled code that cannot fail.
 So neither an interrupt nor a failed allocation divides a call, and the deallocation of a claim returns what it held.
 
 A page that is claimed stays in the trie, with all pages before it (`page_t.pins`). An eviction that meets a pinned page
