@@ -18,7 +18,7 @@ from bench.support.report import save_json
 
 __all__ = ["add_arguments", "main"]
 
-SETTLE = 2e-3  # seconds: OpenMP's threads spin for about a millisecond after their work
+SETTLE = 2e-3  # seconds: threads of rivals spin for about a millisecond after their work
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def num_steps(cache, path, monkeypatch):
     return steps.count
 
 
-# Python 3.12 and later warn of forks with threads, here those of OpenMP, which the child does not use.
+# Python 3.12 and later warn of forks with threads, here those of the pool, which the child does not use.
 forks = pytest.mark.filterwarnings("ignore:.* use of fork:DeprecationWarning")
 
 
