@@ -378,7 +378,7 @@ def test_a_running_sequence_gives_its_full_blocks() -> None:
     assert cache.adopt(range(10), info.block_ids) == 2
     with pytest.raises(BlockNotFoundError):
         cache.adopt(range(4), [7])
-    with pytest.raises(ValueError, match="expected 2 block ids"):
+    with pytest.raises(ValueError, match="block_ids: expected 2"):
         cache.adopt(range(8), [0])
     paged.free(1)
     assert cache.evict(2) == 2

@@ -59,7 +59,7 @@ def test_layers_out_of_range() -> None:
         lambda: cache.get_keys(99),
         lambda: cache.get_values(-1),
     ):
-        with pytest.raises(IndexError, match="expected a layer"):
+        with pytest.raises(IndexError, match="layer: expected"):
             call()
 
 

@@ -87,7 +87,7 @@ def test_a_row_that_is_one_head() -> None:
 def test_a_row_that_must_be_cut_asks_for_head_dim(kv_dim: int) -> None:
     cache = PrefixKvCache(config(value_dtype="q8"))
     cache.store_snapshot([1, 2], noise(2, 64), namespace="other")
-    with pytest.raises(ValueError, match="expected head_dim to be set"):
+    with pytest.raises(ValueError, match="head_dim: expected an int"):
         cache.store_snapshot([1, 2], noise(2, kv_dim))
     assert len(cache) == 1
     cache.check()
@@ -112,7 +112,7 @@ def test_settings_that_cannot_be_honoured_raise() -> None:
             config(**changes)
     for dtype in ("f32", "q4"):
         cache = PrefixKvCache(config(dtype=dtype, head_dim=64))
-        with pytest.raises(ValueError, match="head_dim to divide kv_dim 96"):
+        with pytest.raises(ValueError, match="head_dim: expected a divisor of kv_dim 96"):
             cache.store_snapshot([1], noise(1, 96))
     with pytest.raises(ValueError, match="power of two"):
         PrefixKvCache(config(dtype="q4", rotate=True)).store_snapshot([1], noise(1, 24))
