@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "kvc_formats.h"
+#include "kvc_matrix.h"
 
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
 
@@ -107,6 +108,15 @@ typedef struct kvc_kernels {
     void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
     /* Writes scores of tokens [token, token_stop): their weights, summed over all rows and heads, by means of norms. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
+    /* Products with weights (kvc_matrix.h): rows of floats as codes; rows of x made ready; panels times those rows. */
+    void (*quantise_weights)(kvc_matrix_format, int64_t count, int64_t columns, const float *x, unsigned char *codes,
+                             uint16_t *scales, uint16_t *minima);
+    void (*prepare_rows)(const kvc_matmul_args *, int64_t first, int64_t stop);
+    void (*multiply_panels)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop);
+    /* kvc_network.c */
+    void (*rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
+                     float eps, float *out);
+    void (*swiglu)(int64_t n, int64_t dim, const float *x, float *out);
 } kvc_kernels;
 
 /* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */
@@ -128,5 +138,10 @@ void kvc_clear_slots(const kvc_layout *, unsigned char *arena, int32_t block, in
 size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, int64_t num_seqs, int num_query_heads,
                                 int num_threads);
 void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);
+
+
+/* kvc_matmul_parallel.c: the product on several threads. */
+size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *);
+void kvc_matmul(const kvc_kernels *, const kvc_matmul_args *, int num_threads);
 
 #endif

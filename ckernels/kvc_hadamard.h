@@ -25,7 +25,7 @@ INLINE f32v kvc_short_steps(f32v x) {
 enum { KVC_SHORT_STEPS = 8 };
 #endif
 
-static void kvc_eight_steps(float *e) {
+static inline void kvc_eight_steps(float *e) {
     float a[8], b[8];
     for (int j = 0; j < 4; j++) a[j] = e[j] + e[j + 4], a[j + 4] = e[j] - e[j + 4];
     for (int j = 0; j < 2; j++) {

@@ -1,7 +1,7 @@
 /* kvc_simd.h - selects the primitives of the level that is being compiled.
  *
  * A level defines one vector type f32v of KVC_LANES floats and these functions on it:
- *   load, store, load_half, store_half, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
+ *   load, store, load_half, store_half, load_bf16, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
@@ -11,11 +11,16 @@
  * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
+ * Products with weights (kvc_matmul.c) take units of 64 codes, u8x64, and 16 sums, i32x16:
+ *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x and dot_q (codes below 128) add the
+ *   products of codes 4i .. 4i+3 with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats.
  * It also defines the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
  *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: more of them
  *                                   leave fewer rows in a tile, and fewer partial sums in memory
  *   KVC_DOT_SUMS                    accumulators of the product over few rows
+ *   KVC_PACKED_ROWS, KVC_FLOAT_ROWS rows of x that a tile of weights multiplies at a time (12, 6, 4 or 2)
+ *   KVC_FLOAT_SUMS                  accumulators of a tile of float weights
  */
 #ifndef KVC_SIMD_H
 #define KVC_SIMD_H

@@ -8,6 +8,12 @@ int64_t KVC_FN(check_representable)(const float *, int64_t, kvc_format);
 void KVC_FN(attend_item)(const kvc_attend_args *, const kvc_item *, void *);
 void KVC_FN(combine_parts)(const kvc_attend_args *, const kvc_item *);
 void KVC_FN(score_item)(const kvc_attend_args *, const kvc_item *, void *);
+void KVC_FN(quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
+                              uint16_t *);
+void KVC_FN(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
+void KVC_FN(multiply_panels)(const kvc_matmul_args *, int64_t, int64_t);
+void KVC_FN(rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float, float *);
+void KVC_FN(swiglu)(int64_t, int64_t, const float *, float *);
 
 extern const kvc_kernels KVC_FN(kernels);
 const kvc_kernels KVC_FN(kernels) = {
@@ -18,4 +24,9 @@ const kvc_kernels KVC_FN(kernels) = {
     .attend_item = KVC_FN(attend_item),
     .combine_parts = KVC_FN(combine_parts),
     .score_item = KVC_FN(score_item),
+    .quantise_weights = KVC_FN(quantise_weights),
+    .prepare_rows = KVC_FN(prepare_rows),
+    .multiply_panels = KVC_FN(multiply_panels),
+    .rms_norm = KVC_FN(rms_norm),
+    .swiglu = KVC_FN(swiglu),
 };

@@ -14,6 +14,10 @@ INLINE f32v f32v_set1(float x) { return _mm256_set1_ps(x); }
 INLINE f32v f32v_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void f32v_store(float *p, f32v x) { _mm256_storeu_ps(p, x); }
 INLINE f32v f32v_load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE f32v f32v_load_bf16(const uint16_t *p) {
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
 INLINE void f32v_store_half(uint16_t *p, f32v x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -137,6 +141,10 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
+#define KVC_UNSIGNED_WEIGHTS 0
+#define KVC_PACKED_ROWS 2
+#define KVC_FLOAT_ROWS 6
+#define KVC_FLOAT_SUMS 12
 
 typedef struct u8x64 {
     __m256i a, b;
@@ -180,6 +188,23 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
 INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
     const __m256i w_v = _mm256_set1_epi32(w);
     return (i32x16){i32x8_dot(sums.a, w_v, codes.a), i32x8_dot(sums.b, w_v, codes.b)};
+}
+/* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes of -127 to 127. The sign goes to
+ * the other factor: 2 * 128 * 127 just fits 16 bits. */
+INLINE u8x64 u8x64_weights(u8x64 codes) { return u8x64_xor(codes, 0x80); }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
+    const __m256i x_v = _mm256_set1_epi32(x);
+    return (i32x16){i32x8_dot(sums.a, _mm256_abs_epi8(codes.a), _mm256_sign_epi8(x_v, codes.a)),
+                    i32x8_dot(sums.b, _mm256_abs_epi8(codes.b), _mm256_sign_epi8(x_v, codes.b))};
+}
+INLINE i32x16 i32x16_set1(int32_t x) { return (i32x16){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
+    const __m256i more_v = _mm256_set1_epi32(more);
+    return (i32x16){_mm256_add_epi32(_mm256_slli_epi32(high.a, 7), more_v),
+                    _mm256_add_epi32(_mm256_slli_epi32(high.b, 7), more_v)};
+}
+INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm256_cvtepi32_ps(x.a), out[1] = _mm256_cvtepi32_ps(x.b);
 }
 /* high * 2^bits + low. */
 INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {

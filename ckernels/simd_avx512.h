@@ -16,6 +16,10 @@ INLINE void f32v_store(float *p, f32v x) { _mm512_storeu_ps(p, x); }
 INLINE f32v f32v_load_half(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+INLINE f32v f32v_load_bf16(const uint16_t *p) {
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
 INLINE void f32v_store_half(uint16_t *p, f32v x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -150,6 +154,10 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 #define KVC_SHARED_DIGITS 1
 #define KVC_UNIT_DOT_ROWS 4
 #define KVC_UNIT_MIX_ROWS 4
+#define KVC_UNSIGNED_WEIGHTS 1
+#define KVC_PACKED_ROWS 12
+#define KVC_FLOAT_ROWS 12
+#define KVC_FLOAT_SUMS 24
 
 typedef __m512i u8x64;
 typedef __m512i i32x16;
@@ -171,6 +179,14 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
 INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
     return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(w), codes);
 }
+/* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes of -127 to 127. */
+INLINE u8x64 u8x64_weights(u8x64 codes) { return codes; }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_q(sums, codes, x); }
+INLINE i32x16 i32x16_set1(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
+    return _mm512_add_epi32(_mm512_slli_epi32(high, 7), _mm512_set1_epi32(more));
+}
+INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) { out[0] = _mm512_cvtepi32_ps(x); }
 /* high * 2^bits + low. */
 INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
     out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low));

@@ -14,6 +14,7 @@ INLINE f32v f32v_set1(float x) { return vdupq_n_f32(x); }
 INLINE f32v f32v_load(const float *p) { return vld1q_f32(p); }
 INLINE void f32v_store(float *p, f32v x) { vst1q_f32(p, x); }
 INLINE f32v f32v_load_half(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE f32v f32v_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 INLINE void f32v_store_half(uint16_t *p, f32v x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 INLINE f32v f32v_load8(const float *p) { return f32v_load(p); } /* never called: 4 lanes never exceed a row */
 INLINE void f32v_store8(float *p, f32v x) { f32v_store(p, x); }
@@ -102,6 +103,10 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 #define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
+#define KVC_UNSIGNED_WEIGHTS 0
+#define KVC_PACKED_ROWS 2
+#define KVC_FLOAT_ROWS 6
+#define KVC_FLOAT_SUMS 24
 
 typedef uint8x16x4_t u8x64;
 typedef int32x4x4_t i32x16;
@@ -148,6 +153,21 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     return sums;
 }
 INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
+/* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes. */
+INLINE u8x64 u8x64_weights(u8x64 codes) { return u8x64_xor(codes, 0x80); }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_q(sums, codes, x); }
+INLINE i32x16 i32x16_set1(int32_t x) {
+    return (i32x16){{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}};
+}
+INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
+    UNROLL
+    for (int i = 0; i < 4; i++) high.val[i] = vaddq_s32(vshlq_n_s32(high.val[i], 7), vdupq_n_s32(more));
+    return high;
+}
+INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
+    UNROLL
+    for (int i = 0; i < 4; i++) out[i] = vcvtq_f32_s32(x.val[i]);
+}
 /* high * 2^bits + low. */
 INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
     UNROLL

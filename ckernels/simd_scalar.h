@@ -16,6 +16,7 @@ INLINE f32v f32v_set1(float x) { return x; }
 INLINE f32v f32v_load(const float *p) { return *p; }
 INLINE void f32v_store(float *p, f32v x) { *p = x; }
 INLINE f32v f32v_load_half(const uint16_t *p) { return kvc_float_of_half(*p); }
+INLINE f32v f32v_load_bf16(const uint16_t *p) { return kvc_float_of_bits((uint32_t)*p << 16); }
 INLINE void f32v_store_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
 INLINE f32v f32v_load8(const float *p) { return *p; } /* never called: one lane never exceeds a row */
 INLINE void f32v_store8(float *p, f32v x) { *p = x; }
@@ -71,3 +72,55 @@ INLINE i16v i16v_min(i16v a, i16v b) {
 INLINE i32v i32v_zero(void) { return 0; }
 INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return sums + a.even * b.even + a.odd * b.odd; }
 INLINE f32v i32v_floats(i32v x) { return (float)x; }
+
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_matmul.c). */
+
+#define KVC_UNSIGNED_WEIGHTS 0
+#define KVC_PACKED_ROWS 2
+#define KVC_FLOAT_ROWS 2
+#define KVC_FLOAT_SUMS 32
+
+typedef struct u8x64 {
+    uint8_t byte[64];
+} u8x64;
+typedef struct i32x16 {
+    int32_t sum[16];
+} i32x16;
+
+INLINE u8x64 u8x64_load(const unsigned char *p) {
+    u8x64 x;
+    memcpy(x.byte, p, 64);
+    return x;
+}
+INLINE u8x64 u8x64_and(u8x64 x, int byte) {
+    for (int i = 0; i < 64; i++) x.byte[i] &= (uint8_t)byte;
+    return x;
+}
+INLINE u8x64 u8x64_shr(u8x64 x, int n) {
+    for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] >> n);
+    return x;
+}
+INLINE u8x64 u8x64_weights(u8x64 codes) {
+    for (int i = 0; i < 64; i++) codes.byte[i] ^= 0x80;
+    return codes;
+}
+INLINE i32x16 i32x16_set1(int32_t x) {
+    i32x16 all;
+    for (int i = 0; i < 16; i++) all.sum[i] = x;
+    return all;
+}
+INLINE i32x16 i32x16_zero(void) { return i32x16_set1(0); }
+/* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes. */
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
+    for (int i = 0; i < 64; i++) sums.sum[i / 4] += (int8_t)codes.byte[i] * (int8_t)((uint32_t)x >> 8 * (i % 4));
+    return sums;
+}
+/* The same of codes below 128 as they are. */
+INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_x(sums, codes, x); }
+INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
+    for (int i = 0; i < 16; i++) high.sum[i] = high.sum[i] * 128 + more;
+    return high;
+}
+INLINE void i32x16_to_floats(i32x16 x, f32v out[16]) {
+    for (int i = 0; i < 16; i++) out[i] = (float)x.sum[i];
+}

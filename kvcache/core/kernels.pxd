@@ -49,6 +49,35 @@ cdef extern from "kvc.h" nogil:
         int64_t hidden_tokens       # of which so many are seen by nobody
 
 
+cdef extern from "kvc_matrix.h" nogil:
+    ctypedef enum kvc_matrix_format:    # a line of its table
+        KVC_MATRIX_F32, KVC_MATRIX_F16, KVC_MATRIX_BF16, KVC_NUM_MATRIX_FORMATS
+
+    ctypedef struct kvc_matrix_format_info:
+        const char *name
+        int bits                        # of a float, or of a code
+        int packed                      # 1: codes with a scale per group of 32; 0: floats
+        int has_minima
+        int zero                        # the code of 0
+
+    const kvc_matrix_format_info *kvc_matrix_format_of(kvc_matrix_format format) noexcept
+
+    ctypedef struct kvc_matrix:
+        kvc_matrix_format format
+        int64_t rows, columns, panels, groups
+        size_t panel_bytes
+        unsigned char *data
+
+    ctypedef struct kvc_matmul_args:    # out (n, rows) = x (n, columns) times the matrix transposed, plus bias
+        const kvc_matrix *matrix
+        const float *x
+        const float *bias
+        float *out
+        int64_t n
+        int digits                      # of activations that meet packed weights: 1 or 2
+        unsigned char *prepared
+
+
 cdef extern from "kvc_threads.h" nogil:
     ctypedef void kvc_item_fn(void *context, int64_t index, int thread) noexcept nogil
 
@@ -83,6 +112,24 @@ cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, 
 cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
                  int num_query_heads, float scale, const float *queries, const float *sink_queries,
                  float *out, float *scores, float *lse, void *scratch, int num_threads) noexcept nogil
+
+# Products with weights: kvc_matrix.h. quantise_weights fills codes (count, columns), scales and minima (count, groups).
+cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil
+cdef void matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept nogil
+cdef void matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
+                           const uint16_t *scales, const uint16_t *minima) noexcept nogil
+cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
+                           uint16_t *minima) noexcept nogil
+cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil
+cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
+                           unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
+cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil
+cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
+
+# Rows between two products: kvc_network.c.
+cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
+                   float eps, float *out) noexcept nogil
+cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil

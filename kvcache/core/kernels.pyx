@@ -42,6 +42,11 @@ cdef extern from "kvc.h" nogil:
         void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *,
                           float *) noexcept nogil
         int64_t (*check_representable)(const float *, int64_t, kvc_format) noexcept nogil
+        void (*quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
+                                 uint16_t *) noexcept nogil
+        void (*rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float,
+                         float *) noexcept nogil
+        void (*swiglu)(int64_t, int64_t, const float *, float *) noexcept nogil
 
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
@@ -56,6 +61,17 @@ cdef extern from "kvc.h" nogil:
                                     int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
+    size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) noexcept
+    void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
+
+cdef extern from "kvc_matrix.h" nogil:
+    int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept
+    void kvc_matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept
+    void kvc_matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
+                              const uint16_t *scales, const uint16_t *minima) noexcept
+    void kvc_matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
+                              uint16_t *minima) noexcept
+    void kvc_matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept
 
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
@@ -131,6 +147,50 @@ cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc
     args.scores = scores
     args.lse = lse
     kvc_attend(_active, &args, scratch, num_threads)
+
+
+cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil:
+    return kvc_matrix_init(matrix, format, rows, columns)
+
+
+cdef void matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept nogil:
+    kvc_matrix_put_words(matrix, row, count, words)
+
+
+cdef void matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
+                           const uint16_t *scales, const uint16_t *minima) noexcept nogil:
+    kvc_matrix_put_codes(matrix, row, count, codes, scales, minima)
+
+
+cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
+                           uint16_t *minima) noexcept nogil:
+    kvc_matrix_get_codes(matrix, row, codes, scales, minima)
+
+
+cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil:
+    kvc_matrix_get_row(matrix, row, values)
+
+
+cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
+                           unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil:
+    _active.quantise_weights(format, count, columns, x, codes, scales, minima)
+
+
+cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil:
+    return kvc_matmul_scratch_bytes(args)
+
+
+cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil:
+    kvc_matmul(_active, args, num_threads)
+
+
+cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
+                   float eps, float *out) noexcept nogil:
+    _active.rms_norm(n, heads, dim, x, x_stride, weight, eps, out)
+
+
+cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
+    _active.swiglu(n, dim, x, out)
 
 
 cdef int num_threads() noexcept nogil:

@@ -1,0 +1,103 @@
+/* kvc_activations.c - blocks of rows of x as the products read them (kvc_matrix.h). */
+#include <string.h>
+
+#include "kvc_matrix.h"
+#include "kvc_simd.h"
+
+/* The numbers of one group of a row: its digits unit by unit, `stride` bytes between two units. Returns their sum. With
+ * a value that is not finite the scale is NaN. */
+INLINE int32_t put_numbers(const float x[KVC_GROUP], int digits, int rows, unsigned char *to, float *scale) {
+    enum { VECTORS = KVC_GROUP / KVC_LANES };
+    const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
+    f32v v[VECTORS], largest = f32v_zero(), finite = f32v_zero();
+    UNROLL
+    for (int i = 0; i < VECTORS; i++) v[i] = f32v_load(x + i * KVC_LANES);
+    UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        largest = f32v_max(largest, f32v_abs(v[i]));
+        finite = f32v_fma(v[i], f32v_zero(), finite); /* 0, or NaN from infinities and NaN */
+    }
+    const float magnitude = f32v_max_of(largest);
+    const f32v per_step = f32v_set1(magnitude > 0x1p-100f ? most / magnitude : 0.0f);
+    unsigned char high[KVC_GROUP], low[KVC_GROUP];
+    UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        f32v number = f32v_round(f32v_mul(v[i], per_step));
+        number = f32v_min(f32v_max(number, f32v_set1(-most)), f32v_set1(most)); /* NaN becomes -most */
+        if (digits == 2) {
+            const f32v above = f32v_round(f32v_mul(number, f32v_set1(1.0f / 128.0f)));
+            f32v_store_bytes(low + i * KVC_LANES,
+                             f32v_add(f32v_fma(above, f32v_set1(-128.0f), number), f32v_set1(128.0f)));
+            number = above;
+        }
+        f32v_store_bytes(high + i * KVC_LANES, f32v_add(number, f32v_set1(128.0f)));
+    }
+    int32_t sum = 0, low_sum = 0;
+    for (int k = 0; k < KVC_GROUP; k++) {
+        sum += high[k] - 128;
+        high[k] ^= 128;
+    }
+    if (digits == 2) {
+        for (int k = 0; k < KVC_GROUP; k++) {
+            low_sum += low[k] - 128;
+            low[k] ^= 128;
+        }
+        sum = sum * 128 + low_sum;
+    }
+    for (int unit = 0; unit < KVC_GROUP / 4; unit++) {
+        memcpy(to + unit * rows * 4, high + 4 * unit, 4);
+        if (digits == 2) memcpy(to + (KVC_GROUP / 4 + unit) * rows * 4, low + 4 * unit, 4);
+    }
+    *scale = magnitude / most + f32v_sum_of(finite);
+    return sum;
+}
+
+/* Levels whose dot products take signed weights subtract 128 from codes of 8 bits themselves (u8x64_weights). */
+INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int digits, unsigned char *to) {
+    const kvc_matrix *matrix = args->matrix;
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
+    const int zero = info->bits == 8 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
+    const size_t numbers = (size_t)(KVC_GROUP * digits * rows);
+    for (int64_t g = 0; g < matrix->groups; g++, to += numbers + 8 * (size_t)rows) {
+        const int64_t left = matrix->columns - g * KVC_GROUP;
+        for (int i = 0; i < rows; i++) {
+            const float *x = args->x + (first + i) * matrix->columns + g * KVC_GROUP;
+            float padded[KVC_GROUP];
+            if (left < KVC_GROUP) {
+                memset(padded, 0, sizeof padded);
+                if (left > 0) memcpy(padded, x, (size_t)left * sizeof(float));
+                x = padded;
+            }
+            float scale, correction;
+            const int32_t sum = put_numbers(x, digits, rows, to + 4 * i, &scale), shift = -zero * sum;
+            correction = scale * (float)sum;
+            memcpy(to + numbers + 4 * (size_t)i, &scale, 4);
+            memcpy(to + numbers + 4 * (size_t)(rows + i), info->has_minima ? (const void *)&correction : &shift, 4);
+        }
+    }
+}
+
+INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows, float *to) {
+    const int64_t columns = args->matrix->columns;
+    const float *x = args->x + first * columns;
+    for (int64_t k = 0; k < columns; k++) {
+        for (int i = 0; i < rows; i++) to[k * rows + i] = x[i * columns + k];
+    }
+}
+
+/* Prepares rows [first, stop) of x, block by block; first is where a block begins. */
+void KVC_FN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t stop) {
+    const size_t row_bytes = kvc_prepared_row_bytes(args);
+    const int packed = kvc_matrix_format_of(args->matrix->format)->packed;
+    while (first < stop) {
+        const int rows = kvc_block_rows(packed ? KVC_PACKED_ROWS : KVC_FLOAT_ROWS, args->n - first);
+        unsigned char *to = args->prepared + (size_t)first * row_bytes;
+        if (!packed)
+            put_floats(args, first, rows, (float *)to);
+        else if (args->digits == 1)
+            put_packed(args, first, rows, 1, to);
+        else
+            put_packed(args, first, rows, 2, to);
+        first += rows;
+    }
+}

@@ -1,0 +1,51 @@
+/* kvc_matmul_parallel.c - a product on several threads: rows are prepared, then panels are divided among the threads. */
+#include "kvc.h"
+#include "kvc_matrix.h"
+#include "kvc_threads.h"
+
+enum {
+    ROWS_PER_ITEM = 24,       /* to prepare; a multiple of every block size */
+    BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
+    ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
+    PANELS_PER_STEP = 4,      /* that one tile may read together */
+};
+
+typedef struct call {
+    const kvc_kernels *kernels;
+    const kvc_matmul_args *args;
+    int64_t items;
+} call;
+
+static void prepare_item(void *context, int64_t index, int thread) {
+    const call *c = context;
+    const int64_t first = index * ROWS_PER_ITEM, stop = first + ROWS_PER_ITEM;
+    (void)thread;
+    c->kernels->prepare_rows(c->args, first, stop < c->args->n ? stop : c->args->n);
+}
+
+static void multiply_item(void *context, int64_t index, int thread) {
+    const call *c = context;
+    const int64_t panels = c->args->matrix->panels, steps = (panels + PANELS_PER_STEP - 1) / PANELS_PER_STEP;
+    const int64_t first = steps * index / c->items * PANELS_PER_STEP,
+                  stop = steps * (index + 1) / c->items * PANELS_PER_STEP;
+    (void)thread;
+    c->kernels->multiply_panels(c->args, first, stop < panels ? stop : panels);
+}
+
+size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) {
+    return (size_t)args->n * kvc_prepared_row_bytes(args);
+}
+
+void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
+    const int64_t blocks = (args->n + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
+    const int64_t steps = (args->matrix->panels + PANELS_PER_STEP - 1) / PANELS_PER_STEP;
+    const int64_t weight = args->n < 4 ? 1 : args->n / 4; /* from 4 rows on a byte takes longer than its reading */
+    const int64_t worth = (int64_t)args->matrix->panel_bytes * args->matrix->panels / BYTES_PER_ITEM * weight;
+    int64_t items = (int64_t)num_threads * ITEMS_PER_THREAD;
+    if (items > worth) items = worth > 1 ? worth : 1;
+    if (items > steps) items = steps;
+    if (num_threads == 1) items = 1;
+    call c = {kernels, args, items};
+    kvc_run_items(blocks, items == 1 ? 1 : num_threads, prepare_item, &c);
+    kvc_run_items(items, num_threads, multiply_item, &c);
+}

@@ -1,0 +1,141 @@
+/* kvc_matrix.h - weight matrices as the products read them.
+ *
+ * A matrix has `rows` outputs and `columns` inputs. It lies in panels of 16 rows; the last panel is filled up with rows
+ * of zeros. A panel is read from its first byte to its last, while 1 to 12 rows of activations are multiplied with it.
+ *
+ * FLOATS (f32, f16, bf16)
+ *
+ *   one panel     | channel 0 of rows 0 .. 15 | channel 1 of rows 0 .. 15 | ...
+ *
+ * PACKED (q8_0, q4_0, q4_1), as the field's formats of these names: groups of 32 channels of a row share a scale (and a
+ * minimum), in f16. Two groups make a record; channels behind the last are zeros, up to a multiple of 64.
+ *
+ *     q8_0   value = scale * (code - 128)        codes of 8 bits
+ *     q4_0   value = scale * (code - 8)          codes of 4 bits
+ *     q4_1   value = minimum + scale * code
+ *
+ *   one record    | 16 scales of group a | 16 of group b | minima of a, of b: q4_1 alone | codes of a | codes of b |
+ *
+ *   Codes come in units of 64: unit u has channels 4u .. 4u+3 of the group of all 16 rows, so that one 64-byte load feeds
+ *   integer dot products of 4 bytes per lane. Two units of 4 bits share their bytes:
+ *
+ *     q8    U0 | U1 | ... | U7
+ *     q4    U4 << 4 | U0, U5 << 4 | U1, ... U7 << 4 | U3
+ *     U0    | row 0: c0 c1 c2 c3 | row 1: c0 c1 c2 c3 | ... | row 15: c0 c1 c2 c3 |
+ *
+ * ACTIVATIONS that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
+ * magnitude of the group / 127: one digit of 8 bits. With two digits (high * 128 + low) it is the largest / 16256.
+ *
+ * A RESULT is a sum of integer dot products, each exact, times both scales, added group by group with one rounding each.
+ * Floats are added channel by channel in blocks of 256, and the blocks one after another. So the bits of a row of the
+ * result depend on that row of x, the matrix, the digits and the level alone: not on other rows, threads or pieces.
+ * Error against exact arithmetic over the same weights, with K = columns, a bound for each output:
+ *
+ *     floats     (258 + K / 256) * 2^-24 * sum |x w|
+ *     packed     sum over groups of  32 * step * (largest |w| of the group) / 2   with step = largest |x| / 127 or / 16256,
+ *                and (4 + K / 32) * 2^-23 * sum |x w| of rounding
+ */
+#ifndef KVC_MATRIX_H
+#define KVC_MATRIX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    KVC_PANEL = 16,       /* rows of a panel */
+    KVC_GROUP = 32,       /* channels that share a scale */
+    KVC_RECORD = 64,      /* channels of a record */
+    KVC_CHANNEL_BLOCK = 256,
+    KVC_UNIT_BYTES = 64,
+};
+
+/* symbol, name, bits of a code or float, packed, has minima, zero: the code of 0 */
+#define KVC_MATRIX_FORMATS(X)         \
+    X(F32, "f32", 32, 0, 0, 0)        \
+    X(F16, "f16", 16, 0, 0, 0)        \
+    X(BF16, "bf16", 16, 0, 0, 0)      \
+    X(Q8_0, "q8_0", 8, 1, 0, 128)     \
+    X(Q4_0, "q4_0", 4, 1, 0, 8)       \
+    X(Q4_1, "q4_1", 4, 1, 1, 0)
+
+#define KVC_NUMBER(symbol, ...) KVC_MATRIX_##symbol,
+typedef enum kvc_matrix_format { KVC_MATRIX_FORMATS(KVC_NUMBER) KVC_NUM_MATRIX_FORMATS } kvc_matrix_format;
+#undef KVC_NUMBER
+
+typedef struct kvc_matrix_format_info {
+    const char *name;
+    int bits, packed, has_minima, zero;
+} kvc_matrix_format_info;
+
+static inline const kvc_matrix_format_info *kvc_matrix_format_of(kvc_matrix_format format) {
+#define KVC_LINE(symbol, ...) {__VA_ARGS__},
+    static const kvc_matrix_format_info table[] = {KVC_MATRIX_FORMATS(KVC_LINE)};
+#undef KVC_LINE
+    return &table[format];
+}
+
+typedef struct kvc_matrix {
+    kvc_matrix_format format;
+    int64_t rows, columns;
+    int64_t panels, groups; /* groups: an even number, of packed formats */
+    size_t panel_bytes;     /* a multiple of 64 */
+    unsigned char *data;    /* panels * panel_bytes, 64-byte aligned */
+} kvc_matrix;
+
+static inline size_t kvc_header_bytes(kvc_matrix_format format) { /* of a record: its scales and minima */
+    return (kvc_matrix_format_of(format)->has_minima ? 4 : 2) * KVC_PANEL * sizeof(uint16_t);
+}
+static inline size_t kvc_group_code_bytes(kvc_matrix_format format) {
+    return (size_t)(KVC_GROUP * KVC_PANEL * kvc_matrix_format_of(format)->bits / 8);
+}
+static inline size_t kvc_record_bytes(kvc_matrix_format format) {
+    return kvc_header_bytes(format) + 2 * kvc_group_code_bytes(format);
+}
+
+/* kvc_matrix.c */
+
+/* Fills in all but data. -1 where the matrix would have no element, or more bytes than can be counted. */
+int kvc_matrix_init(kvc_matrix *, kvc_matrix_format, int64_t rows, int64_t columns);
+/* Words of the matrix's own float format (count, columns) into rows [row, row + count). */
+void kvc_matrix_put_words(const kvc_matrix *, int64_t row, int64_t count, const void *words);
+/* Codes (count, columns), scales and minima (count, ceil(columns / 32)) of a packed format. Missing channels of the last
+ * group are zeros. minima is NULL where the format has none. */
+void kvc_matrix_put_codes(const kvc_matrix *, int64_t row, int64_t count, const unsigned char *codes,
+                          const uint16_t *scales, const uint16_t *minima);
+/* Row `row` as codes, scales, minima (columns and groups as above): the inverse. */
+void kvc_matrix_get_codes(const kvc_matrix *, int64_t row, unsigned char *codes, uint16_t *scales, uint16_t *minima);
+/* Row `row` as floats. */
+void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
+
+/* The product of a call: out (n, matrix->rows) = x (n, matrix->columns) times the matrix transposed, plus bias. */
+typedef struct kvc_matmul_args {
+    const kvc_matrix *matrix;
+    const float *x;
+    const float *bias; /* (matrix->rows), or NULL */
+    float *out;
+    int64_t n;
+    int digits; /* of activations that meet packed weights: 1 or 2 */
+    unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4 */
+} kvc_matmul_args;
+
+/* Bytes of one prepared row of x. Blocks of rows lie one behind another, block by block as kvc_block_rows divides them:
+ *
+ *   floats     | channel 0 of each row of the block | channel 1 | ...
+ *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | correction of each row |
+ *
+ * The correction is what the offset of codes adds to the sum: -zero * (sum of the row's numbers), i32; with minima it is
+ * scale * sum, f32. */
+static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
+    if (!kvc_matrix_format_of(args->matrix->format)->packed) return (size_t)args->matrix->columns * sizeof(float);
+    return (size_t)args->matrix->groups * (size_t)(KVC_GROUP * args->digits + 8);
+}
+
+/* Rows of the next block: the largest of 12, 8, 6, 4, 2, 1 that is at most `most` and `left`. */
+static inline int kvc_block_rows(int most, int64_t left) {
+    static const int sizes[] = {12, 8, 6, 4, 2, 1};
+    int i = 0;
+    while (sizes[i] > most || sizes[i] > left) i++;
+    return sizes[i];
+}
+
+#endif

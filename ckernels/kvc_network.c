@@ -1,0 +1,59 @@
+/* kvc_network.c - what a network computes between two products: norms and activations, row by row.
+ *
+ * The bits of a row depend on that row and the level alone. Sums are added lane by lane over the vectors of a row, then over
+ * the lanes.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "kvc_simd.h"
+
+/* The vector at x, of which `left` values exist; the others are 0. */
+INLINE f32v load_some(const float *x, int64_t left) {
+    float some[KVC_LANES] = {0};
+    if (KVC_LANES == 1 || left >= KVC_LANES) return f32v_load(x);
+    memcpy(some, x, (size_t)left * sizeof(float));
+    return f32v_load(some);
+}
+INLINE void store_some(float *x, int64_t left, f32v value) {
+    float some[KVC_LANES];
+    if (KVC_LANES == 1 || left >= KVC_LANES) {
+        f32v_store(x, value);
+        return;
+    }
+    f32v_store(some, value);
+    memcpy(x, some, (size_t)left * sizeof(float));
+}
+
+/* out (n, heads, dim) = x / sqrt(mean of x^2 + eps) * weight (heads, dim); rows of x are x_stride floats apart. Relative
+ * error below (dim / KVC_LANES + 8) * 2^-24. */
+void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
+                      float eps, float *out) {
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t h = 0; h < heads; h++, out += dim) {
+            const float *row = x + i * x_stride + h * dim, *weights = weight + h * dim;
+            f32v squares = f32v_zero();
+            for (int64_t d = 0; d < dim; d += KVC_LANES) {
+                const f32v v = load_some(row + d, dim - d);
+                squares = f32v_fma(v, v, squares);
+            }
+            const f32v scale = f32v_set1(1.0f / sqrtf(f32v_sum_of(squares) / (float)dim + eps));
+            for (int64_t d = 0; d < dim; d += KVC_LANES) {
+                const f32v v = f32v_mul(load_some(row + d, dim - d), scale);
+                store_some(out + d, dim - d, f32v_mul(v, load_some(weights + d, dim - d)));
+            }
+        }
+    }
+}
+
+/* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim), silu(g) = g / (1 + e^-g), within 4 ulp. */
+void KVC_FN(swiglu)(int64_t n, int64_t dim, const float *x, float *out) {
+    const f32v to_log2 = f32v_set1(-1.442695041f), most = f32v_set1(126.0f), one = f32v_set1(1.0f);
+    for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v gate = load_some(x + d, dim - d), up = load_some(x + dim + d, dim - d);
+            const f32v power = f32v_exp2(f32v_min(f32v_mul(gate, to_log2), most));
+            store_some(out + d, dim - d, f32v_mul(f32v_div(gate, f32v_add(one, power)), up));
+        }
+    }
+}

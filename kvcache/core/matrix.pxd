@@ -1,0 +1,12 @@
+"""Weight matrices: see core/matrix.pyx."""
+
+from libc.stdint cimport int64_t
+
+from kvcache.core.kernels cimport kvc_matrix
+
+
+cdef class Matrix:
+    cdef kvc_matrix c
+    cdef object memory      # uint8 array that holds the panels
+    cdef readonly str format
+    cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1

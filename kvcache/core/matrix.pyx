@@ -1,0 +1,298 @@
+"""Weight matrices in the formats that products read fastest, and their products with rows of activations.
+
+A `Matrix` of `rows` outputs and `columns` inputs multiplies like `x @ w.T`. Floats are kept as they were stored. Packed
+formats are those of the field: groups of 32 channels share a scale, or a scale and a minimum.
+
+A row of a product has the same bits whatever other rows it is computed with, and on any number of threads: sums of
+integers are exact, and floats are added in one order (ckernels/kvc_matrix.h, which also states the error).
+"""
+
+from collections import namedtuple
+
+import numpy as np
+
+from libc.stdint cimport int64_t, uint16_t
+from libc.stdlib cimport free, malloc
+
+from kvcache.core.arguments import as_count, as_instance, short
+from kvcache.core.kernels cimport (
+    KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes,
+    matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
+)
+
+__all__ = ["MATRIX_FORMATS", "Matrix", "MatrixFormat"]
+
+MatrixFormat = namedtuple("MatrixFormat", ("name", "bits", "packed", "has_minima", "zero"))
+
+
+cdef object _line(int number):
+    line = kvc_matrix_format_of(<kvc_matrix_format>number)
+    return MatrixFormat(line.name.decode(), line.bits, line.packed != 0, line.has_minima != 0, line.zero)
+
+
+# The table of formats, by name; kvc_matrix.h explains the columns.
+MATRIX_FORMATS = {line.name: line for line in map(_line, range(KVC_NUM_MATRIX_FORMATS))}
+cdef list _NAMES = list(MATRIX_FORMATS)
+cdef int _LINE = 64         # bytes of a cache line; every matrix starts at one
+cdef int _PIECE = 16        # rows that are quantised at a time
+
+
+cdef class Matrix:
+    """Weights `(rows, columns)` of one format, zeros at first.
+
+    Args:
+        rows, columns: at least 1; products map `columns` inputs to `rows` outputs.
+        format: "f32", "f16", "bf16", or packed: "q8_0" (8.5 bits per weight), "q4_0" (4.5), "q4_1" (5).
+        memory: uint8 array, at least `num_bytes(rows, columns, format)` long, to use a part of; own memory by default.
+
+    Attributes:
+        format: the name of the format.
+    """
+
+    def __init__(self, rows, columns, format, memory=None):
+        rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
+        size = self.num_bytes(rows, columns, format)
+        if memory is None:
+            memory = np.zeros(size, np.uint8)
+        elif not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.shape < (size,):
+            raise ValueError(f"memory: expected a uint8 array of {size} bytes, got {short(memory)}")
+        cdef unsigned char[::1] data = memory
+        matrix_init(&self.c, <kvc_matrix_format><int>_NAMES.index(format), rows, columns)
+        self.c.data = &data[0] + (-<size_t>&data[0]) % <size_t>_LINE
+        self.format = format
+        self.memory = memory
+
+    @staticmethod
+    def num_bytes(rows, columns, format):
+        """The bytes that a matrix takes, with room to align it.
+
+        Raises:
+            ValueError: an unknown format, or sizes that no memory holds.
+        """
+        cdef kvc_matrix_format number = _number(format)
+        rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
+        line = MATRIX_FORMATS[format]
+        padded = -(-rows // 16) * 16 * (-(-columns // 64) * 64)
+        if padded > 2 ** 58:
+            raise ValueError(f"rows, columns: expected less than 2**58 weights, got {rows} x {columns}")
+        cdef Matrix some = Matrix.__new__(Matrix)
+        matrix_init(&some.c, number, rows, columns)
+        return some.c.panels * <object>some.c.panel_bytes + _LINE
+
+    @property
+    def shape(self):
+        """`(rows, columns)`."""
+        return self.c.rows, self.c.columns
+
+    @property
+    def nbytes(self):
+        """Bytes of the panels, with the rows and channels that fill them up."""
+        return self.c.panels * <object>self.c.panel_bytes
+
+    def __len__(self):
+        return self.c.rows
+
+    def __repr__(self):
+        return f"Matrix({self.c.rows}, {self.c.columns}, {self.format!r})"
+
+    def put(self, row, values):
+        """Set rows `row`, `row + 1`, ... from `values`, float32 `(n, columns)`: rounded, or quantised.
+
+        Raises:
+            ValueError: a value is not finite, or larger than f16 holds, where the format cannot keep it.
+        """
+        cdef int64_t first, at, stop, count
+        cdef const float[:, ::1] x = np.ascontiguousarray(values, dtype=np.float32)
+        first = self._rows(row, x.shape[0], x.shape[1])
+        line = MATRIX_FORMATS[self.format]
+        if self.format == "f32":
+            return self.put_words(row, x)
+        if not line.packed:
+            return self.put_words(row, _to_bf16(np.asarray(x)) if self.format == "bf16" else _to_f16(np.asarray(x)))
+        _check_halves(np.asarray(x))
+        groups = (self.c.columns + 31) // 32
+        cdef unsigned char[:, ::1] codes = np.empty((_PIECE, self.c.columns), np.uint8)
+        cdef uint16_t[:, ::1] scales = np.empty((_PIECE, groups), np.uint16)
+        cdef uint16_t[:, ::1] minima = np.empty((_PIECE, groups), np.uint16)
+        with nogil:
+            at = 0
+            while at < x.shape[0]:
+                count = min(<int64_t>_PIECE, x.shape[0] - at)
+                quantise_weights(self.c.format, count, self.c.columns, &x[at, 0], &codes[0, 0], &scales[0, 0],
+                                 &minima[0, 0])
+                matrix_put_codes(&self.c, first + at, count, &codes[0, 0], &scales[0, 0], &minima[0, 0])
+                at += count
+
+    def put_words(self, row, words):
+        """Set rows from numbers of the matrix's own float format: `(n, columns)` float32, or uint16 of f16, bf16."""
+        line = MATRIX_FORMATS[self.format]
+        if line.packed:
+            raise ValueError(f"words: expected a matrix of floats, got {self.format}")
+        array = np.ascontiguousarray(words)
+        if array.dtype == np.float16:
+            array = array.view(np.uint16)
+        want = np.float32 if line.bits == 32 else np.uint16
+        if array.dtype != want or array.ndim != 2:
+            raise ValueError(f"words: expected {np.dtype(want)} (n, {self.c.columns}), got {array.dtype} {array.shape}")
+        cdef int64_t first = self._rows(row, array.shape[0], array.shape[1]), count = array.shape[0]
+        cdef const unsigned char[::1] data = array.reshape(-1).view(np.uint8)
+        if count:
+            with nogil:
+                matrix_put_words(&self.c, first, count, &data[0])
+
+    def put_codes(self, row, codes, scales, minima=None):
+        """Set rows of a packed format from what another program quantised, bit for bit.
+
+        Args:
+            row: the first row.
+            codes: `(n, columns)`: int8 for q8_0, uint8 of 0 to 15 for q4_0 and q4_1.
+            scales, minima: `(n, ceil(columns / 32))`, float16; minima for q4_1 alone.
+
+        Values are `scale * code` (q8_0), `scale * (code - 8)` (q4_0), `minimum + scale * code` (q4_1).
+
+        Raises:
+            ValueError: shapes, dtypes or codes that the format does not have.
+        """
+        line = MATRIX_FORMATS[self.format]
+        if not line.packed:
+            raise ValueError(f"codes: expected a matrix of a packed format, got {self.format}")
+        want = np.int8 if line.bits == 8 else np.uint8
+        array = np.ascontiguousarray(codes)
+        if array.dtype != want or array.ndim != 2:
+            raise ValueError(f"codes: expected {np.dtype(want)} (n, {self.c.columns}), got {array.dtype} {array.shape}")
+        cdef int64_t first = self._rows(row, array.shape[0], array.shape[1]), count = array.shape[0]
+        array = (array.view(np.uint8) ^ 128) if line.bits == 8 else array
+        if line.bits == 4 and array.size and array.max() > 15:
+            raise ValueError(f"codes: expected 0 to 15, got {array.max()}")
+        shape = (count, (self.c.columns + 31) // 32)
+        cdef const unsigned char[:, ::1] c_codes = array
+        cdef const uint16_t[:, ::1] c_scales = _halves(scales, shape, "scales")
+        cdef const uint16_t[:, ::1] c_minima = None
+        if line.has_minima:
+            c_minima = _halves(minima, shape, "minima")
+        elif minima is not None:
+            raise ValueError(f"minima: expected none for {self.format}, got {short(minima)}")
+        cdef const uint16_t *to_minima = NULL
+        if count:
+            if c_minima is not None:
+                to_minima = &c_minima[0, 0]
+            with nogil:
+                matrix_put_codes(&self.c, first, count, &c_codes[0, 0], &c_scales[0, 0], to_minima)
+
+    def codes(self, row):
+        """Row `row` of a packed format: codes, scales and minima (None: the format has none), as `put_codes` takes."""
+        line = MATRIX_FORMATS[self.format]
+        if not line.packed:
+            raise ValueError(f"codes: expected a matrix of a packed format, got {self.format}")
+        cdef int64_t at = self._rows(row, 1, self.c.columns)
+        groups = (self.c.columns + 31) // 32
+        cdef unsigned char[::1] c_codes = np.empty(self.c.columns, np.uint8)
+        cdef uint16_t[::1] c_scales = np.empty(groups, np.uint16), c_minima = np.empty(groups, np.uint16)
+        matrix_get_codes(&self.c, at, &c_codes[0], &c_scales[0], &c_minima[0])
+        found = np.asarray(c_codes)
+        return ((found ^ 128).view(np.int8) if line.bits == 8 else found, np.asarray(c_scales).view(np.float16),
+                np.asarray(c_minima).view(np.float16) if line.has_minima else None)
+
+    def __getitem__(self, rows):
+        """The rows of an integer array `(n,)` as float32 `(n, columns)`: how embeddings are looked up.
+
+        Raises:
+            IndexError: no such row.
+        """
+        cdef const int64_t[::1] at = np.ascontiguousarray(rows, dtype=np.int64)
+        out = np.empty((at.shape[0], self.c.columns), np.float32)
+        cdef float[:, ::1] c_out = out
+        cdef int64_t i
+        for i in range(at.shape[0]):
+            if not 0 <= at[i] < self.c.rows:
+                raise IndexError(f"rows: expected 0 to {self.c.rows - 1}, got {at[i]}")
+        with nogil:
+            for i in range(at.shape[0]):
+                matrix_get_row(&self.c, at[i], &c_out[i, 0])
+        return out
+
+    def to_float32(self):
+        """All weights as a float32 array `(rows, columns)`."""
+        return self[np.arange(self.c.rows)]
+
+    def multiply(self, x, bias=None, *, exact=False):
+        """`x` `(n, columns)` times the weights transposed, plus `bias` `(rows,)`: a new float32 `(n, rows)` array.
+
+        Args:
+            x: float32.
+            bias: float32, or None.
+            exact: how x meets packed weights: rounded to 8 bits per group of 32 channels, or to two digits of 8 bits at
+                twice the arithmetic. Weights in floats are always multiplied in float32.
+
+        Raises:
+            ValueError: another shape.
+        """
+        cdef const float[:, ::1] c_x = np.ascontiguousarray(x, dtype=np.float32)
+        cdef const float[::1] c_bias = None
+        if c_x.shape[1] != self.c.columns:
+            raise ValueError(f"x: expected (n, {self.c.columns}), got {(c_x.shape[0], c_x.shape[1])}")
+        if bias is not None:
+            c_bias = np.ascontiguousarray(bias, dtype=np.float32)
+            if c_bias.shape[0] != self.c.rows:
+                raise ValueError(f"bias: expected ({self.c.rows},), got ({c_bias.shape[0]},)")
+        out = np.empty((c_x.shape[0], self.c.rows), np.float32)
+        cdef float[:, ::1] c_out = out
+        cdef kvc_matmul_args args
+        args.n = c_x.shape[0]
+        if args.n == 0:
+            return out
+        args.matrix = &self.c
+        args.x = &c_x[0, 0]
+        args.bias = NULL
+        if c_bias is not None:
+            args.bias = &c_bias[0]
+        args.out = &c_out[0, 0]
+        args.digits = 2 if exact else 1
+        args.prepared = <unsigned char *>malloc(matmul_scratch_bytes(&args))
+        if args.prepared == NULL:
+            raise MemoryError
+        with nogil:
+            matmul(&args, num_threads())
+            free(args.prepared)
+        return out
+
+    cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:
+        """The first of `count` rows from `row` on, which exist and have so many columns."""
+        first = as_count(row, "row", most=None)
+        if columns != self.c.columns or first + count > self.c.rows:
+            raise ValueError(f"row: expected rows of ({self.c.rows}, {self.c.columns}), "
+                             f"got {count} of {columns} columns from {first}")
+        return first
+
+
+cdef kvc_matrix_format _number(object name) except *:
+    if not isinstance(name, str) or name not in MATRIX_FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(MATRIX_FORMATS)}, got {short(name)}")
+    return <kvc_matrix_format><int>_NAMES.index(name)
+
+
+cdef object _halves(object values, object shape, str name):
+    """float16 of this shape as words; ValueError for others."""
+    array = np.ascontiguousarray(as_instance(values, np.ndarray, name))
+    if array.dtype != np.float16 or array.shape != shape:
+        raise ValueError(f"{name}: expected float16 {shape}, got {array.dtype} {array.shape}")
+    return array.view(np.uint16)
+
+
+cdef int _check_halves(object x) except -1:
+    """ValueError unless the magnitudes of all values are at most the largest half."""
+    if x.size and not np.abs(x).max() <= 65504:  # NaN fails too
+        raise ValueError(f"values: expected finite numbers up to 65504, got {np.abs(x).max()}")
+    return 0
+
+
+cdef object _to_f16(object x):
+    _check_halves(x)
+    return x.astype(np.float16).view(np.uint16)
+
+
+cdef object _to_bf16(object x):
+    """Words of bf16, rounded half to even."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
