@@ -24,24 +24,40 @@ typedef struct sums16 {
     f32v v[VECTORS];
 } sums16;
 
-/* Adds to the 16 results at `out`, of which `count` exist, or sets them; bias may be NULL. */
-INLINE void give(float *out, int64_t count, sums16 sums, int add, const float *bias) {
-    float some[KVC_PANEL], *to = out;
-    if (count < KVC_PANEL) {
-        to = some;
-        memset(some, 0, sizeof some);
-        if (add) memcpy(some, out, (size_t)count * sizeof(float));
-    }
+/* The sums of a tile, [row][panel][16]: they go to `out` by way of memory, so that no address of `out` takes a register
+ * from them. */
+typedef struct tile {
+    int rows, panels;
+    int64_t first;           /* row of x */
+    int64_t panel, existing; /* panels behind the existing ones repeat the last */
+    float results[KVC_FLOAT_SUMS * KVC_LANES];
+} tile;
+
+INLINE void keep(tile *t, const sums16 *sums) {
     UNROLL
-    for (int v = 0; v < VECTORS; v++) {
-        f32v x = sums.v[v];
-        if (add) x = f32v_add(f32v_load(to + v * KVC_LANES), x);
-        f32v_store(to + v * KVC_LANES, x);
+    for (int i = 0; i < t->rows * t->panels; i++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++) f32v_store(t->results + i * KVC_PANEL + v * KVC_LANES, sums[i].v[v]);
     }
-    if (bias) {
-        for (int i = 0; i < (count < KVC_PANEL ? (int)count : KVC_PANEL); i++) to[i] += bias[i];
+}
+
+/* Sets the results of a tile in `out`, or adds to them; then adds the bias, which may be NULL. */
+NOINLINE void give(const kvc_matmul_args *args, const tile *t, int add, const float *bias) {
+    for (int i = 0; i < t->rows; i++) {
+        for (int p = 0; p < t->panels && p < t->existing; p++) {
+            const int64_t column = (t->panel + p) * KVC_PANEL, left = args->matrix->rows - column;
+            const float *from = t->results + (i * t->panels + p) * KVC_PANEL;
+            float *to = args->out + (t->first + i) * args->matrix->rows + column;
+            const int count = left < KVC_PANEL ? (int)left : KVC_PANEL;
+            if (add)
+                for (int j = 0; j < count; j++) to[j] += from[j];
+            else if (count == KVC_PANEL)
+                memcpy(to, from, KVC_PANEL * sizeof(float));
+            else
+                memcpy(to, from, (size_t)count * sizeof(float));
+            for (int j = 0; bias && j < count; j++) to[j] += bias[column + j];
+        }
     }
-    if (count < KVC_PANEL) memcpy(out, some, (size_t)count * sizeof(float));
 }
 
 /* ---- Packed weights. */
@@ -57,105 +73,126 @@ INLINE float load_f32(const unsigned char *p) {
     return x;
 }
 
-/* dots += the products of a group's codes with one digit of each row's numbers. */
-INLINE void dot_group(const unsigned char *codes, int bits, const unsigned char *numbers, int rows, i32x16 *dots) {
+/* dots[row, panel] += the products of a group's codes with one digit of each row's numbers. */
+INLINE void dot_group(const unsigned char *const *codes, int bits, const unsigned char *numbers, int rows, int panels,
+                      i32x16 *dots) {
     if (bits == 8) {
         UNROLL
         for (int unit = 0; unit < 8; unit++) {
-            const u8x64 w = u8x64_weights(u8x64_load(codes + unit * KVC_UNIT_BYTES));
+            u8x64 w[2];
             UNROLL
-            for (int i = 0; i < rows; i++) dots[i] = i32x16_dot_x(dots[i], w, load_i32(numbers + 4 * (unit * rows + i)));
+            for (int p = 0; p < panels; p++) w[p] = u8x64_weights(u8x64_load(codes[p] + unit * KVC_UNIT_BYTES));
+            UNROLL
+            for (int i = 0; i < rows; i++) {
+                const int32_t x = load_i32(numbers + 4 * (unit * rows + i));
+                UNROLL
+                for (int p = 0; p < panels; p++) dots[i * panels + p] = i32x16_dot_x(dots[i * panels + p], w[p], x);
+            }
         }
         return;
     }
     UNROLL
     for (int unit = 0; unit < 4; unit++) {
-        const u8x64 both = u8x64_load(codes + unit * KVC_UNIT_BYTES);
-        const u8x64 low = u8x64_and(both, 15), high = u8x64_and(u8x64_shr(both, 4), 15);
+        u8x64 low[2], high[2];
         UNROLL
-        for (int i = 0; i < rows; i++)
-            dots[i] = i32x16_dot_q(dots[i], low, load_i32(numbers + 4 * (unit * rows + i)));
+        for (int p = 0; p < panels; p++) {
+            const u8x64 both = u8x64_load(codes[p] + unit * KVC_UNIT_BYTES);
+            low[p] = u8x64_and(both, 15), high[p] = u8x64_and(u8x64_shr(both, 4), 15);
+        }
         UNROLL
-        for (int i = 0; i < rows; i++)
-            dots[i] = i32x16_dot_q(dots[i], high, load_i32(numbers + 4 * ((unit + 4) * rows + i)));
+        for (int i = 0; i < rows; i++) {
+            const int32_t x = load_i32(numbers + 4 * (unit * rows + i));
+            const int32_t next = load_i32(numbers + 4 * ((unit + 4) * rows + i));
+            UNROLL
+            for (int p = 0; p < panels; p++) {
+                i32x16 *dot = &dots[i * panels + p];
+                *dot = i32x16_dot_q(*dot, low[p], x);
+                *dot = i32x16_dot_q(*dot, high[p], next);
+            }
+        }
     }
 }
 
-INLINE void packed_tile(const kvc_matmul_args *args, kvc_matrix_format format, int digits, int rows, int64_t panel,
-                        const unsigned char *x, int64_t first) {
+INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int digits, int rows, int panels,
+                        const unsigned char *x, tile *t) {
     const int minima = format == KVC_MATRIX_Q4_1, bits = format == KVC_MATRIX_Q8_0 ? 8 : 4;
-    const size_t numbers = (size_t)(KVC_GROUP / 4 * rows * 4), header = (minima ? 4 : 2) * KVC_PANEL * 2;
+    const size_t numbers = (size_t)(KVC_GROUP * rows), header = (minima ? 4 : 2) * KVC_PANEL * 2;
     const size_t code_bytes = (size_t)(KVC_GROUP * KVC_PANEL * bits / 8), record_bytes = header + 2 * code_bytes;
-    const unsigned char *record = args->matrix->data + (size_t)panel * args->matrix->panel_bytes;
-    const unsigned char *end = record + args->matrix->panel_bytes;
+    const unsigned char *records[2];
     sums16 sums[12];
     UNROLL
-    for (int i = 0; i < rows; i++) {
+    for (int p = 0; p < panels; p++)
+        records[p] = matrix->data + (size_t)(t->panel + (p < t->existing ? p : t->existing - 1)) * matrix->panel_bytes;
+    UNROLL
+    for (int i = 0; i < rows * panels; i++) {
         UNROLL
         for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
-    for (; record < end; record += record_bytes) {
+    for (size_t at = 0; at < matrix->panel_bytes; at += record_bytes) {
         for (int half = 0; half < 2; half++) {
-            const unsigned char *codes = record + header + half * code_bytes, *behind = x + numbers * (size_t)digits;
-            const uint16_t *scales = (const uint16_t *)record + half * KVC_PANEL;
+            const unsigned char *behind = x + numbers * (size_t)digits, *codes[2];
             i32x16 dots[12];
-            if (rows <= 2) {
-                for (size_t at = 0; at < code_bytes; at += 64) __builtin_prefetch(codes + AHEAD + at, 0, 2);
-            }
-            if (digits == 2) {
-                UNROLL
-                for (int i = 0; i < rows; i++) dots[i] = i32x16_zero();
-                dot_group(codes, bits, x, rows, dots);
-                UNROLL
-                for (int i = 0; i < rows; i++)
-                    dots[i] = i32x16_next_digit(dots[i], minima ? 0 : load_i32(behind + 4 * (rows + i)));
-                dot_group(codes, bits, x + numbers, rows, dots);
-            } else {
-                UNROLL
-                for (int i = 0; i < rows; i++)
-                    dots[i] = minima ? i32x16_zero() : i32x16_set1(load_i32(behind + 4 * (rows + i)));
-                dot_group(codes, bits, x, rows, dots);
+            UNROLL
+            for (int p = 0; p < panels; p++) {
+                codes[p] = records[p] + at + header + (size_t)half * code_bytes;
+                for (size_t line = 0; rows <= 2 && line < code_bytes; line += 64)
+                    __builtin_prefetch(codes[p] + AHEAD + line, 0, 2);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
-                f32v exact[VECTORS];
-                i32x16_to_floats(dots[i], exact);
+                const i32x16 start =
+                    minima || digits == 2 ? i32x16_zero() : i32x16_set1(load_i32(behind + 4 * (rows + i)));
                 UNROLL
-                for (int v = 0; v < VECTORS; v++) {
-                    const f32v scaled = f32v_mul(exact[v], f32v_set1(load_f32(behind + 4 * i)));
-                    sums[i].v[v] = f32v_fma(scaled, f32v_load_half(scales + v * KVC_LANES), sums[i].v[v]);
-                    if (minima)
-                        sums[i].v[v] = f32v_fma(f32v_load_half(scales + 2 * KVC_PANEL + v * KVC_LANES),
-                                                f32v_set1(load_f32(behind + 4 * (rows + i))), sums[i].v[v]);
+                for (int p = 0; p < panels; p++) dots[i * panels + p] = start;
+            }
+            dot_group(codes, bits, x, rows, panels, dots);
+            if (digits == 2) {
+                UNROLL
+                for (int i = 0; i < rows * panels; i++)
+                    dots[i] = i32x16_next_digit(dots[i], minima ? 0 : load_i32(behind + 4 * (rows + i / panels)));
+                dot_group(codes, bits, x + numbers, rows, panels, dots);
+            }
+            UNROLL
+            for (int p = 0; p < panels; p++) {
+                const uint16_t *scales = (const uint16_t *)(records[p] + at) + half * KVC_PANEL;
+                UNROLL
+                for (int i = 0; i < rows; i++) {
+                    sums16 *sum = &sums[i * panels + p];
+                    f32v exact[VECTORS];
+                    i32x16_to_floats(dots[i * panels + p], exact);
+                    UNROLL
+                    for (int v = 0; v < VECTORS; v++) {
+                        const f32v scaled = f32v_mul(exact[v], f32v_set1(load_f32(behind + 4 * i)));
+                        sum->v[v] = f32v_fma(scaled, f32v_load_half(scales + v * KVC_LANES), sum->v[v]);
+                        if (minima)
+                            sum->v[v] = f32v_fma(f32v_load_half(scales + 2 * KVC_PANEL + v * KVC_LANES),
+                                                 f32v_set1(load_f32(behind + 4 * (rows + i))), sum->v[v]);
+                    }
                 }
             }
             x = behind + 8 * rows;
         }
     }
-    UNROLL
-    for (int i = 0; i < rows; i++) {
-        float *out = args->out + (first + i) * args->matrix->rows + panel * KVC_PANEL;
-        give(out, args->matrix->rows - panel * KVC_PANEL, sums[i], 0, args->bias ? args->bias + panel * KVC_PANEL : NULL);
-    }
+    t->rows = rows, t->panels = panels;
+    keep(t, sums);
 }
 
-#define PACKED(format, digits, rows)                                                                        \
-    NOINLINE void packed_##format##_##digits##_##rows(const kvc_matmul_args *args, int64_t panel,           \
-                                                      const unsigned char *x, int64_t first) {              \
-        packed_tile(args, KVC_MATRIX_##format, digits, rows, panel, x, first);                              \
+#define PACKED(format, digits, rows)                                                                              \
+    NOINLINE void packed_##format##_##digits##_##rows(const kvc_matrix *matrix, const unsigned char *x, tile *t) { \
+        packed_tile(matrix, KVC_MATRIX_##format, digits, rows, KVC_PACKED_PANELS, x, t);                           \
     }
-#if KVC_PACKED_ROWS == 12
-#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8) X(__VA_ARGS__, 12)
+#if KVC_PACKED_ROWS == 6
+#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6)
 #else
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
 #endif
 #define DIGITS(X, format) BLOCKS(X, format, 1) BLOCKS(X, format, 2)
 DIGITS(PACKED, Q8_0) DIGITS(PACKED, Q4_0) DIGITS(PACKED, Q4_1)
 
-typedef void packed_fn(const kvc_matmul_args *, int64_t panel, const unsigned char *x, int64_t first);
+typedef void packed_fn(const kvc_matrix *, const unsigned char *x, tile *);
 #define LINE(format, digits, rows) [rows] = packed_##format##_##digits##_##rows,
 #define TABLE(format) {{BLOCKS(LINE, format, 1)}, {BLOCKS(LINE, format, 2)}}
-static packed_fn *const packed_tiles[3][2][13] = {TABLE(Q8_0), TABLE(Q4_0), TABLE(Q4_1)};
+static packed_fn *const packed_tiles[3][2][KVC_PACKED_ROWS + 1] = {TABLE(Q8_0), TABLE(Q4_0), TABLE(Q4_1)};
 
 static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);
@@ -164,10 +201,12 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
     const int64_t chunk = fitting > KVC_PACKED_ROWS ? fitting : KVC_PACKED_ROWS;
     for (int64_t start = 0; start < args->n; start += chunk) {
         const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
-        for (int64_t p = panel; p < panel_stop; p++) {
+        for (int64_t p = panel; p < panel_stop; p += KVC_PACKED_PANELS) {
             for (int64_t row = start; row < stop;) {
                 const int rows = kvc_block_rows(KVC_PACKED_ROWS, stop - row);
-                tiles[rows](args, p, args->prepared + (size_t)row * row_bytes, row);
+                tile t = {.first = row, .panel = p, .existing = panel_stop - p};
+                tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
+                give(args, &t, 0, args->bias);
                 row += rows;
             }
         }
@@ -182,25 +221,22 @@ INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64
     return f32v_load_bf16((const uint16_t *)p + at);
 }
 
-/* Channels [k, k_stop) of `panels` panels, whose pointers may repeat. */
-INLINE void float_tile(const kvc_matmul_args *args, kvc_matrix_format format, int panels, int rows, int64_t panel,
-                       int64_t existing, int64_t k, int64_t k_stop, const float *x, int64_t first) {
-    const kvc_matrix *matrix = args->matrix;
+/* Channels [k, k_stop). */
+INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int rows, int panels, int64_t k,
+                       int64_t k_stop, const float *x, tile *t) {
     const int size = format == KVC_MATRIX_F32 ? 4 : 2;
     const unsigned char *data[4];
     sums16 sums[24];
     UNROLL
     for (int p = 0; p < panels; p++) {
-        const int64_t here = p < existing ? p : existing - 1;
-        data[p] = matrix->data + (size_t)(panel + here) * matrix->panel_bytes;
+        const int64_t here = p < t->existing ? p : t->existing - 1;
+        data[p] = matrix->data + (size_t)(t->panel + here) * matrix->panel_bytes;
     }
     UNROLL
     for (int i = 0; i < rows * panels; i++) {
         UNROLL
         for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
-    const int add = k > 0;
-    const float *bias = k_stop == matrix->columns ? args->bias : NULL;
     for (; k < k_stop; k++) {
         f32v w[4][VECTORS];
         UNROLL
@@ -221,26 +257,18 @@ INLINE void float_tile(const kvc_matmul_args *args, kvc_matrix_format format, in
             }
         }
     }
-    UNROLL
-    for (int i = 0; i < rows; i++) {
-        UNROLL
-        for (int p = 0; p < panels; p++) {
-            const int64_t column = (panel + p) * KVC_PANEL;
-            if (p < existing)
-                give(args->out + (first + i) * matrix->rows + column, matrix->rows - column, sums[i * panels + p], add,
-                     bias ? bias + column : NULL);
-        }
-    }
+    t->rows = rows, t->panels = panels;
+    keep(t, sums);
 }
 
 /* Panels of a tile of so many rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
 #define PANELS(rows) \
     ((rows) * 4 * VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
-#define FLOAT(format, unused, rows)                                                                                \
-    NOINLINE void float_##format##_##rows(const kvc_matmul_args *args, int64_t panel, int64_t existing, int64_t k, \
-                                          int64_t k_stop, const float *x, int64_t first) {                         \
-        float_tile(args, KVC_MATRIX_##format, PANELS(rows), rows, panel, existing, k, k_stop, x, first);           \
+#define FLOAT(format, unused, rows)                                                                            \
+    NOINLINE void float_##format##_##rows(const kvc_matrix *matrix, int64_t k, int64_t k_stop, const float *x, \
+                                          tile *t) {                                                           \
+        float_tile(matrix, KVC_MATRIX_##format, rows, PANELS(rows), k, k_stop, x, t);                          \
     }
 #if KVC_FLOAT_ROWS == 12
 #define FLOAT_BLOCKS(X, format) \
@@ -252,9 +280,9 @@ INLINE void float_tile(const kvc_matmul_args *args, kvc_matrix_format format, in
 #endif
 FLOAT_BLOCKS(FLOAT, F32) FLOAT_BLOCKS(FLOAT, F16) FLOAT_BLOCKS(FLOAT, BF16)
 
-typedef void float_fn(const kvc_matmul_args *, int64_t, int64_t, int64_t, int64_t, const float *, int64_t);
+typedef void float_fn(const kvc_matrix *, int64_t k, int64_t k_stop, const float *x, tile *);
 #define FLOAT_LINE(format, unused, rows) [rows] = float_##format##_##rows,
-static float_fn *const float_tiles[3][13] = {
+static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
     {FLOAT_BLOCKS(FLOAT_LINE, F32)}, {FLOAT_BLOCKS(FLOAT_LINE, F16)}, {FLOAT_BLOCKS(FLOAT_LINE, BF16)}};
 
 /* For few rows a block of channels is no detour: panels are so long that each reads like one stream. */
@@ -264,8 +292,8 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
     enum { CHUNK = CHUNK_BYTES / (KVC_CHANNEL_BLOCK * 4) / KVC_FLOAT_ROWS * KVC_FLOAT_ROWS };
     for (int64_t start = 0; start < args->n; start += CHUNK) {
         const int64_t stop = start + CHUNK < args->n ? start + CHUNK : args->n;
-        const int most = kvc_block_rows(KVC_FLOAT_ROWS, stop - start);
-        const int64_t wide = PANELS(most);
+        /* Panels that all blocks go over together: few where many blocks keep them in the first level of the cache. */
+        const int64_t wide = stop - start < 2 * KVC_FLOAT_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
         for (int64_t p = panel; p < panel_stop; p += wide) {
             for (int64_t k = 0; k < columns; k += KVC_CHANNEL_BLOCK) {
                 const int64_t k_stop = k + KVC_CHANNEL_BLOCK < columns ? k + KVC_CHANNEL_BLOCK : columns;
@@ -273,8 +301,11 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
                     const int rows = kvc_block_rows(KVC_FLOAT_ROWS, stop - row);
                     const float *x = (const float *)args->prepared + row * columns;
                     const int64_t left = panel_stop - p < wide ? panel_stop - p : wide, step = PANELS(rows);
-                    for (int64_t q = 0; q < left; q += step)
-                        tiles[rows](args, p + q, left - q < step ? left - q : step, k, k_stop, x, row);
+                    for (int64_t q = 0; q < left; q += step) {
+                        tile t = {.first = row, .panel = p + q, .existing = left - q};
+                        tiles[rows](args->matrix, k, k_stop, x, &t);
+                        give(args, &t, k > 0, k_stop == columns ? args->bias : NULL);
+                    }
                     row += rows;
                 }
             }

@@ -77,6 +77,7 @@ INLINE f32v i32v_floats(i32v x) { return (float)x; }
 
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS 2
+#define KVC_PACKED_PANELS 1
 #define KVC_FLOAT_ROWS 2
 #define KVC_FLOAT_SUMS 32
 
