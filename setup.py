@@ -25,6 +25,15 @@ from setuptools.command.build_ext import build_ext
 
 if sys.platform == "win32":
     sys.exit("kvcache: expected Linux or macOS, got Windows; it runs there in the Windows Subsystem for Linux (WSL)")
+if {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"} & set(sys.argv):
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    for needed in (compiler, sysconfig.get_path("include") + "/Python.h"):
+        if not shutil.which(needed) and not os.path.exists(needed):
+            sys.exit(
+                f"kvcache: expected a C compiler and Python's headers, got no {needed}; to install them: "
+                "sudo apt install build-essential python3-dev (Debian, Ubuntu), "
+                "sudo dnf install gcc python3-devel (Fedora), xcode-select --install (macOS)"
+            )
 if sys.platform == "darwin":  # not for two machines at once, as some Pythons would
     os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
 
@@ -72,9 +81,6 @@ SOURCES = [*sorted(glob("kvcache/**/*.pyx", recursive=True)), "kvcache/core/cyth
 COMMON = {"include_dirs": ["ckernels", numpy.get_include()]}
 COMMON["define_macros"] = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 EXTENSIONS = [Extension(os.path.splitext(path)[0].replace(os.sep, "."), [path], **COMMON) for path in SOURCES]
-COMPILER = """\
-kvcache: expected a C compiler and Python's headers, got no {}; to install them: sudo apt install build-essential \
-python3-dev (Debian, Ubuntu), sudo dnf install gcc python3-devel (Fedora), xcode-select --install (macOS)"""
 
 
 class Made:
@@ -131,7 +137,7 @@ def translate(extensions, processes):
 
 
 class build_kernels(build_ext):
-    """build_ext that looks for a compiler first, runs Cython, and compiles the kernels per SIMD level."""
+    """build_ext, with Cython and with the kernels compiled per SIMD level, of what changed."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -141,9 +147,6 @@ class build_kernels(build_ext):
             self.build_lib, self.build_temp = "build/inplace", "build/temp"
 
     def build_extensions(self):
-        for needed in (self.compiler.compiler_so[0], sysconfig.get_path("include") + "/Python.h"):
-            if not shutil.which(needed) and not os.path.exists(needed):
-                sys.exit(COMPILER.format(needed))
         translate(self.extensions, self.parallel)
         with ThreadPoolExecutor(self.parallel) as pool:
             kernels = list(pool.map(lambda unit: self._kernel(FLAGS + CHECK + COUNT + KERNELS, *unit), UNITS))
