@@ -31,7 +31,7 @@ from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.states import PrefixKvCache
 from kvcache.trie.policy import LFU, LRU
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LFU",

@@ -17,7 +17,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit("--plot needs matplotlib: pip install 'kvcache[bench]'") from error
+        raise SystemExit("--plot needs matplotlib: pip install 'kvcache-cpu[bench]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

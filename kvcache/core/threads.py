@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = ["get_num_threads", "set_num_threads", "simd_level", "simd_levels", "use_simd"]
 
@@ -32,7 +33,14 @@ def _blas_sleeps_soon() -> Iterator[None]:
 
 with _blas_sleeps_soon():
     # Before NumPy, which says less clearly that it does not load in a subinterpreter.
-    from kvcache.core.kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
-
-    # isort: split
+    try:
+        from kvcache.core.kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+    except ModuleNotFoundError as error:
+        if error.name != "kvcache.core.kernels":
+            raise
+        clone = Path(__file__).parents[2]
+        raise ImportError(
+            f"kvcache: expected its compiled modules, got sources alone, in {clone}; leave this folder to import an "
+            "installed kvcache, or build the modules here: pip install -e ."
+        ) from None
     import numpy  # noqa: F401

@@ -27,7 +27,7 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache[text]'") from None
+        raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
     try:
         return Tokenizer.from_buffer(bytes(data))
     except Exception as error:  # the package raises bare Exception for any fault of the file
