@@ -130,7 +130,8 @@ class _Entries:
         _refuse(self._file, self.prefix + name, *neutral)
 
     def fail(self, name: str, expected: str) -> NoReturn:
-        found = short(self.get(name))
+        value = self.get(name)
+        found = "nothing" if value is None else short(value)
         raise CheckpointError(f"{self.prefix}{name}: expected {expected}, got {found}")
 
 

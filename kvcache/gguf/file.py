@@ -256,7 +256,7 @@ class _Header:
         if stop > MAX_HEADER_BYTES:
             raise CheckpointError(f"{path}: expected a header of at most {MAX_HEADER_BYTES} bytes, got a longer one")
         if stop > have:
-            more = bytearray(min(max(stop - have, _CHUNK), self._file.size - have))
+            more = bytearray(min(max(stop - have, _CHUNK), self._file.size - have, MAX_HEADER_BYTES - have))
             self._file.read([more], have, self._what)
             self._data += more
 

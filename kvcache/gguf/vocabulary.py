@@ -114,7 +114,8 @@ class _Entries:
         return self.file.metadata.get(_PREFIX + name)
 
     def fail(self, name: str, expected: str) -> NoReturn:
-        found = short(self.get(name))
+        value = self.get(name)
+        found = "nothing" if value is None else short(value)
         raise CheckpointError(f"{self.file.path}: {_PREFIX}{name}: expected {expected}, got {found}")
 
     def text(self, name: str, default: str | None) -> str | None:
