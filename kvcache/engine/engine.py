@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_index, as_instance
 from kvcache.engine.evicting import Budgets, EvictingSequence
+from kvcache.engine.gguf import is_gguf
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
 from kvcache.engine.requests import Requests
 from kvcache.engine.residual import default_length
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
-from kvcache.engine.tokenizer import load_tokenizer
+from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
@@ -123,8 +124,7 @@ class InferenceEngine:
         else:
             self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
         self._requests = Requests(self._sequence, positions, seed)
-        self._directory: Path | None = None
-        self._tokenizer: Any = None
+        self._text: CheckpointText | GgufText | None = None
 
     @classmethod
     def from_pretrained(
@@ -134,18 +134,30 @@ class InferenceEngine:
         seed: int = 0,
         **options: Any,
     ) -> InferenceEngine:
-        """Make an engine from a Hugging Face checkpoint directory: Llama, Mistral, Qwen2 or Qwen3.
+        """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file: Llama, Mistral, Qwen2 or Qwen3.
 
         Args:
-            directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`.
+            directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`; or a file whose
+                name ends in `.gguf`.
             sampling_params, seed, options: as for the constructor.
 
         Raises:
             FileNotFoundError: a file is missing.
             CheckpointError: a file is damaged, or asks for something that is not supported.
         """
+        if is_gguf(directory):
+            return cls.from_gguf(directory, sampling_params, seed, **options)
         engine = cls(Transformer.from_pretrained(directory), sampling_params, seed, **options)
-        engine._directory = Path(directory)
+        engine._text = CheckpointText(Path(directory))
+        return engine
+
+    @classmethod
+    def from_gguf(
+        cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
+    ) -> InferenceEngine:
+        """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
+        engine = cls(Transformer.from_gguf(path), sampling_params, seed, **options)
+        engine._text = GgufText(Path(path))
         return engine
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
@@ -254,15 +266,18 @@ class InferenceEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's `tokenizers.Tokenizer`, loaded on first use; None if it has no `tokenizer.json`.
+        """The checkpoint's `tokenizers.Tokenizer`, loaded on first use; None if it has none.
 
         Raises:
-            ImportError: `tokenizer.json` exists, but the `tokenizers` package (extra `text`) is not installed.
-            CheckpointError: `tokenizer.json` is damaged.
+            ImportError: the checkpoint has one, but the `tokenizers` package (extra `text`) is not installed.
+            CheckpointError: it is damaged.
         """
-        if self._tokenizer is None and self._directory is not None:
-            self._tokenizer = load_tokenizer(self._directory)
-        return self._tokenizer
+        return None if self._text is None else self._text.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
+        return None if self._text is None else self._text.chat_template
 
     def __repr__(self) -> str:
         of = self._requests.max_positions or "endless"

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.config import ModelConfig
+from kvcache.engine.gguf import GgufCheckpoint, is_gguf
 from kvcache.engine.linear import linear
 from kvcache.engine.protocols import Attend, Logits
 from kvcache.engine.rope import RopeTable
@@ -38,9 +39,17 @@ class Transformer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Transformer:
-        """Load a Hugging Face checkpoint directory. Errors are those of `ModelConfig` and `Weights`."""
+        """Load a Hugging Face checkpoint directory, or a GGUF file. Errors are those of `ModelConfig` and `Weights`."""
+        if is_gguf(directory):
+            return cls.from_gguf(directory)
         config = ModelConfig.from_pretrained(directory)
         return cls(config, Weights.from_pretrained(directory, config))
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Transformer:
+        """Load a GGUF file of any name. Errors are those of `GgufCheckpoint` and `Weights`."""
+        checkpoint = GgufCheckpoint(path)
+        return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config))
 
     def forward(
         self,

@@ -27,7 +27,7 @@ class Rope:
     """The rotary embedding of a checkpoint. Fields that a kind does not use keep their defaults.
 
     Attributes:
-        kind: "default", "linear", "llama3" or "yarn".
+        kind: "default", "linear", "llama3", "yarn" or "divided".
         theta: base of the wavelengths.
         factor: by how much the context was stretched.
         original_positions: context length before stretching (llama3, yarn).
@@ -35,9 +35,10 @@ class Rope:
         beta_fast, beta_slow: rotations over the original context that bound the blended band (yarn).
         attention_factor: multiplies cosines and sines (yarn; 1 for the others).
         truncate: whether the yarn band is widened to whole channels.
+        divisors: what the frequency of each channel pair is divided by, highest frequency first (divided).
     """
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "divided"] = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_positions: int = 0
@@ -47,6 +48,7 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
     def frequencies(self, head_dim: int) -> Float64:
         """Radians per position of each channel pair, float64 `(head_dim // 2,)`, highest first."""
@@ -57,6 +59,9 @@ class Rope:
             return self._llama3(base)
         if self.kind == "yarn":
             return self._yarn(base, head_dim)
+        if self.kind == "divided":
+            divided: Float64 = base / np.array(self.divisors)
+            return divided
         return base
 
     def _llama3(self, base: Float64) -> Float64:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from kvcache.engine.linear import empty_matrices
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, OutOfMemoryError
 
-__all__ = ["Checkpoint", "LayerWeights", "Weights"]
+__all__ = ["Checkpoint", "LayerWeights", "Tensors", "Weights", "require"]
 
 Float32 = NDArray[np.float32]
 
@@ -80,7 +81,11 @@ class Weights:
             CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype.
             OutOfMemoryError: the weights need more bytes than the machine has or than can be allocated.
         """
-        checkpoint = Checkpoint(directory)
+        return cls.read(Checkpoint(directory), config)
+
+    @classmethod
+    def read(cls, checkpoint: Tensors, config: ModelConfig) -> Weights:
+        """Load the weights of the network that `config` describes from an open checkpoint; raises as above."""
         checkpoint.require(_expected(config), optional=_is_redundant)
         # A sparse file costs nothing on disk; reading it could exhaust the memory of all processes.
         size = 4 * sum(math.prod(shape) for _, shape in _expected(config))
@@ -93,7 +98,7 @@ class Weights:
             raise OutOfMemoryError(size, 0, "bytes") from None
 
     @classmethod
-    def _read(cls, checkpoint: Checkpoint, config: ModelConfig) -> Weights:
+    def _read(cls, checkpoint: Tensors, config: ModelConfig) -> Weights:
         shapes = _matrix_shapes(config)
         if config.tie_word_embeddings:  # row-major, since the lookup of a token reads a row
             matrices = empty_matrices(shapes * config.num_layers)
@@ -120,6 +125,20 @@ class Weights:
         yield from (self.embedding, self.norm, self.head)
         for layer in self.layers:
             yield from (array for field in fields(layer) if (array := getattr(layer, field.name)) is not None)
+
+
+class Tensors(Protocol):
+    """The tensors of an open checkpoint by their Hugging Face names; `Checkpoint` documents the methods."""
+
+    def require(
+        self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = ...
+    ) -> None: ...
+
+    def read(self, name: str) -> Float32: ...
+
+    def stack(self, names: list[str]) -> Float32: ...
+
+    def fill(self, out: Float32, names: list[str]) -> None: ...
 
 
 class Checkpoint:
@@ -150,25 +169,8 @@ class Checkpoint:
             optional: whether a tensor of this name may be present too. Any other tensor is an error: it is a weight
                 that the network would ignore, such as a bias that the configuration does not mention.
         """
-        left = set(self._files)
-        missing: list[str] = []
-        for name, shape in expected:
-            if name not in left:
-                missing.append(name)
-                if len(missing) > _FEW:
-                    break
-                continue
-            left.remove(name)
-            info = self._files[name][name]
-            if info.shape != shape:
-                raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, got {info.shape}")
-            if info.dtype not in ("F32", "F16", "BF16"):
-                raise CheckpointError(f"{self.directory}: {name}: expected F32, F16 or BF16, got {info.dtype}")
-        if missing:
-            raise CheckpointError(f"{self.directory}: expected {_some(missing)}, got none")
-        unexpected = sorted(name for name in left if not optional(name))
-        if unexpected:
-            raise CheckpointError(f"{self.directory}: expected no others, got {_some(unexpected)}")
+        found = {name: file[name] for name, file in self._files.items()}
+        require(found, self.directory, ("F32", "F16", "BF16"), expected, optional)
 
     def read(self, name: str) -> Float32:
         """The tensor as a new float32 array."""
@@ -188,6 +190,36 @@ class Checkpoint:
             stop = row + self._files[name][name].shape[0]
             self._files[name].read_into(name, out[row:stop])
             row = stop
+
+
+def require(
+    found: Mapping[str, Any],
+    path: Path,
+    dtypes: tuple[str, ...],
+    expected: Iterable[tuple[str, tuple[int, ...]]],
+    optional: Callable[[str], bool],
+) -> None:
+    """What `Checkpoint.require` does, for the tensors `found` (names to their `shape` and `dtype`) in `path`."""
+    left = set(found)
+    missing: list[str] = []
+    for name, shape in expected:
+        if name not in left:
+            missing.append(name)
+            if len(missing) > _FEW:
+                break
+            continue
+        left.remove(name)
+        info = found[name]
+        if info.shape != shape:
+            raise CheckpointError(f"{path}: {name}: expected shape {shape}, got {info.shape}")
+        if info.dtype not in dtypes:
+            listed = f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
+            raise CheckpointError(f"{path}: {name}: expected {listed}, got {info.dtype}")
+    if missing:
+        raise CheckpointError(f"{path}: expected {_some(missing)}, got none")
+    unexpected = sorted(name for name in left if not optional(name))
+    if unexpected:
+        raise CheckpointError(f"{path}: expected no others, got {_some(unexpected)}")
 
 
 def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
@@ -264,7 +296,7 @@ def _matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def _layer(
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     prefix: str,
     config: ModelConfig,
     qkv: Float32,

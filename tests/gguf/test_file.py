@@ -1,0 +1,158 @@
+"""The header of a GGUF file: what is read, and what is refused. Hostile files: tests/engine/test_hostile_gguf.py."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf_files import (
+    ARRAY,
+    BOOL,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    STRING,
+    U8,
+    U16,
+    U32,
+    U64,
+    array,
+    entry,
+    pack,
+    tensor,
+    write,
+)  # fmt: skip
+
+from kvcache.errors import CheckpointError
+from kvcache.gguf import GgufFile
+from kvcache.gguf import file as module
+
+pytestmark = pytest.mark.no_level
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save_bytes(content):
+        (tmp_path / "x.gguf").write_bytes(content)
+        return tmp_path / "x.gguf"
+
+    return save_bytes
+
+
+SCALARS = {
+    "u8": (U8, 200), "i8": (I8, -100), "u16": (U16, 60000), "i16": (I16, -30000), "u32": (U32, 2**32 - 1),
+    "i32": (I32, -(2**31)), "u64": (U64, 2**64 - 1), "i64": (I64, -(2**63)), "f64": (F64, 0.1), "yes": (BOOL, True),
+    "no": (BOOL, False), "text": (STRING, "ünï"), "nothing": (STRING, ""),
+}  # fmt: skip
+
+
+def test_metadata_of_the_package(tmp_path):
+    """Every kind of value, as the gguf package writes it and reads it."""
+    arrays = {"numbers": (ARRAY, [1, 2, 3], I32), "texts": (ARRAY, ["a", "", "ß"], STRING), "ends": (ARRAY, [0.5], F32)}
+    path = write(tmp_path / "x.gguf", "llama", SCALARS | arrays | {"epsilon": (F32, 1e-5)}, {})
+    found = GgufFile(path).metadata
+    assert {key: found[key] for key in SCALARS} == {key: content for key, (_, content) in SCALARS.items()}
+    assert all(type(found[key]) is type(content) for key, (_, content) in SCALARS.items())
+    assert found["epsilon"] == 1e-5  # not 9.99999974737875e-06
+    assert found["texts"] == ["a", "", "ß"]
+    np.testing.assert_array_equal(found["numbers"], np.array([1, 2, 3], np.int32), strict=True)
+    reader = gguf.GGUFReader(path)
+    keys = {key for key in reader.fields if not key.startswith("GGUF.")}
+    assert set(found) == keys
+
+
+def test_tensors_of_the_package(tmp_path, rng):
+    matrix, vector = rng.standard_normal((3, 5), np.float32), np.arange(7, dtype=np.float16)
+    quantised = gguf.quants.quantize(rng.standard_normal((2, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    path = write(tmp_path / "x.gguf", "llama", {}, {"m": matrix, "v": vector, "q": (quantised, "Q8_0")})
+    file = GgufFile(path)
+    assert [(name, *info[:2]) for name, info in file.items()] == [
+        ("m", "F32", (3, 5)), ("v", "F16", (7,)), ("q", "Q8_0", (2, 64)),
+    ]  # fmt: skip
+    for name, content in (("m", matrix), ("v", vector), ("q", quantised)):
+        stored = np.empty(file[name].stop - file[name].start, np.uint8)
+        file.read([stored], file[name].start, name)
+        assert stored.tobytes() == content.tobytes()
+    assert len(file) == 3
+
+
+def test_version_2_and_an_alignment(save):
+    entries = [entry("general.alignment", U32, 8)]
+    tensors = [tensor("a", [3]), tensor("b", [1], offset=16)]
+    file = GgufFile(save(pack(entries, tensors, bytes(20), version=2, align=8)))
+    assert file["b"].start - file["a"].start == 16
+
+
+def test_a_header_of_many_chunks(save, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    texts = [f"token {i}" for i in range(100)]
+    assert GgufFile(save(pack([entry("t", ARRAY, array(STRING, texts))]))).metadata["t"] == texts
+
+
+def test_an_empty_file_of_entries(save):
+    file = GgufFile(save(pack()))
+    assert (file.metadata, list(file)) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "header: expected 4 bytes at 0, got a file of 0: truncated"),
+        (b"GGU", "header: expected 4 bytes at 0"),
+        (b"GGML" + bytes(20), "magic: expected GGUF, got b'GGML'"),
+        (pack(version=1), "version: expected 2 or 3, little-endian, got 1"),
+        (pack(version=3 << 24), "version: expected .*, got a big-endian file"),
+        (pack(num_entries=2**60), "metadata: expected 8 bytes at 24, got a file of 24: truncated"),
+        (pack([entry("a", U8, 1)] * 2), "a: expected each key once"),
+        (pack([entry("a", 13, b"")]), "a: expected a known kind of value, got 13"),
+        (pack([entry("a", BOOL, b"\2")]), "a: expected 0 or 1, got 2"),
+        (pack([entry("a", STRING, b"\xff")]), "a: expected 8 bytes at"),
+        (pack([entry("a", STRING, array(U8, [])[4:])]), None),
+        (pack([entry(b"\xff", U8, 1)]), r"metadata: expected UTF-8, got b'\\xff'"),
+        (pack([entry("k" * 70000, U8, 1)]), "metadata: expected a string of at most 65535 bytes, got 70000"),
+        (pack([entry("a", ARRAY, array(U8, [], 2**60))]), f"a: expected {2**60} bytes at"),
+        (pack([entry("a", ARRAY, array(STRING, [], 2**60))]), f"a: expected {2**63} bytes at"),
+        (pack([entry("a", ARRAY, array(ARRAY, [], 1))]), "a: expected an array of numbers, .*, got kind 9"),
+        (pack([entry("general.alignment", U32, 24)]), "general.alignment: expected a power of two, got 24"),
+        (pack([entry("general.alignment", STRING, "32")]), "general.alignment: expected a power of two, got '32'"),
+        (pack([], [tensor("t", [])]), "t: expected 1 to 4 dimensions, got 0"),
+        (pack([], [tensor("t", [1] * 5)]), "t: expected 1 to 4 dimensions, got 5"),
+        (pack([], [tensor("t", [4], 99)]), "t: expected a known type, got type 99"),
+        (pack([], [tensor("t", [0])]), r"t: expected sizes that fit memory, got shape \(0,\)"),
+        (pack([], [tensor("t", [2**40, 2**40])]), "t: expected sizes that fit memory"),
+        (pack([], [tensor("t", [33], 8)]), "t: expected rows of a multiple of 32 values for Q8_0, got 33"),
+        (pack([], [tensor("t", [4])], bytes(15)), "t: expected bytes up to .*: truncated"),
+        (pack([], [tensor("t", [4], offset=32)], bytes(64)), "t: expected offset 0, got 32"),
+        (pack([], [tensor("t", [4]), tensor("u", [4], offset=16)], bytes(64)), "u: expected offset 32, got 16"),
+        (pack([], [tensor("t", [4]), tensor("t", [4], offset=32)], bytes(64)), "t: expected each tensor once"),
+    ],
+)  # fmt: skip
+def test_refused(save, content, message):
+    path = save(content)
+    if message is None:
+        assert GgufFile(path).metadata == {"a": ""}
+        return
+    with pytest.raises(CheckpointError, match=f"x.gguf: {message}"):
+        GgufFile(path)
+
+
+def test_a_header_beyond_the_limit(save, monkeypatch):
+    monkeypatch.setattr(module, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match="expected a header of at most 100 bytes"):
+        GgufFile(save(pack([entry("a", ARRAY, array(U8, [0] * 200))])))
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="path: expected a GGUF file, got none at"):
+        GgufFile(tmp_path / "nowhere.gguf")
+
+
+def test_a_file_that_becomes_shorter(save):
+    path = save(pack([], [tensor("t", [64])], bytes(256)))
+    file = GgufFile(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"t: expected 256 bytes at \d+, got a truncated file"):
+        file.read([bytearray(256)], file["t"].start, "t")
