@@ -20,6 +20,7 @@ from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
+from kvcache.engine.weights import Progress
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.paged.cache import PagedKvCache
@@ -132,6 +133,10 @@ class InferenceEngine:
         directory: str | Path,
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
+        *,
+        weights: str = "auto",
+        activations: str = "int8",
+        progress: Progress | None = None,
         **options: Any,
     ) -> InferenceEngine:
         """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file: Llama, Mistral, Qwen2 or Qwen3.
@@ -139,24 +144,37 @@ class InferenceEngine:
         Args:
             directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`; or a file whose
                 name ends in `.gguf`.
+            weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
+                bits per weight), "q4" (5 bits; the head has 8.5).
+            activations: how rows meet packed weights, "int8" or "exact"; see `Transformer`.
+            progress: called with the bytes of weights that are loaded, and those of all.
             sampling_params, seed, options: as for the constructor.
 
         Raises:
             FileNotFoundError: a file is missing.
             CheckpointError: a file is damaged, or asks for something that is not supported.
+            OutOfMemoryError: the weights do not fit the machine.
         """
-        if is_gguf(directory):
-            return cls.from_gguf(directory, sampling_params, seed, **options)
-        engine = cls(Transformer.from_pretrained(directory), sampling_params, seed, **options)
-        engine._text = CheckpointText(Path(directory))
+        model = Transformer.from_pretrained(directory, weights=weights, activations=activations, progress=progress)
+        engine = cls(model, sampling_params, seed, **options)
+        engine._text = GgufText(Path(directory)) if is_gguf(directory) else CheckpointText(Path(directory))
         return engine
 
     @classmethod
     def from_gguf(
-        cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
+        cls,
+        path: str | Path,
+        sampling_params: SamplingParams | None = None,
+        seed: int = 0,
+        *,
+        weights: str = "auto",
+        activations: str = "int8",
+        progress: Progress | None = None,
+        **options: Any,
     ) -> InferenceEngine:
         """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
-        engine = cls(Transformer.from_gguf(path), sampling_params, seed, **options)
+        model = Transformer.from_gguf(path, weights=weights, activations=activations, progress=progress)
+        engine = cls(model, sampling_params, seed, **options)
         engine._text = GgufText(Path(path))
         return engine
 

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count
 from kvcache.engine.config import ModelConfig
 from kvcache.engine.rope import Rope
-from kvcache.engine.weights import require
+from kvcache.engine.tensors import StoredRows, require
 from kvcache.errors import CheckpointError
 from kvcache.gguf.blocks import CODED, LOADABLE, codes, row_bytes, values
 from kvcache.gguf.config import KEYS, architecture_of, config_of
@@ -26,7 +24,6 @@ __all__ = ["GgufCheckpoint", "is_gguf"]
 
 Float32 = NDArray[np.float32]
 
-_BAND_BYTES = 1 << 20  # of float32 values, converted at a time
 _MAX_DIVISOR = 1e9  # of RoPE frequencies
 _ROPE = "rope_freqs.weight"
 _NAMES = {
@@ -45,6 +42,12 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q5_K, Q6_K: they are quantised again, to 8 bits.
+_FORMATS = {
+    "F32": "f32", "F16": "f16", "BF16": "bf16",
+    "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
+    "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
+}  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -110,7 +113,7 @@ class GgufCheckpoint:
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
-        """What `weights.Checkpoint.require` does; messages have the file's names of tensors."""
+        """See `Tensors.require`; messages have the file's names of tensors."""
         for name, info in self.file.items():
             if len(info.shape) == 1 and info.dtype in LOADABLE and info.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(
@@ -120,38 +123,27 @@ class GgufCheckpoint:
         require(self.file, self.file.path, LOADABLE, named, lambda name: name == _ROPE or optional(name))
 
     def read(self, name: str) -> Float32:
-        """The tensor as a new float32 array."""
-        return self.stack([name])
-
-    def stack(self, names: list[str]) -> Float32:
-        """Several tensors, stacked by rows, as one new float32 array."""
-        shapes = [self.file[_name(name)].shape for name in names]
-        out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
-        self.fill(out, names)
-        return out
-
-    def fill(self, out: Float32, names: list[str]) -> None:
-        """Read several tensors, stacked by rows, into `out`, float32 of their total shape in any memory order."""
-        row = 0
-        for name in names:
-            info = self.file[_name(name)]
-            band = max(1, _BAND_BYTES // 4 // _columns(info.shape))
-            for first in range(0, info.shape[0], band):
-                stop = min(first + band, info.shape[0])
-                part = values(info.dtype, self._rows(name, first, stop), _columns(info.shape))
-                out[row + first : row + stop] = part.reshape(stop - first, *info.shape[1:])
-            row += info.shape[0]
-
-    def packed(
-        self, name: str, first_row: int, stop_row: int
-    ) -> tuple[NDArray[Any], NDArray[Any], Float32 | None] | None:
-        """Rows of a tensor as the file quantises them: `blocks.codes`, or None for types that it does not know."""
+        """See `Tensors.read`."""
         info = self.file[_name(name)]
-        stop_row = as_count(stop_row, "stop_row", most=info.shape[0])
-        first_row = as_count(first_row, "first_row", most=stop_row)
+        return values(info.dtype, self._rows(name, 0, info.shape[0]), 1).reshape(info.shape)
+
+    def format(self, name: str) -> str:
+        """See `Tensors.format`."""
+        return _FORMATS[self.file[_name(name)].dtype]
+
+    def rows(self, name: str, first: int, stop: int) -> StoredRows:
+        """See `Tensors.rows`. The scales and minima of Q4_K are rounded to f16."""
+        info = self.file[_name(name)]
+        raw = self._rows(name, first, stop)
+        if info.dtype in ("F16", "BF16"):
+            return StoredRows(self.format(name), raw.view(np.uint16))
         if info.dtype not in CODED:
-            return None
-        return codes(info.dtype, self._rows(name, first_row, stop_row), _columns(info.shape))
+            return StoredRows("f32", values(info.dtype, raw, info.shape[1]))
+        found, scales, minima = codes(info.dtype, raw, info.shape[1])
+        halves = [None if some is None else some.astype(np.float16) for some in (scales, minima)]
+        if not all(np.isfinite(some).all() for some in halves if some is not None):
+            raise CheckpointError(f"{self.file.path}: {_name(name)}: expected finite scales, got others")
+        return StoredRows(self.format(name), found, *halves)
 
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""

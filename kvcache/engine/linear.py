@@ -1,59 +1,80 @@
-"""Rows times weights through NumPy's BLAS: the memory order of a matrix, and the choice of product.
-
-Decoding multiplies one row at a time, and its speed is that of reading the weights. Three things decide how fast BLAS
-reads them, measured with OpenBLAS 0.3.31 and matrices of 512 to 4096 channels that are in no CPU cache:
-
-- memory order: a matrix with more outputs than inputs is read twice as fast by columns, one with fewer outputs 1.5
-  times as fast by rows;
-- huge pages: they make it another quarter faster. Only large allocations get them (NumPy asks for huge pages from 4 MiB
-  on), so all matrices of a network share one allocation;
-- the product: up to six rows are fastest one by one, since a matrix product of few rows takes 2 to 5 times as long.
-"""
+"""The matrices of a network: one allocation for all, and several that multiply the same rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["empty_matrices", "linear"]
+from kvcache.core.matrix import Matrix
+
+__all__ = ["MatrixStack", "empty_matrices", "stacked"]
 
 Float32 = NDArray[np.float32]
 
-_LINE = 16  # floats in a cache line; every matrix starts at one
-_FEW_ROWS = 6  # up to this many rows are multiplied one by one
-_SOME_ROWS = 64  # up to this many rows, a row-major matrix is faster as the left factor
+
+class MatrixStack:
+    """Matrices of equal `columns` above each other, used like one `Matrix`: a checkpoint may store them differently.
+
+    Attributes:
+        parts: the matrices, from the first row on.
+    """
+
+    def __init__(self, parts: Sequence[Matrix]) -> None:
+        self.parts = tuple(parts)
+        self._stops = np.cumsum([len(part) for part in self.parts])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, columns)`."""
+        return int(self._stops[-1]), self.parts[0].shape[1]
+
+    @property
+    def format(self) -> str:
+        """The formats of the parts, in order."""
+        return "+".join(part.format for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> Float32:
+        """The rows of an integer array `(n,)` as float32 `(n, columns)`; IndexError for those that there are not."""
+        out = np.empty((len(rows), self.shape[1]), np.float32)
+        of = np.searchsorted(self._stops, rows, side="right")
+        for i, part in enumerate(self.parts):
+            out[of == i] = part[rows[of == i] - (self._stops[i] - len(part))]
+        return out
+
+    def to_float32(self) -> Float32:
+        """All weights as a float32 array `(rows, columns)`."""
+        return np.concatenate([part.to_float32() for part in self.parts])
+
+    def multiply(self, x: Float32, bias: Float32 | None = None, *, exact: bool = False) -> Float32:
+        """What `Matrix.multiply` does."""
+        out = np.concatenate([part.multiply(x, exact=exact) for part in self.parts], axis=1)
+        if bias is not None:
+            out += bias
+        return out
 
 
-def empty_matrices(shapes: Iterable[tuple[int, int]]) -> list[Float32]:
-    """Uninitialised matrices `(out, in)` in one allocation: column-major if `out > in`, else row-major."""
+def stacked(parts: Sequence[Matrix]) -> Matrix | MatrixStack:
+    """One or more matrices above each other."""
+    return parts[0] if len(parts) == 1 else MatrixStack(parts)
+
+
+def empty_matrices(shapes: Iterable[tuple[int, int, str]]) -> list[Matrix]:
+    """Matrices of zeros, `(rows, columns, format)` each, in one allocation: only large ones get huge pages."""
     shapes = list(shapes)
-    sizes = [-(-rows * columns // _LINE) * _LINE for rows, columns in shapes]
-    memory = np.empty(sum(sizes) + _LINE, np.float32)
-    first = -memory.ctypes.data // memory.itemsize % _LINE
-    matrices = []
-    for (rows, columns), size in zip(shapes, sizes, strict=True):
-        flat = memory[first : first + rows * columns]
-        matrices.append(flat.reshape(columns, rows).T if rows > columns else flat.reshape(rows, columns))
-        first += size
-    return matrices
-
-
-def linear(x: Float32, weight: Float32, bias: Float32 | None = None) -> Float32:
-    """`x` `(n, in)` times `weight` `(out, in)` transposed, plus `bias` `(out,)`: a new `(n, out)` array."""
-    rows = len(x)
-    out: Float32
-    if rows == 1:
-        out = np.dot(weight, x[0])[None]
-    elif rows <= _FEW_ROWS:
-        out = np.empty((rows, len(weight)), np.float32)
-        for row in range(rows):
-            np.dot(weight, x[row], out=out[row])
-    elif rows <= _SOME_ROWS and weight.flags.c_contiguous:
-        out = np.ascontiguousarray((weight @ x.T).T)
-    else:
-        out = x @ weight.T
-    if bias is not None:
-        out += bias
-    return out
+    sizes = [Matrix.num_bytes(*shape) for shape in shapes]
+    memory = np.zeros(sum(sizes), np.uint8)
+    stops = np.cumsum(sizes, dtype=np.int64).tolist()
+    return [
+        Matrix(*shape, memory=memory[stop - size : stop])
+        for shape, size, stop in zip(shapes, sizes, stops, strict=True)
+    ]

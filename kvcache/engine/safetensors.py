@@ -39,7 +39,6 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_BAND_BYTES = 1 << 20  # read and converted at a time: fits the second-level cache
 
 
 class TensorInfo(NamedTuple):
@@ -86,46 +85,35 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def read(self, name: str) -> Float32:
-        """The tensor as a new float32 array."""
-        out = np.empty(self[name].shape, np.float32)
-        self.read_into(name, out)
-        return out
+        """The tensor as a new float32 array.
 
-    def read_into(self, name: str, out: Float32) -> None:
-        """Read the tensor into `out`, float32 of its shape in any memory order, with `_BAND_BYTES` of scratch memory.
-
-        Raises CheckpointError if the file has become shorter or cannot be read; the contents of `out` are then
-        undefined.
+        Raises CheckpointError if the file has become shorter or cannot be read.
         """
         info = self[name]
-        if info.dtype not in _LOADABLE:
-            raise CheckpointError(f"{self.path}: {name}: expected F32, F16 or BF16, got {info.dtype}")
-        if not out.size:
-            return
-        dtype, at = np.dtype(_LOADABLE[info.dtype]), info.start
-        if out.flags.c_contiguous:
-            flat = out.reshape(-1)
-            if dtype == np.float32:
-                self._read([flat], at, name)
-                return
-            count = min(_BAND_BYTES // dtype.itemsize, flat.size)
-            stored = np.empty(count, dtype)
-            for first in range(0, flat.size, count):
-                piece = stored[: flat.size - first]
-                self._read([piece], at + first * dtype.itemsize, name)
-                _convert(piece, flat[first : first + count])
-            return
-        # Convert some rows at a time, then transpose them: several times as fast as doing both in one step.
-        row_values = out.size // len(out)
-        count = min(max(1, _BAND_BYTES // (4 * row_values)), len(out))
-        stored = np.empty((count, *out.shape[1:]), dtype)
-        rows = stored if dtype == np.float32 else np.empty(stored.shape, np.float32)
-        for first in range(0, len(out), count):
-            piece, band = stored[: len(out) - first], rows[: len(out) - first]
-            self._read([piece], at + first * row_values * dtype.itemsize, name)
-            if band is not piece:
-                _convert(piece, band)
-            out[first : first + count] = band
+        stored = self._stored(name, info.start, math.prod(info.shape)).reshape(info.shape)
+        if info.dtype == "BF16":  # the upper half of a float32
+            return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+        return stored.astype(np.float32, copy=False)
+
+    def rows(self, name: str, first: int, stop: int) -> NDArray[Any]:
+        """Rows [first, stop) of a matrix as they are stored: float32, or 16-bit words of F16 and BF16.
+
+        Raises CheckpointError as `read` does.
+        """
+        info = self[name]
+        columns, size = info.shape[1], _BITS[info.dtype] // 8
+        stored = self._stored(name, info.start + first * columns * size, (stop - first) * columns)
+        return (stored.view(np.uint16) if size == 2 else stored).reshape(stop - first, columns)
+
+    def _stored(self, name: str, start: int, count: int) -> NDArray[Any]:
+        """`count` values from `start` on, of the tensor's own dtype."""
+        dtype = self[name].dtype
+        if dtype not in _LOADABLE:
+            raise CheckpointError(f"{self.path}: {name}: expected F32, F16 or BF16, got {dtype}")
+        stored = np.empty(count, _LOADABLE[dtype])
+        if count:
+            self._read([stored], start, name)
+        return stored
 
     def _read(self, buffers: list[Any], offset: int, name: str) -> None:
         """Fill buffers from `offset` on. Raises CheckpointError that names `name`, the part that was to be read."""
@@ -138,13 +126,6 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             raise CheckpointError(
                 f"{self.path}: {name}: expected {size} bytes at {offset}, got a truncated file"
             )
-
-
-def _convert(stored: NDArray[Any], out: Float32) -> None:
-    if stored.dtype == np.dtype("<u2"):  # BF16, the upper half of a float32
-        np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
-    else:
-        out[...] = stored
 
 
 def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:

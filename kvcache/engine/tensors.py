@@ -1,0 +1,121 @@
+"""What a checkpoint of any kind offers to those who load it: names, and rows as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.matrix import MATRIX_FORMATS, Matrix
+from kvcache.errors import CheckpointError
+
+__all__ = ["StoredRows", "Tensors", "require", "some_tensors"]
+
+Float32 = NDArray[np.float32]
+
+_FEW = 4  # maximum number of names in a message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRows:
+    """Rows of a tensor in one of the formats of `Matrix`.
+
+    Attributes:
+        format: "f32", "f16" or "bf16": `values` are float32, or 16-bit words. Packed: `values` are codes.
+        values: `(n, columns)`.
+        scales, minima: float16 `(n, ceil(columns / 32))` of a packed format, as `Matrix.put_codes` takes them.
+    """
+
+    format: str
+    values: NDArray[Any]
+    scales: NDArray[np.float16] | None = None
+    minima: NDArray[np.float16] | None = None
+
+    def put_into(self, matrix: Matrix, row: int) -> None:
+        """Set rows of `matrix` from `row` on: bit for bit if it has the same format, else by way of float32."""
+        if matrix.format != self.format:
+            matrix.put(row, self.to_float32())
+        elif self.scales is None:
+            matrix.put_words(row, self.values)
+        else:
+            matrix.put_codes(row, self.values, self.scales, self.minima)
+
+    def to_float32(self) -> Float32:
+        """The values, float32 `(n, columns)`."""
+        if self.format == "bf16":  # the upper half of a float32
+            return np.left_shift(self.values, 16, dtype=np.uint32).view(np.float32)
+        if self.format == "f16":
+            return self.values.view(np.float16).astype(np.float32)
+        if self.scales is None:
+            return np.asarray(self.values, np.float32)
+        columns, line = self.values.shape[1], MATRIX_FORMATS[self.format]
+        codes = self.values.astype(np.float32) - np.float32(line.zero if line.bits == 4 else 0)
+        out: Float32 = codes * np.repeat(self.scales.astype(np.float32), 32, axis=1)[:, :columns]
+        if self.minima is not None:
+            out += np.repeat(self.minima.astype(np.float32), 32, axis=1)[:, :columns]
+        return out
+
+
+class Tensors(Protocol):
+    """The tensors of an open checkpoint by their Hugging Face names."""
+
+    def require(
+        self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = ...
+    ) -> None:
+        """Raise CheckpointError unless the checkpoint has exactly these tensors, with these shapes and a known dtype.
+
+        Args:
+            expected: names and shapes. The check stops after a few missing ones: a hostile configuration may ask
+                for billions.
+            optional: whether a tensor of this name may be present too. Any other tensor is an error: it is a weight
+                that the network would ignore, such as a bias that the configuration does not mention.
+        """
+
+    def read(self, name: str) -> Float32:
+        """A vector as a new float32 array."""
+
+    def format(self, name: str) -> str:
+        """The format of `Matrix` that keeps a tensor with the least loss: none, if the file's own is among them."""
+
+    def rows(self, name: str, first: int, stop: int) -> StoredRows:
+        """Rows of a matrix as they are stored."""
+
+
+def require(
+    found: Mapping[str, Any],
+    path: Path,
+    dtypes: tuple[str, ...],
+    expected: Iterable[tuple[str, tuple[int, ...]]],
+    optional: Callable[[str], bool],
+) -> None:
+    """What `Tensors.require` does, for the tensors `found` (names to their `shape` and `dtype`) in `path`."""
+    left = set(found)
+    missing: list[str] = []
+    for name, shape in expected:
+        if name not in left:
+            missing.append(name)
+            if len(missing) > _FEW:
+                break
+            continue
+        left.remove(name)
+        info = found[name]
+        if info.shape != shape:
+            raise CheckpointError(f"{path}: {name}: expected shape {shape}, got {info.shape}")
+        if info.dtype not in dtypes:
+            listed = f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
+            raise CheckpointError(f"{path}: {name}: expected {listed}, got {info.dtype}")
+    if missing:
+        raise CheckpointError(f"{path}: expected {some_tensors(missing)}, got none")
+    unexpected = sorted(name for name in left if not optional(name))
+    if unexpected:
+        raise CheckpointError(f"{path}: expected no others, got {some_tensors(unexpected)}")
+
+
+def some_tensors(names: list[str]) -> str:
+    """The first few names, for a message."""
+    listed = ", ".join(f"{name:.100}" for name in names[:_FEW])
+    return f"the tensors {listed}{' and more' if len(names) > _FEW else ''}"
