@@ -46,14 +46,16 @@ void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int
     }
 }
 
-/* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim), silu(g) = g / (1 + e^-g), within 4 ulp. */
+/* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim). silu(g) = g / (1 + e^-g), within 4 ulp; 0 below -87, where
+ * it is less than 2^-119. */
 void KVC_FN(swiglu)(int64_t n, int64_t dim, const float *x, float *out) {
     const f32v to_log2 = f32v_set1(-1.442695041f), most = f32v_set1(126.0f), one = f32v_set1(1.0f);
     for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
         for (int64_t d = 0; d < dim; d += KVC_LANES) {
             const f32v gate = load_some(x + d, dim - d), up = load_some(x + dim + d, dim - d);
             const f32v power = f32v_exp2(f32v_min(f32v_mul(gate, to_log2), most));
-            store_some(out + d, dim - d, f32v_mul(f32v_div(gate, f32v_add(one, power)), up));
+            const f32v silu = f32v_zero_below(f32v_div(gate, f32v_add(one, power)), gate, f32v_set1(-87.0f));
+            store_some(out + d, dim - d, f32v_mul(silu, up));
         }
     }
 }

@@ -43,7 +43,8 @@ cdef class Matrix:
     Args:
         rows, columns: at least 1; products map `columns` inputs to `rows` outputs.
         format: "f32", "f16", "bf16", or packed: "q8_0" (8.5 bits per weight), "q4_0" (4.5), "q4_1" (5).
-        memory: uint8 array, at least `num_bytes(rows, columns, format)` long, to use a part of; own memory by default.
+        memory: uint8 array of zeros to use from its first cache line on; `num_bytes(rows, columns, format)` are enough.
+            Own memory by default.
 
     Attributes:
         format: the name of the format.
@@ -52,13 +53,15 @@ cdef class Matrix:
     def __init__(self, rows, columns, format, memory=None):
         rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
         size = self.num_bytes(rows, columns, format)
-        if memory is None:
-            memory = np.zeros(size, np.uint8)
-        elif not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.shape < (size,):
-            raise ValueError(f"memory: expected a uint8 array of {size} bytes, got {short(memory)}")
+        memory = np.zeros(size, np.uint8) if memory is None else as_instance(memory, np.ndarray, "memory")
+        if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < size - _LINE:
+            raise ValueError(f"memory: expected {size} bytes of uint8, got {memory.dtype} {memory.shape}")
         cdef unsigned char[::1] data = memory
+        cdef size_t skipped = (-<size_t>&data[0]) % <size_t>_LINE
+        if data.shape[0] < <Py_ssize_t>(size - _LINE + skipped):
+            raise ValueError(f"memory: expected {size} bytes of uint8, got {memory.dtype} {memory.shape}")
         matrix_init(&self.c, <kvc_matrix_format><int>_NAMES.index(format), rows, columns)
-        self.c.data = &data[0] + (-<size_t>&data[0]) % <size_t>_LINE
+        self.c.data = &data[0] + skipped
         self.format = format
         self.memory = memory
 
@@ -215,12 +218,13 @@ cdef class Matrix:
         """All weights as a float32 array `(rows, columns)`."""
         return self[np.arange(self.c.rows)]
 
-    def multiply(self, x, bias=None, *, exact=False):
-        """`x` `(n, columns)` times the weights transposed, plus `bias` `(rows,)`: a new float32 `(n, rows)` array.
+    def multiply(self, x, bias=None, *, exact=False, out=None):
+        """`x` `(n, columns)` times the weights transposed, plus `bias` `(rows,)`: float32 `(n, rows)`.
 
         Args:
             x: float32.
             bias: float32, or None.
+            out: float32 `(n, rows)`, contiguous, for the result; a new array by default.
             exact: how x meets packed weights: rounded to 8 bits per group of 32 channels, or to two digits of 8 bits at
                 twice the arithmetic. Weights in floats are always multiplied in float32.
 
@@ -235,8 +239,11 @@ cdef class Matrix:
             c_bias = np.ascontiguousarray(bias, dtype=np.float32)
             if c_bias.shape[0] != self.c.rows:
                 raise ValueError(f"bias: expected ({self.c.rows},), got ({c_bias.shape[0]},)")
-        out = np.empty((c_x.shape[0], self.c.rows), np.float32)
+        if out is None:
+            out = np.empty((c_x.shape[0], self.c.rows), np.float32)
         cdef float[:, ::1] c_out = out
+        if c_out.shape[0] != c_x.shape[0] or c_out.shape[1] != self.c.rows:
+            raise ValueError(f"out: expected {(c_x.shape[0], self.c.rows)}, got {(c_out.shape[0], c_out.shape[1])}")
         cdef kvc_matmul_args args
         args.n = c_x.shape[0]
         if args.n == 0:

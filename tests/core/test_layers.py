@@ -1,0 +1,59 @@
+"""Norms and gated activations, compared with float64 at every level; a row does not depend on the others."""
+
+import numpy as np
+import pytest
+
+from kvcache.core.layers import rms_norm, swiglu
+
+SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_rms_norm(rng, simd, dim):
+    for shape in ((1, dim), (7, dim), (4, 3, dim)):
+        x = rng.standard_normal(shape).astype(np.float32) * 3
+        weight = rng.standard_normal(shape[1:]).astype(np.float32)
+        out = rms_norm(x, weight, 1e-5)
+        wide = x.astype(np.float64)
+        want = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * weight
+        np.testing.assert_allclose(out, want, rtol=(dim + 8) * 2.0**-24, atol=1e-30)
+        rows = [rms_norm(x[i : i + 1], weight, 1e-5) for i in range(len(x))]
+        np.testing.assert_array_equal(np.concatenate(rows), out)
+
+
+def test_rms_norm_of_some_heads(rng, simd):
+    """A slice of heads is read where it lies; other strides are copied."""
+    x = rng.standard_normal((5, 6, 24)).astype(np.float32)
+    weight = rng.standard_normal((4, 24)).astype(np.float32)
+    want = rms_norm(x[:, :4].copy(), weight, 1e-6)
+    np.testing.assert_array_equal(rms_norm(x[:, :4], weight, 1e-6), want)
+    other = np.ascontiguousarray(x[:, :4].transpose(1, 0, 2)).transpose(1, 0, 2)
+    np.testing.assert_array_equal(rms_norm(other, weight, 1e-6), want)
+    assert rms_norm(x[:0, :4], weight, 1e-6).shape == (0, 4, 24)
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_swiglu(rng, simd, dim):
+    x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
+    gate, up = x[:, :dim].astype(np.float64), x[:, dim:].astype(np.float64)
+    want = gate / (1 + np.exp(-gate)) * up
+    out = swiglu(x)
+    np.testing.assert_allclose(out, want, rtol=2e-6, atol=1e-30)
+    np.testing.assert_array_equal(np.concatenate([swiglu(x[i : i + 1]) for i in range(5)]), out)
+
+
+def test_swiglu_far_out(simd):
+    """Large gates pass or vanish without a NaN."""
+    gates = np.array([-3e38, -1000, -104, -88, -80, 0, 80, 88, 1000, 3e38], np.float32)
+    out = swiglu(np.concatenate([gates, np.ones_like(gates)])[None])[0]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[5:], gates[5:], rtol=1e-6)
+    assert (np.abs(out[:5]) < 1e-30).all()
+
+
+def test_mistakes():
+    x = np.ones((2, 6), np.float32)
+    with pytest.raises(ValueError, match=r"weight: expected \(6,\), got \(5,\)"):
+        rms_norm(x, np.ones(5, np.float32), 1e-5)
+    with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
+        swiglu(np.ones((2, 5), np.float32))
