@@ -251,7 +251,7 @@ def test_refused(tmp_path, case):
 TENSORS = {
     "missing": (lambda t: t.pop("output_norm.weight"), "expected the tensors output_norm.weight, got none"),
     "unexpected": (lambda t: t.update({"blk.0.attn_sinks": np.ones(4, "f4")}), "others, got the tensors blk.0.attn_"),
-    "a bias of one": (lambda t: t.update({"blk.0.attn_q.bias": np.ones(64, "f4")}), "expected the tensors blk.0.attn_k"),
+    "a bias of one": (lambda t: t.update({"blk.0.attn_q.bias": np.ones(64, "f4")}), "the tensors blk.0.attn_k"),
     "another type": (
         lambda t: t.update({"token_embd.weight": (np.zeros((256, 64), np.int8), "I8")}),
         "token_embd.weight: expected F32, F16, BF16, Q8_0, .* or Q6_K, got I8",
