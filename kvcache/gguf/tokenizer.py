@@ -128,7 +128,8 @@ def _ids(vocabulary: Vocabulary) -> dict[str, int]:
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a token of two others, the highest score first.
 
-    SentencePiece merges any two neighbours whose text is a token. Ties are in the order of the ids of the parts.
+    SentencePiece merges any two neighbours whose text is a token. Its vocabularies have each character of their tokens
+    as a token too, so that the two always are tokens. Ties are in the order of the ids of the parts.
     """
     ids = _ids(vocabulary)
     found = []
