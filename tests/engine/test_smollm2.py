@@ -26,13 +26,16 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=48)
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "Write a Python function that adds two numbers.")
 TEXTS = [
-    "", " ", "  ", "   a", "a   ", " Hello", "hello\n", "\n\n", "\n \n", "a\r\n\r\nb", "\t\tx", "don't I'M THEY'RE 's 'S",
-    "12345678", "3.14159", "1,234,567", "x1y22z333", "½ Ⅷ ٣٤ 二", "naïve café", "ß ſ ẞ", "日本語のテキスト", "한국어 문장",
-    "😀😃 👨‍👩‍👧‍👦 🏳️‍🌈", "العربية", "हिन्दी में", "русский", "a\u00a0b", "\u3000全角", "\u200b zero", "$100 + 5% = €?",
-    "#include <stdio.h>\nint main() { return 0; }\n", "`code` **bold** ~~x~~ <b>|^", "...!!!???", "--- ___", "''", "a'b",
-    "<|im_start|>user\nhi<|im_end|>\n", "x<|im_end|>y <|im_end|> z", "<|im_start", "<s>", "</s> a", " <s> b", "<unk>",
-    "<0x0A>", "▁", "a▁b", "\x01\x7f", "\ufeffbom", "\U0010ffff", "𝔘𝔫𝔦", "a b  c   d    e", "tab\tand\vvt\fff", "ǅ ²³¹ ①",
-    "İstanbul ı", "\u0345a", "x" * 300, " " * 100, "ab" * 100,
+    "", " ", "  ", "   a", "a   ", " Hello", "hello\n", "\n\n", "\n \n", "a\r\n\r\nb",
+    "\t\tx", "don't I'M THEY'RE 's 'S", "12345678", "3.14159", "1,234,567", "x1y22z333",
+    "½ Ⅷ ٣٤ 二", "naïve café", "ß ſ ẞ", "日本語のテキスト", "한국어 문장", "😀😃 👨‍👩‍👧‍👦 🏳️‍🌈", "العربية",
+    "हिन्दी में", "русский", "a\u00a0b", "\u3000全角", "\u200b zero", "$100 + 5% = €?",
+    "#include <stdio.h>\nint main() { return 0; }\n", "`code` **bold** ~~x~~ <b>|^",
+    "...!!!???", "--- ___", "''", "a'b", "<|im_start|>user\nhi<|im_end|>\n",
+    "x<|im_end|>y <|im_end|> z", "<|im_start", "<s>", "</s> a", " <s> b", "<unk>",
+    "<0x0A>", "▁", "a▁b", "\x01\x7f", "\ufeffbom", "\U0010ffff", "𝔘𝔫𝔦", "a b  c   d    e",
+    "tab\tand\vvt\fff", "ǅ ²³¹ ①", "İstanbul ı", "\u0345a", "x" * 300, " " * 100,
+    "ab" * 100,
 ]  # fmt: skip
 
 
@@ -151,11 +154,8 @@ def sentencepiece_of(file):
     words = {}
     for token in file.metadata["tokenizer.ggml.tokens"][17:9000]:
         word = bytes(bytes_of[character] for character in token)
-        if (
-            (word.isascii() and word.isalnum())
-            or (word.startswith(b" ") and len(word) > 1)
-            or (len(token) == 1 and word.isascii())
-        ):
+        begun = word.startswith(b" ") and len(word) > 1
+        if begun or (word.isascii() and (word.isalnum() or len(token) == 1)):
             words[word.decode(errors="ignore").replace(" ", "▁")] = None
     words.pop("\x00", None)  # llama.cpp's texts end at a zero byte
     texts += [word for word in words if word not in texts] + ["<|user|>"]
