@@ -27,4 +27,5 @@ def test_logits(tmp_path, name):
     llama.eval(ids)
     engine = InferenceEngine.from_gguf(path)
     logits = np.array([engine.decode_step(token, i) for i, token in enumerate(ids)])
-    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=1e-3)  # llama.cpp computes angles in float32
+    # llama.cpp computes the angles of RoPE in float32.
+    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=1e-3)
