@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import gguf
@@ -285,6 +286,30 @@ def test_refused_tensors(tmp_path, case):
     path = write(tmp_path / "x.gguf", letters, entries, tensors)
     with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
         Transformer.from_pretrained(path)
+
+
+def test_qwen2_needs_its_biases(tmp_path):
+    config = ModelConfig.from_pretrained(GOLDEN / "qwen2")
+    letters, entries = entries_of(config, json.loads((GOLDEN / "qwen2" / "config.json").read_text()))
+    tensors = {name: array for name, array in tensors_of(GOLDEN / "qwen2", config).items() if "bias" not in name}
+    with pytest.raises(CheckpointError, match=r"expected the tensors blk.0.attn_q.bias, .* and more, got none"):
+        Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries, tensors))
+
+
+def test_no_file_stays_open(tmp_path):
+    def opened():
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return [target for link in links if os.path.lexists(link) and ".gguf" in (target := os.readlink(link))]
+
+    path = convert(GOLDEN / "llama", tmp_path / "x.gguf")
+    checkpoint = GgufCheckpoint(path)
+    assert opened() == [str(path)]
+    del checkpoint
+    engine = InferenceEngine.from_gguf(path)
+    assert engine.tokenizer is None
+    assert opened() == []
+    os.truncate(path, 100)
+    assert engine.generate(PROMPT, GREEDY)
 
 
 def test_two_kinds_of_scaling(tmp_path):

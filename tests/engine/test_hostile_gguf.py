@@ -24,7 +24,7 @@ def test_refused(outcomes, name):
         assert error == "FileNotFoundError"
     else:
         assert error in ("CheckpointError", "FileNotFoundError"), message
-        assert "x.gguf" in message
+        assert message.count("x.gguf") == 1
     assert 0 < len(message) < 1500
     assert seconds < SOON
 
@@ -36,5 +36,5 @@ def test_mutants(outcomes):
     assert {error for error, _, _ in found} <= {"nothing", "CheckpointError", "OutOfMemoryError"}
     refused = [message for error, message, _ in found if error == "CheckpointError"]
     assert len(refused) > hostile_gguf.MUTANTS / 4
-    assert all("x.gguf: " in message and "expected" in message for message in refused)
+    assert all(message.count("x.gguf: ") == 1 and "expected" in message for message in refused)
     assert max(seconds for _, _, seconds in found) < SOON
