@@ -225,7 +225,10 @@ REFUSED = {
         "llama.rope.freq_base: expected a finite number .*, got nan",
     ),
     "infinity": ({"llama.attention.layer_norm_rms_epsilon": (F32, float("inf"))}, "epsilon: expected a finite number"),
-    "sizes per layer": ({"llama.feed_forward_length": (ARRAY, [112, 112], I32)}, "feed_forward_length: expected a pos"),
+    "sizes per layer": (
+        {"llama.feed_forward_length": (ARRAY, [112, 112], I32)},
+        "feed_forward_length: expected one v",
+    ),
     "no heads": ({"llama.attention.head_count": None}, "llama.attention.head_count: expected a number, got nothing"),
     "three pairs": ({"llama.attention.head_count_kv": (U32, 3)}, "attention.head_count_kv: expected a divisor of 4"),
     "embeddings for masks": ({"llama.attention.causal": (BOOL, False)}, "attention.causal: expected True, got False"),

@@ -22,6 +22,7 @@ from limited_process import limit_memory
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
+from kvcache.gguf import config
 from kvcache.gguf.file import MAX_HEADER_BYTES
 
 ROOM = 1 << 30  # bytes that the process may allocate in addition
@@ -102,6 +103,17 @@ for key in ("llama.block_count", "llama.embedding_length", "llama.attention.head
         shown = f"{key} of {content!r}"
         more = {key.replace(".", "__"): (kind, content)}
         case(shown, lambda path, _, more=more: gguf_files.convert(GOLDEN / "llama", path, **more))
+KEYS = [*config.KEYS.values(), *config.NEUTRAL, "rope.dimension_count", "attention.value_length", "rope.scaling.type"]
+KEYS = [f"llama.{key}" for key in [*KEYS, "rope.scaling.factor", "rope.scale_linear"]]
+KEYS += [key.replace("__", ".") for key in TOKENS if "tokens" not in key and "merges" not in key]
+KEYS += [f"tokenizer.ggml.{key}" for key in ("bos_token_id", "unknown_token_id", "eot_token_id", "add_bos_token")]
+for key in [*KEYS, "split.count"]:
+    for content in ((ARRAY, [7, 8], U32), (ARRAY, ["a", "b"], STRING), (ARRAY, [0.5, 1.5], F32)):
+        more = {key.replace(".", "__"): content}
+        shown = f"{key} of {content[1]}"
+        case(shown, lambda path, _, more=more: gguf_files.convert(GOLDEN / "llama", path, **TOKENS | more))
+for key in ("general.architecture", "general.alignment"):
+    case(f"an array as {key}", pack([entry(key, ARRAY, array(STRING, ["a", "b"]))]))
 for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"):
     for content in (float("nan"), float("inf"), -1.0, 3e38):
         more = {key.replace(".", "__"): (F32, content)}
