@@ -22,6 +22,7 @@ examples:
   python -m kvcache
   python -m kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
   python -m kvcache generate --model ~/models/Llama-3.2-1B --prompt "def main():" --dtype q4 --num-blocks 512
+  python -m kvcache generate --model ~/models/Qwen3-0.6B-Q4_K_M.gguf --prompt "The KV cache is"
 """
 
 
@@ -37,11 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue a prompt with a checkpoint of your own",
-        description="Continue a prompt with a Hugging Face checkpoint: Llama, Mistral, Qwen2 or Qwen3.",
+        description="Continue a prompt with a Hugging Face checkpoint or a GGUF file: Llama, Mistral, Qwen2 or Qwen3.",
     )
     defaults = SamplingParams()
     add = generate.add_argument
-    add("--model", required=True, metavar="DIR", help="folder with config.json, *.safetensors and tokenizer.json")
+    folder = "folder with config.json, *.safetensors and tokenizer.json"
+    add("--model", required=True, metavar="PATH", help=f"{folder}, or a file whose name ends in .gguf")
     add("--prompt", required=True, metavar="TEXT", help="the text to continue")
     add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="maximum of new tokens (%(default)s)")
     add("--temperature", type=float, default=defaults.temperature, metavar="T", help="0 is greedy (%(default)s)")
@@ -68,7 +70,7 @@ def _generate(options: argparse.Namespace) -> int:
     engine = InferenceEngine.from_pretrained(options.model, dtype=options.dtype, num_blocks=options.num_blocks)
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise FileNotFoundError(f"{options.model}: no tokenizer.json")
+        raise FileNotFoundError(f"{options.model}: no tokenizer")
     from tokenizers.decoders import DecodeStream
 
     params = SamplingParams(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -53,8 +54,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a checkpoint's path names a GGUF file: it ends in .gguf, in any case, and is no directory."""
-    path = Path(path)
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
+    return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 class GgufCheckpoint:
@@ -74,8 +74,9 @@ class GgufCheckpoint:
     def config(self) -> ModelConfig:
         """The network's configuration. Raises CheckpointError naming the entry and its value."""
         path, prefix = self.file.path, f"{self.file.metadata['general.architecture']}."
+        ends = end_tokens(self.file)
         try:
-            config = ModelConfig.from_dict(config_of(self.file) | {"eos_token_id": end_tokens(self.file)})
+            config = ModelConfig.from_dict(config_of(self.file) | {"eos_token_id": ends})
         except CheckpointError as error:
             key, _, rest = str(error).partition(": ")
             key = prefix + KEYS[key] if key in KEYS else key
@@ -86,7 +87,7 @@ class GgufCheckpoint:
 
         return replace(
             config,
-            qkv_bias=has_bias("attn_q"),
+            qkv_bias=config.qkv_bias or has_bias("attn_q"),
             output_bias=has_bias("attn_output"),
             mlp_bias=has_bias("ffn_down"),
             rope=self._rope(config),

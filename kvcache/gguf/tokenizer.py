@@ -9,11 +9,13 @@ import numpy as np
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
-from kvcache.gguf.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from kvcache.gguf.vocabulary import CONTROL, MOST, UNKNOWN, USER_DEFINED, Vocabulary
 
 __all__ = ["build_tokenizer"]
 
-_MAX_PIECE = 512  # characters of a SentencePiece token: the search for merges takes quadratic time in them
+# Characters of a SentencePiece token, and of all: the search for merges tries each place in each token.
+_MAX_PIECE = 512
+_MAX_CHARACTERS = 1 << 23
 
 # Regular expressions that divide a text, one after the other, each what the one before has left or matched. They are
 # those of the models' own `tokenizer.json`; the names are llama.cpp's.
@@ -54,10 +56,8 @@ def build_tokenizer(file: GgufFile) -> Any:
     if vocabulary.model == "gpt2" and vocabulary.pre not in _PRE:
         known, found = ", ".join(_PRE), short(vocabulary.pre)
         raise CheckpointError(f"{file.path}: tokenizer.ggml.pre: expected one of {known}, got {found}")
-    if vocabulary.model == "llama" and max(map(len, vocabulary.texts), default=0) > _MAX_PIECE:
-        raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.tokens: expected at most {_MAX_PIECE} characters each, got a longer one"
-        )
+    if vocabulary.model == "llama":
+        _check_pieces(file, vocabulary)
     make = _bytewise if vocabulary.model == "gpt2" else _sentencepiece
     try:
         tokenizer = make(vocabulary, tokenizers)
@@ -73,6 +73,16 @@ def build_tokenizer(file: GgufFile) -> Any:
     except Exception as error:  # the package raises bare Exception for any fault of a vocabulary
         raise CheckpointError(f"{file.path}: tokenizer: expected a consistent vocabulary, got {error}") from None
     return tokenizer
+
+
+def _check_pieces(file: GgufFile, vocabulary: Vocabulary) -> None:
+    """Raise CheckpointError where the search for merges would take too long."""
+    sizes = [len(text) for text in vocabulary.texts]
+    if max(sizes, default=0) > _MAX_PIECE or sum(sizes) > _MAX_CHARACTERS:
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.tokens: expected at most {_MAX_PIECE} characters each and {_MAX_CHARACTERS} "
+            f"together, got {max(sizes)} and {sum(sizes)}"
+        )
 
 
 def _bytewise(vocabulary: Vocabulary, tokenizers: Any) -> Any:
@@ -118,7 +128,8 @@ def _ids(vocabulary: Vocabulary) -> dict[str, int]:
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a token of two others, the highest score first.
 
-    SentencePiece merges any two neighbours whose text is a token. Ties are in the order of the ids of the parts.
+    SentencePiece merges any two neighbours whose text is a token. Its vocabularies have each character of their tokens
+    as a token too, so that the two always are tokens. Ties are in the order of the ids of the parts.
     """
     ids = _ids(vocabulary)
     found = []
@@ -127,6 +138,8 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
             left, right = ids.get(text[:i]), ids.get(text[i:])
             if left is not None and right is not None:
                 found.append((-score, left, right))
+        if len(found) > MOST:
+            raise ValueError(f"merges: expected at most {MOST}, got more")
     found.sort()
     return [(vocabulary.texts[left], vocabulary.texts[right]) for _, left, right in found]
 

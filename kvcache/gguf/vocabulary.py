@@ -12,11 +12,12 @@ from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 
-__all__ = ["CONTROL", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens"]
+__all__ = ["CONTROL", "MOST", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens"]
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5 unused, 6 a byte
 _MAX_KIND = 6
+MOST = 1 << 21  # tokens, and merges; the largest vocabularies have an eighth of it
 # Special tokens with these texts end a text too: files name one or two of them by id, networks use several.
 _ENDS = frozenset(
     {
@@ -157,7 +158,10 @@ class _Entries:
 
 
 def _texts(read: _Entries) -> list[str]:
-    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(read.strings("tokens"))]
+    stored = read.strings("tokens")
+    if len(stored) > MOST:
+        raise CheckpointError(f"{read.file.path}: {_PREFIX}tokens: expected at most {MOST}, got {len(stored)}")
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(stored)]
     embedding = read.file.get("token_embd.weight")
     if embedding is not None and len(texts) > embedding.shape[0]:
         raise CheckpointError(
@@ -170,8 +174,11 @@ def _texts(read: _Entries) -> list[str]:
 
 
 def _merges(read: _Entries) -> list[tuple[str, str]]:
+    stored = read.strings("merges")
+    if len(stored) > MOST:
+        raise CheckpointError(f"{read.file.path}: {_PREFIX}merges: expected at most {MOST}, got {len(stored)}")
     merges = []
-    for merge in read.strings("merges"):
+    for merge in stored:
         space = merge.find(" ", 1)
         if space < 0 or space == len(merge) - 1:
             raise CheckpointError(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from gguf_files import ARRAY, STRING, convert
 from places import GOLDEN
 
 from kvcache.__main__ import main
@@ -16,7 +17,7 @@ from kvcache.demo.run import Pass, Request, run
 
 # Import the package under test from any directory, also if it was built in place.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
-pytest.importorskip("tokenizers")
+pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
 
 
 def one_line(capsys, code):
@@ -103,9 +104,23 @@ def test_generate(capsys):
     assert len(out) > len("import \n")
 
 
+def test_generate_with_a_gguf_file(capsys, tmp_path):
+    """Its vocabulary: 255 of the characters that stand for bytes, and one merge."""
+    characters = [*sorted(pre_tokenizers.ByteLevel.alphabet())[:-1], "im"]
+    path = convert(
+        GOLDEN / "llama",
+        tmp_path / "x.gguf",
+        tokenizer__ggml__model=(STRING, "gpt2"),
+        tokenizer__ggml__tokens=(ARRAY, characters, STRING),
+        tokenizer__ggml__merges=(ARRAY, ["i m"], STRING),
+    )
+    assert main(["generate", "--model", str(path), "--prompt", "import ", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("import ")
+
+
 def test_errors_are_one_line(capsys, tmp_path):
     assert "config.json" in one_line(capsys, main(["generate", "--model", str(tmp_path), "--prompt", "x"]))
-    assert "tokenizer.json" in one_line(capsys, main(["generate", "--model", str(GOLDEN / "llama"), "--prompt", "x"]))
+    assert "no tokenizer" in one_line(capsys, main(["generate", "--model", str(GOLDEN / "llama"), "--prompt", "x"]))
     demo = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
     assert "temperature" in one_line(capsys, main([*demo, "--temperature", "-1"]))
     assert "q9" in one_line(capsys, main([*demo, "--dtype", "q9"]))
@@ -125,7 +140,10 @@ def test_usage_errors(arguments, capsys):
 
 
 def test_help_lists_all_options(capsys):
-    for arguments, words in (("--help", ("demo", "generate", "examples")), ("generate --help", ("--top-p", "DIR"))):
+    for arguments, words in (
+        ("--help", ("demo", "generate", "examples")),
+        ("generate --help", ("--top-p", "PATH", ".gguf")),
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(arguments.split())
         assert stopped.value.code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import gguf
@@ -224,7 +225,10 @@ REFUSED = {
         "llama.rope.freq_base: expected a finite number .*, got nan",
     ),
     "infinity": ({"llama.attention.layer_norm_rms_epsilon": (F32, float("inf"))}, "epsilon: expected a finite number"),
-    "sizes per layer": ({"llama.feed_forward_length": (ARRAY, [112, 112], I32)}, "feed_forward_length: expected a pos"),
+    "sizes per layer": (
+        {"llama.feed_forward_length": (ARRAY, [112, 112], I32)},
+        "feed_forward_length: expected one v",
+    ),
     "no heads": ({"llama.attention.head_count": None}, "llama.attention.head_count: expected a number, got nothing"),
     "three pairs": ({"llama.attention.head_count_kv": (U32, 3)}, "attention.head_count_kv: expected a divisor of 4"),
     "embeddings for masks": ({"llama.attention.causal": (BOOL, False)}, "attention.causal: expected True, got False"),
@@ -251,7 +255,7 @@ def test_refused(tmp_path, case):
 TENSORS = {
     "missing": (lambda t: t.pop("output_norm.weight"), "expected the tensors output_norm.weight, got none"),
     "unexpected": (lambda t: t.update({"blk.0.attn_sinks": np.ones(4, "f4")}), "others, got the tensors blk.0.attn_"),
-    "a bias of one": (lambda t: t.update({"blk.0.attn_q.bias": np.ones(64, "f4")}), "expected the tensors blk.0.attn_k"),
+    "a bias of one": (lambda t: t.update({"blk.0.attn_q.bias": np.ones(64, "f4")}), "the tensors blk.0.attn_k"),
     "another type": (
         lambda t: t.update({"token_embd.weight": (np.zeros((256, 64), np.int8), "I8")}),
         "token_embd.weight: expected F32, F16, BF16, Q8_0, .* or Q6_K, got I8",
@@ -285,6 +289,30 @@ def test_refused_tensors(tmp_path, case):
     path = write(tmp_path / "x.gguf", letters, entries, tensors)
     with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
         Transformer.from_pretrained(path)
+
+
+def test_qwen2_needs_its_biases(tmp_path):
+    config = ModelConfig.from_pretrained(GOLDEN / "qwen2")
+    letters, entries = entries_of(config, json.loads((GOLDEN / "qwen2" / "config.json").read_text()))
+    tensors = {name: array for name, array in tensors_of(GOLDEN / "qwen2", config).items() if "bias" not in name}
+    with pytest.raises(CheckpointError, match=r"expected the tensors blk.0.attn_q.bias, .* and more, got none"):
+        Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries, tensors))
+
+
+def test_no_file_stays_open(tmp_path):
+    def opened():
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return [target for link in links if os.path.lexists(link) and ".gguf" in (target := os.readlink(link))]
+
+    path = convert(GOLDEN / "llama", tmp_path / "x.gguf")
+    checkpoint = GgufCheckpoint(path)
+    assert opened() == [str(path)]
+    del checkpoint
+    engine = InferenceEngine.from_gguf(path)
+    assert engine.tokenizer is None
+    assert opened() == []
+    os.truncate(path, 100)
+    assert engine.generate(PROMPT, GREEDY)
 
 
 def test_two_kinds_of_scaling(tmp_path):

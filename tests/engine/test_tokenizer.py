@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 
@@ -44,3 +45,29 @@ def test_tokenizers_not_installed(with_tokenizer, monkeypatch):
     with pytest.raises(ImportError, match=r"kvcache\[text\]"):
         _ = engine.tokenizer
     assert engine.generate(PROMPT, GREEDY)
+
+
+def test_no_chat_template(with_tokenizer):
+    assert InferenceEngine.from_pretrained(with_tokenizer).chat_template is None
+    (with_tokenizer / "tokenizer_config.json").write_text("{}")
+    assert InferenceEngine.from_pretrained(with_tokenizer).chat_template is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ x }}", [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "{{ x }}"}]],
+)
+def test_chat_template(with_tokenizer, template):
+    (with_tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert InferenceEngine.from_pretrained(with_tokenizer).chat_template == "{{ x }}"
+
+
+def test_damaged_chat_template(with_tokenizer):
+    (with_tokenizer / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template: expected a string, got 3"):
+        _ = InferenceEngine.from_pretrained(with_tokenizer).chat_template
+
+
+def test_own_networks_have_no_text(network):
+    engine = InferenceEngine(network)
+    assert engine.tokenizer is engine.chat_template is None

@@ -1,0 +1,40 @@
+"""Every file of hostile_gguf.py is refused with a clear error, soon and in bounded memory."""
+
+import hostile_gguf
+import pytest
+from limited_process import outcomes_of
+
+pytestmark = pytest.mark.no_level
+
+SOON = 15  # seconds of CPU time
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """How each case ended, in a process of its own, which a signal ends where one takes too long."""
+    return outcomes_of(hostile_gguf, tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("name", hostile_gguf.CASES)
+def test_refused(outcomes, name):
+    error, message, seconds = outcomes[name]
+    if "terabyte" in name:
+        assert error == "OutOfMemoryError"
+    elif name == "a directory":  # a checkpoint directory of that name
+        assert error == "FileNotFoundError"
+    else:
+        assert error in ("CheckpointError", "FileNotFoundError"), message
+        assert message.count("x.gguf") == 1
+    assert 0 < len(message) < 1500
+    assert seconds < SOON
+
+
+def test_mutants(outcomes):
+    """One changed byte: the file is refused as damaged, or it loads (a changed name of the network, a weight)."""
+    found = [outcome for name, outcome in outcomes.items() if name.startswith("mutant")]
+    assert len(found) == hostile_gguf.MUTANTS
+    assert {error for error, _, _ in found} <= {"nothing", "CheckpointError", "OutOfMemoryError"}
+    refused = [message for error, message, _ in found if error == "CheckpointError"]
+    assert len(refused) > hostile_gguf.MUTANTS / 4
+    assert all(message.count("x.gguf: ") == 1 and "expected" in message for message in refused)
+    assert max(seconds for _, _, seconds in found) < SOON

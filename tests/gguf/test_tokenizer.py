@@ -1,0 +1,249 @@
+"""Tokenizers built from the vocabulary of a GGUF file. Beside llama.cpp: tests/engine/test_smollm2.py."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from gguf_files import ARRAY, BOOL, F32, I32, STRING, U32, write
+
+from kvcache.errors import CheckpointError
+from kvcache.gguf import GgufFile
+from kvcache.gguf import tokenizer as module
+from kvcache.gguf.tokenizer import build_tokenizer
+from kvcache.gguf.vocabulary import chat_template
+
+pytestmark = pytest.mark.no_level
+
+TEXTS = [
+    "", " ", "a", "  two  spaces ", "Hello world", "don't I'LL", "12345 3.14", "x1y22", "\n\n \t\r\n", "naïve café",
+    "日本語 한국어", "😀 👨‍👩‍👧", "<|end|>a<|end|>", "a\u00a0b\u3000c", "\x00\x01\x7f", "e\u0301", "\ufeff\u200b",
+    "½²³ Ⅷ ٣٤", "def f(x):\n    return x  # ok\n", "a" * 300, " " * 100,
+]  # fmt: skip
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def byte_characters():
+    """The characters by which GPT-2 writes bytes: printable ones stand for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return dict(zip(printable, map(chr, printable), strict=True)) | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+BYTES = byte_characters()
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġ Ġ", "1 2", "12 3", "a b", "ab c"]
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Writes a vocabulary and builds its tokenizer."""
+
+    def build_from(kind, texts, kinds, **entries):
+        found = {
+            "model": (STRING, kind),
+            "tokens": (ARRAY, texts, STRING),
+            "token_type": (ARRAY, kinds, I32),
+        } | entries
+        named = {f"tokenizer.ggml.{key}": content for key, content in found.items() if content is not None}
+        return build_tokenizer(GgufFile(write(tmp_path / "x.gguf", "llama", named, {})))
+
+    return build_from
+
+
+@pytest.fixture
+def bytewise(build):
+    """Byte-level BPE with few merges."""
+
+    def build_bytewise(pre="gpt-2", more=(), **entries):
+        texts = [*BYTES.values(), *(merge.replace(" ", "") for merge in MERGES), "<|end|>", "USER", *more]
+        kinds = [NORMAL] * (len(texts) - 2 - len(more)) + [CONTROL, USER_DEFINED] + [NORMAL] * len(more)
+        chosen = {"pre": pre and (STRING, pre), "merges": (ARRAY, MERGES, STRING)}
+        return build("gpt2", texts, kinds, **chosen | entries)
+
+    return build_bytewise
+
+
+@pytest.mark.parametrize("pre", [*module._PRE])
+def test_every_text_comes_back(bytewise, pre):
+    tokenizer = bytewise(pre)
+    for text in TEXTS:
+        expected = text if pre not in module._COMPOSED else text.replace("e\u0301", "é")
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == expected
+
+
+def test_merges(bytewise):
+    tokenizer = bytewise()
+    assert tokenizer.encode("hello hello abc").tokens == ["hello", "Ġ", "hello", "Ġ", "abc"]
+    assert tokenizer.encode("hellohe").tokens == ["hello", "he"]
+
+
+PIECES = {
+    "gpt-2": ["I", "'LL", " say", " don", "'t", ":", " 1234", "  ", " x", "!?\n\n", "y"],
+    "smollm": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "qwen2": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "llama-bpe": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "default": ["I", "'", "LL", " say", " don", "'", "t", ":", " ", "123", "4", "  ", " x", "!?", "\n", "\n", "y"],
+}
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_pieces(bytewise, pre):
+    """How each pre-tokenizer divides a text. GPT-2 takes only lower-case endings, so `'LL` is two pieces there."""
+    expected = PIECES[pre]
+    if pre in ("gpt-2", "smollm"):
+        expected = ["I", "'", "LL", *expected[2:]]
+        at = expected.index("!?\n\n")
+        expected[at : at + 1] = ["!?", "\n", "\n"]
+    text = "I'LL say don't: 1234   x!?\n\ny"
+    assert "".join(expected) == text
+    found = [text[start:stop] for _, (start, stop) in bytewise(pre).pre_tokenizer.pre_tokenize_str(text)]
+    assert found == expected
+
+
+def test_whole_words(bytewise):
+    """A word that is a token is one, in the vocabularies of Llama 3, also if no merges lead to it."""
+    more = ["Ġxyz"]
+    assert bytewise("llama-bpe", more).encode(" xyz").tokens == more
+    assert bytewise("gpt-2", more).encode(" xyz").tokens == ["Ġ", "x", "y", "z"]
+
+
+def test_composed_characters(bytewise):
+    """Qwen's tokenizers bring a text to Unicode NFC."""
+    assert (
+        bytewise("qwen2").encode("e\u0301").tokens == bytewise("qwen2").encode("é").tokens == [BYTES[0xC3], BYTES[0xA9]]
+    )
+
+
+def test_special_tokens(bytewise):
+    tokenizer = bytewise()
+    ids = tokenizer.encode("he<|end|>USERhe").ids
+    assert [tokenizer.id_to_token(id) for id in ids] == ["he", "<|end|>", "USER", "he"]
+    assert tokenizer.decode(ids) == "heUSERhe"
+    assert tokenizer.get_vocab_size() == 256 + len(MERGES) + 2
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+def test_beginning_and_end(bytewise, pre):
+    """bos and eos as the file says; without a word, vocabularies of Llama 3 add bos and the others do not."""
+    named = {"bos_token_id": (U32, 256 + len(MERGES)), "eos_token_id": (U32, 0)}
+    both = bytewise(pre, add_bos_token=(BOOL, True), add_eos_token=(BOOL, True), **named)
+    assert both.encode("he").tokens == ["<|end|>", "he", "!"]
+    assert both.encode("he", add_special_tokens=False).tokens == ["he"]
+    none = bytewise(pre, add_bos_token=(BOOL, False), **named)
+    assert none.encode("he").tokens == ["he"]
+    assert bytewise(pre, **named).encode("he").tokens == ["<|end|>"] * (pre == "llama-bpe") + ["he"]
+
+
+def test_an_absent_pre_tokenizer_is_the_default(bytewise):
+    text = "I'LL say don't: 1234"
+    assert bytewise(pre=None).encode(text).ids == bytewise("default").encode(text).ids
+    assert bytewise(pre=None).encode(text).ids != bytewise("smollm").encode(text).ids
+
+
+# ---------------------------------------------------------------- SentencePiece
+
+WORDS = ["▁", "t", "h", "e", "▁t", "he", "▁the", "th", "a", "▁a", "at", "▁that", "hat", "é", "日", "b", "ab", "▁▁"]
+PIECES_OF_SPM = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, "<|x|>"]
+KINDS_OF_SPM = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(WORDS), CONTROL]
+
+
+def sentencepiece(text, scores):
+    """The definition: of all neighbours whose text is a token, merge those of the highest score, leftmost first."""
+    parts = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [(scores.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(pairwise(parts))]
+        if not pairs or max(pairs)[0] == -np.inf:
+            break
+        i = -max(pairs)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    known = [[part] if part in scores else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    return [piece for pieces in known for piece in pieces]
+
+
+@pytest.fixture
+def spm(build, rng):
+    def build_spm(**entries):
+        scores = [0.0] * 259 + (-rng.permutation(len(WORDS) + 1)).astype(float).tolist()
+        entries = {"scores": (ARRAY, scores, F32)} | entries
+        return build("llama", PIECES_OF_SPM, KINDS_OF_SPM, **entries), dict(zip(WORDS, scores[259:], strict=False))
+
+    return build_spm
+
+
+def test_sentencepiece(spm, rng):
+    tokenizer, scores = spm()
+    texts = ["".join(rng.choice(list("theat é日b\n"), 12)) for _ in range(300)]
+    for text in [text for text in TEXTS if text and "<|end|>" not in text] + texts:
+        assert tokenizer.encode(text).tokens == ["<s>", *sentencepiece(" " + text, scores)]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("").tokens == ["<s>"]
+
+
+def test_spaces_after_special_tokens(spm):
+    """Each part between special tokens begins with a space, as llama.cpp does it."""
+    tokenizer, _ = spm(add_bos_token=(BOOL, False), add_eos_token=(BOOL, True))
+    assert tokenizer.encode("a<|x|>a").tokens == ["▁a", "<|x|>", "▁a", "</s>"]
+    plain, _ = spm(add_space_prefix=(BOOL, False))
+    assert plain.encode("a<|x|>a").tokens == ["<s>", "a", "<|x|>", "a"]
+    assert plain.decode(plain.encode(" a").ids) == " a"
+
+
+def test_a_byte_without_a_token_is_unknown(build):
+    tokenizer = build(
+        "llama", ["<unk>", "a"], [UNKNOWN, NORMAL], **{f"add_{x}": (BOOL, False) for x in ("space_prefix", "bos_token")}
+    )
+    assert tokenizer.encode("aéa").tokens == ["a", "<unk>", "a"]
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_no_vocabulary(tmp_path):
+    file = GgufFile(write(tmp_path / "x.gguf", "llama", {}, {}))
+    assert build_tokenizer(file) is chat_template(file) is None
+    entries = {"tokenizer.ggml.model": (STRING, "none"), "tokenizer.chat_template": (STRING, "{{ x }}")}
+    file = GgufFile(write(tmp_path / "y.gguf", "llama", entries, {}))
+    assert build_tokenizer(file) is None
+    assert chat_template(file) == "{{ x }}"
+
+
+def test_the_package_is_missing(bytewise, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"x\.gguf needs the tokenizers package: pip install 'kvcache\[text\]'"):
+        bytewise()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"pre": "tekken"}, "tokenizer.ggml.pre: expected one of default, .*, got 'tekken'"),
+        ({"merges": None}, "tokenizer.ggml.merges: expected an array of strings, got nothing"),
+        ({"merges": (ARRAY, ["ab"], STRING)}, "merges: expected two texts and a space between, got 'ab'"),
+        ({"merges": (ARRAY, ["y z"], STRING)}, "tokenizer: expected a consistent vocabulary, got .*yz"),
+        ({"token_type": (ARRAY, [1], I32)}, "tokenizer.ggml.token_type: expected 268 numbers of int32, one for each"),
+        ({"bos_token_id": (U32, 268)}, "bos_token_id: expected the id of one of 268 tokens, got 268"),
+        ({"add_bos_token": (U32, 1)}, "add_bos_token: expected true or false, got 1"),
+        ({"model": (STRING, "bert")}, "tokenizer.ggml.model: expected gpt2 or llama, got 'bert'"),
+    ],
+)  # fmt: skip
+def test_refused(bytewise, entries, message):
+    with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
+        bytewise(**entries)
+
+
+def test_limits(build, bytewise, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_CHARACTERS", 3)
+    with pytest.raises(CheckpointError, match="at most 512 characters each and 3 together, got 3 and 4"):
+        build("llama", ["abc", "d"], [1, 1])
+    monkeypatch.setattr(module, "_MAX_CHARACTERS", 100)
+    monkeypatch.setattr(module, "MOST", 1)
+    with pytest.raises(CheckpointError, match="merges: expected at most 1, got more"):
+        build("llama", ["a", "b", "ab", "aab"], [1] * 4)
+    monkeypatch.setattr("kvcache.gguf.vocabulary.MOST", 9)
+    with pytest.raises(CheckpointError, match="tokens: expected at most 9, got 268"):
+        bytewise()
+    monkeypatch.setattr("kvcache.gguf.vocabulary.MOST", 268)
+    with pytest.raises(CheckpointError, match="merges: expected at most 268, got 269"):
+        bytewise(merges=(ARRAY, ["a b"] * 269, STRING))
