@@ -132,9 +132,7 @@ def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
         "training_mb": run["training_bytes"] / 1e6,
         "library_mb": run["library_bytes"] / 1e6,
         "decay_from": run["decay_from_step"],
-        "lengths": ", ".join(
-            f"{int(n):,} tokens from step {s:,}" for n, s in run["length_from_step"].items()
-        ),
+        "lengths": ", ".join(f"{int(n):,} tokens from step {s:,}" for n, s in run["length_from_step"].items()),
         "mixture": "\n".join(
             f"| {s['from_step']} | {s['library_weight']} | {s['rename_share']:.0%} | {s['copy_share']:.0%} |"
             f" {s.get('recall_share', 0):.0%} |"

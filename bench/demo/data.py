@@ -181,9 +181,7 @@ class Sampler:
 
     def tokens_per_pass(self) -> int:
         """Tokens in one pass over the weighted corpus."""
-        return sum(
-            len(i) * (1 if d.is_test else self.weight) for i, d in zip(self.ids, self.docs, strict=True)
-        )
+        return sum(len(i) * (1 if d.is_test else self.weight) for i, d in zip(self.ids, self.docs, strict=True))
 
     def _next_document(self) -> np.ndarray:
         if not self.order:
@@ -192,9 +190,7 @@ class Sampler:
             self.passes += 1
         i = self.order.pop()
         if self.rng.random() < self.rename_share:
-            return np.array(
-                self.tok.encode(rename_identifiers(self.docs[i].text, self.rng)).ids, dtype=np.int32
-            )
+            return np.array(self.tok.encode(rename_identifiers(self.docs[i].text, self.rng)).ids, dtype=np.int32)
         return self.ids[i]
 
     def _sequence(self, length: int) -> np.ndarray:
@@ -270,9 +266,9 @@ def made_up_name(rng: random.Random) -> str:
     if kind == 0:
         return "".join(w.capitalize() for w in words)
     if kind == 1:
-        return "".join(
-            rng.choice("abcdefghijklmnopqrstuvwxyz0123456789_") for _ in range(rng.randint(4, 12))
-        ).join("xk")
+        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789_") for _ in range(rng.randint(4, 12))).join(
+            "xk"
+        )
     return "_".join(words)
 
 

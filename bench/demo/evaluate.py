@@ -50,9 +50,7 @@ def file_nats(model: Demo, ids: list[int], context: int) -> float:
     return total
 
 
-def bits_per_byte(
-    model: Demo, tok: Tokenizer, held: list[Document], context: int
-) -> tuple[float, dict[str, float]]:
+def bits_per_byte(model: Demo, tok: Tokenizer, held: list[Document], context: int) -> tuple[float, dict[str, float]]:
     """Bits per byte as (over all held-out bytes, per module)."""
     eot = tok.token_to_id(END_OF_TEXT)
     nats: dict[str, float] = {}

@@ -236,9 +236,7 @@ def main() -> None:
     export(model, tok, args.out)
     (args.out / "heldout.json").write_text(json.dumps({"modules": HELD_OUT}, indent=1) + "\n")
     (args.work / "run.json").write_text(
-        json.dumps(
-            {**facts, "steps": step, "tokens": tokens, "passes": round(tokens / facts["tokens_per_pass"], 2)}
-        )
+        json.dumps({**facts, "steps": step, "tokens": tokens, "passes": round(tokens / facts["tokens_per_pass"], 2)})
         + "\n"
     )
 

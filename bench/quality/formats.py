@@ -24,8 +24,7 @@ def _mixed(name: str) -> dict[str, Any]:
 
 PACKED, PLAIN = ", no residual", ", not rotated"
 FORMATS: dict[str, dict[str, Any]] = {
-    name: _mixed(name)
-    for name in (*STORED, "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
+    name: _mixed(name) for name in (*STORED, "q8/q4", "q4/q8", "q4/q3", "q4/q2", "q2/q4")
 }
 FORMATS |= {name + PACKED: _mixed(name) | {"residual_length": 0} for name in (*LENGTHS, "q8/q4", "q4/q8")}
 FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in STORED if STORED[name].quantised}

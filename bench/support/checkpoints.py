@@ -38,7 +38,12 @@ class Size:
         return self.hidden // self.heads
 
 
-SIZES = {"small": Size(512, 8, 8, 4, 1376), "large": Size(768, 12, 12, 4, 2048), "1b": Size(2048, 16, 32, 8, 8192, 32000), "tiny": Size(128, 2, 2, 1, 352)}
+SIZES = {
+    "small": Size(512, 8, 8, 4, 1376),
+    "large": Size(768, 12, 12, 4, 2048),
+    "1b": Size(2048, 16, 32, 8, 8192, 32000),
+    "tiny": Size(128, 2, 2, 1, 352),
+}
 
 
 def tensors(size: Size) -> Iterator[tuple[str, Float32]]:

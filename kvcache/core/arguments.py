@@ -169,9 +169,7 @@ def as_number(value: Any, name: str) -> float:
         raise ValueError(f"{name}: expected a number below 2**1024, got a larger one") from None
 
 
-def as_finite(
-    value: Any, name: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False
-) -> float:
+def as_finite(value: Any, name: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> float:
     """`value` as a finite float from `low` (or, with `above`, more than that) to `high`; raises as `as_number`."""
     number = as_number(value, name)
     if not (math.isfinite(number) and low <= number <= high) or (above and number == low):

@@ -1,9 +1,5 @@
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 class Format(NamedTuple):
     name: str
@@ -43,35 +39,3 @@ def simd_levels() -> tuple[str, ...]: ...
 def use_simd(level: str) -> AbstractContextManager[None]: ...
 def get_num_threads() -> int: ...
 def set_num_threads(n: int) -> None: ...
-
-_Floats = npt.NDArray[np.float32]
-_Bytes = npt.NDArray[np.uint8]
-_Runs = Sequence[tuple[int, int, int]] | npt.NDArray[np.int32]
-
-def _run_items(count: int, num_threads: int, work: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
-def _write(
-    layout: Layout, arena: _Bytes, runs: _Runs, keys: _Floats | None, values: _Floats | None
-) -> None: ...
-def _read(
-    layout: Layout, arena: _Bytes, runs: _Runs, keys: _Floats | None, values: _Floats | None
-) -> None: ...
-def _check(x: _Floats, format: str) -> int: ...
-def _copy(
-    layout: Layout, arena: _Bytes, src_block: int, src_slot: int, dst_block: int, dst_slot: int, count: int
-) -> None: ...
-def _clear(layout: Layout, arena: _Bytes, block: int, slot: int, count: int) -> None: ...
-def _attend(
-    layout: Layout,
-    arena: _Bytes,
-    sequences: Iterable[tuple[_Runs, int, int]],
-    queries: _Floats,
-    scale: float,
-    *,
-    sink_queries: _Floats | None = None,
-    out: _Floats | None = None,
-    scores: _Floats | None = None,
-    lse: _Floats | None = None,
-    hidden_tokens: int = 0,
-    threads: int = 1,
-    scratch: Callable[[int], _Bytes] | None = None,
-) -> Any: ...

@@ -42,7 +42,7 @@ def rms_norm(x, weight, double eps):
 
 
 def swiglu(x):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202): silu of the left half times the right half.
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202): silu of the left half times the right.
 
     Args:
         x: float32 `(n, 2 * dim)`, contiguous.

@@ -74,7 +74,6 @@ cdef class Matrix:
         """
         cdef kvc_matrix_format number = _number(format)
         rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
-        line = MATRIX_FORMATS[format]
         padded = -(-rows // 16) * 16 * (-(-columns // 64) * 64)
         if padded > 2 ** 58:
             raise ValueError(f"rows, columns: expected less than 2**58 weights, got {rows} x {columns}")
@@ -104,7 +103,7 @@ cdef class Matrix:
         Raises:
             ValueError: a value is not finite, or larger than f16 holds, where the format cannot keep it.
         """
-        cdef int64_t first, at, stop, count
+        cdef int64_t first, at, count
         cdef const float[:, ::1] x = np.ascontiguousarray(values, dtype=np.float32)
         first = self._rows(row, x.shape[0], x.shape[1])
         line = MATRIX_FORMATS[self.format]

@@ -116,9 +116,7 @@ def _request(
     first = seconds if first is None else first
     prefilled = engine.prefill_token_count - before
     rate = (len(answer) - 1) / (seconds - first) if len(answer) > 1 else 0.0
-    request = Request(
-        user, turn, len(prompt), len(prompt) - prefilled, prefilled, first, rate, tuple(answer)
-    )
+    request = Request(user, turn, len(prompt), len(prompt) - prefilled, prefilled, first, rate, tuple(answer))
     display.request(request)
     return request
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_index, as_instance
+from kvcache.engine.cache_options import cache_options
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.gguf import is_gguf
 from kvcache.engine.model import Transformer
@@ -26,8 +27,6 @@ from kvcache.eviction import EvictionPolicy
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]
-
-_DEFAULT_TOKENS = 8192  # maximum number of tokens of the default pool
 
 
 class InferenceEngine:
@@ -94,25 +93,11 @@ class InferenceEngine:
         if eviction_policy is not None or kv_budget is not None:
             budgets = Budgets.of(eviction_policy, kv_budget, model)
         self._budgets = budgets
-        endless = budgets is not None and budgets.policy.endless
-        positions = None if endless else model.config.max_position_embeddings
-        if num_blocks is None and budgets is not None:
-            num_blocks = budgets.peak_blocks(block_size, prefill_chunk, model.config.max_position_embeddings)
-        elif num_blocks is None:
-            tokens = min(model.config.max_position_embeddings, _DEFAULT_TOKENS)
-            # Plus one block: cutting the last token off may copy the last block.
-            num_blocks = -(-tokens // block_size) + 1
-        self._cache_options: dict[str, Any] = {
-            "num_blocks": as_count(num_blocks, "num_blocks", 1, most=None),
-            "block_size": block_size,
-            "num_heads": model.config.num_kv_heads,
-            "head_dim": model.config.head_dim,
-            "num_layers": model.config.num_layers if budgets is None else 1,
-            "dtype": dtype,
-            "key_dtype": key_dtype,
-            "value_dtype": value_dtype,
-            "rotate": rotate,
-        }
+        positions = None if budgets is not None and budgets.policy.endless else model.config.max_position_embeddings
+        self._cache_options = cache_options(
+            model, budgets, num_blocks=num_blocks, block_size=block_size, prefill_chunk=prefill_chunk, dtype=dtype,
+            key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
+        )  # fmt: skip
         cache = self._make_cache(**self._cache_options)
         self._sequence: ModelSequence
         if residual_length is None:
@@ -155,27 +140,25 @@ class InferenceEngine:
             CheckpointError: a file is damaged, or asks for something that is not supported.
             OutOfMemoryError: the weights do not fit the machine.
         """
-        model = Transformer.from_pretrained(directory, weights=weights, activations=activations, progress=progress)
-        engine = cls(model, sampling_params, seed, **options)
-        engine._text = GgufText(Path(directory)) if is_gguf(directory) else CheckpointText(Path(directory))
-        return engine
+        load, text = (
+            (Transformer.from_gguf, GgufText) if is_gguf(directory) else (Transformer.from_pretrained, CheckpointText)
+        )
+        model = load(directory, weights=weights, activations=activations, progress=progress)
+        return cls._with_text(text(Path(directory)), model, sampling_params, seed, **options)
 
     @classmethod
     def from_gguf(
-        cls,
-        path: str | Path,
-        sampling_params: SamplingParams | None = None,
-        seed: int = 0,
-        *,
-        weights: str = "auto",
-        activations: str = "int8",
-        progress: Progress | None = None,
-        **options: Any,
+        cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
     ) -> InferenceEngine:
         """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
-        model = Transformer.from_gguf(path, weights=weights, activations=activations, progress=progress)
-        engine = cls(model, sampling_params, seed, **options)
-        engine._text = GgufText(Path(path))
+        network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
+        model = Transformer.from_gguf(path, **network)
+        return cls._with_text(GgufText(Path(path)), model, sampling_params, seed, **options)
+
+    @classmethod
+    def _with_text(cls, text: CheckpointText | GgufText, *arguments: Any, **options: Any) -> InferenceEngine:
+        engine = cls(*arguments, **options)
+        engine._text = text
         return engine
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
@@ -296,6 +279,14 @@ class InferenceEngine:
     def chat_template(self) -> str | None:
         """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
         return None if self._text is None else self._text.chat_template
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: of the network's `weights` (0 for a model that does not say), and of the cache's `kv` blocks.
+
+        Beside them a call takes scratch memory for its activations while it runs.
+        """
+        weights = getattr(getattr(self.model, "weights", None), "nbytes", 0)
+        return {"weights": weights, "kv": self.cache.total_memory_bytes}
 
     def __repr__(self) -> str:
         of = self._requests.max_positions or "endless"

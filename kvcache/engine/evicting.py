@@ -234,9 +234,7 @@ class EvictingSequence(ModelSequence):
             seq_ids = self._ids[layer]
             cache.write(0, layer, keys, values)
             if not by_score:
-                mixed: Float32 = cache.attention(
-                    0, queries, seq_ids, query_lens=query_lens, sink_queries=sink_queries
-                )
+                mixed: Float32 = cache.attention(0, queries, seq_ids, query_lens=query_lens, sink_queries=sink_queries)
                 return mixed
             mixed, drawn[layer] = cache.attention(0, queries, seq_ids, query_lens=query_lens, return_scores=True)
             return mixed

@@ -43,7 +43,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q5_K, Q6_K: they are quantised again, to 8 bits.
+# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
     "F32": "f32", "F16": "f16", "BF16": "bf16",
     "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
@@ -126,25 +126,21 @@ class GgufCheckpoint:
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
         info = self.file[_name(name)]
-        return values(info.dtype, self._rows(name, 0, info.shape[0]), 1).reshape(info.shape)
+        return values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""
         return _FORMATS[self.file[_name(name)].dtype]
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
-        """See `Tensors.rows`. The scales and minima of Q4_K are rounded to f16."""
+        """See `Tensors.rows`. The scales and minima of Q4_K are float32; a matrix rounds them to f16."""
         info = self.file[_name(name)]
         raw = self._rows(name, first, stop)
         if info.dtype in ("F16", "BF16"):
             return StoredRows(self.format(name), raw.view(np.uint16))
         if info.dtype not in CODED:
             return StoredRows("f32", values(info.dtype, raw, info.shape[1]))
-        found, scales, minima = codes(info.dtype, raw, info.shape[1])
-        halves = [None if some is None else some.astype(np.float16) for some in (scales, minima)]
-        if not all(np.isfinite(some).all() for some in halves if some is not None):
-            raise CheckpointError(f"{self.file.path}: {_name(name)}: expected finite scales, got others")
-        return StoredRows(self.format(name), found, *halves)
+        return StoredRows(self.format(name), *codes(info.dtype, raw, info.shape[1]))
 
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""

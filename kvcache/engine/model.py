@@ -32,8 +32,8 @@ class Transformer:
     Args:
         config: sizes and options.
         weights: as `Weights` loads them.
-        activations: how rows meet packed weights: "int8", a scale per group of 32 channels, or "exact", with 15 bits and
-            half of the speed of many rows. Weights in floats are always multiplied in float32.
+        activations: how rows meet packed weights: "int8", a scale per group of 32 channels, or "exact", with 15 bits
+            and half of the speed of many rows. Weights in floats are always multiplied in float32.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, activations: str = "int8") -> None:
@@ -73,9 +73,7 @@ class Transformer:
     ) -> Transformer:
         """Load a GGUF file of any name. Errors are those of `GgufCheckpoint` and `Weights`."""
         checkpoint = GgufCheckpoint(path)
-        return cls(
-            checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations
-        )
+        return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations)
 
     def forward(
         self,
@@ -88,7 +86,7 @@ class Transformer:
     ) -> Float32:
         """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes."""
         config, eps = self.config, self.config.rms_norm_eps
-        x = self.weights.embedding[tokens]
+        x = self.weights.embedding[tokens.astype(np.int64)]
         turns = self._rope.rows(positions)
         sink_turns = () if sink_positions is None else (self._rope.rows(sink_positions),)
         for i, layer in enumerate(self.weights.layers):

@@ -92,8 +92,9 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         info = self[name]
         stored = self._stored(name, info.start, math.prod(info.shape)).reshape(info.shape)
         if info.dtype == "BF16":  # the upper half of a float32
-            return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
-        return stored.astype(np.float32, copy=False)
+            stored = np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+        found: Float32 = stored.astype(np.float32, copy=False)
+        return found
 
     def rows(self, name: str, first: int, stop: int) -> NDArray[Any]:
         """Rows [first, stop) of a matrix as they are stored: float32, or 16-bit words of F16 and BF16.
@@ -123,9 +124,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             raise CheckpointError(f"{self.path}: {name}: expected a readable file, got {error.strerror}") from error
         if not whole:
             size = sum(memoryview(buffer).nbytes for buffer in buffers)
-            raise CheckpointError(
-                f"{self.path}: {name}: expected {size} bytes at {offset}, got a truncated file"
-            )
+            raise CheckpointError(f"{self.path}: {name}: expected {size} bytes at {offset}, got a truncated file")
 
 
 def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:

@@ -27,27 +27,34 @@ class StoredRows:
     Attributes:
         format: "f32", "f16" or "bf16": `values` are float32, or 16-bit words. Packed: `values` are codes.
         values: `(n, columns)`.
-        scales, minima: float16 `(n, ceil(columns / 32))` of a packed format, as `Matrix.put_codes` takes them.
+        scales, minima: `(n, ceil(columns / 32))` of a packed format, as `Matrix.put_codes` takes them, but for their
+            dtype: float16 or float32.
     """
 
     format: str
     values: NDArray[Any]
-    scales: NDArray[np.float16] | None = None
-    minima: NDArray[np.float16] | None = None
+    scales: NDArray[Any] | None = None
+    minima: NDArray[Any] | None = None
 
     def put_into(self, matrix: Matrix, row: int) -> None:
-        """Set rows of `matrix` from `row` on: bit for bit if it has the same format, else by way of float32."""
+        """Set rows of `matrix` from `row` on: bit for bit if it has the same format, else by way of float32.
+
+        Raises:
+            ValueError: a number is not finite, or larger than f16 holds, where the format cannot keep it.
+        """
         if matrix.format != self.format:
             matrix.put(row, self.to_float32())
         elif self.scales is None:
             matrix.put_words(row, self.values)
         else:
-            matrix.put_codes(row, self.values, self.scales, self.minima)
+            minima = None if self.minima is None else _halves(self.minima, "minima")
+            matrix.put_codes(row, self.values, _halves(self.scales, "scales"), minima)
 
     def to_float32(self) -> Float32:
         """The values, float32 `(n, columns)`."""
         if self.format == "bf16":  # the upper half of a float32
-            return np.left_shift(self.values, 16, dtype=np.uint32).view(np.float32)
+            found: Float32 = np.left_shift(self.values, 16, dtype=np.uint32).view(np.float32)
+            return found
         if self.format == "f16":
             return self.values.view(np.float16).astype(np.float32)
         if self.scales is None:
@@ -60,12 +67,18 @@ class StoredRows:
         return out
 
 
+def _halves(values: NDArray[Any], name: str) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16, copy=False)
+    if not np.isfinite(halves).all():
+        raise ValueError(f"{name}: expected finite numbers up to 65504, got {values[~np.isfinite(halves)][0]}")
+    return halves
+
+
 class Tensors(Protocol):
     """The tensors of an open checkpoint by their Hugging Face names."""
 
-    def require(
-        self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = ...
-    ) -> None:
+    def require(self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = ...) -> None:
         """Raise CheckpointError unless the checkpoint has exactly these tensors, with these shapes and a known dtype.
 
         Args:

@@ -1,8 +1,8 @@
 """The weights of a network, read from a checkpoint into the matrices of the forward pass.
 
 The names, shapes and dtypes of all tensors are checked before anything is allocated. Then tensors are read piece by
-piece, straight into their place in the fused matrices. All weights are private memory: a later change of a file does not
-reach them.
+piece, straight into their place in the fused matrices. All weights are private memory: a later change of a file does
+not reach them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack
 Progress = Callable[[int, int], None]
 
-# What `weights=` accepts: the formats of all matrices but the head, and of the head (with tied weights, of the embedding).
+# What `weights=` accepts: the formats of all matrices but embedding and head, and of these.
 # The head of "q4" has 8 bits: its error goes straight into the logits, and it is a small part of most networks.
 FORMATS = {
     "auto": ("", ""),

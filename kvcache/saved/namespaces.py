@@ -1,8 +1,8 @@
 """Namespaces as bytes: the values that a saved cache can name, told apart as Python tells them apart.
 
-    None  N      int    i  u32 length, two's complement, little-endian      tuple  (  u32 count, the items
-    True  T      str    s  u32 length, UTF-8
-    False F      bytes  b  u32 length, the bytes
+None  N      int    i  u32 length, two's complement, little-endian      tuple  (  u32 count, the items
+True  T      str    s  u32 length, UTF-8
+False F      bytes  b  u32 length, the bytes
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import oracle
 import pytest
 from blocks import Scattered, attend, guarded_attention
 
-from kvcache.core import kernels
+from kvcache.core import kernelcalls, kernels
 
 TOLERANCE = 5e-6  # relative to the largest output of the row, as stated in kvc_attend.c
 
@@ -79,9 +79,9 @@ def test_long_contexts(simd, rng, tokens, name):
 
 def test_a_constant_value_is_its_own_average(simd, rng):
     s = Scattered(rng, [5000], heads=1, dim=16)
-    kernels._write(s.layout, s.arena, s.runs[0], None, np.full_like(s.values[0], 3.0))
+    kernelcalls.write(s.layout, s.arena, s.runs[0], None, np.full_like(s.values[0], 3.0))
     queries = rng.standard_normal((1, 1, 16)).astype(np.float32)
-    out = kernels._attend(s.layout, s.arena, [(s.runs[0], 1, 0)], queries, 0.0)
+    out = kernelcalls.attend(s.layout, s.arena, [(s.runs[0], 1, 0)], queries, 0.0)
     np.testing.assert_allclose(out, 3.0, rtol=2e-6)
 
 
@@ -104,9 +104,9 @@ def test_equal_extreme_scores_share_the_weight(simd, sign):
     runs = [(i, 0, 16) for i in range(7)]
     keys = np.full((112, 1, 8), 100.0, np.float32)
     values = np.arange(112, dtype=np.float32)[:, None, None] * np.ones((1, 1, 8), np.float32)
-    kernels._write(layout, arena, runs, keys, values)
+    kernelcalls.write(layout, arena, runs, keys, values)
     queries = np.full((1, 1, 8), sign * 12.5, np.float32)
-    out = kernels._attend(layout, arena, [(runs, 1, 0)], queries, 1.0)  # every score is +-10,000
+    out = kernelcalls.attend(layout, arena, [(runs, 1, 0)], queries, 1.0)  # every score is +-10,000
     np.testing.assert_allclose(out, 55.5, rtol=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
 def test_no_sequences_are_no_work(simd):
     layout = kernels.Layout(16, 1, 8)
     arena = np.zeros(layout.block_bytes, np.uint8)
-    assert kernels._attend(layout, arena, [], np.empty((0, 2, 8), np.float32), 1.0).shape == (0, 2, 8)
+    assert kernelcalls.attend(layout, arena, [], np.empty((0, 2, 8), np.float32), 1.0).shape == (0, 2, 8)
 
 
 def test_queries_before_the_first_token_give_zeros(simd, rng):

@@ -9,7 +9,7 @@ import pytest
 from blocks import Scattered, copy_guarded, guarded
 from oracle import to_format
 
-from kvcache.core import kernels
+from kvcache.core import kernelcalls, kernels
 
 BLOCK_SIZES = [1, 5, 15, 16, 17, 33, 256]
 DIMS = [8, 16, 24, 40, 64, 72, 96, 120, 128, 136, 256]
@@ -26,8 +26,8 @@ def write_read(rows, name):
     runs = [(i, 0, 1) for i in range(len(rows))]
     rows = np.ascontiguousarray(rows[:, None, :], np.float32)
     keys, values = np.empty_like(rows), np.empty_like(rows)
-    kernels._write(layout, arena, runs, rows, rows)
-    kernels._read(layout, arena, runs, keys, values)
+    kernelcalls.write(layout, arena, runs, rows, rows)
+    kernelcalls.read(layout, arena, runs, keys, values)
     np.testing.assert_array_equal(keys.view(np.uint32), values.view(np.uint32))
     return keys[:, 0]
 
@@ -43,19 +43,13 @@ def test_all_halves_come_back_bit_for_bit(simd):
 def test_floats_round_to_the_nearest_half_ties_to_even(simd, rng):
     finite = np.sort(halves()[np.isfinite(halves())].astype(np.float64))
     middles = (finite[1:] + finite[:-1]) / 2
-    around = np.concatenate(
-        [np.nextafter(middles.astype(np.float32), np.float32(x)) for x in (-np.inf, np.inf)]
-    )
+    around = np.concatenate([np.nextafter(middles.astype(np.float32), np.float32(x)) for x in (-np.inf, np.inf)])
     random = rng.integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    x = np.concatenate(
-        [middles.astype(np.float32), around, random[np.isfinite(random)], [65519.99, 65520, 1e-45]]
-    )
+    x = np.concatenate([middles.astype(np.float32), around, random[np.isfinite(random)], [65519.99, 65520, 1e-45]])
     x = np.resize(x.astype(np.float32), (len(x) + 7) // 8 * 8)
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(
-        write_read(x.reshape(-1, 8), "f16").ravel().view(np.uint32), expected.view(np.uint32)
-    )
+    np.testing.assert_array_equal(write_read(x.reshape(-1, 8), "f16").ravel().view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -80,10 +74,10 @@ def test_rows_are_read_as_the_format_stores_them(simd, rng, block_size, formats)
 def test_one_side_can_be_written_and_read_alone(simd, rng):
     s = Scattered(rng, [20])
     more = rng.standard_normal(s.keys[0].shape).astype(np.float32)
-    kernels._write(s.layout, s.arena, s.runs[0], None, more)
+    kernelcalls.write(s.layout, s.arena, s.runs[0], None, more)
     keys, values = np.empty_like(more), np.empty_like(more)
-    kernels._read(s.layout, s.arena, s.runs[0], keys, None)
-    kernels._read(s.layout, s.arena, s.runs[0], None, values)
+    kernelcalls.read(s.layout, s.arena, s.runs[0], keys, None)
+    kernelcalls.read(s.layout, s.arena, s.runs[0], None, values)
     np.testing.assert_array_equal(keys, s.keys[0])
     np.testing.assert_array_equal(values, more)
 
@@ -100,8 +94,8 @@ def test_write_and_read_stay_inside_their_arrays(simd, rng, at_end, name):
             guarded(rows.shape, np.float32, at_end=at_end),
         )
         runs = [(1, 0, 5), (0, 3, 5)]
-        kernels._write(layout, arena, runs, rows, rows)
-        kernels._read(layout, arena, runs, keys, values)
+        kernelcalls.write(layout, arena, runs, rows, rows)
+        kernelcalls.read(layout, arena, runs, keys, values)
         np.testing.assert_array_equal(keys, values)
 
 
@@ -113,13 +107,13 @@ BEYOND_F32 = [float(np.nextafter(np.float32(2.0**96), np.float32(np.inf))), -1e3
 def test_check_names_the_first_value_that_does_not_fit(simd, name, n):
     x = copy_guarded(np.full(n, 65519.996 if name != "f32" else 2.0**96, np.float32))
     x[::2] *= -1
-    assert kernels._check(x, name) == -1
+    assert kernelcalls.check(x, name) == -1
     bad = [np.nan, np.inf, -np.inf] + ([65520.0, -65520.0, 1e30] if name != "f32" else BEYOND_F32)
     for value in bad:
         for i in range(n):
             y = copy_guarded(x)
             y[i], y[i + 1 :: 3] = value, np.nan
-            assert kernels._check(y, name) == i
+            assert kernelcalls.check(y, name) == i
 
 
 @pytest.mark.parametrize("name", kernels.FORMATS)
@@ -128,25 +122,23 @@ def test_slots_copied_onto_themselves_stay(rng, name, slot, count):
     layout = kernels.Layout(16, 2, 8, name, name)
     arena = rng.integers(0, 256, 2 * layout.block_bytes).astype(np.uint8)
     before = arena.copy()
-    kernels._copy(layout, arena, 1, slot, 1, slot, count)
+    kernelcalls.copy(layout, arena, 1, slot, 1, slot, count)
     np.testing.assert_array_equal(arena, before)
 
 
 @pytest.mark.parametrize("name", ["f32", "f16"])
-@pytest.mark.parametrize(
-    ("src", "dst"), [((0, 3), (1, 6)), ((0, 2), (0, 5)), ((1, 5), (1, 1)), ((1, 0), (0, 10))]
-)
+@pytest.mark.parametrize(("src", "dst"), [((0, 3), (1, 6)), ((0, 2), (0, 5)), ((1, 5), (1, 1)), ((1, 0), (0, 10))])
 def test_copied_slots_are_the_same_bits_and_touch_no_others(rng, name, src, dst):
     layout = kernels.Layout(17, 2, 24, name, name)
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
     rows = rng.standard_normal((34, 2, 24)).astype(np.float32)
     runs = [(0, 0, 17), (1, 0, 17)]
-    kernels._write(layout, arena, runs, rows, -rows)
+    kernelcalls.write(layout, arena, runs, rows, -rows)
     before, after = (np.empty_like(rows) for _ in range(2)), (np.empty_like(rows) for _ in range(2))
     before, after = tuple(before), tuple(after)
-    kernels._read(layout, arena, runs, *before)
-    kernels._copy(layout, arena, *src, *dst, 7)
-    kernels._read(layout, arena, runs, *after)
+    kernelcalls.read(layout, arena, runs, *before)
+    kernelcalls.copy(layout, arena, *src, *dst, 7)
+    kernelcalls.read(layout, arena, runs, *after)
     for old, new in zip(before, after, strict=True):
         expected = old.copy()
         start, stop = src[0] * 17 + src[1], dst[0] * 17 + dst[1]
@@ -169,20 +161,36 @@ ROW = np.zeros((1, 1, 8), np.float32)
     ("call", "error", "message"),
     [
         (lambda: kernels.Layout(4, 1, 8, "f64"), ValueError, "key_format: expected one of .* got 'f64'"),
-        (lambda: kernels._write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW), IndexError, "runs: expected slots of 2 blocks"),
-        (lambda: kernels._read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW), IndexError, "runs: expected slots of 2 blocks"),
-        (lambda: kernels._read(LAYOUT, ARENA, [(0, 2, 1)], ROW, ROW), IndexError, "of 4 slots, got .*2.*1"),
-        (lambda: kernels._read(LAYOUT, ARENA, [(0, 4, 5)], ROW, ROW), IndexError, "of 4 slots"),
-        (lambda: kernels._write(LAYOUT, ARENA, [(0, 0, 2)], ROW, ROW), ValueError, "expected C-contiguous float32"),
-        (lambda: kernels._write(LAYOUT, ARENA, [(0, 0, 1)], ROW + 0j, ROW), ValueError, "got complex64"),
-        (lambda: kernels._write(LAYOUT, ARENA[None], [], ROW, ROW), ValueError, "expected a one-dimensional uint8"),
-        (lambda: kernels._copy(LAYOUT, ARENA, 0, 0, 2, 0, 1), IndexError, "expected slots of 2 blocks"),
-        (lambda: kernels._copy(LAYOUT, ARENA, 0, 3, 1, 0, 2), IndexError, "got 2 from 3 of 0"),
-        (lambda: kernels._clear(LAYOUT, ARENA, 1, 0, 5), IndexError, "got 5 from 0 of 1"),
-        (lambda: kernels._attend(LAYOUT, ARENA, [], ROW[0], 1.0), ValueError, "queries: expected"),
-        (lambda: kernels._attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, threads=0), ValueError, "threads >= 1"),
         (
-            lambda: kernels._attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, scratch=lambda n: np.empty(n - 1, "u1")),
+            lambda: kernelcalls.write(LAYOUT, ARENA, [(2, 0, 1)], ROW, ROW),
+            IndexError,
+            "runs: expected slots of 2 blocks",
+        ),
+        (
+            lambda: kernelcalls.read(LAYOUT, ARENA, [(-1, 0, 1)], ROW, ROW),
+            IndexError,
+            "runs: expected slots of 2 blocks",
+        ),
+        (lambda: kernelcalls.read(LAYOUT, ARENA, [(0, 2, 1)], ROW, ROW), IndexError, "of 4 slots, got .*2.*1"),
+        (lambda: kernelcalls.read(LAYOUT, ARENA, [(0, 4, 5)], ROW, ROW), IndexError, "of 4 slots"),
+        (
+            lambda: kernelcalls.write(LAYOUT, ARENA, [(0, 0, 2)], ROW, ROW),
+            ValueError,
+            "expected C-contiguous float32",
+        ),
+        (lambda: kernelcalls.write(LAYOUT, ARENA, [(0, 0, 1)], ROW + 0j, ROW), ValueError, "got complex64"),
+        (
+            lambda: kernelcalls.write(LAYOUT, ARENA[None], [], ROW, ROW),
+            ValueError,
+            "expected a one-dimensional uint8",
+        ),
+        (lambda: kernelcalls.copy(LAYOUT, ARENA, 0, 0, 2, 0, 1), IndexError, "expected slots of 2 blocks"),
+        (lambda: kernelcalls.copy(LAYOUT, ARENA, 0, 3, 1, 0, 2), IndexError, "got 2 from 3 of 0"),
+        (lambda: kernelcalls.clear(LAYOUT, ARENA, 1, 0, 5), IndexError, "got 5 from 0 of 1"),
+        (lambda: kernelcalls.attend(LAYOUT, ARENA, [], ROW[0], 1.0), ValueError, "queries: expected"),
+        (lambda: kernelcalls.attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, threads=0), ValueError, "threads >= 1"),
+        (
+            lambda: kernelcalls.attend(LAYOUT, ARENA, [([], 1, 0)], ROW, 1.0, scratch=lambda n: np.empty(n - 1, "u1")),
             ValueError,
             "scratch: expected",
         ),

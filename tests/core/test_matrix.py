@@ -1,4 +1,4 @@
-"""Weight matrices: what they keep, and their products compared with NumPy at every level, bit for bit among themselves."""
+"""Weight matrices: what they keep, their products compared with NumPy at every level, and the bits of their rows."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,9 @@ def normal(rng, *shape):
 def test_floats_are_rounded_once(rng, format, shape):
     weights = normal(rng, *shape)
     kept = matrix_of(weights, format).to_float32()
-    np.testing.assert_array_less(np.abs(kept - weights), ROUNDING[format] * np.abs(weights) + 3.1e-8)  # halves below 6e-5
+    np.testing.assert_array_less(
+        np.abs(kept - weights), ROUNDING[format] * np.abs(weights) + 3.1e-8
+    )  # halves below 6e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -66,7 +68,9 @@ def test_quantised_values_are_near(rng, simd, format, shape):
     for first in range(0, shape[1], 32):
         group, found = weights[:, first : first + 32], kept[:, first : first + 32]
         largest = np.abs(group).max(axis=1, keepdims=True)
-        assert (np.abs(found - group) <= STEPS[format] * largest + 5e-6).all()  # scales below 6e-5 are not normal halves
+        assert (
+            np.abs(found - group) <= STEPS[format] * largest + 5e-6
+        ).all()  # scales below 6e-5 are not normal halves
 
 
 def test_q4_1_is_fitted(rng):
@@ -115,7 +119,8 @@ def test_products(rng, simd, threads, format, exact):
             before = x.copy()
             out = matrix.multiply(x, bias, exact=exact)
             want, bound = product(x, weights, bias, packed=line.packed, exact=exact)
-            assert out.dtype == np.float32 and out.shape == (n, shape[0])
+            assert out.dtype == np.float32
+            assert out.shape == (n, shape[0])
             assert (np.abs(out - want) <= bound).all(), (shape, n, np.abs(out - want).max(initial=0))
             np.testing.assert_array_equal(x, before)
 

@@ -6,14 +6,14 @@ import threading
 import numpy as np
 import pytest
 
-from kvcache.core import kernels
+from kvcache.core import kernelcalls
 from kvcache.core.cpus import available_cpus
 
 pytestmark = pytest.mark.no_level
 
 
 def check_run(count, num_threads, work):
-    times, threads = kernels._run_items(count, num_threads, work)
+    times, threads = kernelcalls.run_items(count, num_threads, work)
     assert (times == 1).all()
     assert count == 0 or threads[0] == 0
     assert ((threads >= 0) & (threads < max(1, num_threads))).all()

@@ -7,7 +7,7 @@ import oracle
 import pytest
 from blocks import Scattered, attend, guarded_attention
 
-from kvcache.core import kernels
+from kvcache.core import kernelcalls, kernels
 
 BITS = {format.name: format.bits for format in kernels.FORMATS.values() if format.quantised}
 formats = pytest.mark.parametrize("name", BITS)
@@ -22,8 +22,8 @@ def write_read(rows, name, *, rotate=False, block_size=16):
     runs = [(b, 0, min(block_size, len(rows) - b * block_size)) for b in range(num_blocks)]
     rows = np.ascontiguousarray(rows[:, None, :], np.float32)
     keys, values = np.empty_like(rows), np.empty_like(rows)
-    kernels._write(layout, arena, runs, rows, rows)
-    kernels._read(layout, arena, runs, keys, values)
+    kernelcalls.write(layout, arena, runs, rows, rows)
+    kernelcalls.read(layout, arena, runs, keys, values)
     np.testing.assert_array_equal(keys, values)
     return keys[:, 0], arena
 
@@ -44,12 +44,9 @@ def hard_rows(rng, dim):
     rows = [*normal, *(normal * np.exp(rng.standard_normal((40, 1)) * 6)), *(normal * 1e-6), *(normal * 1e-8)]
     rows += [np.full(dim, c) for c in (0.0, 1.0, -1.0, 0.1, -3.3, 65504.0, -65504.0, 6e-8, -6e-8, 1e-30)]
     rows += [
-        x * 0.01 + c
-        for x, c in zip(normal[:8], (1, -1, 1000, -1000, 30000.4, -0.001, 65000, -65000), strict=True)
+        x * 0.01 + c for x, c in zip(normal[:8], (1, -1, 1000, -1000, 30000.4, -0.001, 65000, -65000), strict=True)
     ]
-    rows += [
-        np.where(np.arange(dim) == 3, a, b) for a in (-65504.0, 1.0, 1e-7) for b in (65504.0, 0.0, -1e-7)
-    ]
+    rows += [np.where(np.arange(dim) == 3, a, b) for a in (-65504.0, 1.0, 1e-7) for b in (65504.0, 0.0, -1e-7)]
     rows += [
         np.eye(dim)[0],
         -np.eye(dim)[0],
@@ -120,9 +117,7 @@ def test_rows_on_a_grid_are_exact(simd, rng, name, rotate):
 
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize(
-    "value", [0.0, 1.0, -1.0, 3.14159, -271.8, 65504.0, -65504.0, 1e-3, -1e-3, 6e-8, 65519.0]
-)
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 3.14159, -271.8, 65504.0, -65504.0, 1e-3, -1e-3, 6e-8, 65519.0])
 def test_constant_rows_are_exact_in_f16(simd, name, rotate, value):
     for block_size in (16, 3):
         got, _ = write_read(np.full((3, 64), value, np.float32), name, rotate=rotate, block_size=block_size)
@@ -159,13 +154,13 @@ def test_writing_token_by_token_is_the_same_as_at_once(simd, rng, name, block_si
     layout = kernels.Layout(block_size, 2, 32, name, name)
     rows = rng.standard_normal((block_size, 2, 32)).astype(np.float32)
     arenas = [rng.integers(0, 256, layout.block_bytes, dtype=np.uint8) for _ in range(2)]
-    kernels._write(layout, arenas[0], [(0, 0, block_size)], rows, -rows)
+    kernelcalls.write(layout, arenas[0], [(0, 0, block_size)], rows, -rows)
     for t in rng.permutation(block_size):
-        kernels._write(layout, arenas[1], [(0, t, t + 1)], rows[t : t + 1], -rows[t : t + 1])
+        kernelcalls.write(layout, arenas[1], [(0, t, t + 1)], rows[t : t + 1], -rows[t : t + 1])
     used = 2 * (layout.key_head_bytes + layout.value_head_bytes)
     got = [np.empty_like(rows) for _ in range(4)]
-    kernels._read(layout, arenas[0], [(0, 0, block_size)], *got[:2])
-    kernels._read(layout, arenas[1], [(0, 0, block_size)], *got[2:])
+    kernelcalls.read(layout, arenas[0], [(0, 0, block_size)], *got[:2])
+    kernelcalls.read(layout, arenas[1], [(0, 0, block_size)], *got[2:])
     np.testing.assert_array_equal(got[0], got[2])
     np.testing.assert_array_equal(got[1], got[3])
     if block_size % 4 == 0:  # the size of a head is not rounded up
@@ -188,10 +183,10 @@ def test_the_bytes_of_a_row_do_not_depend_on_other_rows(simd, rng, name, rotate,
         runs = [runs[i] for i in rng.permutation(len(runs))[: rng.integers(1, len(runs) + 1)]]
         together = rng.integers(0, 256, num_blocks * layout.block_bytes, dtype=np.uint8)
         alone, count = together.copy(), sum(stop - first for _, first, stop in runs)
-        kernels._write(layout, together, runs, keys[:count], values[:count])
+        kernelcalls.write(layout, together, runs, keys[:count], values[:count])
         tokens = [(b, t, t + 1) for b, first, stop in runs for t in range(first, stop)]
         for i, token in enumerate(tokens):
-            kernels._write(layout, alone, [token], keys[i : i + 1], values[i : i + 1])
+            kernelcalls.write(layout, alone, [token], keys[i : i + 1], values[i : i + 1])
         np.testing.assert_array_equal(together, alone)
 
 
@@ -202,11 +197,11 @@ def test_copied_slots_are_the_same_codes_and_touch_no_others(rng, name, block_si
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
     rows = rng.standard_normal((2 * block_size, 2, 64)).astype(np.float32)
     runs = [(0, 0, block_size), (1, 0, block_size)]
-    kernels._write(layout, arena, runs, rows, -rows)
+    kernelcalls.write(layout, arena, runs, rows, -rows)
 
     def read():
         keys, values = np.empty_like(rows), np.empty_like(rows)
-        kernels._read(layout, arena, runs, keys, values)
+        kernelcalls.read(layout, arena, runs, keys, values)
         return np.stack([keys, values])
 
     for _ in range(60):
@@ -215,7 +210,7 @@ def test_copied_slots_are_the_same_codes_and_touch_no_others(rng, name, block_si
         expected = read()
         at, to = src[0] * block_size + src[1], dst[0] * block_size + dst[1]
         expected[:, to : to + count] = expected[:, at : at + count].copy()
-        kernels._copy(layout, arena, *src, *dst, count)
+        kernelcalls.copy(layout, arena, *src, *dst, count)
         np.testing.assert_array_equal(read(), expected)
 
 
@@ -227,18 +222,18 @@ def test_cleared_slots_are_zeros_and_others_are_unchanged(block_size, dim, forma
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
     runs = [(0, 0, block_size), (1, 0, block_size)]
     rows = rng.normal(size=(2 * block_size, 2, dim)).astype(np.float32)
-    kernels._write(layout, arena, runs, rows, -rows)
+    kernelcalls.write(layout, arena, runs, rows, -rows)
     keys, values = np.empty_like(rows), np.empty_like(rows)
     for _ in range(30):
         count = int(rng.integers(0, block_size + 1))
         block, slot = int(rng.integers(2)), int(rng.integers(block_size - count + 1))
-        kernels._read(layout, arena, runs, keys, values)
+        kernelcalls.read(layout, arena, runs, keys, values)
         expected = np.stack([keys, values])
         expected[:, block * block_size + slot :][:, :count] = 0
-        kernels._clear(layout, arena, block, slot, count)
-        kernels._read(layout, arena, runs, keys, values)
+        kernelcalls.clear(layout, arena, block, slot, count)
+        kernelcalls.read(layout, arena, runs, keys, values)
         np.testing.assert_array_equal(np.stack([keys, values]), expected)
-        kernels._write(layout, arena, runs, rows, -rows)
+        kernelcalls.write(layout, arena, runs, rows, -rows)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +263,7 @@ def relative_errors(got):
 @pytest.mark.parametrize("rotate", [False, True])
 @block_sizes
 def test_attention_agrees_with_the_rows_of_read(simd, rng, name, rotate, block_size):
-    s = Scattered(
-        rng, [1, 15, 100, 37], block_size=block_size, dim=64, key_format=name, rotate=rotate, holes=True
-    )
+    s = Scattered(rng, [1, 15, 100, 37], block_size=block_size, dim=64, key_format=name, rotate=rotate, holes=True)
     for num_queries in ([1, 1, 1, 1], [1, 15, 40, 2]):
         got = attend(s, num_queries, 3, rng=rng, sinks=[0, 3, 20, 16])
         assert relative_errors(got).max() <= 0.01
@@ -313,8 +306,8 @@ def test_outlier_channels_and_offsets(simd, rng, name, rotate):
     values += 5 * rng.standard_normal(128).astype(np.float32)
     values[::7] = 1.5
     values[::11] *= 1e-4
-    kernels._write(s.layout, s.arena, s.runs[0], keys, values)
-    kernels._read(s.layout, s.arena, s.runs[0], s.read_keys[0], s.read_values[0])
+    kernelcalls.write(s.layout, s.arena, s.runs[0], keys, values)
+    kernelcalls.read(s.layout, s.arena, s.runs[0], s.read_keys[0], s.read_values[0])
     assert relative_errors(attend(s, [1], 8, rng=rng)).max() <= 0.01
 
 

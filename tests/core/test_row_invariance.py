@@ -5,7 +5,7 @@ import pytest
 from blocks import Scattered
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
-from kvcache.core import kernels
+from kvcache.core import kernelcalls, kernels
 
 FORMATS = [
     *((name, name) for name in ("f32", "f16", "q8", "q4", "q3", "q2")),
@@ -50,7 +50,7 @@ class Rows:
                 sink_q.append(self.sink_queries[part.start : part.stop])
         q = np.concatenate(q)
         out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
-        kernels._attend(
+        kernelcalls.attend(
             self.s.layout, self.s.arena, seqs, q, self.s.layout.head_dim**-0.5, out=out, lse=lse, threads=threads,
             sink_queries=np.concatenate(sink_q) if self.sinks else None, hidden_tokens=hidden, scores=scores,
         )  # fmt: skip

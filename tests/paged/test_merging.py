@@ -6,7 +6,7 @@ import pytest
 from blocks import Scattered
 
 from kvcache import PagedKvCache, merge_attention
-from kvcache.core import kernels
+from kvcache.core import kernelcalls
 
 FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 
@@ -21,7 +21,7 @@ def test_hidden_tokens_and_log_sum_exp(simd, rng, name, tolerance, hidden, threa
     shown = [max(0, n - hidden) for n in lengths]
     out, lse = np.full_like(queries, np.nan), np.full(queries.shape[:2], np.nan, np.float32)
     scores = np.full(sum(shown), np.nan, np.float32)
-    kernels._attend(
+    kernelcalls.attend(
         s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, counts, strict=True)], queries, 0.2,
         out=out, scores=scores, lse=lse, hidden_tokens=hidden, threads=threads,
     )  # fmt: skip

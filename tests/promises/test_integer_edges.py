@@ -12,7 +12,6 @@ from places import SUPPORT, search_path
 pytestmark = pytest.mark.no_level
 
 
-
 def test_every_integer_at_every_edge(long):
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "integer_edges.py"), "all" if long else "few" if FAST else "some"],

@@ -9,7 +9,7 @@ from oracle_snapshot import parse, texts
 from saved_caches import DIM, HEADS, SIZE, blocks, entries, get, prompts, put
 
 from kvcache import PagedKvCache
-from kvcache.core import kernels
+from kvcache.core import kernelcalls, kernels
 
 # -- the format, read by somebody else ----------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
             page = np.frombuffer(arena["pages"][slots[start] // SIZE], np.uint8).reshape(LAYERS, -1)
             for layer in range(LAYERS):
                 got = np.empty((2, SIZE, HEADS, DIM), np.float32)
-                kernels._read(layout, page[layer].copy(), [(0, 0, SIZE)], *got)
+                kernelcalls.read(layout, page[layer].copy(), [(0, 0, SIZE)], *got)
                 for side in range(2):
                     np.testing.assert_array_equal(got[side].reshape(SIZE, -1), want[side][layer][start : start + SIZE])
         count += 1

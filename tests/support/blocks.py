@@ -6,7 +6,7 @@ import mmap
 import numpy as np
 import oracle
 
-from kvcache.core import kernels
+from kvcache.core import kernelcalls, kernels
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,9 +63,9 @@ class Scattered:
             runs = [(free.pop(), *span) for span in table]
             keys, values = (rng.standard_normal((n, heads, dim)).astype(np.float32) for _ in range(2))
             keys *= spread
-            kernels._write(self.layout, self.arena, runs, keys, values)
+            kernelcalls.write(self.layout, self.arena, runs, keys, values)
             got = np.full_like(keys, np.nan), np.full_like(values, np.nan)
-            kernels._read(self.layout, self.arena, runs, *got)
+            kernelcalls.read(self.layout, self.arena, runs, *got)
             for kept, new in zip(
                 (self.runs, self.keys, self.values, self.read_keys, self.read_values),
                 (runs, keys, values, *got),
@@ -95,7 +95,7 @@ def guarded_attention(rng, name, dim, at_end, thread_counts):
             queries = copy_guarded(rng.standard_normal((num_queries, 6, dim)).astype(np.float32), at_end=at_end)
             out, scores = (empty(n, np.float32) for n in (queries.shape, tokens))
             for threads in thread_counts:
-                kernels._attend(
+                kernelcalls.attend(
                     s.layout, s.arena, [(s.runs[0], num_queries, 2)], queries, 0.1, sink_queries=queries, out=out,
                     scores=scores, threads=threads, scratch=lambda n: empty(n, np.uint8),
                 )  # fmt: skip
@@ -111,7 +111,7 @@ def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, s
     sinks = sinks or [0] * len(num_queries)
     total = sum(map(len, s.keys))
     out, scores = np.full_like(queries, np.nan), np.full(total, np.nan, np.float32)
-    kernels._attend(
+    kernelcalls.attend(
         s.layout,
         s.arena,
         list(zip(s.runs, num_queries, sinks, strict=True)),

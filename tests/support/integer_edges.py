@@ -38,9 +38,7 @@ BITS = (31, 32, 63, 64) if sys.argv[1:2] == ["few"] else (7, 8, 15, 16, 31, 32, 
 
 KINDS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 EDGES = sorted(
-    {0, 1, -1}
-    | {2**k + more for k in BITS for more in (-1, 0, 1)}
-    | {-(2**k) - more for k in BITS for more in (0, 1)}
+    {0, 1, -1} | {2**k + more for k in BITS for more in (-1, 0, 1)} | {-(2**k) - more for k in BITS for more in (0, 1)}
 )
 
 

@@ -20,7 +20,8 @@ def rounded(x, exact):
     per_step = np.divide(most, largest, out=np.zeros_like(largest), where=largest > 2.0**-100)
     numbers = np.clip(np.round(parts * per_step), -most, most)
     scales = (largest / most).astype(np.float64)
-    return (numbers.astype(np.float64) * scales).reshape(len(x), scales.shape[1] * GROUP)[:, : x.shape[1]], scales[..., 0]
+    whole = (numbers * scales).reshape(len(x), scales.shape[1] * GROUP)
+    return whole[:, : x.shape[1]], scales[..., 0]
 
 
 def product(x, weights, bias=None, *, packed, exact=False):

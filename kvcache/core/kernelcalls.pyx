@@ -1,0 +1,158 @@
+"""The kernels over NumPy arrays, without pool or store: for tests and benches. Sizes are checked, so none can crash."""
+
+import numpy as np
+
+from libc.stdint cimport int64_t, uint16_t
+from libc.stdlib cimport free, malloc
+
+from kvcache.core cimport kernels
+from kvcache.core.kernels cimport Layout, kvc_format, kvc_run, kvc_seq
+
+
+cdef struct _Runs:
+    int *times       # (count,)
+    int *threads     # (count,) the last thread of each
+    int64_t work     # steps of each item
+
+
+cdef void _note_run(void *context, int64_t index, int thread) noexcept nogil:
+    cdef _Runs *runs = <_Runs *>context
+    cdef double x = 1.0
+    cdef int64_t _
+    for _ in range(runs.work):
+        x = x * 0.5 + <double>thread
+    runs.times[index] += 1 if x < 1e300 else 0
+    runs.threads[index] = thread
+
+
+def run_items(int64_t count, int num_threads, int64_t work):
+    """How often each of `count` items has run, and on which thread: int32 `(count,)` each."""
+    cdef int[::1] times = np.zeros(max(1, count), np.int32), threads = np.full(max(1, count), -1, np.int32)
+    cdef _Runs runs = _Runs(&times[0], &threads[0], work)
+    with nogil:
+        kernels.run_items(count, num_threads, _note_run, &runs)
+    return np.asarray(times)[:count], np.asarray(threads)[:count]
+
+
+cdef kvc_run *_runs_of(Layout layout, object arena, object table, int64_t *num_tokens) except NULL:
+    """int (n, 3) of (block, first, stop) -> C runs, to be freed."""
+    cdef const int[:, ::1] rows = np.ascontiguousarray(table, dtype=np.int32).reshape(-1, 3)
+    cdef int64_t num_blocks = len(arena) // layout.c.block_bytes
+    cdef Py_ssize_t i
+    for i in range(rows.shape[0]):
+        if not (0 <= rows[i, 0] < num_blocks and 0 <= rows[i, 1] <= rows[i, 2] <= layout.c.block_size):
+            raise IndexError(f"runs: expected slots of {num_blocks} blocks of {layout.c.block_size} slots, "
+                             f"got {tuple(rows[i])}")
+    cdef kvc_run *runs = <kvc_run *>malloc((rows.shape[0] + 1) * sizeof(kvc_run))
+    if runs == NULL:
+        raise MemoryError
+    num_tokens[0] = 0
+    for i in range(rows.shape[0]):
+        runs[i].block = rows[i, 0]
+        runs[i].first = <uint16_t>rows[i, 1]
+        runs[i].stop = <uint16_t>rows[i, 2]
+        num_tokens[0] += rows[i, 2] - rows[i, 1]
+    return runs
+
+
+cdef const float *_floats(object array, object shape) except? NULL:
+    """The data of a float32 C-contiguous array of this shape; NULL for None."""
+    if array is None:
+        return NULL
+    if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
+        raise ValueError(f"array: expected C-contiguous float32 {shape}, got {array.dtype} {array.shape}")
+    return <const float *><size_t>array.ctypes.data
+
+
+cdef unsigned char *_bytes(object arena) except NULL:
+    if arena.dtype != np.uint8 or not arena.flags.c_contiguous or arena.ndim != 1 or len(arena) == 0:
+        raise ValueError(f"arena: expected a one-dimensional uint8 array, got {arena.dtype} {arena.shape}")
+    return <unsigned char *><size_t>arena.ctypes.data
+
+
+def write(Layout layout, arena, runs, keys, values):
+    cdef int64_t tokens = 0
+    cdef unsigned char *to = _bytes(arena)
+    cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
+    try:
+        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
+        kernels.write_runs(&layout.c, to, c_runs, len(runs), _floats(keys, shape), _floats(values, shape))
+    finally:
+        free(c_runs)
+
+
+def read(Layout layout, arena, runs, keys, values):
+    """Into keys and values, either of which may be None."""
+    cdef int64_t tokens = 0
+    cdef unsigned char *base = _bytes(arena)
+    cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
+    try:
+        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
+        kernels.read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape),
+                          <float *>_floats(values, shape))
+    finally:
+        free(c_runs)
+
+
+def check(x, format):
+    return kernels.check_representable(_floats(x, x.shape), x.size, <kvc_format>kernels.format_code(format, "format"))
+
+
+def copy(Layout layout, arena, int src_block, int src_slot, int dst_block, int dst_slot, int count):
+    cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
+    for block, slot in ((src_block, src_slot), (dst_block, dst_slot)):
+        if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
+            raise IndexError(f"slot: expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+    cdef unsigned char *base = _bytes(arena)
+    kernels.copy_slots(&layout.c, base, src_block, src_slot, base, dst_block, dst_slot, count)
+
+
+def clear(Layout layout, arena, int block, int slot, int count):
+    cdef int64_t num_blocks = len(arena) // <Py_ssize_t>layout.c.block_bytes
+    if not (0 <= block < num_blocks and 0 <= slot <= slot + count <= layout.c.block_size):
+        raise IndexError(f"slot: expected slots of {num_blocks} blocks, got {count} from {slot} of {block}")
+    kernels.clear_slots(&layout.c, _bytes(arena), block, slot, count)
+
+
+def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
+           hidden_tokens=0, int threads=1, scratch=None):
+    """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
+
+    scratch: a function of a number of bytes that gives a uint8 array, np.empty by default.
+    """
+    cdef Py_ssize_t count = len(sequences), i
+    cdef int64_t total_queries = 0, total_tokens = 0
+    if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
+        raise ValueError(f"queries: expected (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
+                         f"threads >= 1, got {queries.shape} and {threads}")
+    out = np.empty_like(queries) if out is None else out
+    cdef int heads = queries.shape[1]
+    cdef unsigned char *base = _bytes(arena)
+    cdef kvc_seq *seqs = <kvc_seq *>malloc((count + 1) * sizeof(kvc_seq))
+    if seqs == NULL:
+        raise MemoryError
+    for i in range(count):
+        seqs[i].runs = NULL
+    try:
+        for i, (runs, num_queries, sink_tokens) in enumerate(sequences):
+            seqs[i].runs = _runs_of(layout, arena, runs, &seqs[i].num_tokens)
+            seqs[i].num_runs = len(runs)
+            seqs[i].num_queries = num_queries
+            seqs[i].sink_tokens = sink_tokens
+            seqs[i].hidden_tokens = min(hidden_tokens, seqs[i].num_tokens)
+            total_queries += num_queries
+            total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
+        shape = (total_queries, heads, layout.c.head_dim)
+        need = <Py_ssize_t>kernels.attend_scratch_bytes(&layout.c, seqs, count, heads, threads)
+        space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
+        if len(space) < need:
+            raise ValueError(f"scratch: expected {need} bytes, got {len(space)}")
+        kernels.attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape),
+                       _floats(sink_queries, shape), <float *>_floats(out, shape),
+                       <float *>_floats(scores, (total_tokens,)), <float *>_floats(lse, shape[:2]), _bytes(space),
+                       threads)
+    finally:
+        for i in range(count):
+            free(<void *>seqs[i].runs)
+        free(seqs)
+    return out if scores is None else (out, scores)
