@@ -59,3 +59,23 @@ void KVC_FN(swiglu)(int64_t n, int64_t dim, const float *x, float *out) {
         }
     }
 }
+
+/* Rotary position embeddings: out (n, heads, dim) = heads of x, turned by the angles of their rows. Rows of x are x_stride
+ * floats apart. cos and sin (n, dim / 2); channel i forms a pair with channel i + dim / 2. Each result is rounded as
+ * a * cos - b * sin with three roundings. */
+void KVC_FN(rotate)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
+                    const float *sin, float *out) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < n; i++, cos += half, sin += half) {
+        for (int64_t h = 0; h < heads; h++, out += dim) {
+            const float *head = x + i * x_stride + h * dim;
+            for (int64_t d = 0; d < half; d += KVC_LANES) {
+                const int64_t left = half - d;
+                const f32v a = load_some(head + d, left), b = load_some(head + half + d, left);
+                const f32v c = load_some(cos + d, left), s = load_some(sin + d, left);
+                store_some(out + d, left, f32v_sub(f32v_mul(a, c), f32v_mul(b, s)));
+                store_some(out + half + d, left, f32v_add(f32v_mul(b, c), f32v_mul(a, s)));
+            }
+        }
+    }
+}

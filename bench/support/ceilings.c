@@ -1,10 +1,16 @@
-/* ceilings.c - the ceilings of this machine: reading scattered blocks, writing half of the bytes read, FMA.
+/* ceilings.c - the ceilings of this machine: reading scattered blocks, writing half of the bytes read, FMA,
+ * products of bytes.
  *
  * Compiled by bench/support/ceilings.py for the machine at hand. Nothing here does useful work; every function returns
  * something that depends on all of it, so that none of it is left out.
  */
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
 
 enum { LINE = 64, LANES = 8, CHAINS = 16 };
 
@@ -83,3 +89,54 @@ float ceiling_fma(int64_t rounds, int threads) {
 }
 
 int64_t ceiling_fma_flop(int64_t rounds, int threads) { return rounds * threads * CHAINS * (WIDTH / 4) * 2; }
+
+/* Dot products of 4 bytes per 32-bit lane: the instruction that this machine has for them. */
+#if defined(__AVX512VNNI__)
+typedef __m512i sums;
+#define KEPT "+v"
+#define DOT(acc, x) _mm512_dpbusd_epi32(acc, x, x)
+#elif defined(__AVX2__)
+typedef __m256i sums;
+#define KEPT "+x"
+#define DOT(acc, x) \
+    _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(x, x), _mm256_set1_epi16(1)))
+#elif defined(__ARM_FEATURE_DOTPROD)
+typedef int32x4_t sums;
+#define KEPT "+w"
+#define DOT(acc, x) vdotq_s32(acc, vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(x))
+#else
+typedef int32_t sums;
+#define KEPT "+r"
+#define DOT(acc, x) ((acc) + (x) * 4)
+#endif
+
+static int64_t multiply_bytes(int64_t rounds, int seed) {
+    sums acc[CHAINS], x;
+    memset(&x, 1 + (seed & 1), sizeof x);
+#pragma GCC unroll 16
+    for (int i = 0; i < CHAINS; i++) acc[i] = x;
+    for (int64_t r = 0; r < rounds; r++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < CHAINS; i++) acc[i] = DOT(acc[i], x);
+        __asm__ volatile("" : KEPT(x)); /* x may be another one in each round */
+    }
+    int64_t sum = 0;
+#pragma GCC unroll 16
+    for (int i = 0; i < CHAINS; i++) {
+        int32_t lanes[sizeof(sums) / 4];
+        const sums one = acc[i];
+        memcpy(lanes, &one, sizeof lanes);
+        for (unsigned j = 0; j < sizeof(sums) / 4; j++) sum += lanes[j];
+    }
+    return sum;
+}
+
+/* `rounds` times CHAINS independent products of a whole register of bytes, on each thread. */
+int64_t ceiling_dot(int64_t rounds, int threads) {
+    int64_t sum = 0;
+#pragma omp parallel for schedule(static) reduction(+ : sum) num_threads(threads)
+    for (int t = 0; t < threads; t++) sum += multiply_bytes(rounds, t);
+    return sum;
+}
+
+int64_t ceiling_dot_ops(int64_t rounds, int threads) { return rounds * threads * CHAINS * (int64_t)sizeof(sums) * 2; }

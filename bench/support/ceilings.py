@@ -1,4 +1,4 @@
-"""The ceilings of the machine: bytes per second of scattered blocks and of narrowing, and FMA per second.
+"""The ceilings of the machine: bytes per second of scattered blocks and of narrowing, FMA and byte products per second.
 
 `ceilings.c` is compiled for this machine into a temporary folder. Without a C compiler NumPy measures the ceilings,
 which are then lower than the machine's; `kind` reports this.
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockReader", "fma", "huge_array", "kind", "last_level_bytes", "narrow"]
+__all__ = ["BlockReader", "byte_products", "fma", "huge_array", "kind", "last_level_bytes", "narrow"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,6 +49,8 @@ def _library() -> Any:
         library.ceiling_fma.argtypes = [ctypes.c_int64, ctypes.c_int]
         library.ceiling_fma_flop.restype = ctypes.c_int64
         library.ceiling_fma_flop.argtypes = [ctypes.c_int64, ctypes.c_int]
+        library.ceiling_dot.restype = library.ceiling_dot_ops.restype = ctypes.c_int64
+        library.ceiling_dot.argtypes = library.ceiling_dot_ops.argtypes = [ctypes.c_int64, ctypes.c_int]
         library.parallel = bool(extra)
         return library
     return None
@@ -137,6 +139,14 @@ def fma(threads: int) -> tuple[Any, float]:
         a = np.ones((1024, 1024), np.float32)
         return lambda: np.dot(a, a), 2.0 * 1024**3
     return lambda: library.ceiling_fma(FMA_ROUNDS, threads), float(library.ceiling_fma_flop(FMA_ROUNDS, threads))
+
+
+def byte_products(threads: int) -> tuple[Any, float] | None:
+    """`(run, operations of one run)`: only dot products of bytes, on this many threads; None without a compiler."""
+    library = _library()
+    if library is None:
+        return None
+    return lambda: library.ceiling_dot(FMA_ROUNDS, threads), float(library.ceiling_dot_ops(FMA_ROUNDS, threads))
 
 
 def narrow(source: Bytes, target: Bytes) -> Any:

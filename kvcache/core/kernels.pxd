@@ -130,6 +130,8 @@ cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                    float eps, float *out) noexcept nogil
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
+cdef void rotate(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
+                 const float *sin, float *out) noexcept nogil
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil

@@ -43,6 +43,8 @@ cdef extern from "kvc.h" nogil:
         void (*rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float,
                          float *) noexcept nogil
         void (*swiglu)(int64_t, int64_t, const float *, float *) noexcept nogil
+        void (*rotate)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *,
+                       float *) noexcept nogil
 
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
@@ -187,6 +189,11 @@ cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_
 
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
     _active.swiglu(n, dim, x, out)
+
+
+cdef void rotate(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
+                 const float *sin, float *out) noexcept nogil:
+    _active.rotate(n, heads, dim, x, x_stride, cos, sin, out)
 
 
 cdef int num_threads() noexcept nogil:

@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.layers import rotate
+
 __all__ = ["Rope", "RopeTable"]
 
 Float32 = NDArray[np.float32]
@@ -114,10 +116,7 @@ class RopeTable:
         self._table = self._rows(np.arange(0))
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
-        """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, 1, 2, head_dim // 2)`.
-
-        Axis 1 broadcasts over heads, axis 2 over the halves of a head; `sin` is negated in the first half.
-        """
+        """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, head_dim // 2)`."""
         needed = int(positions.max(initial=-1)) + 1
         if needed > self._max_positions:
             return self._rows(positions)
@@ -132,15 +131,10 @@ class RopeTable:
 
     def rotate(self, heads: Float32, rows: tuple[Float32, Float32]) -> Float32:
         """Turn `heads` `(n, num_heads, head_dim)` by the table rows of their positions; a new array."""
-        cos, sin = rows
-        halves = heads.reshape(*heads.shape[:2], 2, self.head_dim // 2)
-        turned = halves * cos
-        turned += halves[:, :, ::-1] * sin
-        return turned.reshape(heads.shape)
+        return rotate(heads, *rows)
 
     def _rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float64)[:, None] * self._frequencies
         cos = (np.cos(angles) * self._scale).astype(np.float32)
         sin = (np.sin(angles) * self._scale).astype(np.float32)
-        both = np.stack([cos, cos], axis=1), np.stack([-sin, sin], axis=1)
-        return both[0][:, None], both[1][:, None]
+        return cos, sin

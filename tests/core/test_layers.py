@@ -1,9 +1,9 @@
-"""Norms and gated activations, compared with float64 at every level; a row does not depend on the others."""
+"""Norms, rotary embeddings and gated activations, compared with float64 at every level; a row does not depend on the others."""
 
 import numpy as np
 import pytest
 
-from kvcache.core.layers import rms_norm, swiglu
+from kvcache.core.layers import rms_norm, rotate, swiglu
 
 SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
 
@@ -32,6 +32,21 @@ def test_rms_norm_of_some_heads(rng, simd):
     assert rms_norm(x[:0, :4], weight, 1e-6).shape == (0, 4, 24)
 
 
+@pytest.mark.parametrize("dim", [2, 16, 24, 64, 128])
+def test_rotate(rng, simd, dim):
+    """Each pair of channels is a complex number, turned by its angle; a slice of heads is read where it lies."""
+    angles = rng.standard_normal((5, dim // 2)) * 10
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    whole = rng.standard_normal((5, 7, dim)).astype(np.float32)
+    for x in (whole, whole[:, :3], whole[:, ::2], whole[:0]):
+        turned = rotate(x, cos[: len(x)], sin[: len(x)])
+        pairs = x[..., : dim // 2].astype(np.float64) + 1j * x[..., dim // 2 :]
+        want = pairs * np.exp(1j * angles[: len(x)])[:, None]
+        np.testing.assert_allclose(turned, np.concatenate([want.real, want.imag], axis=-1), rtol=0, atol=2e-6)
+    rows = [rotate(whole[i : i + 1], cos[i : i + 1], sin[i : i + 1]) for i in range(5)]
+    np.testing.assert_array_equal(np.concatenate(rows), rotate(whole, cos, sin))
+
+
 @pytest.mark.parametrize("dim", SIZES)
 def test_swiglu(rng, simd, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
@@ -57,3 +72,8 @@ def test_mistakes():
         rms_norm(x, np.ones(5, np.float32), 1e-5)
     with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
         swiglu(np.ones((2, 5), np.float32))
+    heads, angles = np.ones((2, 3, 8), np.float32), np.ones((2, 4), np.float32)
+    with pytest.raises(ValueError, match=r"sin: expected \(2, 4\), got \(2, 3\)"):
+        rotate(heads, angles, np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match="x: expected heads of an even size, got 7"):
+        rotate(heads[:, :, :7], angles, angles)
