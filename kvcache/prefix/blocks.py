@@ -239,7 +239,7 @@ class PrefixCache:
             known = self._pool.in_use(blocks)
             self._pool.expect_each_once(known)
             head, existing = self._head(ids, namespace)
-            elsewhere = self._slots.are_named(known)
+            elsewhere = self._slots.records(known)["named"] != 0
             if head is not None:
                 elsewhere[:existing] &= head.pages != known[:existing]
             if elsewhere.any():
@@ -343,7 +343,8 @@ class PrefixCache:
         """The cached blocks, ascending."""
         with self._lock:
             fetch_all(self._index)
-            return [int(block) for block in self._slots.named()]
+            named: list[int] = self._slots.records()["named"].nonzero()[0].tolist()
+            return named
 
     @property
     def pinned_blocks(self) -> int:

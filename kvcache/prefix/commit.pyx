@@ -21,18 +21,16 @@ def commit(parts):
     cdef Py_ssize_t i
     todo = [(<PrefixIndex?>index, <PrefixIndex?>filled, list(zip(claims, sources)))
             for index, filled, claims, sources in parts]
-    before = [None] * len(todo)
     for index, filled, pairs in todo:
         index.settle()
         if filled.reasons_of is not None:
-            filled.reasons_of.texts.counts.reserve(sum([len(claim) for claim, _ in pairs]))
+            filled.reasons_of.counts.reserve(sum([len(claim) for claim, _ in pairs]))
             filled.reasons_of.ghosts, filled.reasons_of.roots = index.reasons_of.ghosts, index.reasons_of.roots
     # Nothing fails from here on.
-    for number, (index, filled, pairs) in enumerate(todo):
-        before[number] = index.take_over(filled)
+    for index, filled, pairs in todo:
+        index.swap(filled)
         index.clock += 1
         for claim, source in pairs:
-            claim.slots.void_pins(index.trie)
             for i in range(claim.data.n):
                 claim.slots.name_(claim.data.pages[i], index.clock, True)
                 if index.reasons_of is not None:

@@ -45,14 +45,10 @@ cdef class EntryIndex(PrefixIndex):
         cdef walk_t at = walk_t(node=-1, length=0)
         cdef Claim claim = None
         if space is not None:
-            at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-            while whole and at.length > 0 and (
-                not self.trie.table.nodes[at.node].marked or self.trie.table.nodes[at.node].end > at.length
-            ):
-                at = walk_t(node=self.trie.table.nodes[at.node].parent, length=self.trie.table.nodes[at.node].begin)
+            claim = self.matched(space, ids, &at)
+            if whole:
+                at = (<EntryTrie>self.trie).entry_before(at)
         if at.length >= max(1, least):
-            claim = space.slots.claim_of(at.length)
-            self.trie.gather(at, claim.data.pages)
             claim.data.held = claim.data.n = at.length
             space.slots.keep(claim.data, 0)
             self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
@@ -60,6 +56,7 @@ cdef class EntryIndex(PrefixIndex):
             self.hit_tokens += at.length
         else:
             self.misses += 1
+            claim = None
         self.lookup_tokens += ids.shape[0]
         return claim
 
@@ -70,14 +67,14 @@ cdef class EntryIndex(PrefixIndex):
         Args:
             most_entries: unmark entries that this one extends, the longest first, while there are more; -1: any number.
         """
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef NodeTable table = self.trie.table
-        cdef int32_t node = self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
+        cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots), last = node
         while most_entries >= 0 and table.num_entries > most_entries and table.nodes[node].parent >= 0:
             node = table.nodes[node].parent
             self.evictions += table.nodes[node].marked
             table.num_entries -= table.nodes[node].marked
             table.nodes[node].marked = 0
+        return last
 
     def remove(self, tokens, name=None):
         """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""

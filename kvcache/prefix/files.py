@@ -18,7 +18,7 @@ from kvcache.prefix.rows import BLOCK_SIZE, Rows
 from kvcache.prefix.saved import saved_blocks, saved_rows
 from kvcache.prefix.segments import newest_entries, ranges, segments_of, walk_back, well_formed
 from kvcache.prefix.slots import Claim
-from kvcache.prefix.source import Source, fetch_waiting
+from kvcache.prefix.source import PageReader, fetch_waiting
 from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
 
 Int32 = npt.NDArray[np.int32]
-Part = tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[Source]]  # of `commit`
+Part = tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[PageReader]]  # of `commit`
 
 
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:

@@ -17,6 +17,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from kvcache.prefix.misses cimport MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space, Spaces
+from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 
 
@@ -37,11 +38,13 @@ cdef class PrefixIndex:
     cdef readonly int64_t evictions   # pages; entries
 
     cdef int settle(self) except -1                         # what was dropped is given back, what is vacant forgotten
+    # A claim with the pages of the longest match, none of them referenced yet, and with room for one more.
+    cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at)
     cdef Space space_for(self, object name, Slots slots)
-    cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1
     cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
                      Py_ssize_t *existing) except -1
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
     cdef void taken(self, Space space, Claim claim) noexcept    # the trie has let go of the claim's pages
     cdef void cut(self, int32_t node, Claim claim) noexcept     # an entry into a claim with room for its whole text
-    cdef tuple take_over(self, PrefixIndex other)           # what was here before
+    # Exchange all pages with an index made by `like`, and drop this one's. Takes no memory and does not fail.
+    cdef int swap(self, PrefixIndex other) except -1

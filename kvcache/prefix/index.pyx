@@ -10,6 +10,7 @@ from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space, Spaces
 from kvcache.trie.entries cimport EntryTrie
+from kvcache.trie.nodes cimport node_t
 from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 
@@ -44,19 +45,15 @@ cdef class PrefixIndex:
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
         self.kinds = [] if slots is None else [slots]
         self.spaces = Spaces()
-        if slots is not None:
-            slots.trie = trie
         if most_ghosts is not None:
             self.reasons_of = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
 
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
-        cdef PrefixIndex other = type(self).__new__(type(self))
-        other.trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
-        other.slots, other.entries = self.slots, self.entries
-        other.kinds, other.spaces = list(self.kinds), Spaces()
-        if self.reasons_of is not None:
-            other.reasons_of = MissReasons(self.slots.num_pages, self.trie.table.page_size, self.reasons_of.most_pages)
+        trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
+        most_ghosts = None if self.reasons_of is None else self.reasons_of.most_pages
+        cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
+        other.kinds = list(self.kinds)
         return other
 
     def __len__(self):
@@ -98,27 +95,26 @@ cdef class PrefixIndex:
             return Match(usable * self.trie.table.page_size, pages[:usable], -1)
         return Match(at.length, pages, self.trie.partial(at))
 
+    cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at):
+        at[0] = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef Claim claim = space.slots.claim_of(at.length // self.trie.table.page_size + 1)
+        self.trie.gather(at[0], claim.data.pages)
+        return claim
+
     def claim(self, tokens, name=None):
         """Find, count, use and hold: a `Claim` on the full pages of a match, and on the one that it ends inside."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
         self.settle()
         cdef Space space = self.spaces.find(name)
-        cdef Slots slots = self.kinds[0] if space is None else space.slots
-        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = 0, held = 0, i
-        cdef walk_t at
-        cdef int32_t tail = -1, node = -1
-        cdef int reason = -1
-        if space is not None:
-            at = self.trie.walk(space.root, uint32s(ids), n)
-            walked = at.length // size
-        cdef Claim claim = slots.claim_of(walked + 1)
+        cdef Slots slots = self.slots
+        cdef walk_t at = walk_t(node=-1, length=0)
+        cdef Claim claim = slots.claim_of(1) if space is None else self.matched(space, ids, &at)
         cdef int32_t *pages = claim.data.pages
-        if space is not None:
-            self.trie.gather(at, pages)
-            held = slots.usable(pages, walked)
-            if held == walked and slots.table == NULL:
-                tail = self.trie.partial(at)
+        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = at.length // size, i
+        cdef Py_ssize_t held = slots.usable(pages, walked)
+        cdef int32_t tail = self.trie.partial(at) if held == walked and slots.table == NULL else -1, node = -1
+        cdef int reason = -1
         if self.reasons_of is not None and 0 < n < size:
             reason = SHORTER
         elif self.reasons_of is not None and (held + 1) * size <= n:
@@ -154,12 +150,11 @@ cdef class PrefixIndex:
         cdef Space space = self.spaces.find(name)
         if space is None:
             return None
-        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef walk_t at
+        cdef Claim claim = self.matched(space, ids, &at)
         cdef Py_ssize_t n = at.length // self.trie.table.page_size
         if n == 0:
             return None
-        cdef Claim claim = space.slots.claim_of(n)
-        self.trie.gather(at, claim.data.pages)
         cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.table.page_size)
         claim.data.n = n
         self.trie.table.stamp_path(node)
@@ -171,15 +166,18 @@ cdef class PrefixIndex:
     def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
+        A page that is cached already stays; it takes the slots of those groups that it has none in.
+
         Args:
-            head: from `head` of the same tokens; None: there is none.
+            head: from `head` of the same tokens, or of the first of them; None: there is none.
             slots: of a new namespace; by default those of all.
+
+        Returns:
+            The trie's node that ends with the last page.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
-
-    cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1:
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
+        slots = self.slots if slots is None else slots
         if fresh.slots is not slots or (head is not None and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
         self.settle()
@@ -194,6 +192,10 @@ cdef class PrefixIndex:
             memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
             node = self.put(ids, space, values, n, old, &existing)
             # Nothing fails from here on.
+            if slots.table != NULL and existing > old:
+                self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
+                for i in range(old, existing):
+                    slots.fill(values[i], fresh.data.pages[i - old])
             self.clock += 1
             for i in range(existing, n):
                 slots.name_(values[i], self.clock, False)
@@ -284,7 +286,7 @@ cdef class PrefixIndex:
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
         """The leaf to take pages from, and how many its tail has of `count` that are not pinned; -1: none."""
-        cdef int32_t leaf = self.trie.table.leaves.top(), last
+        cdef int32_t leaf = self.trie.table.leaves.top()
         cdef Py_ssize_t n
         cdef const int32_t *values
         if self.entries or count <= 0:
@@ -296,8 +298,7 @@ cdef class PrefixIndex:
                 pages[0] += 1
             if pages[0]:
                 return leaf
-            last = values[n - 1]
-            self.slots.pages[last].parked = leaf
+            self.slots.trie, self.slots.pages[values[n - 1]].parked = self.trie, leaf
             self.trie.table.pin(leaf, 1)
             leaf = self.trie.table.leaves.top()
         return -1
@@ -323,21 +324,23 @@ cdef class PrefixIndex:
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
         self.settle()
         cdef PrefixIndex other = self.like()
+        self.swap(other)
+
+    cdef int swap(self, PrefixIndex other) except -1:
         cdef Slots slots
         cdef int32_t page
-        for slots in self.kinds:
+        for slots in other.kinds:
             for page in range(<int32_t>slots.num_pages):
                 if slots.pages[page].named:
                     slots.unname(page)
                     slots.give(&page, 1)
-            slots.void_pins(other.trie)
+            slots.forget_pins()
             slots.source = None
-        self.take_over(other)    # the old names may have finalisers, which run now
-
-    cdef tuple take_over(self, PrefixIndex other):
-        before = self.trie, self.reasons_of, self.spaces
-        self.trie, self.reasons_of, self.kinds, self.spaces = other.trie, other.reasons_of, other.kinds, other.spaces
-        return before
+        self.trie, other.trie = other.trie, self.trie
+        self.reasons_of, other.reasons_of = other.reasons_of, self.reasons_of
+        self.kinds, other.kinds = other.kinds, self.kinds
+        self.spaces, other.spaces = other.spaces, self.spaces
+        return 0
 
     # -- what comes from elsewhere --------------------------------------------------------------------------
 
@@ -348,7 +351,7 @@ cdef class PrefixIndex:
             return np.empty(0, np.int32)
         found = self.find(tokens, name)
         pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
-        return pages[space.slots.wait(pages)]
+        return pages[space.slots.records(pages)["waits"] != 0]
 
     def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
         """Forget a page of a match of `tokens`, and all that continues it.
@@ -359,25 +362,20 @@ cdef class PrefixIndex:
         self.settle()
         cdef Space space = self.spaces.find(name)
         found = self.find(ids, name)
-        cdef Py_ssize_t at = [*found.pages.tolist(), found.tail].index(page)
-        cdef Py_ssize_t length = at * self.trie.table.page_size
+        cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
+        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages), rest = space.slots.claim_of(length)
         bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
-        cdef int32_t node = self.trie.boundary(self.trie.match(space.root, ids[:length])[0], length)
-        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
-        self.trie.table.pin(node, 1)    # it keeps its id while its children go
-        try:
-            values = self.trie.prune(space.root, bad)
-        finally:
-            self.trie.table.pin(node, -1)
+        values = self.trie.prune(space.root, bad)
         claim.data.n = values.shape[0]
         memcpy(claim.data.pages, cnp.PyArray_DATA(values), values.shape[0] * sizeof(int32_t))
         self.taken(space, claim)
-        if self.entries and length and self.trie.table.nodes[node].child < 0 and not self.trie.table.nodes[node].marked:
+        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), length)
+        cdef const node_t *last = &self.trie.table.nodes[at.node]
+        if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
-                self.trie.table.mark(node, True)
+                self.trie.table.mark(at.node, True)
             else:
-                rest = space.slots.claim_of(length)
-                self.cut(node, rest)
+                self.cut(at.node, rest)
                 self.taken(space, rest)
         self.spaces.close(space, self.trie)
 
@@ -406,11 +404,11 @@ cdef class PrefixIndex:
             slots.check()
             named = [self.trie.all_values(root) for root, space in self.spaces.of_root.items() if space.slots is slots]
             named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
-            assert named.tolist() == slots.named().tolist(), "prefix index: the trie names other pages"
+            records = slots.records()
+            assert named.tolist() == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
             if self.reasons_of is not None:
                 self.reasons_of.check(named)
-            for id in range(slots.num_pages):
-                parked += slots.pages[id].parked >= 0
+            parked += np.count_nonzero(records["parked"] >= 0)
         for id in range(self.trie.table.used):
             pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
         assert parked == pins, "prefix index: a parked leaf is in no page's record"

@@ -29,8 +29,8 @@ def block_of(cache: PrefixCache, index: int, ref_count: int, clock: int, token_i
 
     def read() -> tuple[list[Float32], list[Float32]]:
         with cache._lock:
-            named, born, _ = slots.record(index)
-            if born > clock or not (named or slots.counts()[index]):
+            record = slots.records()[index]
+            if record["born"] > clock or not (record["named"] or slots.counts()[index]):
                 raise BlockNotFoundError(index)
             return read_block(store, index, head_dim)
 
@@ -42,11 +42,11 @@ def cached_block(cache: PrefixCache, index: int) -> CacheBlock | None:
     """A block that is cached or held, as it is now."""
     slots = cache._slots
     slots.settle()
-    held, (named, _, used) = int(slots.counts()[index]), slots.record(index)
-    if not held and not named:
+    held, record = int(slots.counts()[index]), slots.records()[index]
+    if not held and not record["named"]:
         return None
     block = block_of(cache, index, held, cache._index.clock, slots.tokens_of(np.array([index]))[0].tolist())
-    block.last_used = used
+    block.last_used = int(record["used"])
     return block
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.kernels import FORMATS
 from kvcache.core.locks import CallLock
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
@@ -22,7 +23,6 @@ __all__ = ["PackedRows", "PlainRows", "Rows", "rows_of"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
-DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
 # Slots per block: at 64 no block needs padding, so a slot costs its packed rows and not a byte more; and whole
 # tiles of 16 tokens are packed and unpacked at once.
 BLOCK_SIZE = 64
@@ -39,7 +39,7 @@ class PlainRows:
     def __init__(self, num_layers: int, kv_dim: int, key_dtype: str, value_dtype: str) -> None:
         self.num_layers, self.kv_dim = num_layers, kv_dim
         self._names = (key_dtype, value_dtype)
-        self._sides = [np.empty((num_layers, 0, kv_dim), DTYPES[name]) for name in self._names]
+        self._sides = [np.empty((num_layers, 0, kv_dim), f"f{FORMATS[name].bits // 8}") for name in self._names]
         self.slot_bytes = num_layers * kv_dim * sum(rows.itemsize for rows in self._sides)
 
     def grow(self, num_slots: int) -> None:
@@ -51,13 +51,13 @@ class PlainRows:
             new[:, : old.shape[1]] = old
         self._sides = grown
 
-    def represent(self, keys: Float32, values: Float32) -> None:
+    def check_values(self, keys: Float32, values: Float32) -> None:
         """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
-        for name, rows in zip(self._names, (keys, values), strict=True):
-            limit = float(np.finfo(DTYPES[name]).max)
-            # NaN fails the comparison as well.
-            if not (np.abs(rows).max() <= limit):
-                raise ValueError(f"{name}: expected finite values within {limit:.6g}, got others")
+        for what, name, rows, side in zip(("keys", "values"), self._names, (keys, values), self._sides, strict=True):
+            bad = rows[~(np.abs(rows) <= np.finfo(side.dtype).max)]  # NaN fails the comparison as well
+            if bad.size:
+                most = FORMATS[name].largest
+                raise ValueError(f"{what}: expected finite values that {name} can hold, up to {most}, got {bad[0]}")
 
     def write(self, slots: Int32, keys: list[Float32], values: list[Float32]) -> None:
         """Store rows `(len(slots), kv_dim)` of every layer."""
@@ -126,7 +126,7 @@ class PackedRows:
             with self._lock:
                 self._stores.append((end, store))
 
-    def represent(self, keys: Float32, values: Float32) -> None:
+    def check_values(self, keys: Float32, values: Float32) -> None:
         """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
         self._empty.check_values(keys.reshape(self._shape), values.reshape(self._shape))
 
@@ -248,7 +248,7 @@ def rows_of(
     """
     if head_dim is not None and kv_dim % head_dim:
         raise ValueError(f"head_dim: expected a divisor of kv_dim {kv_dim}, got {head_dim}")
-    if key_dtype in DTYPES and value_dtype in DTYPES:
+    if not (FORMATS[key_dtype].quantised or FORMATS[value_dtype].quantised):
         return PlainRows(num_layers, kv_dim, key_dtype, value_dtype)
     if head_dim is None and (kv_dim % 8 or kv_dim > 256):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""A saved file as the `Source` of a cache: a page is read from the file when a lookup first matches it."""
+"""Reads pages of a cache from a saved file, each when a lookup first matches it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 from weakref import proxy
 
@@ -28,7 +28,7 @@ _ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 256
 
 
 class SavedPages:
-    """What one arena of a file has for the pages of a `Slots`; it offers nothing else and takes nothing.
+    """Reads the pages of a `Slots` from one arena of a file.
 
     Args:
         slots: of the cache.
@@ -51,16 +51,6 @@ class SavedPages:
         self._page_of[places], self._place_of[pages] = pages, places
         self._warned = False
 
-    def offers(self, name: Hashable, tokens: npt.NDArray[np.uint32], start: int) -> int:
-        """None: all that the file has was named when it was loaded."""
-        return 0
-
-    def expect(self, name: Hashable, tokens: npt.NDArray[np.uint32], start: int, pages: Int32) -> None:
-        """Nothing was offered."""
-
-    def spill(self, name: Hashable, tokens: npt.NDArray[np.uint32], pages: Int32) -> None:
-        """The file stays as it is."""
-
     def fetch(self, pages: Int32) -> Int32:
         """Read the file pages that `pages` wait for, up to the first that is damaged; what has its content then."""
         arrived = [np.empty(0, np.int32)]
@@ -82,7 +72,9 @@ class SavedPages:
         """The pages that wait for something of a file page, and where in it that is."""
         mine = self._page_of[file_page * self._size : (file_page + 1) * self._size]
         inside = np.flatnonzero(mine >= 0)
-        inside = inside[self._slots.wait(mine[inside])]  # the others were evicted, and their slots may be in use again
+        inside = inside[
+            self._slots.records(mine[inside])["waits"] != 0
+        ]  # the others were evicted, and their slots may be in use again
         return mine[inside], inside
 
     def _warn(self, page: int) -> None:

@@ -27,8 +27,8 @@ cdef struct page_t:
     int64_t born          # the index's clock when the page was last named
     int64_t used          # and when it was last found
     int32_t pins          # claims and lookups that keep it, and so all before it, in the trie
-    int32_t looked        # lookups that hold it until they are released by name
-    int32_t looked_pins   # those among its pins
+    int32_t lookups       # lookups that hold it, each until `release`
+    int32_t lookup_pins   # those among its pins
     int32_t parked        # the leaf that ends with this page, which an eviction has found pinned; -1: none
     bint named
     bint waits            # named, and its content is still in a file
@@ -60,8 +60,8 @@ cdef class Slots:
     cdef Py_ssize_t num_pages
     cdef claim_t *claims
     cdef claim_t *ended
-    cdef TokenTrie trie                # whose leaves are parked
-    cdef int64_t epoch                 # a new one voids all pins
+    cdef TokenTrie trie                # the trie of the parked leaves
+    cdef int64_t epoch                 # pins of an earlier one do not count
 
     cdef Claim claim_of(self, Py_ssize_t n)                  # with room for n pages, and none yet
     # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
@@ -71,7 +71,8 @@ cdef class Slots:
     cdef void unpin(self, int32_t page) noexcept
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
-    cdef void void_pins(self, TokenTrie trie) noexcept       # nothing is pinned; leaves are parked in another trie now
+    cdef void forget_pins(self) noexcept
+    cdef void fill(self, int32_t page, int32_t other) noexcept    # move the slots that `page` lacks there from `other`
     cdef void settle_(self) noexcept
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept    # of a prefix, by all groups
 
@@ -79,6 +80,6 @@ cdef class Slots:
 cdef class Claim:
     cdef readonly Slots slots
     cdef claim_t *data
-    cdef bint released
+    cdef readonly bint released            # whether the references were given back
     cdef readonly object name, tokens      # what was evicted: its namespace, and the text that ends with these pages
     cdef readonly Py_ssize_t tail_tokens   # first tokens of the last page that are part of the match, 0: all of it

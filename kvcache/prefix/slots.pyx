@@ -7,7 +7,6 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 from kvcache.core.pool cimport BlockPool
-from kvcache.trie.trie cimport TokenTrie
 
 import numpy as np
 
@@ -70,7 +69,7 @@ cdef class Slots:
             raise MemoryError(f"no memory for {num_pages} pages")
         self.tokens = <uint32_t *>grown
         for page in range(self.num_pages, num_pages):
-            self.pages[page] = page_t(born=0, used=0, pins=0, looked=0, looked_pins=0, parked=-1, named=0, waits=0)
+            self.pages[page] = page_t(born=0, used=0, pins=0, lookups=0, lookup_pins=0, parked=-1, named=0, waits=0)
 
     def grow(self, Py_ssize_t num_pages):
         """Room for so many pages of a single group; MemoryError: nothing has changed."""
@@ -190,20 +189,27 @@ cdef class Slots:
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept:
         cdef page_t *record = &self.pages[page]
         record.named, record.waits, record.born, record.used = True, waits, clock, clock
-        record.pins, record.looked_pins, record.parked = 0, 0, -1
+        record.pins, record.lookup_pins, record.parked = 0, 0, -1
         self.num_waiting += waits
 
     cdef void unname(self, int32_t page) noexcept:
         self.num_waiting -= self.pages[page].waits
         self.pages[page].named = self.pages[page].waits = False
 
-    cdef void void_pins(self, TokenTrie trie) noexcept:
+    cdef void forget_pins(self) noexcept:
         cdef Py_ssize_t page
         for page in range(self.num_pages):
-            self.pages[page].pins = self.pages[page].looked_pins = 0
+            self.pages[page].pins = self.pages[page].lookup_pins = 0
             self.pages[page].parked = -1
-        self.trie = trie
         self.epoch += 1
+
+    cdef void fill(self, int32_t page, int32_t other) noexcept:
+        cdef Py_ssize_t group
+        cdef int32_t *slots
+        for group in range(len(self.pools)):
+            slots = self.table + group * self.num_pages
+            if slots[page] < 0:
+                slots[page], slots[other] = slots[other], -1
 
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t page, group, groups = len(self.pools), best = 0
@@ -241,36 +247,21 @@ cdef class Slots:
             raise InvalidOperationError(f"expected a block that a lookup holds, got {page}")
         cdef page_t *record = &self.pages[page]
         cdef int32_t id = <int32_t>page
-        record.looked -= 1
-        if record.looked_pins:
-            record.looked_pins -= 1
+        record.lookups -= 1
+        if record.lookup_pins:
+            record.lookup_pins -= 1
             self.unpin(id)
         self.give(&id, 1)
 
     def is_looked_up(self, Py_ssize_t page):
         """Whether a lookup holds a page."""
-        return 0 <= page < self.num_pages and self.pages[page].looked > 0
+        return 0 <= page < self.num_pages and self.pages[page].lookups > 0
 
     # -- what is inside -------------------------------------------------------------------------------------
 
-    def record(self, Py_ssize_t page):
-        """`(named, born, used)` of a page in [0, num_pages)."""
-        if not 0 <= page < self.num_pages:
-            raise IndexError(f"page: expected one below {self.num_pages}, got {page}")
-        return bool(self.pages[page].named), self.pages[page].born, self.pages[page].used
-
-    def are_named(self, const int32_t[::1] pages):
-        """Which of these pages, int32 `(n,)` and in range, the trie names, bool."""
-        return np.array([self.pages[pages[i]].named for i in range(pages.shape[0])], bool)
-
-    def wait(self, const int32_t[::1] pages):
-        """Which of these pages, int32 `(n,)` and in range, wait for their content, bool."""
-        return np.array([self.pages[pages[i]].waits for i in range(pages.shape[0])], bool)
-
-    def named(self):
-        """The pages that the trie names, ascending, int32."""
-        cdef Py_ssize_t page
-        return np.array([page for page in range(self.num_pages) if self.pages[page].named], np.int32)
+    def records(self, pages=slice(None)):
+        """The records of pages (int32 `(n,)`, in range; all by default), fields `page_t`, a copy."""
+        return np.array(np.asarray(<page_t[:max(1, self.num_pages)]>self.pages)[: self.num_pages][pages])
 
     def of(self, pages):
         """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""
@@ -297,7 +288,7 @@ cdef class Slots:
                 count[claim.pages[i]] += 1
             claim = claim.next
         for i in range(self.num_pages):
-            count[i] += self.pages[i].looked + (references and self.pages[i].named)
+            count[i] += self.pages[i].lookups + (references and self.pages[i].named)
         return out
 
     @property
@@ -320,8 +311,8 @@ cdef class Slots:
         for page in range(self.num_pages):
             record = &self.pages[page]
             waiting += record.waits
-            assert record.pins == pins[page] + record.looked_pins, f"page {page}: pins do not add up"
-            assert 0 <= record.looked_pins <= record.looked, f"page {page}: lookups do not add up"
+            assert record.pins == pins[page] + record.lookup_pins, f"page {page}: pins do not add up"
+            assert 0 <= record.lookup_pins <= record.lookups, f"page {page}: lookups do not add up"
             assert record.named or not (record.waits or record.pins), f"page {page}: waits or is pinned without a name"
             assert not (record.waits and held[page]), f"page {page}: waits and is held"
             assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
@@ -371,17 +362,12 @@ cdef class Claim:
         cdef claim_t *data = self.data
         for i in range(data.held):
             self.slots.pages[data.pages[i]].pins += 1
-            self.slots.pages[data.pages[i]].looked += 1
-            self.slots.pages[data.pages[i]].looked_pins += 1
+            self.slots.pages[data.pages[i]].lookups += 1
+            self.slots.pages[data.pages[i]].lookup_pins += 1
         if data.pinned >= 0:
             self.slots.unpin(data.pinned)
         self.slots.give(data.pages + data.held, data.n - data.held)
         data.n, data.held, data.pinned = 0, 0, -1
-
-    @property
-    def is_released(self):
-        """Whether they were given back."""
-        return self.released
 
     @property
     def pages(self):

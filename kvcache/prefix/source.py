@@ -11,26 +11,30 @@ import numpy.typing as npt
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Slots
 
-__all__ = ["Source", "fetch_offered", "fetch_waiting"]
+__all__ = ["PageReader", "Source", "fetch_offered", "fetch_waiting"]
 
 Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
 
 
-class Source(Protocol):
-    """What can fill the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
+class PageReader(Protocol):
+    """What fills the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
 
     A page is known by its id; `Slots.of` says where its slots are, for each group of layers.
     """
+
+    def fetch(self, pages: Int32) -> Int32:
+        """Fill the slots of pages that it was told to expect; those that are good, others that wait among them."""
+
+
+class Source(PageReader, Protocol):
+    """A store outside of the cache: it is asked for the pages that the cache lacks, and receives those evicted."""
 
     def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
         """How many pages of `tokens` it has, from page `start` on, for every group that needs them."""
 
     def expect(self, name: Hashable, tokens: Tokens, start: int, pages: Int32) -> None:
         """`pages` are for what was offered of `tokens`, from page `start` on."""
-
-    def fetch(self, pages: Int32) -> Int32:
-        """Fill the slots of pages that it was told to expect; those that are good, others that wait among them."""
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """`tokens` end with `pages`, whose slots are free after this call."""

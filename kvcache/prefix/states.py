@@ -146,7 +146,7 @@ class PrefixKvCache:
                 f"got {kind.rows.num_layers} of {kind.rows.kv_dim}"
             )
         for k, v in zip(keys, values, strict=True):
-            kind.rows.represent(k, v)
+            kind.rows.check_values(k, v)
         fetch_waiting(index, ids, name, self._least)
         self._refuse_what_never_fits(kind, len(ids), index.find(ids, name).pages)
         head = index.head(ids, name)  # What the entry builds on is used, and stays in its slots.

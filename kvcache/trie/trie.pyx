@@ -153,16 +153,6 @@ cdef class TokenTrie:
             raise InvalidOperationError(f"node: expected a pinned one, got {node} without pins")
         self.table.pin(id, -1)
 
-    def repin(self, nodes):
-        """Pin `nodes`, each as often as it is listed, and no others, whatever was pinned before. O(all nodes)."""
-        cdef list ids = [self._node(node) for node in nodes]
-        cdef int32_t id
-        for id in range(<int32_t>self.table.used):
-            if self.table.nodes[id].begin >= 0 and self.table.nodes[id].pins:
-                self.table.pin(id, -self.table.nodes[id].pins)
-        for id in ids:
-            self.table.pin(id, 1)
-
     def evict(self, num_pages):
         """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
 
@@ -221,13 +211,6 @@ cdef class TokenTrie:
         self.table.give(top)
         return freed
 
-    def drop_empty(self, root):
-        """`drop_root` of a namespace that caches nothing; takes no memory. InvalidOperationError if it does."""
-        cdef int32_t top = self._root(root)
-        if self.table.nodes[top].child >= 0:
-            raise InvalidOperationError(f"root: expected one without children, got {root}")
-        self.table.give(top)
-
     def clear(self):
         """Empty every namespace, pinned nodes too; the roots stay. Returns the values."""
         cdef Py_ssize_t root, at = 0
@@ -276,14 +259,6 @@ cdef class TokenTrie:
     def victim(self):
         """The leaf that `evict` would take pages from next; -1 if there is none."""
         return self.table.leaves.top()
-
-    def num_pages_of(self, node):
-        """Pages that end in `node` itself."""
-        return self.table.pages(self._node(node))
-
-    def is_leaf(self, node):
-        """Whether nothing is cached after `node`; true of an empty root."""
-        return self.table.nodes[self._node(node)].child < 0
 
     def num_pins(self, node):
         """Pins on `node` itself."""

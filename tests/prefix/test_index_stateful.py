@@ -51,6 +51,19 @@ class IndexMachine(RuleBasedStateMachine):
             texts.pop()
         return texts
 
+    def reasons(self, name, tokens, found, inside, evicted):
+        """Why a lookup stopped behind `found` pages, given whether it did since the next one was evicted."""
+        text = tokens[: (found + 1) * SIZE]
+        if 0 < len(tokens) < SIZE:
+            return ["shorter_than_block"]
+        if len(text) < (found + 1) * SIZE:
+            return []
+        if evicted or (name, text) in self.page_of:  # there, and not for all groups
+            return ["evicted"]
+        if any(text == other for _, other in self.page_of):
+            return ["namespace"]
+        return ["shorter_than_block" if inside else "no_shared_prefix"]
+
     def use(self, texts):
         self.clock += 1
         for text in texts:
@@ -83,8 +96,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, tokens=TEXT)
     def claim(self, name, tokens):
-        texts, before = self.matched(name, tokens), self.index.hits
+        texts, before, reasons = self.matched(name, tokens), self.index.hits, self.index.reasons
         claim = self.index.claim(tokens, name)
+        missed = [key for key, count in self.index.reasons.items() if count != reasons[key]]
+        assert missed == self.reasons(name, tokens, len(texts), claim.tail >= 0, "evicted" in missed)
         pages = claim.pages.tolist()
         assert pages[: claim.num_held] == [self.page_of[text] for text in texts]
         assert self.index.hits == before + len(texts)
@@ -128,30 +143,30 @@ class IndexMachine(RuleBasedStateMachine):
         del self.looked[last]
         self.slots.release(page)
 
-    @rule(name=NAMES, tokens=TEXT)
-    def insert(self, name, tokens):
-        """The text, as far as there is room for it, behind what there is of it."""
+    @rule(name=NAMES, tokens=TEXT, again=st.integers(0, 3))
+    def insert(self, name, tokens, again):
+        """The text, as far as there is room for it, behind what there is of it but for so many pages."""
         tokens = tokens[: len(tokens) // SIZE * SIZE]
         old = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE) if (name, tokens[:n]) in self.page_of]
-        head = self.index.head(tokens, name)
-        assert (0 if head is None else len(head)) == len(old)
-        if old:
-            self.use(old)
-        wanted = len(tokens) // SIZE - len(old)
+        kept = max(0, len(old) - again)
+        head = self.index.head(tokens[: kept * SIZE], name)
+        assert (0 if head is None else len(head)) == kept
+        if kept:
+            self.use(old[:kept])
         self.slots.settle()
-        room = self.slots.room(wanted)
+        room = self.slots.room(len(tokens) // SIZE - kept)
         if room == 0:
             return
         fresh = self.slots.take(room)
         pages = fresh.pages.tolist()
         assert not set(pages) & set(self.references())
-        end = (len(old) + room) * SIZE
+        end = (kept + room) * SIZE
         self.index.insert(tokens[:end], fresh, name, head)
-        assert len(fresh) == 0
+        assert len(fresh) == len(old[kept : kept + room])
         for i, page in enumerate(pages):
-            text = name, tokens[: (len(old) + i + 1) * SIZE]
-            self.page_of[text] = page
-            self.present[text] = not self.window or i >= room - self.window
+            text, present = (name, tokens[: (kept + i + 1) * SIZE]), not self.window or i >= room - self.window
+            self.page_of.setdefault(text, page)
+            self.present[text] = present or self.present.get(text, False)  # a slot that it lacked is filled in
         self.use([(name, tokens[:n]) for n in range(SIZE, end + 1, SIZE)])
 
     @rule(count=st.integers(1, 4))
@@ -204,7 +219,7 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.matched(*order[0][-1])
         damaged = found[bad % len(found)] if bad is not None and found else None
         pages = np.array(list(page_of.values()), np.int32)
-        assert self.slots.wait(pages).all()
+        assert self.slots.records(pages)["waits"].all()
         self.slots.arrived(pages[pages != page_of.get(damaged)])
         if damaged is not None:
             assert self.index.waiting(order[0][-1][1], name).tolist() == [page_of[damaged]]
@@ -224,7 +239,7 @@ class IndexMachine(RuleBasedStateMachine):
         held = np.bincount(self.references(), minlength=self.slots.pool.num_blocks)
         assert self.slots.pool.ref_counts().tolist() == held.tolist()
         assert len(self.index) == len(self.page_of)
-        assert self.slots.named().tolist() == sorted(self.page_of.values())
+        assert np.flatnonzero(self.slots.records()["named"]).tolist() == sorted(self.page_of.values())
         assert self.index.evictions == self.evicted
 
     def teardown(self):

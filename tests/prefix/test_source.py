@@ -91,9 +91,8 @@ class Face:
         return len(claim)
 
     def store(self, name, tokens):
-        self.lookup(name, tokens)
-        head = self.index.head(tokens, name)
-        found = 0 if head is None else len(head)
+        found = self.lookup(name, tokens)
+        head = self.index.head(tokens[: found * SIZE], name)
         room = self.make_room(len(tokens) // SIZE - found)
         if room:
             claim = self.slots.take(room)
@@ -129,11 +128,23 @@ def test_a_prefix_is_usable_where_the_window_has_its_newest_pages():
     face = Face(20)
     face.store(None, text(0, 6))
     assert [face.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 0, 0, 0, 0, 0, 6]
-    face.store(None, text(0, 2))  # a prompt that ends here keeps its own newest pages, once the others have left
     face.index.clear()
     face.store(None, text(0, 2))
     face.store(None, text(0, 6))
     assert [face.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 1, 2, 2, 2, 2, 6]
+
+
+def test_a_page_takes_the_slots_that_it_lacks():
+    face = Face(20)
+    face.store(None, text(0, 6))  # the windowed group has slots for its last two pages
+    pages = face.index.find(text(0, 6)).pages
+    face.store(None, text(0, 2))
+    assert [face.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 1, 2, 2, 2, 2, 6]
+    assert face.index.find(text(0, 6)).pages.tolist() == pages.tolist()
+    face.slots.settle()
+    assert [pool.num_used for pool in face.slots.pools] == [6, 4]
+    assert face.lookup(None, text(0, 2)) == 2
+    face.index.check()
 
 
 def test_a_page_that_does_not_arrive_ends_the_match():

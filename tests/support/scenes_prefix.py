@@ -91,7 +91,7 @@ def block_cache(cache):
             top, tokens, values = index.trie.path(leaf)
             if top == root:
                 data = [cache.get_block(int(value)).keys for value in values]
-                records = [cache._slots.record(int(value)) for value in values]
+                records = cache._slots.records(values)[["named", "born", "used"]].tolist()
                 blocks[space.name, tokens.tobytes()] = plain([values, records, data])
     return blocks, plain(counters), plain(cache._pool.ref_counts()), len(index.trie)
 

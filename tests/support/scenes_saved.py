@@ -66,7 +66,7 @@ class SavedPrefix(Scene):
         """All invariants, and that rows that do not wait are those of their tokens."""
         super()._check()
         for name, tokens, pages, slots in self._texts():
-            here = ~slots.wait(pages)
+            here = slots.records(pages)["waits"] == 0
             for side, layers in enumerate(rows(name, tokens, DIM)):
                 for layer, expected in enumerate(layers):
                     found = slots.rows.read(side, layer, pages).reshape(-1, DIM)
@@ -172,7 +172,7 @@ class SavedBlocks(SavedPrefix):
     def _check(self):
         self.it.check()
         for name, tokens, blocks, slots in self._texts():
-            waits = slots.wait(blocks)
+            waits = slots.records(blocks)["waits"]
             expected = pairs(name, tokens, SIZE, 1, DIM)
             for i, block in enumerate(blocks.tolist()):
                 assert waits[i] or np.array_equal(read_block(self.it._store, block, DIM), expected[i]), "K of others"

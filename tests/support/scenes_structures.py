@@ -135,9 +135,6 @@ class Entries(Scene):
     def evict_entry(self):
         self.it.evict_entry()
 
-    def evict_entry_but_a_path(self):
-        self.it.evict_entry(self.it.match(self.root, range(450))[0])
-
     def remove(self):
         self.it.remove(self.root, range(800))
 

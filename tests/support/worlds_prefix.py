@@ -55,7 +55,7 @@ class PrefixCalls:
 
     def _closed(self, session):
         claim = session._claim
-        self.promises.append((lambda: claim.is_released, "a session is open that was closed"))
+        self.promises.append((lambda: claim.released, "a session is open that was closed"))
 
     @release
     def prefix_close_session(self, via):

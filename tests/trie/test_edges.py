@@ -78,15 +78,3 @@ def test_edges_are_the_trie(size: int, texts: list[Tokens]) -> None:
         assert (edges.stamps[inner] <= edges.stamps[edges.parents[inner]]).all()
     with pytest.raises(ValueError, match="expected the id of a root"):
         edges_of(trie, 99)
-
-
-def test_repin_pins_these_and_no_others():
-    trie = TokenTrie(2)
-    root = trie.add_root()
-    a, _ = trie.insert(root, [1, 2], [0])
-    b, _ = trie.insert(root, [3, 4], [1])
-    trie.pin(a)
-    trie.repin([b, b])
-    assert (trie.num_pins(a), trie.num_pins(b)) == (0, 2)
-    trie.check()
-    assert trie.evict(2).tolist() == [0]

@@ -116,20 +116,6 @@ def test_removing_an_inner_entry_frees_nothing() -> None:
     assert trie.num_nodes == 1
 
 
-def test_a_kept_path_keeps_its_tokens_and_gives_its_entries_last() -> None:
-    trie = EntryTrie()
-    root = trie.add_root()
-    store(trie, root, [1, 2])
-    store(trie, root, [1, 2, 3, 4], 10)
-    store(trie, root, [8], 20)
-    node = trie.touch(*trie.match(root, [1, 2, 3, 9]))
-    freed = [trie.evict_entry(node) for _ in range(4)]
-    assert [None if f is None else f[1].tolist() for f in freed] == [[13], [20], [], None]
-    assert trie.match(root, [1, 2, 3])[1] == 3
-    assert trie.num_entries == 0
-    trie.check()
-
-
 def test_pages_are_single_tokens() -> None:
     with pytest.raises(ValueError, match="page_size: expected 1, got"):
         EntryTrie(4)
