@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvcache.core.store import BlockStore
 from kvcache.prefix.rows import Rows
-from kvcache.prefix.slots import Slots
+from kvcache.prefix.slots import Claim
 from kvcache.saved.snapshot import Snapshot
 
 __all__ = ["SavedPages", "saved_blocks", "saved_rows"]
@@ -31,8 +31,7 @@ class SavedPages:
     """Reads the pages of a `Slots` from one arena of a file.
 
     Args:
-        slots: of the cache.
-        pages: those that wait, int32 `(n,)`.
+        claim: on the pages that wait.
         places: what each waits for, int64 `(n,)`, of which a page of the file has `size`.
         at_once: pages of the file that are read in one call.
         buffers: `buffers(turn, pages)` says where to read a file page to, the `turn`-th of those read at once,
@@ -41,15 +40,20 @@ class SavedPages:
     """
 
     def __init__(
-        self, snapshot: Snapshot, arena: int, slots: Slots, pages: Int32, places: Int64, size: int, at_once: int,
+        self, snapshot: Snapshot, arena: int, claim: Claim, places: Int64, size: int, at_once: int,
         buffers: Callable[[int, Int32], list[Any]], arrived: Callable[[int, Int32, Int64], None],
     ) -> None:  # fmt: skip
-        self._snapshot, self._arena, self._slots = snapshot, arena, proxy(slots)  # which has this
+        pages = claim.pages
+        self._snapshot, self._arena, self._slots = snapshot, arena, proxy(claim.slots)  # which has this
         self._size, self._at_once, self._buffers, self._arrived = size, at_once, buffers, arrived
         self._page_of = np.full(-(-(int(places.max(initial=-1)) + 1) // self._size) * self._size, -1, np.int32)
         self._place_of = np.full(int(pages.max(initial=-1)) + 1, -1, np.int64)
         self._page_of[places], self._place_of[pages] = pages, places
         self._warned = False
+
+    def pages_at(self, places: Int64) -> Int32:
+        """The pages that wait for these places."""
+        return self._page_of[places]
 
     def fetch(self, pages: Int32) -> Int32:
         """Read the file pages that `pages` wait for, up to the first that is damaged; what has its content then."""
@@ -84,25 +88,21 @@ class SavedPages:
         self._warned = True
 
 
-def saved_blocks(
-    snapshot: Snapshot, arena: int, slots: Slots, blocks: Int32, places: Int64, store: BlockStore
-) -> SavedPages:
+def saved_blocks(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, store: BlockStore) -> SavedPages:
     """Blocks of a store; a place is a page of the file."""
 
     def buffers(turn: int, block: Int32) -> list[Any]:
         # Read directly into the block: no call reads the block before its checksum is verified.
         return list(store.overwrite(int(block[0])))
 
-    return SavedPages(
-        snapshot, arena, slots, blocks, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None
-    )
+    return SavedPages(snapshot, arena, claim, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None)
 
 
-def saved_rows(snapshot: Snapshot, arena: int, slots: Slots, pages: Int32, places: Int64, rows: Rows) -> SavedPages:
+def saved_rows(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, rows: Rows) -> SavedPages:
     """Slots of `Rows`; a place is a slot of the file."""
     buffered = [rows.page() for _ in range(_ROWS_AT_ONCE)]
     size = snapshot.arenas[arena].page_tokens
     return SavedPages(
-        snapshot, arena, slots, pages, places, size, _ROWS_AT_ONCE, lambda turn, _: buffered[turn].buffers,
+        snapshot, arena, claim, places, size, _ROWS_AT_ONCE, lambda turn, _: buffered[turn].buffers,
         lambda turn, mine, inside: buffered[turn].copy_to(mine, inside),
     )  # fmt: skip
