@@ -124,7 +124,7 @@ class PrefixCache(IndexedCache):
         with self._lock:
             claim = self._cached.claim(ids, namespace)
             blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
-            claim.keep_by_name()
+            claim.hold_each()
             return len(blocks) * self.block_size, blocks
 
     def release(self, index: int) -> None:
@@ -222,7 +222,7 @@ class PrefixCache(IndexedCache):
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
         count = as_integer(num_blocks, "num_blocks")
         with self._lock:
-            self._slots.settle()
+            self._slots.release_dropped()
             before = self._pool.num_free
             while (wanted := before + count - self._pool.num_free) > 0 and self._cached.evict(wanted):
                 pass
@@ -291,7 +291,7 @@ class PrefixCache(IndexedCache):
     def pinned_blocks(self) -> int:
         """Blocks that sessions and lookups hold."""
         with self._lock:
-            self._slots.settle()
+            self._slots.release_dropped()
             return int(np.count_nonzero(self._slots.counts()))
 
     # -- reports --------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class CachedEntries:
     def used_bytes(self) -> int:
         """Bytes of the slots that entries name or states show."""
         for kind in self.index.kinds:
-            kind.settle()
+            kind.release_dropped()
         return sum(kind.used_bytes for kind in self.index.kinds)
 
     def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:

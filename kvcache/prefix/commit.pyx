@@ -22,10 +22,10 @@ def commit(parts):
     todo = [(<PrefixIndex?>index, <PrefixIndex?>filled, list(zip(claims, sources)))
             for index, filled, claims, sources in parts]
     for index, filled, pairs in todo:
-        index.settle()
-        if filled.reasons_of is not None:
-            filled.reasons_of.counts.reserve(sum([len(claim) for claim, _ in pairs]))
-            filled.reasons_of.ghosts, filled.reasons_of.roots = index.reasons_of.ghosts, index.reasons_of.roots
+        index.clean_up()
+        if filled.miss_reasons is not None:
+            filled.miss_reasons.counts.reserve(sum([len(claim) for claim, _ in pairs]))
+            filled.miss_reasons.ghosts, filled.miss_reasons.roots = index.miss_reasons.ghosts, index.miss_reasons.roots
     # Nothing fails from here on.
     for index, filled, pairs in todo:
         index.swap(filled)
@@ -33,8 +33,8 @@ def commit(parts):
         for claim, source in pairs:
             for i in range(claim.data.n):
                 claim.slots.name_(claim.data.pages[i], index.clock, True)
-                if index.reasons_of is not None:
-                    index.reasons_of.count(claim.data.pages[i])
+                if index.miss_reasons is not None:
+                    index.miss_reasons.count(claim.data.pages[i])
             if claim.data.n:
                 claim.slots.source = source
             claim.data.n = 0

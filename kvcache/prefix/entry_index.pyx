@@ -40,7 +40,7 @@ cdef class EntryIndex(PrefixIndex):
         The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         cdef walk_t at = walk_t(node=-1, length=0)
         cdef Claim claim = None
@@ -79,13 +79,13 @@ cdef class EntryIndex(PrefixIndex):
     def remove(self, tokens, name=None):
         """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         cdef int32_t node = -1 if space is None else self.entry(space, ids)
         if node < 0:
             return None
         cdef Claim claim = space.slots.claim_of(ids.shape[0])
-        self.cut(node, claim)
-        self.taken(space, claim)
+        self.cut_entry(node, claim)
+        self.unname_claimed(space, claim)
         self.spaces.close(space, self.trie)
         return claim

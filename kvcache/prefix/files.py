@@ -146,7 +146,7 @@ def _arena(cache: CachedBlocks) -> Arena:
 def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
     """What a cache takes of its arena: the blocks used last first, as many as there is room for."""
     segments, size, slots = snapshot.segments, cache.store.block_size, cache.slots
-    slots.settle()
+    slots.release_dropped()
     pages, parents = (segments.lengths // size).tolist(), segments.parents.tolist()
     room, kept = cache.room(sum(pages), new=True), [0] * len(pages)
     for i in np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena).tolist():

@@ -32,6 +32,10 @@ cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
     return <const uint32_t *>cnp.PyArray_DATA(array)
 
 
+cdef inline int32_t *int32s(cnp.ndarray array) noexcept:
+    return <int32_t *>cnp.PyArray_DATA(array)
+
+
 cdef class PrefixIndex:
     """A trie per namespace over the pages of a `Slots`, or of several where namespaces differ in shape.
 
@@ -46,12 +50,12 @@ cdef class PrefixIndex:
         self.kinds = [] if slots is None else [slots]
         self.spaces = Spaces()
         if most_ghosts is not None:
-            self.reasons_of = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
+            self.miss_reasons = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
 
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
         trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
-        most_ghosts = None if self.reasons_of is None else self.reasons_of.most_pages
+        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.most_pages
         cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
         other.kinds = list(self.kinds)
         return other
@@ -62,10 +66,10 @@ cdef class PrefixIndex:
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
-    cdef int settle(self) except -1:
+    cdef int clean_up(self) except -1:
         cdef Slots slots
         for slots in self.kinds:
-            slots.settle_()
+            slots.release_dropped_()
             if slots.num_waiting == 0:
                 slots.source = None
         self.spaces.forget_vacant()
@@ -89,8 +93,8 @@ cdef class PrefixIndex:
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
         cdef cnp.npy_intp n = at.length // self.trie.table.page_size
         cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
-        self.trie.gather(at, <int32_t *>cnp.PyArray_DATA(pages))
-        cdef Py_ssize_t usable = space.slots.usable(<const int32_t *>cnp.PyArray_DATA(pages), n)
+        self.trie.gather(at, int32s(pages))
+        cdef Py_ssize_t usable = space.slots.usable(int32s(pages), n)
         if usable < n or space.slots.table != NULL:
             return Match(usable * self.trie.table.page_size, pages[:usable], -1)
         return Match(at.length, pages, self.trie.partial(at))
@@ -105,7 +109,7 @@ cdef class PrefixIndex:
         """Find, count, use and hold: a `Claim` on the full pages of a match, and on the one that it ends inside."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         cdef Slots slots = self.slots
         cdef walk_t at = walk_t(node=-1, length=0)
@@ -115,10 +119,10 @@ cdef class PrefixIndex:
         cdef Py_ssize_t held = slots.usable(pages, walked)
         cdef int32_t tail = self.trie.partial(at) if held == walked and slots.table == NULL else -1, node = -1
         cdef int reason = -1
-        if self.reasons_of is not None and 0 < n < size:
+        if self.miss_reasons is not None and 0 < n < size:
             reason = SHORTER
-        elif self.reasons_of is not None and (held + 1) * size <= n:
-            reason = EVICTED if held < walked else self.reasons_of.why(key, uint32s(ids), pages, held, tail >= 0)
+        elif self.miss_reasons is not None and (held + 1) * size <= n:
+            reason = EVICTED if held < walked else self.miss_reasons.why(key, uint32s(ids), pages, held, tail >= 0)
         if held:
             node = self.trie.at_depth(at.node, held * size)
         # Nothing fails from here on.
@@ -146,7 +150,7 @@ cdef class PrefixIndex:
     def head(self, tokens, name=None):
         """A `Claim` on the full pages of `tokens`, of any group, which count as used and stay; None: no page."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         if space is None:
             return None
@@ -180,7 +184,7 @@ cdef class PrefixIndex:
         slots = self.slots if slots is None else slots
         if fresh.slots is not slots or (head is not None and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
-        self.settle()
+        self.clean_up()
         cdef Space space = self.space_for(name, slots)
         cdef int32_t node
         cdef int32_t *values = <int32_t *>malloc(n * sizeof(int32_t))
@@ -199,8 +203,8 @@ cdef class PrefixIndex:
             self.clock += 1
             for i in range(existing, n):
                 slots.name_(values[i], self.clock, False)
-                if self.reasons_of is not None:
-                    self.reasons_of.count(values[i])
+                if self.miss_reasons is not None:
+                    self.miss_reasons.count(values[i])
                 if i < old:    # it had left the trie, and the claim has kept it
                     slots.pool.retain_(values[i])
             fresh.data.n = max(0, existing - old)
@@ -218,8 +222,7 @@ cdef class PrefixIndex:
         cdef Py_ssize_t existing = 0, old = 0
         if space.root >= 0:
             old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
-        cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(values)
-        cdef int32_t node = self.put(ids, space, given, values.shape[0], old, &existing)
+        cdef int32_t node = self.put(ids, space, int32s(values), values.shape[0], old, &existing)
         if self.entries:
             self.trie.table.mark(node, True)
 
@@ -238,8 +241,8 @@ cdef class PrefixIndex:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         for i in range(old, n):    # no prompt finds these pages yet
             memcpy(space.slots.tokens + values[i] * size, tokens + i * size, size * sizeof(uint32_t))
-        if self.reasons_of is not None:
-            self.reasons_of.prepare(tokens, values, old, n)
+        if self.miss_reasons is not None:
+            self.miss_reasons.prepare(tokens, values, old, n)
         if root < 0:
             root = self.trie.table.new_root()
         try:
@@ -260,7 +263,7 @@ cdef class PrefixIndex:
 
         `tokens`: the text that its pages end. They are free when the claim is released, so they can be saved before.
         """
-        self.settle()
+        self.clean_up()
         cdef Py_ssize_t pages = 0
         cdef int32_t leaf = self.victim(count, &pages), root = leaf
         if leaf < 0:
@@ -271,16 +274,16 @@ cdef class PrefixIndex:
         _, tokens, values = self.trie.path(leaf)
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
         claim.name, claim.tokens = space.name, tokens
-        if self.reasons_of is not None:
-            self.reasons_of.remember(space.key, uint32s(tokens), <const int32_t *>cnp.PyArray_DATA(values), len(tokens))
+        if self.miss_reasons is not None:
+            self.miss_reasons.remember(space.key, uint32s(tokens), int32s(values), len(tokens))
         if self.entries:
             self.evictions += 1
-            self.cut(leaf, claim)
+            self.cut_entry(leaf, claim)
         else:
             self.evictions += pages
             claim.data.n = pages
             self.trie.table.shrink(leaf, pages, claim.data.pages)
-        self.taken(space, claim)
+        self.unname_claimed(space, claim)
         self.spaces.close(space, self.trie)
         return claim
 
@@ -303,26 +306,26 @@ cdef class PrefixIndex:
             leaf = self.trie.table.leaves.top()
         return -1
 
-    cdef void cut(self, int32_t node, Claim claim) noexcept:
+    cdef void cut_entry(self, int32_t node, Claim claim) noexcept:
         self.trie.table.mark(node, False)
         if self.trie.table.nodes[node].child < 0:
             claim.data.n = self.trie.cut(node, claim.data.pages)
 
-    cdef void taken(self, Space space, Claim claim) noexcept:
+    cdef void unname_claimed(self, Space space, Claim claim) noexcept:
         cdef Py_ssize_t i, n = claim.data.n
         cdef int32_t *pages = claim.data.pages
         for i in range(n // 2):    # the last one left first; the claim has them in the order of the text
             pages[i], pages[n - 1 - i] = pages[n - 1 - i], pages[i]
         for i in range(n):
             space.slots.unname(pages[i])
-            if self.reasons_of is not None:
-                self.reasons_of.uncount(pages[i])
+            if self.miss_reasons is not None:
+                self.miss_reasons.uncount(pages[i])
         if space.slots.num_waiting == 0:
             space.slots.source = None
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
-        self.settle()
+        self.clean_up()
         cdef PrefixIndex other = self.like()
         self.swap(other)
 
@@ -333,11 +336,11 @@ cdef class PrefixIndex:
             for page in range(<int32_t>slots.num_pages):
                 if slots.pages[page].named:
                     slots.unname(page)
-                    slots.give(&page, 1)
+                    slots.release_pages(&page, 1)
             slots.forget_pins()
             slots.source = None
         self.trie, other.trie = other.trie, self.trie
-        self.reasons_of, other.reasons_of = other.reasons_of, self.reasons_of
+        self.miss_reasons, other.miss_reasons = other.miss_reasons, self.miss_reasons
         self.kinds, other.kinds = other.kinds, self.kinds
         self.spaces, other.spaces = other.spaces, self.spaces
         return 0
@@ -359,7 +362,7 @@ cdef class PrefixIndex:
         The tokens before it become an entry if they are at least `least` and in no other entry; -1: they are dropped.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         found = self.find(ids, name)
         cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
@@ -367,16 +370,16 @@ cdef class PrefixIndex:
         bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
         values = self.trie.prune(space.root, bad)
         claim.data.n = values.shape[0]
-        memcpy(claim.data.pages, cnp.PyArray_DATA(values), values.shape[0] * sizeof(int32_t))
-        self.taken(space, claim)
+        memcpy(claim.data.pages, int32s(values), values.shape[0] * sizeof(int32_t))
+        self.unname_claimed(space, claim)
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), length)
         cdef const node_t *last = &self.trie.table.nodes[at.node]
         if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
                 self.trie.table.mark(at.node, True)
             else:
-                self.cut(at.node, rest)
-                self.taken(space, rest)
+                self.cut_entry(at.node, rest)
+                self.unname_claimed(space, rest)
         self.spaces.close(space, self.trie)
 
     # -- what is inside -------------------------------------------------------------------------------------
@@ -390,14 +393,14 @@ cdef class PrefixIndex:
     def nbytes(self):
         """Bytes of the index: records of all pages, the trie, and what was evicted not long ago."""
         size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
-        return size if self.reasons_of is None else size + self.reasons_of.nbytes
+        return size if self.miss_reasons is None else size + self.miss_reasons.nbytes
 
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
         cdef Slots slots
         cdef Space space
         cdef Py_ssize_t id, parked = 0, pins = 0
-        self.settle()
+        self.clean_up()
         self.trie.check()
         self.spaces.check(self.trie)
         for slots in self.kinds:
@@ -406,12 +409,12 @@ cdef class PrefixIndex:
             named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
             records = slots.records()
             assert named.tolist() == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
-            if self.reasons_of is not None:
-                self.reasons_of.check(named)
+            if self.miss_reasons is not None:
+                self.miss_reasons.check(named)
             parked += np.count_nonzero(records["parked"] >= 0)
         for id in range(self.trie.table.used):
             pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
         assert parked == pins, "prefix index: a parked leaf is in no page's record"
-        if self.reasons_of is not None:
+        if self.miss_reasons is not None:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size == self.hit_tokens, "prefix index: hits do not add up"

@@ -39,7 +39,7 @@ def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token
 def cached_block(cached: CachedBlocks, index: int) -> CacheBlock | None:
     """A block that is cached or held, as it is now."""
     slots = cached.slots
-    slots.settle()
+    slots.release_dropped()
     held, record = int(slots.counts()[index]), slots.records()[index]
     if not held and not record["named"]:
         return None

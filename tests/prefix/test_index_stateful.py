@@ -124,14 +124,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(claim.num_held for claim, *_ in self.claims))
     @rule(choice=PICK)
-    def keep_by_name(self, choice):
+    def hold_each(self, choice):
         some = [each for each in self.claims if each[0].num_held]
         claim, pages, last = some[choice % len(some)]
         if last is None:
             return  # it was claimed before a clear
         held = claim.num_held
         self.claims = [each for each in self.claims if each[0] is not claim]
-        claim.keep_by_name()
+        claim.hold_each()
         assert len(claim) == 0
         self.looked += [(pages[i], (last[0], last[1][: (i + 1) * SIZE])) for i in range(held)]
 
@@ -153,7 +153,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert (0 if head is None else len(head)) == kept
         if kept:
             self.use(old[:kept])
-        self.slots.settle()
+        self.slots.release_dropped()
         room = self.slots.room(len(tokens) // SIZE - kept)
         if room == 0:
             return
@@ -198,7 +198,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=NAMES, texts=st.lists(TEXT, max_size=3), dropped=st.booleans(), bad=st.none() | PICK)
     def load(self, name, texts, dropped, bad):
         """Texts whose content arrives, but for one page, which goes with what continues it; or all is dropped."""
-        self.slots.settle()
+        self.slots.release_dropped()
         filled, claim = self.index.like(), self.slots.take(self.slots.room(6))
         free, page_of, order = claim.pages.tolist(), {}, []
         for tokens in texts:
@@ -248,7 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
             for page, _ in self.looked:
                 self.slots.release(page)
             self.index.clear()
-            self.slots.settle()
+            self.slots.release_dropped()
             assert all(pool.num_used == 0 for pool in self.pools), "a slot is lost"
 
 

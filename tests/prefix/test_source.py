@@ -141,7 +141,7 @@ def test_a_page_takes_the_slots_that_it_lacks():
     face.store(None, text(0, 2))
     assert [face.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 1, 2, 2, 2, 2, 6]
     assert face.index.find(text(0, 6)).pages.tolist() == pages.tolist()
-    face.slots.settle()
+    face.slots.release_dropped()
     assert [pool.num_used for pool in face.slots.pools] == [6, 4]
     assert face.lookup(None, text(0, 2)) == 2
     face.index.check()
