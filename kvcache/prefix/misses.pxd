@@ -28,7 +28,7 @@ cdef class MissReasons:
     cdef Py_ssize_t most_pages   # of ghosts
     cdef Py_ssize_t page_size
 
-    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept    # by one page
+    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil    # by one page
     # Why the page of `tokens` behind the first `found` pages is missing; `inside`: a cached page begins as it does.
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,
                  bint inside) noexcept

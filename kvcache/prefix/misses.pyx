@@ -23,7 +23,7 @@ cdef class MissReasons:
             self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
         self.counts, self.ghosts, self.roots = IdMap(), TokenTrie(page_size), IdMap()
 
-    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept:
+    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
         cdef Py_ssize_t i
         cdef uint64_t page = 1
         for i in range(self.page_size):
