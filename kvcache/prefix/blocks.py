@@ -1,12 +1,12 @@
 """`PrefixCache`: which full blocks of a prompt are cached, in a store of its own or in that of a `PagedKvCache`.
 
     prompt    s s s s s s s s u u u        block_size 4, s the tokens of a system prompt
-              [block 7] [block 2] +3       two blocks match; `tail_block` has the next 3 tokens, too, if it
-                                           shares them: its head can be copied
+              [block 7] [block 2] +3       two blocks match; the next 3 tokens may be the first ones of a third
+                                           block, the `tail_block`, from which they can be copied
 
-The index holds one reference on every block that it names. A session pins what it matched and holds references
-of its own, so neither an eviction nor `clear` touches what a request reads. Over the blocks of a `PagedKvCache`
-nothing is copied, a block that matches in part apart, and that by the sequence's first write.
+The index holds one reference on every block that it names. A session pins the blocks that it matched and holds
+references of its own, so neither an eviction nor `clear` changes what a request reads. Over the blocks of a
+`PagedKvCache` nothing is copied but a tail block, when the sequence first writes to it.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class PrefixCache(IndexedCache):
     def store(self, token_ids: Any, block_start: int, pairs: Sequence[Any], namespace: Hashable = None) -> int:
         """Cache one block after another from `block_start` on, as `insert`; how many of them are cached now.
 
-        What would pass the last full block of the tokens is passed over; when nothing can be evicted any more,
-        the rest is omitted, so of a prompt longer than the cache its beginning is kept.
+        Pairs beyond the last full block of the tokens are ignored. When nothing can be evicted any more, the rest is
+        omitted: of a prompt longer than the cache its beginning is kept.
         """
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
@@ -251,15 +251,15 @@ class PrefixCache(IndexedCache):
         save_blocks(path, str(model), _cached_by([self, *beside]))
 
     def load(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> int:
-        """Take in what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
+        """Load what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
 
         This reads which tokens there are, not their K and V: a block is read, and checked, when a lookup first finds
         it. One that is damaged is forgotten, with all that comes after it, and logged as a warning.
 
         Args:
             model: as in `save`.
-            beside: other caches; each loads what the one in its place beside the saved cache had, where
-                formats and dimensions are the same. What finds no taker is passed over.
+            beside: other caches; each loads the blocks of the cache that had its place in `save`, if formats and
+                dimensions are the same. All other blocks are ignored.
 
         Raises:
             InvalidOperationError: blocks are cached here already, or in one of `beside`.

@@ -1,4 +1,4 @@
-"""What a file names takes the place of indices that are empty: of several at once, all or none."""
+"""Puts the pages that a file names into empty indices: into several at once, all or none."""
 
 from kvcache.prefix.index cimport PrefixIndex
 from kvcache.prefix.slots cimport Claim

@@ -35,7 +35,7 @@ cdef class EntryIndex(PrefixIndex):
         return at.node if at.length == ids.shape[0] == node.end and node.marked else -1
 
     def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
-        """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
+        """Look up `tokens` and hold the match: a `Claim` on its tokens; None if fewer than `least` match.
 
         The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
         """
@@ -65,7 +65,7 @@ cdef class EntryIndex(PrefixIndex):
         """As of `PrefixIndex`, as an entry.
 
         Args:
-            most_entries: unmark entries that this one extends, the longest first, while there are more; -1: any number.
+            most_entries: while there are more entries, unmark those that this one extends, the longest first; -1: none.
         """
         cdef NodeTable table = self.trie.table
         cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots), last = node
@@ -77,7 +77,7 @@ cdef class EntryIndex(PrefixIndex):
         return last
 
     def remove(self, tokens, name=None):
-        """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""
+        """Forget the entry of exactly these tokens; a `Claim` on the slots that it alone needed, or None."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         self.clean_up()
         cdef Space space = self.spaces.find(name)

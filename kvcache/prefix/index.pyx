@@ -106,7 +106,10 @@ cdef class PrefixIndex:
         return claim
 
     def claim(self, tokens, name=None):
-        """Find, count, use and hold: a `Claim` on the full pages of a match, and on the one that it ends inside."""
+        """Look up `tokens` and hold the match: a `Claim` on its full pages and on the page that it ends inside of.
+
+        Counts as a use of the pages, and in the statistics.
+        """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
         self.clean_up()
@@ -148,7 +151,7 @@ cdef class PrefixIndex:
         return claim
 
     def head(self, tokens, name=None):
-        """A `Claim` on the full pages of `tokens`, of any group, which count as used and stay; None: no page."""
+        """A `Claim` on all cached pages of `tokens`, whatever groups have them; counts as a use. None: no page."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         self.clean_up()
         cdef Space space = self.spaces.find(name)
@@ -215,7 +218,7 @@ cdef class PrefixIndex:
         return node
 
     def name(self, tokens, pages, name=None, Slots slots=None):
-        """Name the pages of `tokens`, int32 `(n,)`, in an index from `like`; `commit` makes them its own."""
+        """Name pages, int32 `(n,)`, for `tokens` in an index made by `like`, before `commit`."""
         cdef cnp.ndarray ids = uint32_tokens(tokens), values = np.ascontiguousarray(pages, np.int32)
         slots = self.slots if slots is None else slots
         cdef Space space = self.space_for(name, slots)
@@ -261,7 +264,7 @@ cdef class PrefixIndex:
     def evict(self, Py_ssize_t count=1):
         """Evict up to `count` pages, or one entry: a `Claim` on them with `name` and `tokens`; None: nothing to evict.
 
-        `tokens`: the text that its pages end. They are free when the claim is released, so they can be saved before.
+        `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
         self.clean_up()
         cdef Py_ssize_t pages = 0
@@ -314,7 +317,7 @@ cdef class PrefixIndex:
     cdef void unname_claimed(self, Space space, Claim claim) noexcept:
         cdef Py_ssize_t i, n = claim.data.n
         cdef int32_t *pages = claim.data.pages
-        for i in range(n // 2):    # the last one left first; the claim has them in the order of the text
+        for i in range(n // 2):    # the trie returns the last page first; a claim has the order of the text
             pages[i], pages[n - 1 - i] = pages[n - 1 - i], pages[i]
         for i in range(n):
             space.slots.unname(pages[i])
@@ -327,7 +330,7 @@ cdef class PrefixIndex:
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
         self.clean_up()
         cdef PrefixIndex other = self.like()
-        self.swap(other)
+        self.swap(other)    # `other` now has the old names, whose finalisers run when it is dropped
 
     cdef int swap(self, PrefixIndex other) except -1:
         cdef Slots slots
@@ -345,7 +348,7 @@ cdef class PrefixIndex:
         self.spaces, other.spaces = other.spaces, self.spaces
         return 0
 
-    # -- what comes from elsewhere --------------------------------------------------------------------------
+    # -- pages that wait for their content ------------------------------------------------------------------
 
     def waiting(self, tokens, name=None):
         """The pages of a match, the one that it ends inside of included, that wait for their content, int32."""
@@ -382,7 +385,7 @@ cdef class PrefixIndex:
                 self.unname_claimed(space, rest)
         self.spaces.close(space, self.trie)
 
-    # -- what is inside -------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------
 
     @property
     def reasons(self):
@@ -391,7 +394,7 @@ cdef class PrefixIndex:
 
     @property
     def nbytes(self):
-        """Bytes of the index: records of all pages, the trie, and what was evicted not long ago."""
+        """Bytes of the index: records of all pages, the trie, and the texts of pages evicted last."""
         size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
         return size if self.miss_reasons is None else size + self.miss_reasons.nbytes
 

@@ -1,4 +1,4 @@
-"""What a lookup of a `PrefixCache` found: blocks that are made when they are first asked for."""
+"""The blocks that a lookup of a `PrefixCache` found; each object is made when it is first asked for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token
 
     def read() -> tuple[list[Float32], list[Float32]]:
         with cached.lock:
-            record = slots.records()[index]
+            record = slots.records([index])[0]
             if record["born"] > clock or not (record["named"] or slots.counts()[index]):
                 raise BlockNotFoundError(index)
             return read_block(store, index, head_dim)
@@ -40,7 +40,7 @@ def cached_block(cached: CachedBlocks, index: int) -> CacheBlock | None:
     """A block that is cached or held, as it is now."""
     slots = cached.slots
     slots.release_dropped()
-    held, record = int(slots.counts()[index]), slots.records()[index]
+    held, record = int(slots.counts()[index]), slots.records([index])[0]
     if not held and not record["named"]:
         return None
     block = block_of(cached, index, held, cached.index.clock, slots.tokens_of(np.array([index]))[0].tolist())

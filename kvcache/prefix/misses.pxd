@@ -29,10 +29,10 @@ cdef class MissReasons:
     cdef Py_ssize_t page_size
 
     cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil    # by one page
-    # Why the page of `tokens` behind the first `found` pages is missing; `inside`: a cached page begins as it does.
+    # Why the page of `tokens` after the first `found` pages is missing; `inside`: a cached page begins like it.
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,
                  bint inside) noexcept
-    # Note the texts of `pages` from the first `old` on, which no prompt finds yet; `count` cannot fail then.
+    # Note the texts of `pages[old:]`, which the trie does not name yet; afterwards `count` cannot fail.
     cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1
     cdef void count(self, int32_t page) noexcept
     cdef void uncount(self, int32_t page) noexcept

@@ -38,7 +38,7 @@ cdef class MissReasons:
             return EVICTED
         cdef uint64_t text = self.texts[pages[found - 1]] if found else 0
         if self.counts.get(self.extended(text, tokens + end - self.page_size)) > 0:
-            return ELSEWHERE    # it is not here, or it would have matched
+            return ELSEWHERE    # in this namespace it would have matched
         return SHORTER if inside else NONE_SHARED
 
     cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1:

@@ -22,8 +22,8 @@ Int64 = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvcache")
 
-# File pages that are read in one call. More would not be faster: rows are copied from pages of their own, and Ctrl-C
-# waits for blocks.
+# File pages that are read in one call. More pages of rows are not faster, since rows are copied out of buffers; more
+# blocks delay Ctrl-C.
 _ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 256
 
 
@@ -34,9 +34,9 @@ class SavedPages:
         claim: on the pages that wait.
         places: what each waits for, int64 `(n,)`, of which a page of the file has `size`.
         at_once: pages of the file that are read in one call.
-        buffers: `buffers(turn, pages)` says where to read a file page to, the `turn`-th of those read at once,
-            which has what `pages` wait for.
-        arrived: `arrived(turn, pages, places)` copies it from there.
+        buffers: `buffers(turn, pages)` returns the arrays to read a file page into: the `turn`-th page of one call,
+            which has the content of `pages`.
+        arrived: `arrived(turn, pages, places)` copies the content from these arrays.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SavedPages:
         buffers: Callable[[int, Int32], list[Any]], arrived: Callable[[int, Int32, Int64], None],
     ) -> None:  # fmt: skip
         pages = claim.pages
-        self._snapshot, self._arena, self._slots = snapshot, arena, proxy(claim.slots)  # which has this
+        self._snapshot, self._arena, self._slots = snapshot, arena, proxy(claim.slots)  # the slots refer to this
         self._size, self._at_once, self._buffers, self._arrived = size, at_once, buffers, arrived
         self._page_of = np.full(-(-(int(places.max(initial=-1)) + 1) // self._size) * self._size, -1, np.int32)
         self._place_of = np.full(int(pages.max(initial=-1)) + 1, -1, np.int64)
@@ -56,7 +56,7 @@ class SavedPages:
         return self._page_of[places]
 
     def fetch(self, pages: Int32) -> Int32:
-        """Read the file pages that `pages` wait for, up to the first that is damaged; what has its content then."""
+        """Read the file pages that `pages` wait for, up to the first damaged one; the pages that have their content."""
         arrived = [np.empty(0, np.int32)]
         wanted = list(dict.fromkeys((self._place_of[pages] // self._size).tolist()))
         for first in range(0, len(wanted), self._at_once):
@@ -73,7 +73,7 @@ class SavedPages:
         return np.concatenate(arrived)
 
     def _waiting(self, file_page: int) -> tuple[Int32, Int64]:
-        """The pages that wait for something of a file page, and where in it that is."""
+        """The pages that wait for a file page, and their places in it."""
         mine = self._page_of[file_page * self._size : (file_page + 1) * self._size]
         inside = np.flatnonzero(mine >= 0)
         inside = inside[

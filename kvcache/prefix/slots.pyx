@@ -17,6 +17,12 @@ __all__ = ["Claim", "Slots"]
 cnp.import_array()
 
 
+# `page_t` for NumPy. A memoryview would do, but NumPy parses its format in Python, where an interrupt can end a call.
+RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("pins", "i4"), ("lookups", "i4"), ("lookup_pins", "i4"),
+                   ("parked", "i4"), ("named", "i4"), ("waits", "i4")])
+assert RECORD.itemsize == sizeof(page_t)
+
+
 cdef inline int32_t *int32s(cnp.ndarray array) noexcept:
     return <int32_t *>cnp.PyArray_DATA(array)
 
@@ -260,11 +266,18 @@ cdef class Slots:
         """Whether a lookup holds a page."""
         return 0 <= page < self.num_pages and self.pages[page].lookups > 0
 
-    # -- what is inside -------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------
 
-    def records(self, pages=slice(None)):
-        """The records of pages (int32 `(n,)`, in range; all by default), fields `page_t`, a copy."""
-        return np.array(np.asarray(<page_t[:max(1, self.num_pages)]>self.pages)[: self.num_pages][pages])
+    def records(self, pages=None):
+        """The records of pages (int32 `(n,)`, in range; None: all), a copy with the fields of `page_t`."""
+        cdef cnp.ndarray ids, out
+        ids = np.arange(self.num_pages, dtype=np.int32) if pages is None else np.ascontiguousarray(pages, np.int32)
+        out = np.empty(ids.shape[0], RECORD)
+        cdef page_t *record = <page_t *>cnp.PyArray_DATA(out)
+        cdef Py_ssize_t i
+        for i in range(ids.shape[0]):
+            record[i] = self.pages[int32s(ids)[i]]
+        return out
 
     def of(self, pages):
         """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""

@@ -35,8 +35,8 @@ class PrefixKvCache(IndexedCache):
     Entries are evicted one by one, the least recently used first, an entry always after those that extend it. Evictions
     do not change a state that a caller holds; its memory counts until the caller drops it.
 
-    KV is taken to be a function of the tokens: what is stored for a prefix stays, also when an entry that
-    shares it is stored again. `remove` it first to replace it. Calls on one cache are serialised.
+    KV is taken to be a function of the tokens: the rows stored for a prefix stay when another entry with this prefix
+    is stored. To replace an entry, `remove` it first. Calls on one cache are serialised.
     """
 
     _cached: CachedEntries
@@ -156,10 +156,10 @@ class PrefixKvCache(IndexedCache):
             save_entries(path, str(model), self._cached)
 
     def load(self, path: str | os.PathLike[str], model: str = "") -> int:
-        """Take in what `save` wrote, the most recently used entries first, as far as the limits go; how many.
+        """Load what `save` wrote, the most recently used entries first, as many as the limits allow; how many.
 
         This reads the tables, not the rows: a lookup reads them when it first matches them, and checks them
-        then. What is damaged is forgotten, with all that is built on it, and logged as a warning.
+        then. Damaged rows are forgotten, with all entries that need them, and logged as a warning.
 
         Args:
             model: as in `save`.
@@ -194,7 +194,7 @@ class PrefixKvCache(IndexedCache):
 
     @property
     def memory_usage(self) -> int:
-        """Bytes of K and V held: each shared prefix once, and what states out there still show."""
+        """Bytes of K and V held: each shared prefix once, and the rows of states that callers hold."""
         with self._lock:
             return self._cached.used_bytes()
 

@@ -127,7 +127,7 @@ cdef class TokenTrie:
     def boundary(self, node, length=None):
         """The node that ends with the last full page of the first `length` tokens on the way to `node`.
 
-        What follows has an id and a recency of its own: with this a caller pins only what was matched.
+        The tokens after it have a node and a recency of their own, so a caller can pin the matched ones alone.
         """
         cdef int32_t id = self._node(node)
         return self.at_depth(id, self._depth(id, length))
@@ -147,7 +147,7 @@ cdef class TokenTrie:
         self.table.pin(self._node(node), 1)
 
     def unpin(self, node):
-        """Undo one `pin(node)`. InvalidOperationError if there is none. O(1)."""
+        """Undo one `pin(node)`. InvalidOperationError if the node is not pinned. O(1)."""
         cdef int32_t id = self._node(node)
         if self.table.nodes[id].pins == 0:
             raise InvalidOperationError(f"node: expected a pinned one, got {node} without pins")

@@ -52,13 +52,13 @@ class IndexMachine(RuleBasedStateMachine):
         return texts
 
     def reasons(self, name, tokens, found, inside, evicted):
-        """Why a lookup stopped behind `found` pages, given whether it did since the next one was evicted."""
+        """The reason why a lookup stopped behind `found` pages; the twin does not know whether the next was evicted."""
         text = tokens[: (found + 1) * SIZE]
         if 0 < len(tokens) < SIZE:
             return ["shorter_than_block"]
         if len(text) < (found + 1) * SIZE:
             return []
-        if evicted or (name, text) in self.page_of:  # there, and not for all groups
+        if evicted or (name, text) in self.page_of:  # it is there, but not for all groups
             return ["evicted"]
         if any(text == other for _, other in self.page_of):
             return ["namespace"]
@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
         held = list(self.page_of.values()) + [page for page, _ in self.looked]
         return held + [page for _, pages, _ in self.claims for page in pages]
 
-    # -- what callers do
+    # -- calls
 
     @rule(name=NAMES, tokens=TEXT)
     def claim(self, name, tokens):
@@ -145,7 +145,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, tokens=TEXT, again=st.integers(0, 3))
     def insert(self, name, tokens, again):
-        """The text, as far as there is room for it, behind what there is of it but for so many pages."""
+        """Insert the text as far as there is room, behind its cached pages without the last `again` of them."""
         tokens = tokens[: len(tokens) // SIZE * SIZE]
         old = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE) if (name, tokens[:n]) in self.page_of]
         kept = max(0, len(old) - again)
@@ -197,7 +197,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.page_of)
     @rule(name=NAMES, texts=st.lists(TEXT, max_size=3), dropped=st.booleans(), bad=st.none() | PICK)
     def load(self, name, texts, dropped, bad):
-        """Texts whose content arrives, but for one page, which goes with what continues it; or all is dropped."""
+        """Load texts. The content of all pages arrives but for one, which is forgotten with what continues it."""
         self.slots.release_dropped()
         filled, claim = self.index.like(), self.slots.take(self.slots.room(6))
         free, page_of, order = claim.pages.tolist(), {}, []
@@ -228,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.leave(text)
         assert self.slots.source is None
 
-    # -- what holds always
+    # -- invariants
 
     @invariant()
     def same(self):

@@ -1,4 +1,4 @@
-"""Arguments that call: they run an action when they are converted, hashed, compared or asked for their length."""
+"""Arguments that run a function when they are converted, hashed, compared or asked for their length."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class Array:
 
 
 class Items(list):
-    """Rows per layer, blocks, tokens: a list that calls when it is asked for its length or its items."""
+    """Rows per layer, blocks, tokens: a list that runs the action when it is asked for its length or its items."""
 
     def __init__(self, via, x):
         super().__init__(x)
@@ -97,7 +97,7 @@ class Name(Index):
 
 
 class Via:
-    """What arguments pass through: they stay as they are, or run `action` whenever they are looked at."""
+    """Wraps arguments so that they run `action` whenever they are read; without an action they stay as they are."""
 
     def __init__(self, action=None):
         self.action, self.count, self.inside = action, 0, False

@@ -183,7 +183,7 @@ def loaded(original, path):
 
 
 def accident(original, path):
-    """After an accident the file is refused, or a part of the original rows is loaded."""
+    """After accidental damage the file is refused, or a part of the original rows is loaded."""
     caches = loaded(original, path)
     if not caches:
         return "refused"
@@ -199,7 +199,7 @@ def accident(original, path):
 
 
 def malice(original, path):
-    """After malice the file is refused, or the caches are valid."""
+    """After damage with valid checksums the file is refused, or the caches are valid."""
     caches = loaded(original, path)
     if not caches:
         return "refused"
@@ -211,7 +211,7 @@ def malice(original, path):
         put(cache, "new", [7] * 20)
         assert look(cache, "new", [7] * 20)[0] == 20
         cache.check()
-    return "taken in"
+    return "loaded"
 
 
 def fuzz(mutations, seed, folder):
@@ -250,7 +250,7 @@ def main():
     logging.disable()  # damage is logged
     with tempfile.TemporaryDirectory() as folder:
         outcomes = fuzz(options.mutations, options.seed, folder)
-    columns = ("refused", "a part is lost", "all is found", "taken in")
+    columns = ("refused", "a part is lost", "all is found", "loaded")
     print(f"{'':22}" + "".join(f"{column:>16}" for column in columns))
     for kind, mutation in itertools.product(("accident", "malice"), MUTATIONS):
         numbers = [outcomes[kind, mutation.__name__, column] for column in columns]

@@ -181,14 +181,14 @@ CASES = {f"{kind}: {name}": (file, taken) for kind in ARENAS for name, file, tak
 
 
 def outcome(file, path, make):
-    """`(error, message, seconds of CPU time)`; "taken in" where a cache came of it, which then serves on."""
+    """`(error, message, seconds of CPU time)`; "loaded" if the file was, in which case the cache is then used."""
     file.write(path)
     cache = make()
     signal.alarm(SECONDS)
     start = time.process_time()
     try:
         cache.load(path)
-        found = "taken in", ""
+        found = "loaded", ""
     except SnapshotError as error:
         found = "SnapshotError", str(error)
         assert len(cache) == 0

@@ -1,11 +1,11 @@
-"""Worlds of the engines for `reentry.py`: requests with known answers, whatever nested calls do."""
+"""Systems of the engines for `reentry.py`: requests with known answers."""
 
 import gc
 from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from world import World, pure, release
+from system import System, pure, release
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -19,20 +19,20 @@ PROMPTS = [TEXT[:20], TEXT[:33], TEXT[40:60]]
 class Network:
     """A network that makes nested calls before and after its attention."""
 
-    def __init__(self, world):
-        self.world, self.config, self.fingerprint = world, MODEL.config, "a network"
+    def __init__(self, system):
+        self.system, self.config, self.fingerprint = system, MODEL.config, "a network"
 
     def forward(self, tokens, positions, attend, logits, **places):
         def calling(*args):
-            self.world.via.run()
+            self.system.via.run()
             mixed = attend(*args)
-            self.world.via.run()
+            self.system.via.run()
             return mixed
 
         return MODEL.forward(tokens, positions, calling, logits, **places)
 
 
-class EngineWorld(World):
+class EngineSystem(System):
     options: ClassVar[dict[str, object]] = {}
     answers: ClassVar[dict[object, list[list[int]]]] = {}
     rare = ("enlarge", "score", "generate")
@@ -190,11 +190,11 @@ class EngineWorld(World):
         assert self.engine.cache.used_block_count == 0
 
 
-class ResidualWorld(EngineWorld):
+class ResidualSystem(EngineSystem):
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
 
 
-class EvictingWorld(EngineWorld):
+class EvictingSystem(EngineSystem):
     options: ClassVar[dict[str, object]] = {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24, "block_size": 4}
 
     def _build(self):
@@ -207,7 +207,7 @@ class EvictingWorld(EngineWorld):
         pass
 
 
-class CachedWorld(EngineWorld):
+class CachedSystem(EngineSystem):
     """An engine with a prefix cache; half of the requests are in a namespace."""
 
     rare = ("save", "load", "enlarge", "score", "generate", "enlarge")
@@ -277,5 +277,5 @@ class CachedWorld(EngineWorld):
         assert self.engine.cache.used_block_count == 0
 
 
-class CachedResidualWorld(CachedWorld):
+class CachedResidualSystem(CachedSystem):
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}

@@ -1,8 +1,8 @@
-"""Worlds of `PrefixKvCache` for `reentry.py`: entries, states that it lends, a live cache that they are restored to."""
+"""Systems of `PrefixKvCache` for `reentry.py`: entries, states that it returns, a live cache to restore them to."""
 
 import numpy as np
 from contents import state
-from world import World, pure, release
+from system import System, pure, release
 
 from kvcache import CachedKvState, KvCache, PrefixCacheConfig, PrefixKvCache
 
@@ -10,7 +10,7 @@ DIM = 8
 
 
 class Source:
-    """A live cache of somebody else's, whose rows say of which tokens they are."""
+    """A live cache of a caller, whose rows identify their tokens."""
 
     def __init__(self, via, text, name):
         self.via, self.seq_len, self.state = via, len(text), state(name, text, DIM)
@@ -23,8 +23,8 @@ class Source:
         return self.state.values[layer]
 
 
-class EntriesWorld(World):
-    """A `PrefixKvCache`, states that it has lent, and a live cache that they are restored to."""
+class EntriesSystem(System):
+    """A `PrefixKvCache`, states that it returned, and a live cache to restore them to."""
 
     formats, tolerance = "f32", 0.0
     rare = ("save", "load")
@@ -199,7 +199,7 @@ class EntriesWorld(World):
         self.states.clear()
         self.cache.check()
         for kind in self.cache._index.kinds:
-            assert not kind.counts().any(), "a state is lent that nobody has"
+            assert not kind.counts().any(), "the cache counts a state that no caller holds"
         self.cache.clear()
         assert self.cache.memory_usage == 0
         text = self._text(1, 45)
@@ -207,5 +207,5 @@ class EntriesWorld(World):
         self._compare(text, None, self.cache.lookup(text)[1])
 
 
-class PackedEntriesWorld(EntriesWorld):
+class PackedEntriesSystem(EntriesSystem):
     formats, tolerance = "q8", 0.02

@@ -1,26 +1,26 @@
-"""Worlds of `PagedKvCache` for `reentry.py`: sequences, forks, handles, and prefixes over them."""
+"""Systems of `PagedKvCache` for `reentry.py`: sequences, forks, handles, and prefixes over them."""
 
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.random  # now, not where a handler may strike
+import numpy.random  # now, not where a handler may run
 from calling_arguments import Via
-from world import World, pure, release
-from worlds_prefix import DIM, SIZE, PrefixCalls
+from system import System, pure, release
+from systems_prefix import DIM, SIZE, PrefixCalls
 
 from kvcache import EvictionStrategy, PagedKvCache, PrefixCache
 
 
 def rows(tag, positions, layer):
-    """K and V that say whose they are: the last digit of a sequence's id, the position in the text, the layer."""
+    """K and V that identify their token: the last digit of the sequence's id, the position in the text, the layer."""
     k = np.full((len(positions), 1, DIM), tag, np.float32)
     k[..., 1] = np.reshape(positions, (-1, 1))
     k[..., 2] = layer
     return k, k.copy()
 
 
-class PagedWorld(PrefixCalls, World):
-    """Sequences, forks of them (ids that end alike), blocks adopted (ids from 100 on), a prefix cache over all that."""
+class PagedSystem(PrefixCalls, System):
+    """Sequences, forks of them (ids that end alike), blocks adopted (ids from 100 on), a prefix cache over these."""
 
     rare = ("prefix_save", "prefix_load")
 
@@ -47,7 +47,7 @@ class PagedWorld(PrefixCalls, World):
 
     @contextmanager
     def _kept(self, seq):
-        """The blocks of a fork of a sequence, which nobody else touches."""
+        """The blocks of a fork of a sequence that no other call uses."""
         self.forks += 1
         fork = self.forks
         self.cache.fork(seq, fork)
@@ -212,7 +212,7 @@ class PagedWorld(PrefixCalls, World):
 
     @staticmethod
     def _anywhere(n):
-        """What rows say of their position where nobody knows it: other calls may have evicted tokens meanwhile."""
+        """The positions that rows identify; other calls may have evicted tokens meanwhile."""
         return [-1] * n
 
     def write_doubles(self, via):

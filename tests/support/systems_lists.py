@@ -1,14 +1,14 @@
-"""Worlds of `CacheManager` for `reentry.py`."""
+"""Systems of `CacheManager` for `reentry.py`."""
 
 import numpy as np
-from world import World, pure
+from system import System, pure
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig
 
 DIM = 8
 
 
-class ManagedWorld(World):
+class ManagedSystem(System):
     """Rows of one value each: that of their layer."""
 
     policy = EvictionPolicy.H2O()
@@ -82,5 +82,5 @@ class ManagedWorld(World):
         self._verify()
 
 
-class PyramidWorld(ManagedWorld):
+class PyramidSystem(ManagedSystem):
     policy = EvictionPolicy.PyramidKV(3)

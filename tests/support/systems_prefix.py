@@ -1,9 +1,9 @@
-"""Worlds of `PrefixCache` for `reentry.py`; `PrefixCalls` is for other worlds that have one, too."""
+"""Systems of `PrefixCache` for `reentry.py`; `PrefixCalls` serves other systems that have one."""
 
 import numpy as np
 from calling_arguments import Via
 from contents import pairs
-from world import World, pure, release
+from system import System, pure, release
 
 from kvcache import PrefixAwarePrefill, PrefixCache
 
@@ -12,7 +12,7 @@ DIM = 8
 
 
 class PrefixCalls:
-    """The calls of a `PrefixCache`, `self.prefix`; the others of a world come beside them.
+    """The calls of a `PrefixCache`, `self.prefix`, for a system that may have other calls.
 
     Attributes:
         sessions, found: what is held, by sessions and by lookups.
@@ -123,8 +123,8 @@ class PrefixCalls:
         assert (slots.counts(references=True) <= 1).all()
 
 
-class BlocksWorld(PrefixCalls, World):
-    """A `PrefixCache` with blocks of its own, whose K and V say of which tokens and namespace they are."""
+class BlocksSystem(PrefixCalls, System):
+    """A `PrefixCache` with blocks of its own, whose K and V identify their tokens and namespace."""
 
     rare = ("prefix_save", "prefix_load")
     slow = 1
