@@ -1,9 +1,9 @@
 """`EntryIndex`: a prefix index of whole keys; see entry_index.pxd."""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.tokens cimport uint32_tokens
+from kvcache.core.tokens cimport uint32_tokens, uint32s
 from kvcache.prefix.index cimport PrefixIndex
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space
@@ -14,10 +14,6 @@ from kvcache.trie.paths cimport walk_t
 __all__ = ["EntryIndex"]
 
 cnp.import_array()
-
-
-cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
-    return <const uint32_t *>cnp.PyArray_DATA(array)
 
 
 cdef class EntryIndex(PrefixIndex):

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from kvcache.core.tokens cimport uint32_tokens
+from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
 from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space, Spaces
@@ -26,14 +26,6 @@ cnp.import_array()
 
 # length: tokens matched; pages: the full ones, int32; tail: a page that holds the tokens after these, -1: none
 Match = namedtuple("Match", ("length", "pages", "tail"))
-
-
-cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
-    return <const uint32_t *>cnp.PyArray_DATA(array)
-
-
-cdef inline int32_t *int32s(cnp.ndarray array) noexcept:
-    return <int32_t *>cnp.PyArray_DATA(array)
 
 
 cdef class PrefixIndex:
@@ -268,13 +260,11 @@ cdef class PrefixIndex:
         """
         self.clean_up()
         cdef Py_ssize_t pages = 0
-        cdef int32_t leaf = self.victim(count, &pages), root = leaf
+        cdef int32_t leaf = self.victim(count, &pages)
         if leaf < 0:
             return None
-        while self.trie.table.nodes[root].parent >= 0:
-            root = self.trie.table.nodes[root].parent
+        root, tokens, values = self.trie.path(leaf)
         cdef Space space = self.spaces.of_root[root]
-        _, tokens, values = self.trie.path(leaf)
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
         claim.name, claim.tokens = space.name, tokens
         if self.miss_reasons is not None:

@@ -7,6 +7,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 from kvcache.core.pool cimport BlockPool
+from kvcache.core.tokens cimport int32s
 
 import numpy as np
 
@@ -21,10 +22,6 @@ cnp.import_array()
 RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("pins", "i4"), ("lookups", "i4"), ("lookup_pins", "i4"),
                    ("parked", "i4"), ("named", "i4"), ("waits", "i4")])
 assert RECORD.itemsize == sizeof(page_t)
-
-
-cdef inline int32_t *int32s(cnp.ndarray array) noexcept:
-    return <int32_t *>cnp.PyArray_DATA(array)
 
 
 cdef class Slots:

@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
-from kvcache.core.tokens cimport int32_values, uint32_tokens
+from kvcache.core.tokens cimport int32_values, int32s, uint32_tokens, uint32s
 from kvcache.trie cimport paths
 from kvcache.trie.nodes cimport NodeTable, node_t
 from kvcache.trie.paths cimport walk_t
@@ -19,14 +19,6 @@ cnp.import_array()
 cdef inline cnp.ndarray new_values(Py_ssize_t n):
     cdef cnp.npy_intp size = n
     return cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
-
-
-cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
-    return <int32_t*>cnp.PyArray_DATA(array)
-
-
-cdef inline uint32_t* uint32s(cnp.ndarray array) noexcept:
-    return <uint32_t*>cnp.PyArray_DATA(array)
 
 
 cdef class TokenTrie:
