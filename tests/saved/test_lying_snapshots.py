@@ -1,4 +1,4 @@
-"""Every file of lying_snapshots.py is refused or makes a good cache: soon, in bounded memory."""
+"""Every file of lying_snapshots.py is refused or gives a valid cache, in bounded time and memory."""
 
 import lying_snapshots
 import pytest
@@ -11,7 +11,7 @@ SOON = 20  # seconds of CPU time
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """How each case ended, in a process of its own, which a signal ends where one takes too long."""
+    """The outcome of each case, from a separate process, which a signal ends if a case takes too long."""
     return outcomes_of(lying_snapshots, tmp_path_factory.mktemp("lying"))
 
 

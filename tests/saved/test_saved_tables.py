@@ -1,4 +1,4 @@
-"""Tables of a saved cache that lie, with checksums that are right: each refused for what it says."""
+"""False tables of a saved cache with valid checksums: each is refused with its own message."""
 
 import os
 import struct
@@ -17,7 +17,7 @@ ARENAS, NAMES, MODEL_BYTES = 56, 60, 64  # uint32 each
 
 
 class Tables:
-    """The bytes of a file, and where its tables begin."""
+    """The bytes of a file, and the offsets of its tables."""
 
     def __init__(self, path):
         self.path, self.data = path, bytearray(path.read_bytes())
@@ -53,7 +53,7 @@ def tables(tmp_path):
 
 
 def test_what_is_right_is_taken_in(tables):
-    """Else the lies below could be refused for anything."""
+    """The unchanged file is loaded, so the changes below are what is refused."""
     tables.write()
     cache = entries()
     assert cache.load(tables.path, model=MODEL) == 3
@@ -105,7 +105,7 @@ def test_two_namespaces_of_one_name(tables):
 
 
 def test_a_namespace_in_two_arenas(tmp_path):
-    """What an entry is found in is one place."""
+    """Each namespace is in one arena."""
     cache = entries()
     for name, dim in (("a", 8), ("b", 16)):
         cache.store_snapshot([1, 2, 3], state(name, [1, 2, 3], dim), namespace=name)
@@ -123,14 +123,14 @@ def test_a_file_without_arenas(tmp_path):
     del tables.data[tables.arenas : tables.arenas + 64]
     tables.add(ARENAS, -1)
     tables.end -= 64
-    del tables.data[tables.end :]  # without an arena there is none to align
+    del tables.data[tables.end :]  # without an arena there is no padding
     tables.add(SIZE_OF_FILE, tables.end - tables.number(SIZE_OF_FILE))
     tables.write()
     refuse(blocks(), tables.path, "expected an arena, got none", MODEL)
 
 
 def test_a_part_of_a_name(tables):
-    """Four bytes of the model's name are said to be of the namespaces."""
+    """The header counts four bytes of the model's name as bytes of the namespaces."""
     tables.add(NAMES_BYTES, 4)
     tables.add(MODEL_BYTES, -4)
     tables.write()
@@ -159,7 +159,7 @@ def test_lies_of_blocks(tmp_path, lie):
 
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_a_page_that_the_disk_does_not_give(tmp_path, kind, monkeypatch):
-    """A read that fails is damage like any other: nothing is found, and the cache serves on."""
+    """A failed read counts as damage: nothing is found, and the cache works on."""
     saved, loaded = kind(), kind()
     put(saved, None, [1] * 4 * SIZE)
     saved.save(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""The trie as flat edges, and what damage takes from it."""
+"""The trie as flat edges, and `prune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = st.lists(st.integers(0, 1), max_size=13).map(tuple)
 
 
 def pages_of(trie: TokenTrie, root: int) -> dict[Tokens, int]:
-    """Every page by all tokens up to its end."""
+    """The value of every page by all tokens up to its end."""
     found: dict[Tokens, int] = {}
     for leaf in trie.leaf_ids():
         top, tokens, values = trie.path(leaf)

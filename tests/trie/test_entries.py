@@ -53,7 +53,7 @@ class EntryMachine(RuleBasedStateMachine):
     @rule(root=st.integers(0, 1), key=KEYS)
     def remove(self, root: int, key: Tokens) -> None:
         node, length = self.trie.match(root, key)
-        key = key[: self.trie.entry_at(node, length)[1]]  # Mostly an entry, so that something happens.
+        key = key[: self.trie.entry_at(node, length)[1]]  # mostly an entry, which can be removed
         expected = self.naive.forget(root, key) if key else []
         assert self.trie.remove(root, key).tolist() == expected
 

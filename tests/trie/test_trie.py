@@ -56,7 +56,7 @@ def test_a_pinned_path_stays_and_unpins() -> None:
     trie, root = filled(2, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8])
     node, _ = trie.match(root, [1, 2, 3, 4])
     trie.pin(node)
-    trie.insert(root, [1, 2, 3, 9], [7, 8])  # Splits the pinned node; its id stays good.
+    trie.insert(root, [1, 2, 3, 9], [7, 8])  # splits the pinned node, whose id stays valid
     assert sorted(trie.evict(99).tolist()) == [4, 8]
     assert trie.num_pages == 3
     trie.unpin(node)

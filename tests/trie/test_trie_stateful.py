@@ -1,4 +1,4 @@
-"""The token trie against its naive twin: by chance, and over long histories."""
+"""The token trie against its naive twin, over random and over long histories."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TrieMachine(RuleBasedStateMachine):
     def remove(self, choice: int, text: Tokens) -> None:
         root = self.root(choice)
         node, _ = self.trie.match(root, text)
-        _, tokens = self.end_of(node)  # Mostly a whole cached sequence, so that something happens.
+        _, tokens = self.end_of(node)  # mostly a whole cached sequence, which can be removed
         assert self.trie.remove(root, tokens).tolist() == self.naive.remove(root, tokens)
 
     @precondition(lambda self: len(self.naive.roots) > 2)
@@ -130,7 +130,7 @@ class TrieMachine(RuleBasedStateMachine):
         self.release_all()
 
     def release_all(self) -> None:
-        """Pins of an older epoch cannot be told apart by id alone: let them go through the trie's own count."""
+        """Unpin all: after a drop, ids alone do not say which pins are still there."""
         for root, tokens in self.naive.pins:
             node, _ = self.trie.match(root, tokens)
             self.trie.unpin(node)
@@ -174,7 +174,7 @@ TestPagesOfFour = machine(4, 100)
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_random_history(page_size: int) -> None:
-    """Longer sequences than the state machine draws, over a cache held to a capacity."""
+    """Longer sequences than those of the state machine, in a cache of bounded size."""
     draw = random.Random(page_size)
     trie, naive = TokenTrie(page_size), NaiveTrie(page_size)
     root = trie.add_root()
@@ -195,7 +195,7 @@ def test_long_random_history(page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4])
 def test_long_random_history_with_pins(page_size: int) -> None:
-    """Forks inside pages, pinned where they lie, while everything around them is evicted."""
+    """Pinned forks inside pages, while everything else is evicted."""
     draw = random.Random(page_size)
     trie, naive = TokenTrie(page_size), NaiveTrie(page_size)
     root = trie.add_root()
