@@ -122,7 +122,8 @@ class PrefixCache(IndexedCache):
         """
         ids = as_tokens(token_ids)
         with self._lock:
-            claim = self._cached.claim(ids, namespace)
+            self._cached.fetch(ids, namespace)
+            claim = self._cached.index.claim(ids, namespace)
             blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
             claim.hold_each()
             return len(blocks) * self.block_size, blocks
@@ -142,7 +143,8 @@ class PrefixCache(IndexedCache):
         """The matched blocks as a session, which holds them until it is released or dropped."""
         ids = as_tokens(token_ids)
         with self._lock:
-            claim = self._cached.claim(ids, namespace)
+            self._cached.fetch(ids, namespace)
+            claim = self._cached.index.claim(ids, namespace)
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 

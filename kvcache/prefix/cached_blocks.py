@@ -51,11 +51,6 @@ class CachedBlocks:
         if self.source is not None:
             fetch_offered(self.index, self.source, self.slots, ids, name, partial(self.make_room, new=True))
 
-    def claim(self, ids: Tokens, name: Hashable) -> Claim:
-        """`PrefixIndex.claim`, after `fetch`."""
-        self.fetch(ids, name)
-        return self.index.claim(ids, name)
-
     def _head(self, ids: Tokens, name: Hashable) -> tuple[Claim | None, int]:
         """A claim on the blocks of `ids` that are cached, so that making room does not evict them; and how many."""
         self.fetch(ids, name)
