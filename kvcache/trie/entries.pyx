@@ -32,11 +32,6 @@ cdef class EntryTrie(TokenTrie):
             at.node = nodes[at.node].parent
         return at
 
-    def store(self, root, tokens, values):
-        """`insert` and `mark` in one call that no interrupt can divide; True if the entry is new."""
-        node, _ = self.insert(root, tokens, values)
-        return self.mark(node)
-
     def mark(self, node):
         """An entry ends with `node`, as `insert` returns it. True if it is new."""
         cdef int32_t id = self._node(node)
@@ -67,7 +62,4 @@ cdef class EntryTrie(TokenTrie):
             return None
         while self.table.nodes[root].parent >= 0:
             root = self.table.nodes[root].parent
-        cdef Py_ssize_t before = self.table.num_entries
-        values = self.cut_leaf(leaf)
-        self.evicted += before - self.table.num_entries
-        return root, values
+        return root, self.cut_leaf(leaf)

@@ -8,7 +8,6 @@ from kvcache.trie.paths cimport walk_t
 
 cdef class TokenTrie:
     cdef readonly NodeTable table     # the nodes
-    cdef public Py_ssize_t evicted    # pages that `evict` has taken; of an `EntryTrie`, entries that `evict_entry` has
 
     # Ids and depths from callers, checked
     cdef int32_t _root(self, object root) except -1

@@ -28,7 +28,7 @@ cdef class TokenTrie:
     integers in [0, 2**32); uint32 arrays are read without a copy. Each root is a namespace of its own.
 
     A node id comes from `match`, `lookup` or `insert` and is valid until the next call that changes the trie; an id
-    that is pinned or marked is valid until it is unpinned or unmarked. `drop_root` and `clear` invalidate all ids.
+    that is pinned or marked is valid until it is unpinned or unmarked.
     Calls take microseconds and hold the GIL, so they are atomic. After the radix cache of SGLang (Zheng et al., 2024,
     arXiv:2312.07104), with exact matches inside pages and eviction in O(log n).
     """
@@ -155,7 +155,6 @@ cdef class TokenTrie:
             raise ValueError(f"num_pages: expected 0 or more, got {num_pages}")
         cdef cnp.ndarray freed = new_values(min(count, self.table.num_pages))
         count = self.free_pages(freed.shape[0], int32s(freed))
-        self.evicted += count
         return freed if count == freed.shape[0] else freed[:count]
 
     def remove(self, root, tokens):
@@ -195,30 +194,6 @@ cdef class TokenTrie:
         cdef cnp.ndarray freed = new_values(self.table.num_pages)
         return freed[: paths.prune(self.table, self.at_depth(at.node, n), int32s(freed))]
 
-    def drop_root(self, root):
-        """Drop a namespace with all it caches, pinned nodes too; returns the values."""
-        cdef int32_t top = self._root(root)
-        freed = self.all_values(root)
-        paths.empty(self.table, top)
-        self.table.give(top)
-        return freed
-
-    def clear(self):
-        """Empty every namespace, pinned nodes too; the roots stay. Returns the values."""
-        cdef Py_ssize_t root, at = 0
-        cdef cnp.ndarray freed = new_values(self.table.num_pages)
-        for root in self.roots():
-            at += paths.collect(self.table, <int32_t>root, int32s(freed) + at)
-        self.empty()
-        return freed
-
-    def empty(self):
-        """`clear` that returns nothing and takes no memory."""
-        cdef Py_ssize_t id
-        for id in range(self.table.used):
-            if self.table.is_root(id):
-                paths.empty(self.table, <int32_t>id)
-
     def roots(self):
         """The ids of all roots, ascending."""
         return [id for id in range(self.table.used) if self.table.is_root(id)]
@@ -247,10 +222,6 @@ cdef class TokenTrie:
         cdef int32_t id = self._root(root)
         cdef cnp.ndarray values = new_values(self.table.num_pages)
         return values[: paths.collect(self.table, id, int32s(values))].copy()
-
-    def victim(self):
-        """The leaf that `evict` would take pages from next; -1 if there is none."""
-        return self.table.leaves.top()
 
     def num_pins(self, node):
         """Pins on `node` itself."""

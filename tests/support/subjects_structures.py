@@ -108,12 +108,6 @@ class Trie(Subject):
     def remove(self):
         self.it.remove(self.root, self.text)
 
-    def drop_root(self):
-        self.it.drop_root(self.root)
-
-    def clear(self):
-        self.it.clear()
-
     def add_root(self):
         self.it.add_root()
 

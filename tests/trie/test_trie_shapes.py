@@ -97,13 +97,6 @@ def test_a_hundred_thousand_children_of_one_node(head):
     drained(trie)
 
 
-@pytest.mark.parametrize("length", [16, 256])
-def test_dropping_a_trie_of_many_nodes_frees_them_without_recursion(length, rng):
-    trie, root = filled(16, rng.integers(0, 150_000, (2_000, length), dtype=np.uint32))
-    assert len(trie.drop_root(root)) == 2_000 * length // 16
-    trie.check()
-
-
 def test_memory_is_steady_over_a_million_pages():
     """Replace the contents of a full cache many times; no array grows."""
     trie, capacity, n = TokenTrie(16), 2048, 64
