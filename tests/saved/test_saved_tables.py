@@ -52,7 +52,7 @@ def tables(tmp_path):
     return found
 
 
-def test_what_is_right_is_taken_in(tables):
+def test_the_unchanged_file_is_loaded(tables):
     """The unchanged file is loaded, so the changes below are what is refused."""
     tables.write()
     cache = entries()
@@ -61,7 +61,7 @@ def test_what_is_right_is_taken_in(tables):
 
 
 NAME = struct.calcsize("<II")  # of the arena and of the length, before a name
-LIES = {
+FALSE_TABLES = {
     "a layout": (lambda t: t.add(t.arenas + 22, 8), "expected an arena with pages of layout 1 or 2"),
     "pages of no bytes": (lambda t: t.add(t.arenas + 28, -t.number(t.arenas + 28)), "expected an arena with pages"),
     "an arena": (lambda t: t.add(t.names, 1), "expected a namespace of one of 1 arenas, got 1"),
@@ -75,10 +75,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused(tables, lie):
-    tell, message = LIES[lie]
-    tell(tables)
+@pytest.mark.parametrize("name", FALSE_TABLES)
+def test_a_false_table_is_refused(tables, name):
+    change, message = FALSE_TABLES[name]
+    change(tables)
     tables.write()
     refuse(entries(), tables.path, message, MODEL)
 
@@ -137,15 +137,15 @@ def test_a_part_of_a_name(tables):
     refuse(entries(), tables.path, "expected whole namespaces, got a part of one", MODEL[4:])
 
 
-@pytest.mark.parametrize("lie", ["parts of pages", "a text twice"])
-def test_lies_of_blocks(tmp_path, lie):
+@pytest.mark.parametrize("name", ["parts of pages", "a text twice"])
+def test_false_tables_of_blocks(tmp_path, name):
     cache = blocks()
     for token in (1, 2):
         put(cache, None, [token] * SIZE)
     cache.save(tmp_path / "cache", model=MODEL)
     tables = Tables(tmp_path / "cache")
     assert tables.number(SEGMENTS) == 2
-    if lie == "parts of pages":
+    if name == "parts of pages":
         tables.add(tables.segments + 8, 1)
         tables.add(tables.segments + 16 + 8, -1)
         message = f"expected segments of whole pages of {SIZE} tokens"

@@ -30,7 +30,7 @@ import traceback
 from pathlib import Path
 
 from between_lines import Between
-from calling_arguments import Via
+from calling_arguments import ArgumentWrapper
 from collecting import Collecting
 from interrupts import spread
 from system import DOCUMENTED, HandlerError, InnerCalls
@@ -54,7 +54,7 @@ class Run:
     def _end(self, system, what, finish=True):
         """Verify the system after its last call."""
         sys.settrace(None)
-        system.via.action = None
+        system.wrap.action = None
         try:
             system._settled()
             system._verify()
@@ -68,9 +68,9 @@ class Run:
         system.inner_calls = system.refused = 0
         system.problems.clear()
 
-    def _outer(self, system, name, via, what):
+    def _outer(self, system, name, wrap, what):
         try:
-            return system._call(name, via)
+            return system._call(name, wrap)
         except Exception:
             sys.settrace(None)
             self.problems.append(f"{what}: {traceback.format_exc()}")
@@ -81,7 +81,7 @@ class Run:
         results = {}
         for name in self.names:
             system = self.make(1)
-            results[name] = system._call(name, Via())
+            results[name] = system._call(name, ArgumentWrapper())
             self._end(system, f"{name} alone")
         return results
 
@@ -93,11 +93,11 @@ class Run:
             )
             for inner in some:
                 system = self.make(1)
-                via = system.via if system.via.action else Via()
-                via.action = lambda system=system, inner=inner: system._inner(inner)
-                system.via.action = via.action
-                self._outer(system, outer, via, f"{outer}({inner})")
-                via.action = None
+                wrap = system.wrap if system.wrap.action else ArgumentWrapper()
+                wrap.action = lambda system=system, inner=inner: system._inner(inner)
+                system.wrap.action = wrap.action
+                self._outer(system, outer, wrap, f"{outer}({inner})")
+                wrap.action = None
                 self._end(system, f"{inner} inside of an argument of {outer}")
 
     def unchanged(self, twins):
@@ -105,10 +105,10 @@ class Run:
         for outer in self.names:
             system = self.make(1)
             inner = InnerCalls(system, self.pure, outer)
-            system.via.action = inner
+            system.wrap.action = inner
             with Between(inner):
-                result = self._outer(system, outer, Via(inner), outer)
-            system.via.action = None
+                result = self._outer(system, outer, ArgumentWrapper(inner), outer)
+            system.wrap.action = None
             if result != twins[outer]:
                 self.problems.append(f"{outer} gave {str(result)[:300]}, alone {str(twins[outer])[:300]}")
             self._end(system, f"what changes nothing inside of {outer}")
@@ -119,9 +119,9 @@ class Run:
             for outer in self.names:
                 system = self.make(number)
                 inner = InnerCalls(system, self.names, (outer, number).__repr__())
-                system.via.action = inner
+                system.wrap.action = inner
                 with Between(inner):
-                    self._outer(system, outer, Via(), f"{outer} between lines")
+                    self._outer(system, outer, ArgumentWrapper(), f"{outer} between lines")
                 self._end(system, f"calls between the lines of {outer} ({number})")
 
     def raising(self):
@@ -129,7 +129,7 @@ class Run:
         for outer in self.names:
             system = self.make(1)
             with Between(None, opcodes=True, stop=0) as between:
-                system._call(outer, Via())
+                system._call(outer, ArgumentWrapper())
             for stop in spread(range(1, between.count + 1), 4 * self.rounds):
                 system = self.make(1)
                 inner = random.Random(f"{outer} {stop}").choice(self.names)
@@ -141,7 +141,7 @@ class Run:
 
                 try:
                     with Between(interrupt, opcodes=True, stop=stop):
-                        system._call(outer, Via())
+                        system._call(outer, ArgumentWrapper())
                 except HandlerError:
                     pass
                 except Exception:
@@ -154,7 +154,7 @@ class Run:
                 system = self.make(number)
                 inner = InnerCalls(system, self.names, f"{outer} {number}")
                 with Collecting(inner):
-                    self._outer(system, outer, Via(), f"{outer} under the collector")
+                    self._outer(system, outer, ArgumentWrapper(), f"{outer} under the collector")
                 self._end(system, f"{outer} under the collector ({number})")
 
     def signals(self, seconds, timeouts):
@@ -183,7 +183,7 @@ class Run:
         while time.monotonic() < end:
             number += 1
             system, deadline = self.make(number), time.monotonic() + 0.15
-            system.via.action = inner = InnerCalls(system, self.names, number)
+            system.wrap.action = inner = InnerCalls(system, self.names, number)
             signal.setitimer(signal.ITIMER_REAL, 2e-5, 7e-5 * system.slow)
             what = ""
             while time.monotonic() < deadline and len(self.problems) < 20:
@@ -191,7 +191,7 @@ class Run:
                 try:
                     armed = timeouts
                     try:
-                        system._call(what, Via())
+                        system._call(what, ArgumentWrapper())
                     finally:
                         armed = False
                 except (HandlerError, *DOCUMENTED):

@@ -3,7 +3,7 @@
 import random
 import traceback
 
-from calling_arguments import Via
+from calling_arguments import ArgumentWrapper
 from subject import plain
 
 from kvcache import InvalidOperationError, KvCacheError
@@ -43,7 +43,7 @@ def release(call):
 
 
 class System:
-    """Each method without a leading underscore is a call, and takes a `Via`.
+    """Each method without a leading underscore is a call, and takes a `ArgumentWrapper`.
 
     Attributes:
         random: from which calls choose their arguments.
@@ -57,7 +57,7 @@ class System:
     def __init__(self, seed, path):
         self.random, self.path = random.Random(seed), path
         self.promises, self.problems, self.inner_calls, self.refused = [], [], 0, 0
-        self.via = Via()  # of objects that live as long as the system
+        self.wrap = ArgumentWrapper()  # of objects that live as long as the system
         self._build()
 
     @classmethod
@@ -71,11 +71,11 @@ class System:
     def pure_names(cls):
         return [name for name in cls.names() if hasattr(getattr(cls, name), "pure")]
 
-    def _call(self, name, via):
+    def _call(self, name, wrap):
         """The result of a call, to be compared; the type of its error, if that is documented."""
         call = getattr(self, name)
         try:
-            return plain(call(via))
+            return plain(call(wrap))
         except DOCUMENTED as error:
             if isinstance(error, InvalidOperationError) and str(error) == REFUSED:
                 self.refused += 1
@@ -87,7 +87,7 @@ class System:
         """A call from inside of another one, whose documented errors are swallowed."""
         self.inner_calls += 1
         try:
-            self._call(name, Via())
+            self._call(name, ArgumentWrapper())
         except HandlerError:
             raise
         except Exception as error:
@@ -99,7 +99,7 @@ class System:
         """A call from inside of another one, whose errors leave the handler."""
         self.inner_calls += 1
         try:
-            getattr(self, name)(Via())
+            getattr(self, name)(ArgumentWrapper())
         except DOCUMENTED as error:
             error.handlers = True
             raise
