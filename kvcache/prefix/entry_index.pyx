@@ -61,7 +61,7 @@ cdef class EntryIndex(PrefixIndex):
         """As of `PrefixIndex`, as an entry.
 
         Args:
-            most_entries: while there are more entries, unmark those that this one extends, the longest first; -1: none.
+            most_entries: while there are more, unmark entries that this one extends, the longest first; -1: no limit.
         """
         cdef NodeTable table = self.trie.table
         cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots), last = node
