@@ -223,29 +223,6 @@ cdef class BlockPool:
         """References held on every block, int32 `(num_blocks,)`, a copy."""
         return np.array(self.refs)
 
-    def recount(self, held):
-        """Set all reference counts, int32 `(num_blocks,)`, whatever they were before.
-
-        For an owner that was interrupted and has counted its references again. Blocks without references become free,
-        after those that are free already.
-
-        Raises:
-            ValueError: another number of blocks, or a negative count; MemoryError: nothing has changed.
-        """
-        refs = np.array(held, np.int32)
-        if refs.shape != (self.num_blocks,) or (refs < 0).any():
-            raise ValueError(f"held: expected {self.num_blocks} counts >= 0, got shape {refs.shape}, "
-                             f"least {refs.min(initial=0)}")
-        free = np.asarray(self.ring)[(self.head + np.arange(self.num_free)) % max(self.num_blocks, 1)]
-        known = np.zeros(self.num_blocks, bool)
-        known[free] = True
-        free = np.concatenate([free[refs[free] == 0], np.flatnonzero(~known & (refs == 0))]).astype(np.int32)
-        ring = np.zeros(self.num_blocks, np.int32)
-        ring[:len(free)] = free
-        self.refs, self.ring, self.head, self.num_free = refs, ring, 0, <int32_t>len(free)
-        self.total_frees = self.total_allocations - (self.num_blocks - self.num_free)
-        self.peak_used = max(self.peak_used, self.num_blocks - self.num_free)
-
     def check(self):
         """Verify every invariant.
 

@@ -57,10 +57,6 @@ class PagedBlocks:
             held += count()
         return held
 
-    def recount(self) -> None:
-        """Set the references in the pool to those that the holders count."""
-        self.pool.recount(self.references())
-
     def check(self) -> None:
         """Verify that the pool is sound and has the references that the holders count.
 

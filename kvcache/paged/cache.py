@@ -152,7 +152,7 @@ class PagedKvCache:
         self._sequences.fork_batch(as_seq_ids(src_seqs, "src_seqs").copy(), as_seq_ids(dst_seqs, "dst_seqs").copy())
 
     def swap(self, first_seq: int, second_seq: int) -> None:
-        """Exchange the ids and handles of two sequences, as to go back to a fork; takes no memory."""
+        """Exchange the ids and handles of two sequences, for example to return to a fork; takes no memory."""
         self._sequences.swap(as_seq_id(first_seq, "first_seq"), as_seq_id(second_seq, "second_seq"))
 
     def free(self, seq_id: int) -> None:
@@ -169,11 +169,11 @@ class PagedKvCache:
     # -- tokens come and go ---------------------------------------------------------------------------------
 
     def append(self, seq_id: int, num_new_tokens: int) -> None:
-        """Room for `num_new_tokens` more tokens, zeros until written; a shared tail block is copied first."""
+        """Add `num_new_tokens` tokens, which read as zeros until written; a shared tail block is copied first."""
         self._sequences.append(as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
 
     def append_batch(self, seq_ids: npt.ArrayLike) -> None:
-        """Room for one more token in each of many sequences, all or nothing."""
+        """Add one token to each of many sequences, all or nothing."""
         self._sequences.append_batch(as_seq_ids(seq_ids))
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
@@ -286,7 +286,7 @@ class PagedKvCache:
     def _rows(self, x: npt.ArrayLike, name: str) -> Float32:
         return as_floats(x, (None, self._store.num_heads, self._store.head_dim), name)
 
-    # -- eviction: nothing is evicted by itself -------------------------------------------------------------
+    # -- eviction, which callers start -----------------------------------------------------------------------
 
     eviction_strategy = read_only(lambda self: self._evictor.strategy, "Which sequence is evicted first.")
     eviction_threshold = read_only(lambda self: self._threshold, "See `needs_eviction`.")
@@ -318,7 +318,7 @@ class PagedKvCache:
         self._evictor.pin(as_seq_id(seq_id))
 
     def unpin(self, seq_id: int) -> None:
-        """Take back one `pin`; InvalidOperationError if it is not pinned."""
+        """Undo one `pin`; InvalidOperationError if the sequence is not pinned."""
         self._evictor.unpin(as_seq_id(seq_id))
 
     def select_eviction_target(self) -> SeqId | None:
@@ -333,8 +333,8 @@ class PagedKvCache:
     def evict_to_threshold(self, target_util: float) -> list[SeqId]:
         """Evict until `utilization` is at most `target_util`; the evicted ids, in order.
 
-        Sequences whose blocks are all shared free nothing and are passed over until nothing else is left;
-        pinned ones stay always, so the target may be missed.
+        Sequences whose blocks are all shared would free nothing and are evicted last. Pinned ones always stay, so the
+        utilization may remain above the target.
         """
         share = as_number(target_util, "target_util")
         if isnan(share):

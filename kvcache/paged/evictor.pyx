@@ -56,7 +56,7 @@ cdef class Evictor:
             self.table.victims.changed(row)
 
     def unpin(self, uint64_t seq_id):
-        """Take back one `pin`; InvalidOperationError where there is none."""
+        """Undo one `pin`; InvalidOperationError if the sequence is not pinned."""
         cdef int32_t row
         with self.lock:
             row = self.table.records.find(seq_id)
@@ -87,7 +87,7 @@ cdef class Evictor:
     def evict_to(self, double utilization):
         """Evict until at most this share of the pool is in use; the evicted ids, in order, uint64.
 
-        Evicting a sequence whose blocks are all shared frees nothing: such ones are passed over while there is another.
+        Evicting a sequence whose blocks are all shared frees nothing: such sequences are evicted last.
         """
         with self.lock:
             return self._evict_to(utilization)

@@ -14,7 +14,7 @@ __all__ = ["SequenceRecords"]
 
 
 cdef class SequenceRecords:
-    """Records of sequences by id; knows nothing of blocks and references.
+    """Records of sequences by id, without their blocks and references.
 
     Args:
         most_idle: runs that the spare rows may keep room for.

@@ -34,7 +34,7 @@ cdef class PagedSequences:
         store: the `BlockStore` that the table's blocks lie in.
         table: the `BlockTables` that say which tokens lie where.
 
-    The caller has converted what is handed in; each call takes the lock. New tokens read as zeros until they are
+    The caller has converted all arguments; each call takes the lock. New tokens read as zeros until they are
     written. Errors are those of `BlockTables` and `BlockStore`; a call that raises has changed nothing.
     """
 

@@ -130,7 +130,7 @@ cdef class BlockTables:
         return self.records.nbytes + self.run_lists.nbytes + self.victims.nbytes + self.room * sizeof(int32_t)
 
     def check(self):
-        """Verify every invariant of the tables; references against the pool are the owner's to compare.
+        """Verify every invariant of the tables; the owner compares their references with those of the pool.
 
         Raises:
             AssertionError: naming the broken one.

@@ -1,12 +1,12 @@
 """`PrefixCache`: which full blocks of a prompt are cached, in a store of its own or in that of a `PagedKvCache`.
 
     prompt    s s s s s s s s u u u        block_size 4, s the tokens of a system prompt
-              [block 7] [block 2] +3       two blocks match; `tail_block` has the next 3 tokens, too, if it
-                                           shares them: its head can be copied
+              [block 7] [block 2] +3       two blocks match; the next 3 tokens may be the first ones of a third
+                                           block, the `tail_block`, from which they can be copied
 
-The index holds one reference on every block that it names. A session pins what it matched and holds references
-of its own, so neither an eviction nor `clear` touches what a request reads. Over the blocks of a `PagedKvCache`
-nothing is copied, a block that matches in part apart, and that by the sequence's first write.
+The index holds one reference on every block that it names. A session pins the blocks that it matched and holds
+references of its own, so neither an eviction nor `clear` changes what a request reads. Over the blocks of a
+`PagedKvCache` nothing is copied but a tail block, when the sequence first writes to it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.block_rows import checked_rows, write_blocks
+from kvcache.prefix.block_rows import checked_rows
+from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
-from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.indexed import IndexedCache
 from kvcache.prefix.lookups import FoundBlocks, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
+from kvcache.prefix.source import Source
 from kvcache.trie.policy import Policy
-from kvcache.trie.trie import TokenTrie
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
 
-Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
-Tokens = npt.NDArray[np.uint32]
 
 
-class PrefixCache:
+class PrefixCache(IndexedCache):
     """Blocks of K and V by the exact tokens that lead to them.
 
     Args:
@@ -58,10 +55,9 @@ class PrefixCache:
 
     `namespace` (tenant, model, adapter) is any hashable value; two namespaces share nothing. Calls on one cache are
     serialised.
-
-    Attributes:
-        source: a `Source` that may deliver missing blocks and receives evicted ones; None: no source.
     """
+
+    _cached: CachedBlocks
 
     def __init__(
         self,
@@ -104,12 +100,17 @@ class PrefixCache:
         return cache
 
     def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool) -> None:
-        self._blocks, self._pool, self._store, self._lock = blocks, blocks.pool, blocks.store, blocks.lock
-        self._head_dim, self._shared, self._max_blocks = head_dim, shared, max_blocks
-        self._slots = Slots([self._pool], self._store.block_size)
-        self._index = PrefixIndex(TokenTrie(self._store.block_size, policy), self._slots, max_blocks)
-        self.source: Source | None = None
-        blocks.holders.append(partial(self._slots.counts, references=True))
+        self._cached, self._blocks, self._shared = CachedBlocks(blocks, head_dim, max_blocks, policy), blocks, shared
+        self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
+
+    @property
+    def source(self) -> Source | None:
+        """A `Source` that may deliver missing blocks and receives evicted ones; None: no source."""
+        return self._cached.source
+
+    @source.setter
+    def source(self, source: Source | None) -> None:
+        self._cached.source = source
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -121,10 +122,10 @@ class PrefixCache:
         """
         ids = as_tokens(token_ids)
         with self._lock:
-            self._bring(ids, namespace)
-            claim = self._index.claim(ids, namespace)
-            blocks = FoundBlocks(self, ids, claim) if claim.num_held else []
-            claim.keep_by_name()
+            self._cached.fetch(ids, namespace)
+            claim = self._cached.index.claim(ids, namespace)
+            blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
+            claim.hold_each()
             return len(blocks) * self.block_size, blocks
 
     def release(self, index: int) -> None:
@@ -142,8 +143,8 @@ class PrefixCache:
         """The matched blocks as a session, which holds them until it is released or dropped."""
         ids = as_tokens(token_ids)
         with self._lock:
-            self._bring(ids, namespace)
-            claim = self._index.claim(ids, namespace)
+            self._cached.fetch(ids, namespace)
+            claim = self._cached.index.claim(ids, namespace)
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 
@@ -153,12 +154,6 @@ class PrefixCache:
             raise TypeError(f"session: expected a CacheSession, got {type(session).__name__}")
         if session._claim is not None and session._claim.slots is self._slots:
             self._lock.hand_over(session._claim.release)
-
-    def _bring(self, ids: Tokens, name: Hashable) -> None:
-        """Load the blocks of `ids` that a file or the source has, if they are good and there is room."""
-        fetch_waiting(self._index, ids, name)
-        if self.source is not None:
-            fetch_offered(self._index, self.source, self._slots, ids, name, partial(self._make_room, new=True))
 
     # -- insert ---------------------------------------------------------------------------------------------
 
@@ -179,17 +174,17 @@ class PrefixCache:
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = checked_rows(self._store, [(keys, values)], self._head_dim)
+        k, v = checked_rows(self._store, [(keys, values)], self._cached.head_dim)
         with self._lock:
-            if not self._store_rows(ids[:end], start // self.block_size, k, v, namespace):
+            if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
             return int(self._index.find(ids[:end], namespace).pages[-1])
 
     def store(self, token_ids: Any, block_start: int, pairs: Sequence[Any], namespace: Hashable = None) -> int:
         """Cache one block after another from `block_start` on, as `insert`; how many of them are cached now.
 
-        What would pass the last full block of the tokens is passed over; when nothing can be evicted any more,
-        the rest is omitted, so of a prompt longer than the cache its beginning is kept.
+        Pairs beyond the last full block of the tokens are ignored. When nothing can be evicted any more, the rest is
+        omitted: of a prompt longer than the cache its beginning is kept.
         """
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
@@ -197,22 +192,9 @@ class PrefixCache:
         count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = checked_rows(self._store, pairs[:count], self._head_dim)
+        keys, values = checked_rows(self._store, pairs[:count], self._cached.head_dim)
         with self._lock:
-            return self._store_rows(ids[: start + count * size], start // size, keys, values, namespace)
-
-    def _store_rows(
-        self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], namespace: Hashable
-    ) -> int:
-        head, existing = self._head(ids, namespace)
-        if existing < first:
-            raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
-        room = self._make_room(len(ids) // self.block_size - existing, new=True)
-        if room:
-            claim = self._slots.take(room)
-            write_blocks(self._store, claim.pages, keys, values, (existing - first) * self.block_size)
-            self._index.insert(ids[: (existing + room) * self.block_size], claim, namespace, head)
-        return existing + room - first
+            return self._cached.store_rows(ids[: start + count * size], start // size, keys, values, namespace)
 
     def adopt(self, token_ids: Any, block_ids: npt.ArrayLike, namespace: Hashable = None) -> int:
         """Cache the full blocks of a sequence by reference; how many of them are cached now.
@@ -236,54 +218,15 @@ class PrefixCache:
         if len(blocks) < full:
             raise ValueError(f"block_ids: expected {full} for {len(ids)} tokens, got {len(blocks)}")
         with self._lock:
-            known = self._pool.in_use(blocks)
-            self._pool.expect_each_once(known)
-            head, existing = self._head(ids, namespace)
-            elsewhere = self._slots.are_named(known)
-            if head is not None:
-                elsewhere[:existing] &= head.pages != known[:existing]
-            if elsewhere.any():
-                block = known[elsewhere.argmax()]
-                raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
-            room = self._make_room(full - existing, new=False)
-            if room:
-                claim = self._slots.share(known[existing : existing + room])
-                self._index.insert(ids[: (existing + room) * self.block_size], claim, namespace, head)
-            return existing + room
-
-    def _head(self, ids: Tokens, name: Hashable) -> tuple[Claim | None, int]:
-        """A claim on the blocks of `ids` that are cached, and how many: what is built on must not go to make room."""
-        self._bring(ids, name)
-        head = self._index.head(ids, name)
-        return head, 0 if head is None else len(head)
-
-    def _make_room(self, count: int, new: bool) -> int:
-        """Evict until `count` more blocks fit; how many do. New ones must also be free in the pool."""
-        while (room := self._room(count, new)) < count and self._evict(count - room):
-            pass
-        return room
-
-    def _room(self, count: int, new: bool) -> int:
-        spare = max(0, min(count, self._max_blocks - len(self)))
-        return self._slots.room(spare) if new else spare
-
-    def _evict(self, count: int) -> int:
-        """Evict up to `count` blocks from the tail of the next victim; returns their number."""
-        evicted = self._index.evict(count)
-        if evicted is None:
-            return 0
-        if self.source is not None:
-            self.source.spill(evicted.name, evicted.tokens, evicted.pages)
-        evicted.release()
-        return len(evicted)
+            return self._cached.adopt(ids, blocks, namespace)
 
     def evict(self, num_blocks: int) -> int:
         """Evict until `num_blocks` more are free in the pool, or nothing can go; how many became free."""
         count = as_integer(num_blocks, "num_blocks")
         with self._lock:
-            self._slots.settle()
+            self._slots.release_dropped()
             before = self._pool.num_free
-            while (wanted := before + count - self._pool.num_free) > 0 and self._evict(wanted):
+            while (wanted := before + count - self._pool.num_free) > 0 and self._cached.evict(wanted):
                 pass
             return self._pool.num_free - before
 
@@ -307,18 +250,18 @@ class PrefixCache:
             TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
             OSError: of the file system.
         """
-        save_blocks(path, str(model), [self, *beside])
+        save_blocks(path, str(model), _cached_by([self, *beside]))
 
     def load(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> int:
-        """Take in what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
+        """Load what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
 
         This reads which tokens there are, not their K and V: a block is read, and checked, when a lookup first finds
         it. One that is damaged is forgotten, with all that comes after it, and logged as a warning.
 
         Args:
             model: as in `save`.
-            beside: other caches; each loads what the one in its place beside the saved cache had, where
-                formats and dimensions are the same. What finds no taker is passed over.
+            beside: other caches; each loads the blocks of the cache that had its place in `save`, if formats and
+                dimensions are the same. All other blocks are ignored.
 
         Raises:
             InvalidOperationError: blocks are cached here already, or in one of `beside`.
@@ -326,7 +269,7 @@ class PrefixCache:
                 or dimensions; nothing has changed.
             OSError: there is none, or it cannot be read.
         """
-        return load_blocks(path, str(model), [self, *beside])
+        return load_blocks(path, str(model), _cached_by([self, *beside]))
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
@@ -337,50 +280,33 @@ class PrefixCache:
             return None
         with self._lock:
             fetch_all(self._index)
-            return cached_block(self, index)
+            return cached_block(self._cached, index)
 
     def block_ids(self) -> list[int]:
         """The cached blocks, ascending."""
         with self._lock:
             fetch_all(self._index)
-            return [int(block) for block in self._slots.named()]
+            named: list[int] = self._slots.records()["named"].nonzero()[0].tolist()
+            return named
 
     @property
     def pinned_blocks(self) -> int:
         """Blocks that sessions and lookups hold."""
         with self._lock:
-            self._slots.settle()
+            self._slots.release_dropped()
             return int(np.count_nonzero(self._slots.counts()))
 
     # -- reports --------------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block is cached."""
-        return len(self) == 0
-
     @property
     def capacity(self) -> int:
         """The most blocks that it may hold."""
-        return self._max_blocks
+        return self._cached.max_blocks
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self._store.block_size
-
-    @property
-    def hits(self) -> int:
-        """Blocks found."""
-        return self._index.hits
-
-    @property
-    def misses(self) -> int:
-        """Lookups that stopped before the prompt's last full block."""
-        return self._index.misses
 
     @property
     def evictions(self) -> int:
@@ -415,6 +341,13 @@ class PrefixCache:
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
-            self._index.check()
-            assert len(self) <= self._max_blocks, "prefix cache: more blocks than allowed"
+            self._cached.check()
             self._blocks.check()
+
+
+def _cached_by(caches: Sequence[PrefixCache]) -> list[CachedBlocks]:
+    if not all(isinstance(cache, PrefixCache) for cache in caches):
+        raise TypeError("beside: expected caches, got another object")
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("beside: expected each cache once, got one twice")
+    return [cache._cached for cache in caches]

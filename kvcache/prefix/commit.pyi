@@ -2,6 +2,6 @@ from collections.abc import Iterable, Sequence
 
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Claim
-from kvcache.prefix.source import Source
+from kvcache.prefix.source import PageReader
 
-def commit(parts: Iterable[tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[Source]]]) -> None: ...
+def commit(parts: Iterable[tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[PageReader]]]) -> None: ...

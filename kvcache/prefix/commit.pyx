@@ -1,4 +1,4 @@
-"""What a file names takes the place of indices that are empty: of several at once, all or none."""
+"""Puts the pages that a file names into empty indices: into several at once, all or none."""
 
 from kvcache.prefix.index cimport PrefixIndex
 from kvcache.prefix.slots cimport Claim
@@ -21,22 +21,20 @@ def commit(parts):
     cdef Py_ssize_t i
     todo = [(<PrefixIndex?>index, <PrefixIndex?>filled, list(zip(claims, sources)))
             for index, filled, claims, sources in parts]
-    before = [None] * len(todo)
     for index, filled, pairs in todo:
-        index.settle()
-        if filled.reasons_of is not None:
-            filled.reasons_of.texts.counts.reserve(sum([len(claim) for claim, _ in pairs]))
-            filled.reasons_of.ghosts, filled.reasons_of.roots = index.reasons_of.ghosts, index.reasons_of.roots
+        index.clean_up()
+        if filled.miss_reasons is not None:
+            filled.miss_reasons.counts.reserve(sum([len(claim) for claim, _ in pairs]))
+            filled.miss_reasons.ghosts, filled.miss_reasons.roots = index.miss_reasons.ghosts, index.miss_reasons.roots
     # Nothing fails from here on.
-    for number, (index, filled, pairs) in enumerate(todo):
-        before[number] = index.take_over(filled)
+    for index, filled, pairs in todo:
+        index.swap(filled)
         index.clock += 1
         for claim, source in pairs:
-            claim.slots.void_pins(index.trie)
             for i in range(claim.data.n):
                 claim.slots.name_(claim.data.pages[i], index.clock, True)
-                if index.reasons_of is not None:
-                    index.reasons_of.count(claim.data.pages[i])
+                if index.miss_reasons is not None:
+                    index.miss_reasons.count(claim.data.pages[i])
             if claim.data.n:
                 claim.slots.source = source
             claim.data.n = 0

@@ -63,7 +63,7 @@ class PrefixKvStats:
     Attributes:
         entries: stored prefixes.
         tokens: tokens whose KV is stored; a shared prefix counts once.
-        memory_bytes: bytes of K and V held, those of states out there included.
+        memory_bytes: bytes of K and V held, those of states that callers hold included.
         hits, misses: lookups.
         hit_tokens, lookup_tokens: tokens matched, of tokens asked for.
         evictions: entries evicted.

@@ -10,5 +10,5 @@ class EntryIndex(PrefixIndex):
     def insert(
         self, tokens: Any, fresh: Claim, name: Hashable = None, head: Claim | None = None, slots: Slots | None = None,
         most_entries: int = -1,
-    ) -> None: ...  # fmt: skip
+    ) -> int: ...  # fmt: skip
     def remove(self, tokens: Any, name: Hashable = None) -> Claim | None: ...

@@ -1,9 +1,9 @@
 """`EntryIndex`: a prefix index of whole keys; see entry_index.pxd."""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.tokens cimport uint32_tokens
+from kvcache.core.tokens cimport uint32_tokens, uint32s
 from kvcache.prefix.index cimport PrefixIndex
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space
@@ -14,10 +14,6 @@ from kvcache.trie.paths cimport walk_t
 __all__ = ["EntryIndex"]
 
 cnp.import_array()
-
-
-cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
-    return <const uint32_t *>cnp.PyArray_DATA(array)
 
 
 cdef class EntryIndex(PrefixIndex):
@@ -35,24 +31,20 @@ cdef class EntryIndex(PrefixIndex):
         return at.node if at.length == ids.shape[0] == node.end and node.marked else -1
 
     def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
-        """Find, count, use and hold, in a trie with entries: a `Claim` on a match of `least` tokens or more, or None.
+        """Look up `tokens` and hold the match: a `Claim` on its tokens; None if fewer than `least` match.
 
         The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         cdef walk_t at = walk_t(node=-1, length=0)
         cdef Claim claim = None
         if space is not None:
-            at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-            while whole and at.length > 0 and (
-                not self.trie.table.nodes[at.node].marked or self.trie.table.nodes[at.node].end > at.length
-            ):
-                at = walk_t(node=self.trie.table.nodes[at.node].parent, length=self.trie.table.nodes[at.node].begin)
+            claim = self.matched(space, ids, &at)
+            if whole:
+                at = (<EntryTrie>self.trie).entry_before(at)
         if at.length >= max(1, least):
-            claim = space.slots.claim_of(at.length)
-            self.trie.gather(at, claim.data.pages)
             claim.data.held = claim.data.n = at.length
             space.slots.keep(claim.data, 0)
             self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
@@ -60,6 +52,7 @@ cdef class EntryIndex(PrefixIndex):
             self.hit_tokens += at.length
         else:
             self.misses += 1
+            claim = None
         self.lookup_tokens += ids.shape[0]
         return claim
 
@@ -68,27 +61,27 @@ cdef class EntryIndex(PrefixIndex):
         """As of `PrefixIndex`, as an entry.
 
         Args:
-            most_entries: unmark entries that this one extends, the longest first, while there are more; -1: any number.
+            most_entries: while there are more, unmark entries that this one extends, the longest first; -1: no limit.
         """
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef NodeTable table = self.trie.table
-        cdef int32_t node = self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
+        cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots), last = node
         while most_entries >= 0 and table.num_entries > most_entries and table.nodes[node].parent >= 0:
             node = table.nodes[node].parent
             self.evictions += table.nodes[node].marked
             table.num_entries -= table.nodes[node].marked
             table.nodes[node].marked = 0
+        return last
 
     def remove(self, tokens, name=None):
-        """Forget the entry of exactly these tokens; a `Claim` on what it alone needed, or None if there is none."""
+        """Forget the entry of exactly these tokens; a `Claim` on the slots that it alone needed, or None."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         cdef int32_t node = -1 if space is None else self.entry(space, ids)
         if node < 0:
             return None
         cdef Claim claim = space.slots.claim_of(ids.shape[0])
-        self.cut(node, claim)
-        self.taken(space, claim)
+        self.cut_entry(node, claim)
+        self.unname_claimed(space, claim)
         self.spaces.close(space, self.trie)
         return claim

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.locks import AllLocks, CallLock
+from kvcache.core.locks import AllLocks
+from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, SnapshotError
+from kvcache.prefix.cached_blocks import CachedBlocks
+from kvcache.prefix.cached_entries import CachedEntries
 from kvcache.prefix.commit import commit
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import BLOCK_SIZE, Rows
-from kvcache.prefix.saved import saved_blocks, saved_rows
+from kvcache.prefix.saved import SavedPages, saved_blocks, saved_rows
 from kvcache.prefix.segments import newest_entries, ranges, segments_of, walk_back, well_formed
-from kvcache.prefix.slots import Claim
-from kvcache.prefix.source import Source, fetch_waiting
+from kvcache.prefix.slots import Claim, Slots
+from kvcache.prefix.source import fetch_waiting
 from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
-
-if TYPE_CHECKING:
-    from kvcache.prefix.blocks import PrefixCache
-    from kvcache.prefix.states import PrefixKvCache
 
 __all__ = ["fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
 
 Int32 = npt.NDArray[np.int32]
-Part = tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[Source]]  # of `commit`
+Int64 = npt.NDArray[np.int64]
+Part = tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[SavedPages]]  # of `commit`
 
 
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:
@@ -39,52 +39,89 @@ def fetch_all(index: PrefixIndex, least: int = -1) -> None:
             fetch_waiting(index, tokens, names[root], least)
 
 
+def _write(
+    path: str | os.PathLike[str], content: str, model: str, indices: Sequence[PrefixIndex],
+    arenas: Sequence[tuple[Slots, Arena, Callable[[Int32], Iterable[list[Any]]]]],
+) -> None:  # fmt: skip
+    """Write what the indices name.
+
+    Args:
+        arenas: the slots of some namespaces, how a file stores them, and a function from such pages to the file's.
+    """
+    kinds = [slots for slots, _, _ in arenas]
+    namespaces: list[tuple[int, Hashable]] = []
+    segments, pages = Segments.none(), [np.empty(0, np.int32)]
+    for index in indices:
+        spaces = index.spaces.in_use()
+        tokens_of = index.kinds[0].tokens_of if index.trie.page_size > 1 else None
+        added, named = segments_of(index.trie, [root for _, root in spaces], tokens_of)
+        segments = segments.and_then(added, len(namespaces))
+        namespaces += [(kinds.index(space.slots), space.name) for space, _ in spaces]
+        pages.append(named)
+    arena_of = np.array([arena for arena, _ in namespaces], np.int64)[segments.namespaces]
+    sizes = np.array([slots.page_size for slots in kinds], np.int64)
+    of_page = np.repeat(arena_of, segments.lengths // sizes[arena_of])
+    write_snapshot(
+        path, content, model, [arena for _, arena, _ in arenas], namespaces, segments,
+        lambda i: arenas[i][2](np.concatenate(pages)[of_page == i]),
+    )  # fmt: skip
+
+
+def _part(
+    snapshot: Snapshot, index: PrefixIndex, claims: dict[int, Claim], readers: dict[int, SavedPages], chosen: Int64,
+    kept: Sequence[int],
+) -> Part:  # fmt: skip
+    """What an index takes of a file.
+
+    Args:
+        claims, readers: by arena.
+        chosen: the segments to take with all above them, newest first.
+        kept: pages to take of each segment.
+    """
+    segments, filled = snapshot.segments, index.like()
+    for i, tokens, places in walk_back(segments, snapshot.firsts, chosen):
+        space = int(segments.namespaces[i])
+        arena = int(snapshot.arena_of[space])
+        slots = claims[arena].slots
+        end = len(tokens) - int(segments.lengths[i]) + kept[i] * slots.page_size
+        pages = readers[arena].pages_at(places[: end : slots.page_size] // slots.page_size)
+        filled.name(tokens[:end], pages, snapshot.names[space], slots)
+    return index, filled, list(claims.values()), list(readers.values())
+
+
 # -- blocks --------------------------------------------------------------------------------------------------
 
 
-def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> None:
+def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> None:
     """Write every block that the caches name; raises as `PrefixCache.save`."""
-    with AllLocks(_locks(caches)):
-        namespaces: list[tuple[int, Hashable]] = []
-        segments, blocks = Segments.none(), []
-        for arena, cache in enumerate(caches):
-            fetch_all(cache._index)
-            spaces = cache._index.spaces.in_use()
-            added, named = segments_of(cache._index.trie, [root for _, root in spaces], cache._slots.tokens_of)
-            segments = segments.and_then(added, len(namespaces))
-            namespaces += [(arena, space.name) for space, _ in spaces]
-            blocks.append(named.tolist())
-        layers = [[cache._store.raw(layer) for layer in range(cache._store.num_layers)] for cache in caches]
-        write_snapshot(
-            path, "blocks", model, [_arena(cache) for cache in caches], namespaces, segments,
-            lambda arena: ([layer[block] for layer in layers[arena]] for block in blocks[arena]),
-        )  # fmt: skip
-
-
-def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[PrefixCache]) -> int:
-    """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
-    with AllLocks(_locks(caches)):
+    with AllLocks([cache.lock for cache in caches]):
         for cache in caches:
-            if len(cache):
-                raise InvalidOperationError(f"expected an empty cache to load into, got {len(cache)} blocks")
+            fetch_all(cache.index)
+        arenas = [(cache.slots, _arena(cache), _raw_pages(cache.store)) for cache in caches]
+        _write(path, "blocks", model, [cache.index for cache in caches], arenas)
+
+
+def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
+    layers = [store.raw(layer) for layer in range(store.num_layers)]
+    return lambda blocks: ([layer[block] for layer in layers] for block in blocks.tolist())
+
+
+def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> int:
+    """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
+    with AllLocks([cache.lock for cache in caches]):
+        for cache in caches:
+            if len(cache.index):
+                raise InvalidOperationError(f"expected an empty cache to load into, got {len(cache.index)} blocks")
         snapshot = Snapshot(path, "blocks", model)
         try:
             takers = _takers(snapshot, caches)
         except SnapshotError as error:
             raise SnapshotError(f"{snapshot.path}: {error}") from error
         commit([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
-        return len(caches[0])
+        return len(caches[0].index)
 
 
-def _locks(caches: Sequence[PrefixCache]) -> list[CallLock]:
-    if any(not hasattr(cache, "_index") for cache in caches):
-        raise TypeError("beside: expected caches, got another object")
-    if len({id(cache) for cache in caches}) < len(caches):
-        raise ValueError("beside: expected each cache once, got one twice")
-    return [cache._lock for cache in caches]
-
-
-def _takers(snapshot: Snapshot, caches: Sequence[PrefixCache]) -> dict[int, PrefixCache]:
+def _takers(snapshot: Snapshot, caches: Sequence[CachedBlocks]) -> dict[int, CachedBlocks]:
     """The cache for each arena, if any; SnapshotError if the first arena has none or the tables are invalid."""
     if not snapshot.arenas:
         raise SnapshotError("expected an arena, got none")
@@ -93,25 +130,25 @@ def _takers(snapshot: Snapshot, caches: Sequence[PrefixCache]) -> dict[int, Pref
     takers = {i: cache for i, (cache, arena) in enumerate(pairs) if _arena(cache) == arena}
     of_arena = snapshot.arena_of[snapshot.segments.namespaces]
     for i, cache in takers.items():
-        well_formed(snapshot.segments, np.flatnonzero(of_arena == i), cache.block_size)
+        well_formed(snapshot.segments, np.flatnonzero(of_arena == i), cache.store.block_size)
     return takers
 
 
-def _arena(cache: PrefixCache) -> Arena:
+def _arena(cache: CachedBlocks) -> Arena:
     """How a file stores the blocks."""
-    store = cache._store
+    store = cache.store
     return Arena(
-        store.num_layers, store.num_heads, cache._head_dim, store.key_dtype, store.value_dtype, *store.rotated,
+        store.num_layers, store.num_heads, cache.head_dim, store.key_dtype, store.value_dtype, *store.rotated,
         "blocks", store.block_size, store.block_bytes,
     )  # fmt: skip
 
 
-def _blocks_of(snapshot: Snapshot, arena: int, cache: PrefixCache) -> Part:
+def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
     """What a cache takes of its arena: the blocks used last first, as many as there is room for."""
-    segments, size, slots = snapshot.segments, cache.block_size, cache._slots
-    slots.settle()
+    segments, size, slots = snapshot.segments, cache.store.block_size, cache.slots
+    slots.release_dropped()
     pages, parents = (segments.lengths // size).tolist(), segments.parents.tolist()
-    room, kept = cache._room(sum(pages), new=True), [0] * len(pages)
+    room, kept = cache.room(sum(pages), new=True), [0] * len(pages)
     for i in np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena).tolist():
         parent = parents[i]
         if parent < 0 or kept[parent] == pages[parent]:
@@ -119,49 +156,38 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: PrefixCache) -> Part:
             room -= kept[i]
     chosen = np.flatnonzero(kept)
     places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
-    claim, filled = slots.take(len(places)), cache._index.like()
-    block_of = np.zeros(int(snapshot.num_slots[arena]) // size, np.int32)
-    block_of[places] = claim.pages
-    for i, ids, of_file in walk_back(segments, snapshot.firsts, chosen):
-        count = len(ids) // size - pages[i] + kept[i]
-        blocks, name = block_of[of_file[::size][:count] // size], snapshot.names[segments.namespaces[i]]
-        filled.name(ids[: count * size], blocks, name)
-    source = saved_blocks(snapshot, arena, slots, claim.pages, places, cache._store)
-    return cache._index, filled, [claim], [source]
+    claim = slots.take(len(places))
+    reader = saved_blocks(snapshot, arena, claim, places, cache.store)
+    return _part(snapshot, cache.index, {arena: claim}, {arena: reader}, chosen, kept)
 
 
 # -- entries -------------------------------------------------------------------------------------------------
 
 
-def save_entries(path: str | os.PathLike[str], model: str, cache: PrefixKvCache) -> None:
+def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
     """Write every entry; raises as `PrefixKvCache.save`. To be called with the cache's lock held."""
-    index = cache._index
-    fetch_all(index, cache._least)
-    spaces = index.spaces.in_use()
-    kinds = [kind for kind in index.kinds if any(space.slots is kind for space, _ in spaces)]
-    arena_of = np.array([kinds.index(space.slots) for space, _ in spaces], np.int64)
-    segments, slots = segments_of(index.trie, [root for _, root in spaces])
-    of_slot = np.repeat(arena_of[segments.namespaces], segments.lengths)
-    rows = [kind.rows for kind in kinds]
-    write_snapshot(
-        path, "entries", model, [each.arena() for each in rows],
-        [(arena, space.name) for arena, (space, _) in zip(arena_of.tolist(), spaces, strict=True)], segments,
-        lambda i: _pages(rows[i], slots[of_slot == i]),
-    )  # fmt: skip
+    fetch_all(cache.index, cache.least)
+    spaces = cache.index.spaces.in_use()
+    kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space, _ in spaces)]
+    _write(path, "entries", model, [cache.index], [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds])
 
 
-def _pages(rows: Rows, slots: Int32) -> Iterator[list[Any]]:
-    """The rows at `slots` as the pages of a saved cache; each is good until the next one."""
-    page = rows.page()
-    for first in range(0, len(slots), BLOCK_SIZE):
-        some = slots[first : first + BLOCK_SIZE]
-        if len(some) < BLOCK_SIZE:
-            page = rows.page()  # the rest is zero, not the rows of before
-        page.copy_from(some)
-        yield page.buffers
+def _row_pages(rows: Rows) -> Callable[[Int32], Iterator[list[Any]]]:
+    """A function of slots: their rows as the pages of a saved cache; each is good until the next one."""
+
+    def pages(slots: Int32) -> Iterator[list[Any]]:
+        page = rows.page()
+        for first in range(0, len(slots), BLOCK_SIZE):
+            some = slots[first : first + BLOCK_SIZE]
+            if len(some) < BLOCK_SIZE:
+                page = rows.page()  # the rest is zero, not the rows of before
+            page.copy_from(some)
+            yield page.buffers
+
+    return pages
 
 
-def load_entries(path: str | os.PathLike[str], model: str, cache: PrefixKvCache) -> None:
+def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
     """Name the newest entries of a file, as many as fit; raises as `PrefixKvCache.load`. With the lock held."""
     snapshot = Snapshot(path, "entries", model)
     try:
@@ -172,12 +198,12 @@ def load_entries(path: str | os.PathLike[str], model: str, cache: PrefixKvCache)
     commit([_entries_of(snapshot, kinds, cache)])
 
 
-def _kinds_for(snapshot: Snapshot, cache: PrefixKvCache) -> list[RowSlots]:
+def _kinds_for(snapshot: Snapshot, cache: CachedEntries) -> list[RowSlots]:
     """The slots for the arenas of a file; SnapshotError if its rows have another format than this cache's."""
     kinds = []
     for found in snapshot.arenas:
         try:
-            kinds.append(cache._kind(found.num_layers, found.num_heads * found.head_dim))
+            kinds.append(cache.kind(found.num_layers, found.num_heads * found.head_dim))
         except (ValueError, OverflowError) as error:
             raise SnapshotError(f"expected rows that this cache can store, got {found}: {error}") from error
         kinds[-1].rows.arena().expect(found)
@@ -188,23 +214,17 @@ def _kinds_for(snapshot: Snapshot, cache: PrefixKvCache) -> list[RowSlots]:
     return kinds
 
 
-def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: PrefixKvCache) -> Part:
-    """What a cache takes of a file."""
-    segments, config, filled = snapshot.segments, cache.config, cache._index.like()
+def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: CachedEntries) -> Part:
+    """What a cache takes of a file: the entries used last first, as many as the limits allow."""
+    segments, config = snapshot.segments, cache.config
     costs = [kinds[i].rows.slot_bytes for i in snapshot.arena_of.tolist()]
-    budget = config.max_memory_bytes - cache._used_bytes()
+    budget = config.max_memory_bytes - cache.used_bytes()
     entries, needed = newest_entries(segments, costs, budget, config.max_entries, config.min_prefix_len)
-    claims, sources, slot_of = [], [], {}
+    claims, readers = {}, {}
     for i, kind in enumerate(kinds):
         mine = np.flatnonzero(needed & (snapshot.arena_of[segments.namespaces] == i))
         if len(mine):
             places = ranges(snapshot.firsts, segments.lengths, mine)
-            claims.append(kind.take_rows(len(places), config.max_memory_bytes))
-            slot_of[i] = np.empty(snapshot.num_slots[i], np.int32)
-            slot_of[i][places] = claims[-1].pages
-            sources.append(saved_rows(snapshot, i, kind, claims[-1].pages, places, kind.rows))
-    for segment, tokens, of_file in walk_back(segments, snapshot.firsts, entries):
-        space = int(segments.namespaces[segment])
-        arena = int(snapshot.arena_of[space])
-        filled.name(tokens, slot_of[arena][of_file], snapshot.names[space], kinds[arena])
-    return cache._index, filled, claims, sources
+            claims[i] = kind.take_rows(len(places), config.max_memory_bytes)
+            readers[i] = saved_rows(snapshot, i, claims[i], places, kind.rows)
+    return _part(snapshot, cache.index, claims, readers, entries, segments.lengths.tolist())

@@ -17,6 +17,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from kvcache.prefix.misses cimport MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space, Spaces
+from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 
 
@@ -26,7 +27,7 @@ cdef class PrefixIndex:
     cdef Slots slots                  # of all namespaces; None: each names its own
     cdef readonly Spaces spaces
     cdef bint entries                 # whether the trie marks whole keys
-    cdef MissReasons reasons_of       # why lookups missed; None: nobody asks
+    cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
     cdef readonly int64_t clock       # counts uses
     cdef int64_t counts[4]            # of the reasons
     cdef readonly int64_t hits        # pages found; of entries: lookups that found something
@@ -36,12 +37,17 @@ cdef class PrefixIndex:
     cdef readonly int64_t lookup_tokens
     cdef readonly int64_t evictions   # pages; entries
 
-    cdef int settle(self) except -1                         # what was dropped is given back, what is vacant forgotten
+    # Release the pages of dropped claims, forget the names of empty namespaces and of slots without pages.
+    cdef int clean_up(self) except -1
+    # A claim with the pages of the longest match, none of them referenced yet, and with room for one more.
+    cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at)
     cdef Space space_for(self, object name, Slots slots)
-    cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1
     cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
                      Py_ssize_t *existing) except -1
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
-    cdef void taken(self, Space space, Claim claim) noexcept    # the trie has let go of the claim's pages
-    cdef void cut(self, int32_t node, Claim claim) noexcept     # an entry into a claim with room for its whole text
-    cdef tuple take_over(self, PrefixIndex other)           # what was here before
+    # Note that the trie does not name the claim's pages any more, which it returned last first.
+    cdef void unname_claimed(self, Space space, Claim claim) noexcept
+    # Unmark a node, and move the pages that only its sequence needs to a claim with room for its whole text.
+    cdef void cut_entry(self, int32_t node, Claim claim) noexcept
+    # Exchange all pages with an index made by `like`, and drop this one's. Takes no memory and does not fail.
+    cdef int swap(self, PrefixIndex other) except -1

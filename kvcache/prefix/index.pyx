@@ -5,11 +5,12 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from kvcache.core.tokens cimport uint32_tokens
+from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
 from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
 from kvcache.prefix.slots cimport Claim, Slots
 from kvcache.prefix.spaces cimport Space, Spaces
 from kvcache.trie.entries cimport EntryTrie
+from kvcache.trie.nodes cimport node_t
 from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 
@@ -27,10 +28,6 @@ cnp.import_array()
 Match = namedtuple("Match", ("length", "pages", "tail"))
 
 
-cdef inline const uint32_t *uint32s(cnp.ndarray array) noexcept:
-    return <const uint32_t *>cnp.PyArray_DATA(array)
-
-
 cdef class PrefixIndex:
     """A trie per namespace over the pages of a `Slots`, or of several where namespaces differ in shape.
 
@@ -44,19 +41,15 @@ cdef class PrefixIndex:
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
         self.kinds = [] if slots is None else [slots]
         self.spaces = Spaces()
-        if slots is not None:
-            slots.trie = trie
         if most_ghosts is not None:
-            self.reasons_of = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
+            self.miss_reasons = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
 
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
-        cdef PrefixIndex other = type(self).__new__(type(self))
-        other.trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
-        other.slots, other.entries = self.slots, self.entries
-        other.kinds, other.spaces = list(self.kinds), Spaces()
-        if self.reasons_of is not None:
-            other.reasons_of = MissReasons(self.slots.num_pages, self.trie.table.page_size, self.reasons_of.most_pages)
+        trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
+        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.most_pages
+        cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
+        other.kinds = list(self.kinds)
         return other
 
     def __len__(self):
@@ -65,10 +58,10 @@ cdef class PrefixIndex:
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
-    cdef int settle(self) except -1:
+    cdef int clean_up(self) except -1:
         cdef Slots slots
         for slots in self.kinds:
-            slots.settle_()
+            slots.release_dropped_()
             if slots.num_waiting == 0:
                 slots.source = None
         self.spaces.forget_vacant()
@@ -92,37 +85,39 @@ cdef class PrefixIndex:
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
         cdef cnp.npy_intp n = at.length // self.trie.table.page_size
         cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
-        self.trie.gather(at, <int32_t *>cnp.PyArray_DATA(pages))
-        cdef Py_ssize_t usable = space.slots.usable(<const int32_t *>cnp.PyArray_DATA(pages), n)
+        self.trie.gather(at, int32s(pages))
+        cdef Py_ssize_t usable = space.slots.usable(int32s(pages), n)
         if usable < n or space.slots.table != NULL:
             return Match(usable * self.trie.table.page_size, pages[:usable], -1)
         return Match(at.length, pages, self.trie.partial(at))
 
+    cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at):
+        at[0] = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef Claim claim = space.slots.claim_of(at.length // self.trie.table.page_size + 1)
+        self.trie.gather(at[0], claim.data.pages)
+        return claim
+
     def claim(self, tokens, name=None):
-        """Find, count, use and hold: a `Claim` on the full pages of a match, and on the one that it ends inside."""
+        """Look up `tokens` and hold the match: a `Claim` on its full pages and on the page that it ends inside of.
+
+        Counts as a use of the pages, and in the statistics.
+        """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
-        cdef Slots slots = self.kinds[0] if space is None else space.slots
-        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = 0, held = 0, i
-        cdef walk_t at
-        cdef int32_t tail = -1, node = -1
-        cdef int reason = -1
-        if space is not None:
-            at = self.trie.walk(space.root, uint32s(ids), n)
-            walked = at.length // size
-        cdef Claim claim = slots.claim_of(walked + 1)
+        cdef Slots slots = self.slots
+        cdef walk_t at = walk_t(node=-1, length=0)
+        cdef Claim claim = slots.claim_of(1) if space is None else self.matched(space, ids, &at)
         cdef int32_t *pages = claim.data.pages
-        if space is not None:
-            self.trie.gather(at, pages)
-            held = slots.usable(pages, walked)
-            if held == walked and slots.table == NULL:
-                tail = self.trie.partial(at)
-        if self.reasons_of is not None and 0 < n < size:
+        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = at.length // size, i
+        cdef Py_ssize_t held = slots.usable(pages, walked)
+        cdef int32_t tail = self.trie.partial(at) if held == walked and slots.table == NULL else -1, node = -1
+        cdef int reason = -1
+        if self.miss_reasons is not None and 0 < n < size:
             reason = SHORTER
-        elif self.reasons_of is not None and (held + 1) * size <= n:
-            reason = EVICTED if held < walked else self.reasons_of.why(key, uint32s(ids), pages, held, tail >= 0)
+        elif self.miss_reasons is not None and (held + 1) * size <= n:
+            reason = EVICTED if held < walked else self.miss_reasons.why(key, uint32s(ids), pages, held, tail >= 0)
         if held:
             node = self.trie.at_depth(at.node, held * size)
         # Nothing fails from here on.
@@ -148,18 +143,17 @@ cdef class PrefixIndex:
         return claim
 
     def head(self, tokens, name=None):
-        """A `Claim` on the full pages of `tokens`, of any group, which count as used and stay; None: no page."""
+        """A `Claim` on all cached pages of `tokens`, whatever groups have them; counts as a use. None: no page."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         if space is None:
             return None
-        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        cdef walk_t at
+        cdef Claim claim = self.matched(space, ids, &at)
         cdef Py_ssize_t n = at.length // self.trie.table.page_size
         if n == 0:
             return None
-        cdef Claim claim = space.slots.claim_of(n)
-        self.trie.gather(at, claim.data.pages)
         cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.table.page_size)
         claim.data.n = n
         self.trie.table.stamp_path(node)
@@ -171,18 +165,21 @@ cdef class PrefixIndex:
     def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
+        A page that is cached already stays; it takes the slots of those groups that it has none in.
+
         Args:
-            head: from `head` of the same tokens; None: there is none.
+            head: from `head` of the same tokens, or of the first of them; None: there is none.
             slots: of a new namespace; by default those of all.
+
+        Returns:
+            The trie's node that ends with the last page.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.insert_(ids, fresh, name, head, self.slots if slots is None else slots)
-
-    cdef int32_t insert_(self, cnp.ndarray ids, Claim fresh, object name, Claim head, Slots slots) except -1:
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
+        slots = self.slots if slots is None else slots
         if fresh.slots is not slots or (head is not None and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
-        self.settle()
+        self.clean_up()
         cdef Space space = self.space_for(name, slots)
         cdef int32_t node
         cdef int32_t *values = <int32_t *>malloc(n * sizeof(int32_t))
@@ -194,11 +191,15 @@ cdef class PrefixIndex:
             memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
             node = self.put(ids, space, values, n, old, &existing)
             # Nothing fails from here on.
+            if slots.table != NULL and existing > old:
+                self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
+                for i in range(old, existing):
+                    slots.fill(values[i], fresh.data.pages[i - old])
             self.clock += 1
             for i in range(existing, n):
                 slots.name_(values[i], self.clock, False)
-                if self.reasons_of is not None:
-                    self.reasons_of.count(values[i])
+                if self.miss_reasons is not None:
+                    self.miss_reasons.count(values[i])
                 if i < old:    # it had left the trie, and the claim has kept it
                     slots.pool.retain_(values[i])
             fresh.data.n = max(0, existing - old)
@@ -209,15 +210,14 @@ cdef class PrefixIndex:
         return node
 
     def name(self, tokens, pages, name=None, Slots slots=None):
-        """Name the pages of `tokens`, int32 `(n,)`, in an index from `like`; `commit` makes them its own."""
+        """Name pages, int32 `(n,)`, for `tokens` in an index made by `like`, before `commit`."""
         cdef cnp.ndarray ids = uint32_tokens(tokens), values = np.ascontiguousarray(pages, np.int32)
         slots = self.slots if slots is None else slots
         cdef Space space = self.space_for(name, slots)
         cdef Py_ssize_t existing = 0, old = 0
         if space.root >= 0:
             old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
-        cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(values)
-        cdef int32_t node = self.put(ids, space, given, values.shape[0], old, &existing)
+        cdef int32_t node = self.put(ids, space, int32s(values), values.shape[0], old, &existing)
         if self.entries:
             self.trie.table.mark(node, True)
 
@@ -236,8 +236,8 @@ cdef class PrefixIndex:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         for i in range(old, n):    # no prompt finds these pages yet
             memcpy(space.slots.tokens + values[i] * size, tokens + i * size, size * sizeof(uint32_t))
-        if self.reasons_of is not None:
-            self.reasons_of.prepare(tokens, values, old, n)
+        if self.miss_reasons is not None:
+            self.miss_reasons.prepare(tokens, values, old, n)
         if root < 0:
             root = self.trie.table.new_root()
         try:
@@ -256,35 +256,33 @@ cdef class PrefixIndex:
     def evict(self, Py_ssize_t count=1):
         """Evict up to `count` pages, or one entry: a `Claim` on them with `name` and `tokens`; None: nothing to evict.
 
-        `tokens`: the text that its pages end. They are free when the claim is released, so they can be saved before.
+        `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
-        self.settle()
+        self.clean_up()
         cdef Py_ssize_t pages = 0
-        cdef int32_t leaf = self.victim(count, &pages), root = leaf
+        cdef int32_t leaf = self.victim(count, &pages)
         if leaf < 0:
             return None
-        while self.trie.table.nodes[root].parent >= 0:
-            root = self.trie.table.nodes[root].parent
+        root, tokens, values = self.trie.path(leaf)
         cdef Space space = self.spaces.of_root[root]
-        _, tokens, values = self.trie.path(leaf)
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
         claim.name, claim.tokens = space.name, tokens
-        if self.reasons_of is not None:
-            self.reasons_of.remember(space.key, uint32s(tokens), <const int32_t *>cnp.PyArray_DATA(values), len(tokens))
+        if self.miss_reasons is not None:
+            self.miss_reasons.remember(space.key, uint32s(tokens), int32s(values), len(tokens))
         if self.entries:
             self.evictions += 1
-            self.cut(leaf, claim)
+            self.cut_entry(leaf, claim)
         else:
             self.evictions += pages
             claim.data.n = pages
             self.trie.table.shrink(leaf, pages, claim.data.pages)
-        self.taken(space, claim)
+        self.unname_claimed(space, claim)
         self.spaces.close(space, self.trie)
         return claim
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
         """The leaf to take pages from, and how many its tail has of `count` that are not pinned; -1: none."""
-        cdef int32_t leaf = self.trie.table.leaves.top(), last
+        cdef int32_t leaf = self.trie.table.leaves.top()
         cdef Py_ssize_t n
         cdef const int32_t *values
         if self.entries or count <= 0:
@@ -296,50 +294,51 @@ cdef class PrefixIndex:
                 pages[0] += 1
             if pages[0]:
                 return leaf
-            last = values[n - 1]
-            self.slots.pages[last].parked = leaf
+            self.slots.trie, self.slots.pages[values[n - 1]].parked = self.trie, leaf
             self.trie.table.pin(leaf, 1)
             leaf = self.trie.table.leaves.top()
         return -1
 
-    cdef void cut(self, int32_t node, Claim claim) noexcept:
+    cdef void cut_entry(self, int32_t node, Claim claim) noexcept:
         self.trie.table.mark(node, False)
         if self.trie.table.nodes[node].child < 0:
             claim.data.n = self.trie.cut(node, claim.data.pages)
 
-    cdef void taken(self, Space space, Claim claim) noexcept:
+    cdef void unname_claimed(self, Space space, Claim claim) noexcept:
         cdef Py_ssize_t i, n = claim.data.n
         cdef int32_t *pages = claim.data.pages
-        for i in range(n // 2):    # the last one left first; the claim has them in the order of the text
+        for i in range(n // 2):    # the trie returns the last page first; a claim has the order of the text
             pages[i], pages[n - 1 - i] = pages[n - 1 - i], pages[i]
         for i in range(n):
             space.slots.unname(pages[i])
-            if self.reasons_of is not None:
-                self.reasons_of.uncount(pages[i])
+            if self.miss_reasons is not None:
+                self.miss_reasons.uncount(pages[i])
         if space.slots.num_waiting == 0:
             space.slots.source = None
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
-        self.settle()
+        self.clean_up()
         cdef PrefixIndex other = self.like()
+        self.swap(other)    # `other` now has the old names, whose finalisers run when it is dropped
+
+    cdef int swap(self, PrefixIndex other) except -1:
         cdef Slots slots
         cdef int32_t page
-        for slots in self.kinds:
+        for slots in other.kinds:
             for page in range(<int32_t>slots.num_pages):
                 if slots.pages[page].named:
                     slots.unname(page)
-                    slots.give(&page, 1)
-            slots.void_pins(other.trie)
+                    slots.release_pages(&page, 1)
+            slots.forget_pins()
             slots.source = None
-        self.take_over(other)    # the old names may have finalisers, which run now
+        self.trie, other.trie = other.trie, self.trie
+        self.miss_reasons, other.miss_reasons = other.miss_reasons, self.miss_reasons
+        self.kinds, other.kinds = other.kinds, self.kinds
+        self.spaces, other.spaces = other.spaces, self.spaces
+        return 0
 
-    cdef tuple take_over(self, PrefixIndex other):
-        before = self.trie, self.reasons_of, self.spaces
-        self.trie, self.reasons_of, self.kinds, self.spaces = other.trie, other.reasons_of, other.kinds, other.spaces
-        return before
-
-    # -- what comes from elsewhere --------------------------------------------------------------------------
+    # -- pages that wait for their content ------------------------------------------------------------------
 
     def waiting(self, tokens, name=None):
         """The pages of a match, the one that it ends inside of included, that wait for their content, int32."""
@@ -348,7 +347,7 @@ cdef class PrefixIndex:
             return np.empty(0, np.int32)
         found = self.find(tokens, name)
         pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
-        return pages[space.slots.wait(pages)]
+        return pages[space.slots.records(pages)["waits"] != 0]
 
     def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
         """Forget a page of a match of `tokens`, and all that continues it.
@@ -356,32 +355,27 @@ cdef class PrefixIndex:
         The tokens before it become an entry if they are at least `least` and in no other entry; -1: they are dropped.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
-        self.settle()
+        self.clean_up()
         cdef Space space = self.spaces.find(name)
         found = self.find(ids, name)
-        cdef Py_ssize_t at = [*found.pages.tolist(), found.tail].index(page)
-        cdef Py_ssize_t length = at * self.trie.table.page_size
+        cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
+        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages), rest = space.slots.claim_of(length)
         bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
-        cdef int32_t node = self.trie.boundary(self.trie.match(space.root, ids[:length])[0], length)
-        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
-        self.trie.table.pin(node, 1)    # it keeps its id while its children go
-        try:
-            values = self.trie.prune(space.root, bad)
-        finally:
-            self.trie.table.pin(node, -1)
+        values = self.trie.prune(space.root, bad)
         claim.data.n = values.shape[0]
-        memcpy(claim.data.pages, cnp.PyArray_DATA(values), values.shape[0] * sizeof(int32_t))
-        self.taken(space, claim)
-        if self.entries and length and self.trie.table.nodes[node].child < 0 and not self.trie.table.nodes[node].marked:
+        memcpy(claim.data.pages, int32s(values), values.shape[0] * sizeof(int32_t))
+        self.unname_claimed(space, claim)
+        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), length)
+        cdef const node_t *last = &self.trie.table.nodes[at.node]
+        if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
-                self.trie.table.mark(node, True)
+                self.trie.table.mark(at.node, True)
             else:
-                rest = space.slots.claim_of(length)
-                self.cut(node, rest)
-                self.taken(space, rest)
+                self.cut_entry(at.node, rest)
+                self.unname_claimed(space, rest)
         self.spaces.close(space, self.trie)
 
-    # -- what is inside -------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------
 
     @property
     def reasons(self):
@@ -390,30 +384,30 @@ cdef class PrefixIndex:
 
     @property
     def nbytes(self):
-        """Bytes of the index: records of all pages, the trie, and what was evicted not long ago."""
+        """Bytes of the index: records of all pages, the trie, and the texts of pages evicted last."""
         size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
-        return size if self.reasons_of is None else size + self.reasons_of.nbytes
+        return size if self.miss_reasons is None else size + self.miss_reasons.nbytes
 
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
         cdef Slots slots
         cdef Space space
         cdef Py_ssize_t id, parked = 0, pins = 0
-        self.settle()
+        self.clean_up()
         self.trie.check()
         self.spaces.check(self.trie)
         for slots in self.kinds:
             slots.check()
             named = [self.trie.all_values(root) for root, space in self.spaces.of_root.items() if space.slots is slots]
             named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
-            assert named.tolist() == slots.named().tolist(), "prefix index: the trie names other pages"
-            if self.reasons_of is not None:
-                self.reasons_of.check(named)
-            for id in range(slots.num_pages):
-                parked += slots.pages[id].parked >= 0
+            records = slots.records()
+            assert named.tolist() == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
+            if self.miss_reasons is not None:
+                self.miss_reasons.check(named)
+            parked += np.count_nonzero(records["parked"] >= 0)
         for id in range(self.trie.table.used):
             pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
         assert parked == pins, "prefix index: a parked leaf is in no page's record"
-        if self.reasons_of is not None:
+        if self.miss_reasons is not None:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size == self.hit_tokens, "prefix index: hits do not add up"

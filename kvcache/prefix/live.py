@@ -22,7 +22,7 @@ _names = itertools.count()
 
 @runtime_checkable
 class KvCacheAccess(Protocol):
-    """A live cache that is written token by token: whatever runs a model can implement it.
+    """A live cache that is written token by token; any code that runs a model can implement it.
 
     `kv_dim`, `for_each_key` and `for_each_value` are provided; a subclass that does not say its `kv_dim` has 0.
     """
@@ -125,11 +125,11 @@ class CachedKvState:
 
 
 class _Writes:
-    """The lengths of a `KvCache`, and what a call on it is about to write: all of it arrives, or nothing.
+    """The lengths of a `KvCache`, and the pending writes of a call, which are completed after an interrupt.
 
     Attributes:
-        lengths: tokens committed, and written.
-        due: places and the rows that go there, and the lengths thereafter; None: nothing is.
+        lengths: tokens committed, and tokens written.
+        due: `(rows, lengths)`: pairs of a view and what to write there, and the lengths afterwards; None: no write.
     """
 
     def __init__(self) -> None:
@@ -137,12 +137,12 @@ class _Writes:
         self.due: tuple[list[tuple[Float32, Any]], tuple[int, int]] | None = None
 
     def write(self, rows: list[tuple[Float32, Any]], lengths: tuple[int, int]) -> None:
-        """Write rows, which are none of the cache's own, and set the lengths."""
-        self.due = rows, lengths  # from here on the change happens; after an interrupt `mend` completes it
+        """Write rows, which are no views of the cache, and set the lengths."""
+        self.due = rows, lengths  # once this is set, an interrupt cannot lose the change: the lock calls `finish`
         self.finish()
 
     def finish(self) -> None:
-        """Write what is due, once more if need be."""
+        """Write the rows that are due; may run a second time after an interrupt."""
         if self.due is not None:
             rows, lengths = self.due
             for place, row in rows:
@@ -289,7 +289,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             self._writes.write([(at, self._apart(x).reshape(seq_len, n)) for at, x in places], (seq_len, seq_len))
 
     def _apart(self, rows: Float32) -> Float32:
-        """These rows, copied if they may be some of this cache, which is about to be written."""
+        """These rows, copied if they may be views of this cache, which is about to be written."""
         mine = np.may_share_memory(rows, self._keys) or np.may_share_memory(rows, self._values)
         return rows.copy() if mine else rows
 
@@ -335,7 +335,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return BlockTable(self.max_seq_len, [0], [0], self.seq_len)
 
     def block_table_mut(self) -> LiveBlockTable:
-        """The live table; a shorter `sequence_length` is `truncate`, a longer one commits tokens as they lie there."""
+        """The live table; a shorter `sequence_length` is `truncate`, a longer one commits the tokens in the arrays."""
         return LiveBlockTable(self.max_seq_len, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
@@ -372,6 +372,6 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return self
 
     def stats(self) -> CacheHandleStats:
-        """What it occupies; `last_access` is the number of tokens written, the only clock it has."""
+        """Memory and tokens; `last_access` is the number of tokens written, since a `KvCache` has no other clock."""
         memory = self._keys.nbytes + self._values.nbytes
         return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._written)

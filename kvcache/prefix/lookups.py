@@ -1,36 +1,34 @@
-"""What a lookup of a `PrefixCache` found: blocks that are made when they are first asked for."""
+"""The blocks that a lookup of a `PrefixCache` found; each object is made when it is first asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import BlockNotFoundError
 from kvcache.prefix.block_rows import read_block
+from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.sessions import CacheBlock
 from kvcache.prefix.slots import Claim
-
-if TYPE_CHECKING:
-    from kvcache.prefix.blocks import PrefixCache
 
 __all__ = ["FoundBlocks", "cached_block"]
 
 Float32 = npt.NDArray[np.float32]
 
 
-def block_of(cache: PrefixCache, index: int, ref_count: int, clock: int, token_ids: list[int]) -> CacheBlock:
+def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token_ids: list[int]) -> CacheBlock:
     """A block as it was when the index's clock said `clock`; its K and V are read when first asked for."""
-    store, head_dim, slots = cache._store, cache._head_dim, cache._slots
+    store, head_dim, slots = cached.store, cached.head_dim, cached.slots
     block = CacheBlock(store.num_layers, store.num_heads, head_dim, store.block_size)
     block.index, block.token_ids, block.ref_count, block.last_used = index, token_ids, ref_count, clock
 
     def read() -> tuple[list[Float32], list[Float32]]:
-        with cache._lock:
-            named, born, _ = slots.record(index)
-            if born > clock or not (named or slots.counts()[index]):
+        with cached.lock:
+            record = slots.records([index])[0]
+            if record["born"] > clock or not (record["named"] or slots.counts()[index]):
                 raise BlockNotFoundError(index)
             return read_block(store, index, head_dim)
 
@@ -38,15 +36,15 @@ def block_of(cache: PrefixCache, index: int, ref_count: int, clock: int, token_i
     return block
 
 
-def cached_block(cache: PrefixCache, index: int) -> CacheBlock | None:
+def cached_block(cached: CachedBlocks, index: int) -> CacheBlock | None:
     """A block that is cached or held, as it is now."""
-    slots = cache._slots
-    slots.settle()
-    held, (named, _, used) = int(slots.counts()[index]), slots.record(index)
-    if not held and not named:
+    slots = cached.slots
+    slots.release_dropped()
+    held, record = int(slots.counts()[index]), slots.records([index])[0]
+    if not held and not record["named"]:
         return None
-    block = block_of(cache, index, held, cache._index.clock, slots.tokens_of(np.array([index]))[0].tolist())
-    block.last_used = used
+    block = block_of(cached, index, held, cached.index.clock, slots.tokens_of(np.array([index]))[0].tolist())
+    block.last_used = int(record["used"])
     return block
 
 
@@ -58,10 +56,10 @@ class FoundBlocks(Sequence[CacheBlock]):
         claim: of the match.
     """
 
-    def __init__(self, cache: PrefixCache, tokens: npt.NDArray[np.uint32], claim: Claim) -> None:
-        self._cache, self._clock = cache, cache._index.clock
+    def __init__(self, cached: CachedBlocks, tokens: npt.NDArray[np.uint32], claim: Claim) -> None:
+        self._cached, self._clock = cached, cached.index.clock
         self._indices = claim.pages[: claim.num_held]
-        self._tokens = tokens[: len(self._indices) * cache.block_size].copy()
+        self._tokens = tokens[: len(self._indices) * cached.store.block_size].copy()
         self._made: dict[int, CacheBlock] = {}
         self._held: npt.NDArray[np.int32] | None = None
 
@@ -77,10 +75,10 @@ class FoundBlocks(Sequence[CacheBlock]):
             return [self[j] for j in range(*i.indices(len(self)))]
         i = range(len(self))[i]
         if i not in self._made:
-            index, size = int(self._indices[i]), self._cache.block_size
+            index, size = int(self._indices[i]), self._cached.store.block_size
             tokens = self._tokens[i * size : (i + 1) * size].tolist()
             if self._held is None:
-                with self._cache._lock:
-                    self._held = self._cache._slots.counts()[self._indices]
-            self._made[i] = block_of(self._cache, index, int(self._held[i]), self._clock, tokens)
+                with self._cached.lock:
+                    self._held = self._cached.slots.counts()[self._indices]
+            self._made[i] = block_of(self._cached, index, int(self._held[i]), self._clock, tokens)
         return self._made[i]

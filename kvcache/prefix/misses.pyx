@@ -2,9 +2,10 @@
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvcache.core.idmap cimport IdMap
-from kvcache.prefix.texts cimport TextCounts
+from kvcache.core.idmap cimport IdMap, mix
 from kvcache.trie.trie cimport TokenTrie
+
+import numpy as np
 
 __all__ = ["REASONS", "MissReasons"]
 
@@ -15,9 +16,19 @@ cdef class MissReasons:
     """The texts that are cached, and the last that were evicted, of at most `most_pages` pages."""
 
     def __init__(self, Py_ssize_t num_pages, Py_ssize_t page_size, Py_ssize_t most_pages):
+        cdef Py_ssize_t i
         self.page_size, self.most_pages = page_size, most_pages
-        self.texts = TextCounts(num_pages, page_size)
-        self.ghosts, self.roots = TokenTrie(page_size), IdMap()
+        self.texts, self.factors = np.zeros(num_pages, np.uint64), np.empty(page_size, np.uint64)
+        for i in range(page_size):    # far from the hashes of short texts, which are `mix` of small numbers
+            self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
+        self.counts, self.ghosts, self.roots = IdMap(), TokenTrie(page_size), IdMap()
+
+    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef uint64_t page = 1
+        for i in range(self.page_size):
+            page += self.factors[i] * tokens[i]
+        return mix(text + page)
 
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,
                  bint inside) noexcept:
@@ -25,28 +36,31 @@ cdef class MissReasons:
         cdef int32_t root = self.roots.get(space)
         if root >= 0 and self.ghosts.walk(root, tokens, end).length == end:
             return EVICTED
-        cdef uint64_t text = self.texts.texts[pages[found - 1]] if found else 0
-        if self.texts.counts.get(self.texts.extended(text, tokens + end - self.page_size)) > 0:
-            return ELSEWHERE    # it is not here, or it would have matched
+        cdef uint64_t text = self.texts[pages[found - 1]] if found else 0
+        if self.counts.get(self.extended(text, tokens + end - self.page_size)) > 0:
+            return ELSEWHERE    # in this namespace it would have matched
         return SHORTER if inside else NONE_SHARED
 
     cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1:
         cdef Py_ssize_t i
-        cdef uint64_t text = self.texts.texts[pages[old - 1]] if old else 0
-        self.texts.counts.reserve(self.texts.counts.used + n - old)
+        cdef uint64_t text = self.texts[pages[old - 1]] if old else 0
+        self.counts.reserve(self.counts.used + n - old)
         for i in range(old, n):
-            text = self.texts.extended(text, tokens + i * self.page_size)
-            self.texts.texts[pages[i]] = text
+            text = self.extended(text, tokens + i * self.page_size)
+            self.texts[pages[i]] = text
         return 0
 
     cdef void count(self, int32_t page) noexcept:
-        self.texts.count_one_more(self.texts.texts[page])
+        self.counts.put(self.texts[page], max(self.counts.get(self.texts[page]), 0) + 1)
 
     cdef void uncount(self, int32_t page) noexcept:
-        self.texts.count_one_less(self.texts.texts[page])
+        cdef int32_t left = self.counts.get(self.texts[page]) - 1
+        if left > 0:
+            self.counts.put(self.texts[page], left)
+        else:
+            self.counts.drop(self.texts[page])
 
     cdef void remember(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t n) noexcept:
-        """Remember evicted pages, the last ones of this text of `n` tokens; without memory nothing is remembered."""
         cdef int32_t out[64]
         cdef int32_t root = self.roots.get(space)
         cdef Py_ssize_t slot, existing
@@ -70,11 +84,14 @@ cdef class MissReasons:
     @property
     def nbytes(self):
         """Bytes of memory that this holds."""
-        return self.texts.nbytes + self.ghosts.nbytes + self.roots.nbytes
+        return 8 * self.texts.shape[0] + self.counts.nbytes + self.ghosts.nbytes + self.roots.nbytes
 
     def check(self, pages):
         """Verify every invariant, given the pages that are cached, int32; AssertionError names the broken one."""
-        self.texts.check(pages)
-        self.ghosts.check()
-        self.roots.check()
+        for part in (self.counts, self.ghosts, self.roots):
+            part.check()
+        texts, counts = np.unique(np.asarray(self.texts)[pages], return_counts=True)
+        assert self.counts.used == len(texts), f"misses: {self.counts.used} texts are counted, not {len(texts)}"
+        for text, count in zip(texts.tolist(), counts.tolist()):
+            assert self.counts.get(text) == count, f"misses: expected {count} pages, got {self.counts.get(text)}"
         assert self.ghosts.table.num_pages <= self.most_pages, "misses: more ghosts than allowed"

@@ -22,7 +22,7 @@ class PrefixAwarePrefill:
         self.cache = cache
 
     def prepare(self, tokens: Any, namespace: Hashable = None) -> tuple[CacheSession, int]:
-        """`(session, uncached_start)`: what is cached of the prompt, held, and the first token to compute."""
+        """`(session, uncached_start)`: a session on the cached blocks of the prompt, and the first token to compute."""
         session = self.cache.open_session(tokens, namespace)
         return session, session.matched_prefix_len
 
@@ -31,7 +31,7 @@ class PrefixAwarePrefill:
         return self.cache.store(tokens, uncached_start, pairs, namespace)
 
     def release_session(self, session: CacheSession) -> None:
-        """Let go of a session; dropping it does the same."""
+        """Release a session; dropping it does the same."""
         self.cache.close_session(session)
 
     def stats(self) -> PrefixCacheStats:

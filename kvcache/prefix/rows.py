@@ -1,6 +1,6 @@
-"""Rows of K and V by slot, in the two ways to keep them.
+"""Rows of K and V by slot, plain or packed.
 
-`PlainRows` are NumPy arrays of f32 or f16, `[layer, slot, kv_dim]`; f32 rows that lie together are shown in place.
+`PlainRows` are NumPy arrays of f32 or f16, `[layer, slot, kv_dim]`; consecutive f32 rows are returned as views.
 `PackedRows` lie in a `BlockStore`, where K or V or both are quantised, head by head.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.kernels import FORMATS
 from kvcache.core.locks import CallLock
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
@@ -22,14 +23,13 @@ __all__ = ["PackedRows", "PlainRows", "Rows", "rows_of"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
-DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
 # Slots per block: at 64 no block needs padding, so a slot costs its packed rows and not a byte more; and whole
 # tiles of 16 tokens are packed and unpacked at once.
 BLOCK_SIZE = 64
 
 
 class PlainRows:
-    """Rows as they came, or rounded to f16.
+    """Rows in f32, or rounded to f16.
 
     Attributes:
         num_layers, kv_dim: shape of one token's K, and of its V.
@@ -39,25 +39,25 @@ class PlainRows:
     def __init__(self, num_layers: int, kv_dim: int, key_dtype: str, value_dtype: str) -> None:
         self.num_layers, self.kv_dim = num_layers, kv_dim
         self._names = (key_dtype, value_dtype)
-        self._sides = [np.empty((num_layers, 0, kv_dim), DTYPES[name]) for name in self._names]
+        self._sides = [np.empty((num_layers, 0, kv_dim), f"f{FORMATS[name].bits // 8}") for name in self._names]
         self.slot_bytes = num_layers * kv_dim * sum(rows.itemsize for rows in self._sides)
 
     def grow(self, num_slots: int) -> None:
         """Room for so many slots, at least. MemoryError: nothing has changed."""
         if num_slots <= self._sides[0].shape[1]:
-            return  # a call that was interrupted has grown them
+            return  # an earlier call, which was interrupted, has grown them
         grown = [np.empty((self.num_layers, num_slots, self.kv_dim), rows.dtype) for rows in self._sides]
         for new, old in zip(grown, self._sides, strict=True):
             new[:, : old.shape[1]] = old
         self._sides = grown
 
-    def represent(self, keys: Float32, values: Float32) -> None:
+    def check_values(self, keys: Float32, values: Float32) -> None:
         """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
-        for name, rows in zip(self._names, (keys, values), strict=True):
-            limit = float(np.finfo(DTYPES[name]).max)
-            # NaN fails the comparison as well.
-            if not (np.abs(rows).max() <= limit):
-                raise ValueError(f"{name}: expected finite values within {limit:.6g}, got others")
+        for what, name, rows, side in zip(("keys", "values"), self._names, (keys, values), self._sides, strict=True):
+            bad = rows[~(np.abs(rows) <= np.finfo(side.dtype).max)]  # NaN fails the comparison as well
+            if bad.size:
+                most = FORMATS[name].largest
+                raise ValueError(f"{what}: expected finite values that {name} can hold, up to {most}, got {bad[0]}")
 
     def write(self, slots: Int32, keys: list[Float32], values: list[Float32]) -> None:
         """Store rows `(len(slots), kv_dim)` of every layer."""
@@ -77,7 +77,7 @@ class PlainRows:
         return PlainPage(self)
 
     def view(self, side: int, layer: int, slots: Int32) -> Float32 | None:
-        """The rows at `slots` in place, float32 `(len(slots) * kv_dim,)`; None where they do not lie together."""
+        """The rows at `slots` as a view, float32 `(len(slots) * kv_dim,)`; None unless they are consecutive."""
         rows = self._sides[side]
         if rows.dtype != np.float32 or not len(slots) or (np.diff(slots) != 1).any():
             return None
@@ -92,8 +92,8 @@ class PlainRows:
 class PackedRows:
     """Rows that a `BlockStore` packs, each cut into heads of `head_dim` channels.
 
-    Growing adds a store and moves nothing: packed rows are never unpacked to be packed again, and the first
-    tokens do not map what the cache may hold one day. With doubling sizes there are few stores.
+    Growing adds a store and moves nothing, so no row is packed twice and memory is mapped only as the cache grows.
+    Since sizes double, there are few stores.
 
     Args:
         num_heads, head_dim, rotate: as of `BlockStore`.
@@ -112,7 +112,7 @@ class PackedRows:
         self._settings = (BLOCK_SIZE, num_heads, head_dim, key_dtype, value_dtype, rotate)
         self._empty = BlockStore(num_layers, 0, *self._settings)
         self._stores: list[tuple[int, BlockStore]] = []  # with the first slot of each
-        # A write packs whole tiles anew, its neighbours' rows among them, which states may be reading.
+        # A write packs whole tiles again, with neighbouring rows that states may be reading.
         self._lock = CallLock(level=0)
         self.slot_bytes = self._empty.block_bytes // BLOCK_SIZE
 
@@ -126,7 +126,7 @@ class PackedRows:
             with self._lock:
                 self._stores.append((end, store))
 
-    def represent(self, keys: Float32, values: Float32) -> None:
+    def check_values(self, keys: Float32, values: Float32) -> None:
         """ValueError unless every value of rows `(n, kv_dim)` can be stored."""
         self._empty.check_values(keys.reshape(self._shape), values.reshape(self._shape))
 
@@ -150,7 +150,7 @@ class PackedRows:
         return PackedPage(self)
 
     def view(self, side: int, layer: int, slots: Int32) -> None:
-        """None: no row lies there as floats."""
+        """None: packed rows have no view as floats."""
 
     def read(self, side: int, layer: int, slots: Int32) -> Float32:
         """The rows at `slots`, K at side 0 and V at side 1, float32 `(len(slots) * kv_dim,)`, unpacked."""
@@ -170,7 +170,7 @@ class PackedRows:
         for first, store in self._stores:
             where = np.flatnonzero((slots >= first) & (slots < first + store.num_blocks * BLOCK_SIZE))
             if len(where):
-                # Neighbours share a tile: by slot, each is packed once.
+                # Neighbours share a tile: in the order of slots, each tile is packed once.
                 yield where[np.argsort(slots[where])], first, store
 
 
@@ -222,7 +222,7 @@ class PackedPage:
 
 
 def _moves(sources: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Int32:
-    """Slots that go to slots, as few moves of `BlockStore`; what is consecutive in one block on both sides is one."""
+    """Copies between slots as few moves of `BlockStore`: slots consecutive on both sides, in one block, are one."""
     pairs = np.stack([sources, targets]).astype(np.int64)
     new = (np.diff(pairs, axis=1) != 1).any(axis=0) | (pairs[:, 1:] % BLOCK_SIZE == 0).any(axis=0)
     starts = np.flatnonzero(np.concatenate([[True], new]))
@@ -248,7 +248,7 @@ def rows_of(
     """
     if head_dim is not None and kv_dim % head_dim:
         raise ValueError(f"head_dim: expected a divisor of kv_dim {kv_dim}, got {head_dim}")
-    if key_dtype in DTYPES and value_dtype in DTYPES:
+    if not (FORMATS[key_dtype].quantised or FORMATS[value_dtype].quantised):
         return PlainRows(num_layers, kv_dim, key_dtype, value_dtype)
     if head_dim is None and (kv_dim % 8 or kv_dim > 256):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""A saved file as the `Source` of a cache: a page is read from the file when a lookup first matches it."""
+"""Reads pages of a cache from a saved file, each when a lookup first matches it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 from weakref import proxy
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvcache.core.store import BlockStore
 from kvcache.prefix.rows import Rows
-from kvcache.prefix.slots import Slots
+from kvcache.prefix.slots import Claim
 from kvcache.saved.snapshot import Snapshot
 
 __all__ = ["SavedPages", "saved_blocks", "saved_rows"]
@@ -22,47 +22,41 @@ Int64 = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvcache")
 
-# File pages that are read in one call. More would not be faster: rows are copied from pages of their own, and Ctrl-C
-# waits for blocks.
+# File pages that are read in one call. More pages of rows are not faster, since rows are copied out of buffers; more
+# blocks delay Ctrl-C.
 _ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 256
 
 
 class SavedPages:
-    """What one arena of a file has for the pages of a `Slots`; it offers nothing else and takes nothing.
+    """Reads the pages of a `Slots` from one arena of a file.
 
     Args:
-        slots: of the cache.
-        pages: those that wait, int32 `(n,)`.
+        claim: on the pages that wait.
         places: what each waits for, int64 `(n,)`, of which a page of the file has `size`.
         at_once: pages of the file that are read in one call.
-        buffers: `buffers(turn, pages)` says where to read a file page to, the `turn`-th of those read at once,
-            which has what `pages` wait for.
-        arrived: `arrived(turn, pages, places)` copies it from there.
+        buffers: `buffers(turn, pages)` returns the arrays to read a file page into: the `turn`-th page of one call,
+            which has the content of `pages`.
+        arrived: `arrived(turn, pages, places)` copies the content from these arrays.
     """
 
     def __init__(
-        self, snapshot: Snapshot, arena: int, slots: Slots, pages: Int32, places: Int64, size: int, at_once: int,
+        self, snapshot: Snapshot, arena: int, claim: Claim, places: Int64, size: int, at_once: int,
         buffers: Callable[[int, Int32], list[Any]], arrived: Callable[[int, Int32, Int64], None],
     ) -> None:  # fmt: skip
-        self._snapshot, self._arena, self._slots = snapshot, arena, proxy(slots)  # which has this
+        pages = claim.pages
+        self._snapshot, self._arena, self._slots = snapshot, arena, proxy(claim.slots)  # the slots refer to this
         self._size, self._at_once, self._buffers, self._arrived = size, at_once, buffers, arrived
         self._page_of = np.full(-(-(int(places.max(initial=-1)) + 1) // self._size) * self._size, -1, np.int32)
         self._place_of = np.full(int(pages.max(initial=-1)) + 1, -1, np.int64)
         self._page_of[places], self._place_of[pages] = pages, places
         self._warned = False
 
-    def offers(self, name: Hashable, tokens: npt.NDArray[np.uint32], start: int) -> int:
-        """None: all that the file has was named when it was loaded."""
-        return 0
-
-    def expect(self, name: Hashable, tokens: npt.NDArray[np.uint32], start: int, pages: Int32) -> None:
-        """Nothing was offered."""
-
-    def spill(self, name: Hashable, tokens: npt.NDArray[np.uint32], pages: Int32) -> None:
-        """The file stays as it is."""
+    def pages_at(self, places: Int64) -> Int32:
+        """The pages that wait for these places."""
+        return self._page_of[places]
 
     def fetch(self, pages: Int32) -> Int32:
-        """Read the file pages that `pages` wait for, up to the first that is damaged; what has its content then."""
+        """Read the file pages that `pages` wait for, up to the first damaged one; the pages that have their content."""
         arrived = [np.empty(0, np.int32)]
         wanted = list(dict.fromkeys((self._place_of[pages] // self._size).tolist()))
         for first in range(0, len(wanted), self._at_once):
@@ -79,10 +73,12 @@ class SavedPages:
         return np.concatenate(arrived)
 
     def _waiting(self, file_page: int) -> tuple[Int32, Int64]:
-        """The pages that wait for something of a file page, and where in it that is."""
+        """The pages that wait for a file page, and their places in it."""
         mine = self._page_of[file_page * self._size : (file_page + 1) * self._size]
         inside = np.flatnonzero(mine >= 0)
-        inside = inside[self._slots.wait(mine[inside])]  # the others were evicted, and their slots may be in use again
+        inside = inside[
+            self._slots.records(mine[inside])["waits"] != 0
+        ]  # the others were evicted, and their slots may be in use again
         return mine[inside], inside
 
     def _warn(self, page: int) -> None:
@@ -92,25 +88,21 @@ class SavedPages:
         self._warned = True
 
 
-def saved_blocks(
-    snapshot: Snapshot, arena: int, slots: Slots, blocks: Int32, places: Int64, store: BlockStore
-) -> SavedPages:
+def saved_blocks(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, store: BlockStore) -> SavedPages:
     """Blocks of a store; a place is a page of the file."""
 
     def buffers(turn: int, block: Int32) -> list[Any]:
         # Read directly into the block: no call reads the block before its checksum is verified.
         return list(store.overwrite(int(block[0])))
 
-    return SavedPages(
-        snapshot, arena, slots, blocks, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None
-    )
+    return SavedPages(snapshot, arena, claim, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None)
 
 
-def saved_rows(snapshot: Snapshot, arena: int, slots: Slots, pages: Int32, places: Int64, rows: Rows) -> SavedPages:
+def saved_rows(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, rows: Rows) -> SavedPages:
     """Slots of `Rows`; a place is a slot of the file."""
     buffered = [rows.page() for _ in range(_ROWS_AT_ONCE)]
     size = snapshot.arenas[arena].page_tokens
     return SavedPages(
-        snapshot, arena, slots, pages, places, size, _ROWS_AT_ONCE, lambda turn, _: buffered[turn].buffers,
+        snapshot, arena, claim, places, size, _ROWS_AT_ONCE, lambda turn, _: buffered[turn].buffers,
         lambda turn, mine, inside: buffered[turn].copy_to(mine, inside),
     )  # fmt: skip

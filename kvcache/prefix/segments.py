@@ -27,44 +27,26 @@ def segments_of(
     Where pages have more tokens than one, an edge may begin or end inside a page. `tokens_of` says what pages cover,
     uint32 `(n, page_size)`: a segment then has whole pages, those that its edge owns.
     """
-    size = trie.page_size
-    spaces, parents, lengths, marked, stamps, ends, tokens, values = ([] for _ in range(8))
-    count = 0
-    for space, root in enumerate(roots):
-        edges = edges_of(trie, root)
-        begins = np.where(edges.parents >= 0, edges.ends[edges.parents], 0)
-        pages = edges.ends // size - begins // size
-        kept = np.flatnonzero(pages)
-        # An edge without pages is omitted; its children attach to its parent.
-        above, place = edges.parents.copy(), np.full(len(pages) + 1, -1)
-        place[kept] = np.arange(len(kept)) + count
-        for edge in np.flatnonzero(pages == 0):
-            place[edge] = place[above[edge]]
-        spaces.append(np.full(len(kept), space))
-        parents.append(place[above[kept]])
-        lengths.append(pages[kept] * size)
-        marked.append(edges.marked[kept])
-        stamps.append(edges.stamps[kept])
-        ends.append(edges.ends[kept])
-        values.append(edges.values)
-        tokens.append(edges.tokens if tokens_of is None else tokens_of(edges.values).reshape(-1))
-        count += len(kept)
-    if not count:
-        return Segments.none(), np.empty(0, np.int32)
-    order = np.lexsort((np.concatenate(ends), -np.concatenate(stamps)))  # newest first, then by depth
-    moved = np.empty(count, np.int64)
-    moved[order] = np.arange(count)
-    above, length = np.concatenate(parents)[order], np.concatenate(lengths)
-    picked = ranges(np.cumsum(length) - length, length, order)
+    size, edges = trie.page_size, edges_of(trie, roots)
+    begins = np.where(edges.parents >= 0, edges.ends[edges.parents], 0)
+    pages = edges.ends // size - begins // size
+    kept = np.flatnonzero(pages)
+    # An edge without pages is omitted; its children attach to its parent.
+    place = np.full(len(pages) + 1, -1)
+    place[kept] = np.arange(len(kept))
+    for edge in np.flatnonzero(pages == 0):
+        place[edge] = place[edges.parents[edge]]
+    order = np.lexsort((edges.ends[kept], -edges.stamps[kept]))  # newest first, then by depth
+    moved = np.empty(len(kept), np.int64)
+    moved[order] = np.arange(len(kept))
+    above, pages, chosen = place[edges.parents[kept[order]]], pages[kept], kept[order]
+    firsts = np.cumsum(pages) - pages
+    tokens = edges.tokens if tokens_of is None else tokens_of(edges.values).reshape(-1)
     segments = Segments(
-        np.concatenate(spaces)[order],
-        np.where(above >= 0, moved[above], -1),
-        length[order],
-        np.concatenate(marked)[order],
-        np.concatenate(tokens)[picked],
-    )
-    pages = length // size
-    return segments, np.concatenate(values)[ranges(np.cumsum(pages) - pages, pages, order)]
+        edges.roots[chosen], np.where(above >= 0, moved[above], -1), pages[order] * size, edges.marked[chosen],
+        tokens[ranges(firsts * size, pages * size, order)],
+    )  # fmt: skip
+    return segments, edges.values[ranges(firsts, pages, order)]
 
 
 def ranges(firsts: Int64, lengths: Int64, order: Int64) -> Int64:

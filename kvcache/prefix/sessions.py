@@ -1,4 +1,4 @@
-"""What `PrefixCache` hands out and reports: blocks, sessions, and a frozen snapshot of its counters."""
+"""What `PrefixCache` returns: blocks, sessions, and a frozen snapshot of its counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ReadBlock = Callable[[], tuple[list[Float32], list[Float32]]]
 
 
 class CacheBlock:
-    """K and V of one block of tokens, as it was handed out.
+    """K and V of one block of tokens, as it was when it was returned.
 
     Args:
         num_layers, num_kv_heads, head_dim, block_size: its dimensions; the tensors are zero.
@@ -71,7 +71,7 @@ class CacheBlock:
 
 
 class CacheSession:
-    """What a request holds of the cache: its matched blocks stay until the session is released, or dropped.
+    """The matched blocks of a request, which stay in the cache until the session is released or dropped.
 
     Attributes:
         matched_prefix_len: tokens of the matched blocks.
@@ -92,7 +92,7 @@ class CacheSession:
         self.tail_block = tail_block
         self.tail_tokens = tail_tokens
         self._blocks = block_indices
-        self._claim = claim  # references on these blocks, given back when it is dropped
+        self._claim = claim  # references on these blocks
         self._close = close
 
     @property
@@ -142,11 +142,11 @@ class PrefixCacheStats:
         total_misses: lookups that stopped before the prompt's last full block.
         total_evictions: blocks evicted.
         hit_tokens, lookup_tokens: tokens of the blocks found, of the prompts asked for.
-        miss_reasons: why lookups stopped. "evicted": the block was cached before. "namespace": another namespace has
-            it. "shorter_than_block": the prompt goes on as something cached does, but not for a whole block; or
-            all of it is shorter than one, which is no miss. "no_shared_prefix": it goes on in its own way.
+        miss_reasons: why lookups stopped. "evicted": the next block was cached before. "namespace": another namespace
+            has it. "shorter_than_block": a cached block begins with the same tokens, but differs before its end; or
+            the prompt is shorter than a block, which is no miss. "no_shared_prefix": none of these.
         bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and the tokens
-            of what was evicted not long ago.
+            of the blocks evicted last.
     """
 
     hit_rate: float

@@ -1,16 +1,17 @@
 """The slots of cached pages, and what callers hold of them.
 
     page     0    1    2    3    4    5      a page: the K and V of `page_size` tokens
-    named    x    x    x    .    x    .      the trie names it
-    claims   1    2    .    1    .    .      claims of callers: sessions, lookups, states, what a call is about to name
+    named    x    x    x    .    x    .      whether the trie names it
+    claims   1    2    .    1    .    .      claims of callers: sessions, lookups, states, pages about to be named
     slots    0    1    2    3    4    5      with one group of layers a page is its slot
 
-A page is free when neither names it; `BlockPool` counts the references. With several groups of layers (full
-attention, windows of one width) a page has a slot in the pool of each group, or -1 where the group has none.
+A page is free when the trie does not name it and nobody claims it; `BlockPool` counts the references. With several
+groups of layers (full attention, windows of one width) a page has a slot in the pool of each group, or -1 where the
+group has none.
 
-A `Claim` owns references. Its deallocation gives them back, so whatever ends a call, nothing leaks. Deallocation may
-happen inside of another call (garbage collection), so it only appends the claim to a list that takes no memory; the
-next call of the cache settles it.
+A `Claim` owns references, and its deallocation returns them, however a call ends. Deallocation may happen inside of
+another call (garbage collection), so it only appends the claim to a list, which takes no memory; the next call of the
+cache releases its pages.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
@@ -27,9 +28,9 @@ cdef struct page_t:
     int64_t born          # the index's clock when the page was last named
     int64_t used          # and when it was last found
     int32_t pins          # claims and lookups that keep it, and so all before it, in the trie
-    int32_t looked        # lookups that hold it until they are released by name
-    int32_t looked_pins   # those among its pins
-    int32_t parked        # the leaf that ends with this page, which an eviction has found pinned; -1: none
+    int32_t lookups       # lookups that hold it, each until `release`
+    int32_t lookup_pins   # those among its pins
+    int32_t parked        # the leaf that ends with this page, if an eviction has found the page pinned; -1: none
     bint named
     bint waits            # named, and its content is still in a file
 
@@ -37,11 +38,10 @@ cdef struct page_t:
 cdef struct claim_t:
     claim_t *next         # all claims of a `Slots`
     claim_t *before
-    claim_t *next_ended   # those that were dropped and are not settled
+    claim_t *next_dropped  # in the list of those that were dropped and whose pages are not released yet
     int32_t *pages        # (n,) referenced, in the order of the text
     int64_t n
-    int64_t held          # the first so many count as held by a caller
-    int64_t epoch
+    int64_t held          # how many of them, from the first on, count as held by a caller
     int32_t pinned        # page whose pin is the claim's; -1: none
 
 
@@ -59,26 +59,27 @@ cdef class Slots:
     cdef int32_t *table                # (groups, num_pages) slots, -1 is none; NULL with one group
     cdef Py_ssize_t num_pages
     cdef claim_t *claims
-    cdef claim_t *ended
-    cdef TokenTrie trie                # whose leaves are parked
-    cdef int64_t epoch                 # a new one voids all pins
+    cdef claim_t *dropped
+    cdef TokenTrie trie                # the trie of the parked leaves
 
-    cdef Claim claim_of(self, Py_ssize_t n)                  # with room for n pages, and none yet
+    cdef Claim claim_of(self, Py_ssize_t n)                  # an empty claim with room for n pages
     # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
     cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept
-    cdef void give(self, const int32_t *pages, Py_ssize_t n) noexcept    # drop references
-    cdef void let_go(self, claim_t *claim) noexcept
+    cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
+    cdef void end_claim(self, claim_t *claim) noexcept       # release its pages and its pin
     cdef void unpin(self, int32_t page) noexcept
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
-    cdef void void_pins(self, TokenTrie trie) noexcept       # nothing is pinned; leaves are parked in another trie now
-    cdef void settle_(self) noexcept
-    cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept    # of a prefix, by all groups
+    cdef void forget_pins(self) noexcept
+    cdef void fill(self, int32_t page, int32_t other) noexcept    # move the slots that `page` lacks there from `other`
+    cdef void release_dropped_(self) noexcept
+    # How many pages, from the first on, every group has what it needs of.
+    cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept
 
 
 cdef class Claim:
     cdef readonly Slots slots
     cdef claim_t *data
-    cdef bint released
-    cdef readonly object name, tokens      # what was evicted: its namespace, and the text that ends with these pages
+    cdef readonly bint released            # whether the references were given back
+    cdef readonly object name, tokens      # of evicted pages: the namespace, and the text that ends with them
     cdef readonly Py_ssize_t tail_tokens   # first tokens of the last page that are part of the match, 0: all of it

@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 from kvcache.core.pool cimport BlockPool
-from kvcache.trie.trie cimport TokenTrie
+from kvcache.core.tokens cimport int32s
 
 import numpy as np
 
@@ -18,8 +18,10 @@ __all__ = ["Claim", "Slots"]
 cnp.import_array()
 
 
-cdef inline int32_t *int32s(cnp.ndarray array) noexcept:
-    return <int32_t *>cnp.PyArray_DATA(array)
+# `page_t` for NumPy. A memoryview would do, but NumPy parses its format in Python, where an interrupt can end a call.
+RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("pins", "i4"), ("lookups", "i4"), ("lookup_pins", "i4"),
+                   ("parked", "i4"), ("named", "i4"), ("waits", "i4")])
+assert RECORD.itemsize == sizeof(page_t)
 
 
 cdef class Slots:
@@ -51,15 +53,15 @@ cdef class Slots:
 
     def __dealloc__(self):
         cdef claim_t *claim
-        while self.ended != NULL:
-            claim, self.ended = self.ended, self.ended.next_ended
+        while self.dropped != NULL:
+            claim, self.dropped = self.dropped, self.dropped.next_dropped
             free(claim)
         free(self.pages)
         free(self.tokens)
         free(self.table)
 
     def reserve(self, Py_ssize_t num_pages):
-        """Records for so many pages; MemoryError: nothing has changed."""
+        """Allocate records for so many pages; MemoryError: nothing has changed."""
         cdef Py_ssize_t page
         cdef void *grown = realloc(self.pages, num_pages * sizeof(page_t) + 1)
         if grown == NULL:
@@ -70,10 +72,10 @@ cdef class Slots:
             raise MemoryError(f"no memory for {num_pages} pages")
         self.tokens = <uint32_t *>grown
         for page in range(self.num_pages, num_pages):
-            self.pages[page] = page_t(born=0, used=0, pins=0, looked=0, looked_pins=0, parked=-1, named=0, waits=0)
+            self.pages[page] = page_t(born=0, used=0, pins=0, lookups=0, lookup_pins=0, parked=-1, named=0, waits=0)
 
     def grow(self, Py_ssize_t num_pages):
-        """Room for so many pages of a single group; MemoryError: nothing has changed."""
+        """Make room for so many pages of a single group; MemoryError: nothing has changed."""
         self.reserve(num_pages)
         self.pool.grow(num_pages)
         self.num_pages = num_pages
@@ -97,10 +99,10 @@ cdef class Slots:
         if claim.n:
             self.pool.retain_each(claim.pages, claim.n, 1)
         if pinned:    # leaves are evicted from their tails, so the last one's pin keeps those before it
-            claim.pinned, claim.epoch = claim.pages[pinned - 1], self.epoch
+            claim.pinned = claim.pages[pinned - 1]
             self.pages[claim.pinned].pins += 1
 
-    cdef void give(self, const int32_t *pages, Py_ssize_t n) noexcept:
+    cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, group
         cdef int32_t *slot
         if self.table == NULL:
@@ -116,16 +118,16 @@ cdef class Slots:
                     (<BlockPool>self.pools[group]).release_(slot[0])
                 slot[0] = -1
 
-    cdef void let_go(self, claim_t *claim) noexcept:
+    cdef void end_claim(self, claim_t *claim) noexcept:
         if claim.before != NULL:
             claim.before.next = claim.next
         else:
             self.claims = claim.next
         if claim.next != NULL:
             claim.next.before = claim.before
-        if claim.pinned >= 0 and claim.epoch == self.epoch:
+        if claim.pinned >= 0:
             self.unpin(claim.pinned)
-        self.give(claim.pages, claim.n)
+        self.release_pages(claim.pages, claim.n)
 
     cdef void unpin(self, int32_t page) noexcept:
         cdef page_t *record = &self.pages[page]
@@ -135,16 +137,16 @@ cdef class Slots:
             self.trie.table.list_leaf(record.parked)
             record.parked = -1
 
-    cdef void settle_(self) noexcept:
+    cdef void release_dropped_(self) noexcept:
         cdef claim_t *claim
-        while self.ended != NULL:
-            claim, self.ended = self.ended, self.ended.next_ended
-            self.let_go(claim)
+        while self.dropped != NULL:
+            claim, self.dropped = self.dropped, self.dropped.next_dropped
+            self.end_claim(claim)
             free(claim)
 
-    def settle(self):
-        """Give back what claims held that were dropped."""
-        self.settle_()
+    def release_dropped(self):
+        """Release the pages of claims that were dropped."""
+        self.release_dropped_()
 
     def room(self, Py_ssize_t n):
         """How many of `n` more pages there are slots for in every group."""
@@ -155,7 +157,7 @@ cdef class Slots:
         return n
 
     def take(self, Py_ssize_t n):
-        """A claim on `n` free pages; a group with a window gets slots for the newest ones alone.
+        """A claim on `n` free pages; a group with a window gets slots for the newest of them alone.
 
         Raises:
             OutOfMemoryError: there are fewer; MemoryError: no memory for the claim. Nothing was taken.
@@ -190,20 +192,30 @@ cdef class Slots:
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept:
         cdef page_t *record = &self.pages[page]
         record.named, record.waits, record.born, record.used = True, waits, clock, clock
-        record.pins, record.looked_pins, record.parked = 0, 0, -1
+        record.pins, record.lookup_pins, record.parked = 0, 0, -1
         self.num_waiting += waits
 
     cdef void unname(self, int32_t page) noexcept:
         self.num_waiting -= self.pages[page].waits
         self.pages[page].named = self.pages[page].waits = False
 
-    cdef void void_pins(self, TokenTrie trie) noexcept:
+    cdef void forget_pins(self) noexcept:
         cdef Py_ssize_t page
+        cdef claim_t *claim = self.claims
         for page in range(self.num_pages):
-            self.pages[page].pins = self.pages[page].looked_pins = 0
+            self.pages[page].pins = self.pages[page].lookup_pins = 0
             self.pages[page].parked = -1
-        self.trie = trie
-        self.epoch += 1
+        while claim != NULL:
+            claim.pinned = -1
+            claim = claim.next
+
+    cdef void fill(self, int32_t page, int32_t other) noexcept:
+        cdef Py_ssize_t group
+        cdef int32_t *slots
+        for group in range(len(self.pools)):
+            slots = self.table + group * self.num_pages
+            if slots[page] < 0:
+                slots[page], slots[other] = slots[other], -1
 
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t page, group, groups = len(self.pools), best = 0
@@ -222,7 +234,7 @@ cdef class Slots:
         return best
 
     def arrived(self, pages):
-        """These have their content now; those that do not wait, int32 `(n,)`, are passed over."""
+        """Note that these pages, int32 `(n,)`, have their content now; those that do not wait do not change."""
         cdef cnp.ndarray ids = np.ascontiguousarray(pages, np.int32)
         cdef Py_ssize_t i
         cdef int32_t page
@@ -236,41 +248,33 @@ cdef class Slots:
             self.source = None
 
     def release(self, Py_ssize_t page):
-        """End one lookup's hold on a page; InvalidOperationError if there is none."""
+        """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
         if not self.is_looked_up(page):
             raise InvalidOperationError(f"expected a block that a lookup holds, got {page}")
         cdef page_t *record = &self.pages[page]
         cdef int32_t id = <int32_t>page
-        record.looked -= 1
-        if record.looked_pins:
-            record.looked_pins -= 1
+        record.lookups -= 1
+        if record.lookup_pins:
+            record.lookup_pins -= 1
             self.unpin(id)
-        self.give(&id, 1)
+        self.release_pages(&id, 1)
 
     def is_looked_up(self, Py_ssize_t page):
         """Whether a lookup holds a page."""
-        return 0 <= page < self.num_pages and self.pages[page].looked > 0
+        return 0 <= page < self.num_pages and self.pages[page].lookups > 0
 
-    # -- what is inside -------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------
 
-    def record(self, Py_ssize_t page):
-        """`(named, born, used)` of a page in [0, num_pages)."""
-        if not 0 <= page < self.num_pages:
-            raise IndexError(f"page: expected one below {self.num_pages}, got {page}")
-        return bool(self.pages[page].named), self.pages[page].born, self.pages[page].used
-
-    def are_named(self, const int32_t[::1] pages):
-        """Which of these pages, int32 `(n,)` and in range, the trie names, bool."""
-        return np.array([self.pages[pages[i]].named for i in range(pages.shape[0])], bool)
-
-    def wait(self, const int32_t[::1] pages):
-        """Which of these pages, int32 `(n,)` and in range, wait for their content, bool."""
-        return np.array([self.pages[pages[i]].waits for i in range(pages.shape[0])], bool)
-
-    def named(self):
-        """The pages that the trie names, ascending, int32."""
-        cdef Py_ssize_t page
-        return np.array([page for page in range(self.num_pages) if self.pages[page].named], np.int32)
+    def records(self, pages=None):
+        """The records of pages (int32 `(n,)`, in range; None: all), a copy with the fields of `page_t`."""
+        cdef cnp.ndarray ids, out
+        ids = np.arange(self.num_pages, dtype=np.int32) if pages is None else np.ascontiguousarray(pages, np.int32)
+        out = np.empty(ids.shape[0], RECORD)
+        cdef page_t *record = <page_t *>cnp.PyArray_DATA(out)
+        cdef Py_ssize_t i
+        for i in range(ids.shape[0]):
+            record[i] = self.pages[int32s(ids)[i]]
+        return out
 
     def of(self, pages):
         """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""
@@ -281,7 +285,7 @@ cdef class Slots:
         return np.asarray(<int32_t[:shape[0], :shape[1]]>self.table)[:, ids]
 
     def tokens_of(self, pages):
-        """What pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
+        """The tokens that pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
         if not self.num_pages:
             return np.empty((0, self.page_size), np.uint32)
         return np.asarray(<uint32_t[:self.num_pages, :self.page_size]>self.tokens)[pages]
@@ -297,7 +301,7 @@ cdef class Slots:
                 count[claim.pages[i]] += 1
             claim = claim.next
         for i in range(self.num_pages):
-            count[i] += self.pages[i].looked + (references and self.pages[i].named)
+            count[i] += self.pages[i].lookups + (references and self.pages[i].named)
         return out
 
     @property
@@ -310,18 +314,18 @@ cdef class Slots:
         """Verify every invariant but those of the trie; AssertionError names the broken one."""
         cdef Py_ssize_t page, waiting = 0
         cdef page_t *record
-        self.settle_()
+        self.release_dropped_()
         held, pins = self.counts(), np.zeros(self.num_pages, np.int32)
         cdef claim_t *claim = self.claims
         while claim != NULL:
-            if claim.pinned >= 0 and claim.epoch == self.epoch:
+            if claim.pinned >= 0:
                 pins[claim.pinned] += 1
             claim = claim.next
         for page in range(self.num_pages):
             record = &self.pages[page]
             waiting += record.waits
-            assert record.pins == pins[page] + record.looked_pins, f"page {page}: pins do not add up"
-            assert 0 <= record.looked_pins <= record.looked, f"page {page}: lookups do not add up"
+            assert record.pins == pins[page] + record.lookup_pins, f"page {page}: pins do not add up"
+            assert 0 <= record.lookup_pins <= record.lookups, f"page {page}: lookups do not add up"
             assert record.named or not (record.waits or record.pins), f"page {page}: waits or is pinned without a name"
             assert not (record.waits and held[page]), f"page {page}: waits and is held"
             assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
@@ -332,7 +336,7 @@ cdef class Slots:
             self.check_table()
 
     def check_table(self):
-        """Every slot of every group belongs to one page in use."""
+        """Verify that every slot of every group belongs to one page in use."""
         slots = self.of(np.arange(self.num_pages, dtype=np.int32))
         for group, pool in enumerate(self.pools):
             used = slots[group][slots[group] >= 0]
@@ -342,7 +346,7 @@ cdef class Slots:
 
 @cython.no_gc_clear
 cdef class Claim:
-    """References on pages, which are given back when this is released or dropped."""
+    """References on pages. `release` gives them back; if this is dropped instead, the next call of the cache does."""
 
     def __dealloc__(self):
         if self.data == NULL:
@@ -350,38 +354,33 @@ cdef class Claim:
         if self.released:
             free(self.data)
         else:
-            self.data.next_ended = self.slots.ended
-            self.slots.ended = self.data
+            self.data.next_dropped = self.slots.dropped
+            self.slots.dropped = self.data
 
     def release(self):
-        """Give them back; nothing happens the second time. To be called with the cache's lock held."""
+        """Give the references back; a second call does nothing. To be called with the cache's lock held."""
         if not self.released:
             self.released = True
-            self.slots.let_go(self.data)
+            self.slots.end_claim(self.data)
 
     def cut(self, Py_ssize_t n):
-        """Give back all pages but the first `n`, of a claim from `Slots.take`."""
+        """Release all pages but the first `n`, of a claim from `Slots.take`."""
         if 0 <= n < self.data.n:
-            self.slots.give(self.data.pages + n, self.data.n - n)
+            self.slots.release_pages(self.data.pages + n, self.data.n - n)
             self.data.n = n
 
-    def keep_by_name(self):
-        """What was held stays so until `Slots.release` of each page; the claim is empty then."""
+    def hold_each(self):
+        """Hold each full page of the match until `Slots.release(page)` instead; the claim is empty then."""
         cdef Py_ssize_t i
         cdef claim_t *data = self.data
         for i in range(data.held):
             self.slots.pages[data.pages[i]].pins += 1
-            self.slots.pages[data.pages[i]].looked += 1
-            self.slots.pages[data.pages[i]].looked_pins += 1
+            self.slots.pages[data.pages[i]].lookups += 1
+            self.slots.pages[data.pages[i]].lookup_pins += 1
         if data.pinned >= 0:
             self.slots.unpin(data.pinned)
-        self.slots.give(data.pages + data.held, data.n - data.held)
+        self.slots.release_pages(data.pages + data.held, data.n - data.held)
         data.n, data.held, data.pinned = 0, 0, -1
-
-    @property
-    def is_released(self):
-        """Whether they were given back."""
-        return self.released
 
     @property
     def pages(self):
@@ -398,7 +397,7 @@ cdef class Claim:
 
     @property
     def num_held(self):
-        """Whole pages of a match; what comes after them is the page that it ends in."""
+        """Full pages of a match; after them may come the page that it ends inside of."""
         return self.data.held
 
     def __len__(self):

@@ -11,33 +11,37 @@ import numpy.typing as npt
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Slots
 
-__all__ = ["Source", "fetch_offered", "fetch_waiting"]
+__all__ = ["PageReader", "Source", "fetch_offered", "fetch_waiting"]
 
 Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
 
 
-class Source(Protocol):
-    """What can fill the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
+class PageReader(Protocol):
+    """What fills the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
 
     A page is known by its id; `Slots.of` says where its slots are, for each group of layers.
     """
+
+    def fetch(self, pages: Int32) -> Int32:
+        """Fill the slots of pages; the pages that have their content now, which may include others that wait."""
+
+
+class Source(PageReader, Protocol):
+    """A store outside of the cache: it is asked for the pages that the cache lacks, and receives those evicted."""
 
     def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
         """How many pages of `tokens` it has, from page `start` on, for every group that needs them."""
 
     def expect(self, name: Hashable, tokens: Tokens, start: int, pages: Int32) -> None:
-        """`pages` are for what was offered of `tokens`, from page `start` on."""
-
-    def fetch(self, pages: Int32) -> Int32:
-        """Fill the slots of pages that it was told to expect; those that are good, others that wait among them."""
+        """Note that `pages` are for what was offered of `tokens`, from page `start` on; `fetch` of them follows."""
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """`tokens` end with `pages`, whose slots are free after this call."""
 
 
 def fetch_waiting(index: PrefixIndex, tokens: Tokens, name: Hashable, least: int = -1) -> None:
-    """Fetch what a match of `tokens` names and has not read yet; forget what is not good, and all that continues it.
+    """Read the pages of a match of `tokens` that wait; forget damaged ones and all that continues them.
 
     Args:
         least: as of `PrefixIndex.forget`.
@@ -54,10 +58,10 @@ def fetch_waiting(index: PrefixIndex, tokens: Tokens, name: Hashable, least: int
 def fetch_offered(
     index: PrefixIndex, source: Source, slots: Slots, tokens: Tokens, name: Hashable, make_room: Callable[[int], int]
 ) -> None:
-    """Name the pages of `tokens` that the index lacks and `source` has, with their content.
+    """Fetch the pages of `tokens` that `source` has and the index lacks, and name them.
 
     Args:
-        make_room: `make_room(count)` evicts for up to `count` more pages; how many there is room for.
+        make_room: `make_room(count)` evicts until up to `count` more pages fit, and returns how many do.
     """
     size, head = slots.page_size, index.head(tokens, name)
     start = 0 if head is None else len(head)

@@ -9,7 +9,7 @@ __all__ = ["Space", "Spaces"]
 
 
 cdef class Space:
-    """A namespace: its name, and where its pages lie."""
+    """A namespace: its name, its slots and its root in the trie."""
 
     def __cinit__(self):
         self.root = -1

@@ -16,41 +16,37 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_integer
 from kvcache.core.locks import CallLock
 from kvcache.core.tokens import as_tokens
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.errors import InvalidOperationError
+from kvcache.prefix.cached_entries import CachedEntries
 from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
-from kvcache.prefix.entry_index import EntryIndex
 from kvcache.prefix.files import load_entries, save_entries
+from kvcache.prefix.indexed import IndexedCache
 from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
-from kvcache.prefix.row_slots import LeasedState, RowSlots
-from kvcache.prefix.rows import rows_of
-from kvcache.prefix.source import fetch_waiting
-from kvcache.trie.entries import EntryTrie
+from kvcache.prefix.row_slots import LeasedState
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
 
 Float32 = npt.NDArray[np.float32]
-Int32 = npt.NDArray[np.int32]
-Tokens = npt.NDArray[np.uint32]
 
 
-class PrefixKvCache:
+class PrefixKvCache(IndexedCache):
     """A radix tree of token prefixes with their KV.
 
     Entries are evicted one by one, the least recently used first, an entry always after those that extend it. Evictions
     do not change a state that a caller holds; its memory counts until the caller drops it.
 
-    KV is taken to be a function of the tokens: what is stored for a prefix stays, also when an entry that
-    shares it is stored again. `remove` it first to replace it. Calls on one cache are serialised.
+    KV is taken to be a function of the tokens: the rows stored for a prefix stay when another entry with this prefix
+    is stored. To replace an entry, `remove` it first. Calls on one cache are serialised.
     """
+
+    _cached: CachedEntries
 
     def __init__(self, config: PrefixCacheConfig | None = None) -> None:
         self.config = PrefixCacheConfig() if config is None else config
         if not isinstance(self.config, PrefixCacheConfig):
             raise TypeError(f"config: expected a PrefixCacheConfig, got {type(config).__name__}")
         self._lock = CallLock()
-        self._index = EntryIndex(EntryTrie())
-        # The undamaged head of an entry becomes an entry, if lookups may find it.
-        self._least = self.config.min_prefix_len if self.config.partial_matches else -1
+        self._cached = CachedEntries(self.config)
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -61,8 +57,7 @@ class PrefixKvCache:
         """
         ids = as_tokens(tokens)
         with self._lock:
-            fetch_waiting(self._index, ids, namespace, self._least)
-            claim = self._index.lease(ids, namespace, self.config.min_prefix_len, not self.config.partial_matches)
+            claim = self._cached.lease(ids, namespace)
             return None if claim is None else (len(claim), LeasedState(claim))
 
     @staticmethod
@@ -135,61 +130,7 @@ class PrefixKvCache:
             raise ValueError(f"snapshot: expected one of {len(ids)} tokens, got {snapshot.seq_len}")
         keys, values = (self._as_rows(rows, len(ids)) for rows in (snapshot.keys, snapshot.values))
         with self._lock:
-            self._store(ids, keys, values, namespace)
-
-    def _store(self, ids: Tokens, keys: list[Float32], values: list[Float32], name: Hashable) -> None:
-        kind, index = self._kind(len(keys), keys[0].shape[1]), self._index
-        other = index.slots_of(name)
-        if other is not None and other is not kind:
-            raise ValueError(
-                f"snapshot: expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
-                f"got {kind.rows.num_layers} of {kind.rows.kv_dim}"
-            )
-        for k, v in zip(keys, values, strict=True):
-            kind.rows.represent(k, v)
-        fetch_waiting(index, ids, name, self._least)
-        self._refuse_what_never_fits(kind, len(ids), index.find(ids, name).pages)
-        head = index.head(ids, name)  # What the entry builds on is used, and stays in its slots.
-        length = 0 if head is None else len(head)
-        self._make_room(kind, len(ids) - length, not index.has_entry(ids, name))
-        claim = kind.take_rows(len(ids) - length, self.config.max_memory_bytes)
-        kind.rows.write(claim.pages, [k[length:] for k in keys], [v[length:] for v in values])
-        index.insert(ids, claim, name, head, kind, self.config.max_entries)
-
-    def _kind(self, num_layers: int, kv_dim: int) -> RowSlots:
-        """The slots for rows of this shape, in use or new."""
-        for kind in self._index.kinds:
-            if isinstance(kind, RowSlots) and kind.shape == (num_layers, kv_dim):
-                return kind
-        config = self.config
-        return RowSlots(rows_of(num_layers, kv_dim, *config.formats, config.rotate, config.head_dim))
-
-    def _used_bytes(self) -> int:
-        """Bytes of the slots that entries name or states show."""
-        for kind in self._index.kinds:
-            kind.settle()
-        return sum(kind.used_bytes for kind in self._index.kinds)
-
-    def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:
-        """OutOfMemoryError unless `n` tokens, `old` of them stored, fit after every other entry is evicted."""
-        limit, size = self.config.max_memory_bytes, kind.rows.slot_bytes
-        if self.config.max_entries == 0:
-            raise OutOfMemoryError(1, 0, "entries")
-        if self._used_bytes() + (n - len(old)) * size <= limit:
-            return
-        held = sum(int(np.count_nonzero(each.counts())) * each.rows.slot_bytes for each in self._index.kinds)
-        held -= int(np.count_nonzero(kind.counts()[old])) * size
-        if held + n * size > limit:
-            raise OutOfMemoryError(n * size, max(0, limit - held), "bytes")
-
-    def _make_room(self, kind: RowSlots, count: int, new: bool) -> None:
-        """Evict until `count` more tokens fit, and, of entries that no other extends, until one more does."""
-        config, need = self.config, count * kind.rows.slot_bytes
-        while len(self) + new > config.max_entries or self._used_bytes() + need > config.max_memory_bytes:
-            evicted = self._index.evict()
-            if evicted is None:
-                break  # the remaining entries are prefixes of this one, which replaces them
-            evicted.release()
+            self._cached.store(ids, keys, values, namespace)
 
     def _as_rows(self, layers: list[Float32], n: int) -> list[Float32]:
         rows = [layer.reshape(n, -1) for layer in layers]
@@ -212,13 +153,13 @@ class PrefixKvCache:
             OSError: of the file system.
         """
         with self._lock:
-            save_entries(path, str(model), self)
+            save_entries(path, str(model), self._cached)
 
     def load(self, path: str | os.PathLike[str], model: str = "") -> int:
-        """Take in what `save` wrote, the most recently used entries first, as far as the limits go; how many.
+        """Load what `save` wrote, the most recently used entries first, as many as the limits allow; how many.
 
         This reads the tables, not the rows: a lookup reads them when it first matches them, and checks them
-        then. What is damaged is forgotten, with all that is built on it, and logged as a warning.
+        then. Damaged rows are forgotten, with all entries that need them, and logged as a warning.
 
         Args:
             model: as in `save`.
@@ -232,7 +173,7 @@ class PrefixKvCache:
         with self._lock:
             if len(self):
                 raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} entries")
-            load_entries(path, str(model), self)
+            load_entries(path, str(model), self._cached)
             return len(self)
 
     # -- the rest -------------------------------------------------------------------------------------------
@@ -241,7 +182,7 @@ class PrefixKvCache:
         """Forget the entry stored under exactly these tokens; False if there is none."""
         ids = as_tokens(tokens)
         with self._lock:
-            removed = self._index.remove(ids, namespace)
+            removed = self._cached.index.remove(ids, namespace)
             if removed is not None:
                 removed.release()
             return removed is not None
@@ -249,31 +190,13 @@ class PrefixKvCache:
     def clear(self) -> None:
         """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
         with self._lock:
-            self._index = EntryIndex(EntryTrie())
+            self._cached = CachedEntries(self.config)
 
     @property
     def memory_usage(self) -> int:
-        """Bytes of K and V held: each shared prefix once, and what states out there still show."""
+        """Bytes of K and V held: each shared prefix once, and the rows of states that callers hold."""
         with self._lock:
-            return self._used_bytes()
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is stored."""
-        return len(self) == 0
-
-    @property
-    def hits(self) -> int:
-        """Lookups that found something."""
-        return self._index.hits
-
-    @property
-    def misses(self) -> int:
-        """Lookups that found nothing."""
-        return self._index.misses
+            return self._cached.used_bytes()
 
     @property
     def hit_tokens(self) -> int:
@@ -285,11 +208,9 @@ class PrefixKvCache:
         with self._lock:
             index = self._index
             counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
-            return PrefixKvStats(len(self), index.trie.num_tokens, self._used_bytes(), *counts)
+            return PrefixKvStats(len(self), index.trie.num_tokens, self._cached.used_bytes(), *counts)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
-            self._index.check()
-            assert len(self) <= self.config.max_entries, "prefix cache: more entries than allowed"
-            assert self._used_bytes() <= self.config.max_memory_bytes, "prefix cache: more memory than allowed"
+            self._cached.check()

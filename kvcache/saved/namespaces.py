@@ -1,4 +1,4 @@
-"""Namespaces as bytes: the values that a saved cache can name, told apart as Python tells them apart.
+"""Namespaces as bytes: None, bools, ints, str, bytes and tuples of these.
 
 None  N      int    i  u32 length, two's complement, little-endian      tuple  (  u32 count, the items
 True  T      str    s  u32 length, UTF-8

@@ -1,8 +1,8 @@
-"""Pages of a file, read and checked: one thread reads on while another checks what has been read.
+"""Pages of a file, read and checked: one thread reads while another one checks the pages read before.
 
 Copying a page out of the system's memory takes about as long as computing its checksum. Reading needs no interpreter,
-so the two do not wait for each other. Compiled code joins the threads, and no interrupt can cut it short: when a call
-has ended, with whatever result, no thread writes to its buffers.
+so the two do not wait for each other. Compiled code joins the threads, which no interrupt can prevent: after a call has
+returned or raised, no thread writes to its buffers.
 """
 
 from libc.errno cimport EINTR, errno
@@ -28,15 +28,15 @@ cdef extern from "<sys/uio.h>" nogil:
     Py_ssize_t preadv(int fd, const iovec *parts, int count, off_t offset)
 
 cdef enum:
-    MOST_PARTS = 1000    # of one system call; the system takes 1024
-    STEPS = 16           # of a call: what one reads while the other checks
+    MOST_PARTS = 1000    # buffers of one system call; the limit of the system is 1024
+    STEPS = 16           # of one `read_pages`; a step is read while the one before is checked
 
 
 cdef struct Page:
     off_t offset
     iovec *parts             # one of its buffers each
     int64_t num_parts
-    bint is_whole            # the file had all of it
+    bint is_whole            # whether the file had all of it
 
 
 cdef struct Step:            # pages [done, first) are checked while [first, stop) are read
@@ -95,7 +95,7 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
 cdef int read_and_check(int fd, Page *table, int64_t n, list pages, const uint32_t[::1] checksums,
                         unsigned char[::1] good) except -1:
     cdef int64_t size = max(1, n // STEPS), done = 0, first = 0, stop = min(n, size)
-    errors = [None]    # room for one: where memory is short, there is none to take note of it
+    errors = [None]    # allocated now, since storing an error may not need memory
     cdef Step step
     step.fd, step.table, step.pages, step.checksums = fd, table, <void *>pages, &checksums[0]
     step.good, step.errors = &good[0], <void *>errors
@@ -122,7 +122,7 @@ cdef void check_or_read(void *context, int64_t index, int thread) noexcept nogil
 
 
 cdef void check(Step *step) noexcept:
-    """An exception becomes `errors[0]`, since an item cannot raise."""
+    """Check the pages of one step; an exception is stored as `errors[0]`, since an item cannot raise."""
     cdef int64_t i
     try:
         pages = <list>step.pages
@@ -133,7 +133,7 @@ cdef void check(Step *step) noexcept:
 
 
 cdef bint fill(int fd, iovec *part, int64_t num_parts, off_t offset) noexcept nogil:
-    """Whether the file has so much; the parts are used up."""
+    """Read the parts from `offset` on, and change them; False if the file ends before, or cannot be read."""
     cdef Py_ssize_t got
     cdef iovec *end = part + num_parts
     while part < end:

@@ -13,13 +13,13 @@ Numbers are unsigned and little-endian. Segments are the edges of a token tree: 
 begins a text of its namespace. They are in the order of their last use, newest first, a parent before its children,
 those of one arena after the other where these are of different caches.
 Every token has a slot in the arena of its namespace, counted in the order of the segments; a page is `page_tokens`
-slots. Whatever can be computed from something else is not in the file, so it cannot contradict it.
+slots. The file has nothing that can be computed from its other parts, so no part can contradict another one.
 
-A CRC-32 finds accidents: any error within 32 bits in a row, any other but one in 2**32. It does not stop whoever
-writes a file with the right checksums: such a file can say anything about K and V, and nothing else: whatever is in
-it, reading ends in a result or in SnapshotError. Memory is bounded by the size of the tables, and these by a fraction
-of the machine's memory. Tables larger than `_SMALL` are checked piece by piece, the cheap rules first, before memory is
-taken for them: a sparse file of any size is refused after its first pieces.
+A CRC-32 finds accidental damage: every error within 32 consecutive bits, and all but one in 2**32 of the others. It is
+no protection against a file that was made on purpose with right checksums: such a file can have any K and V. It cannot
+do more, since reading any file ends in a result or in SnapshotError. Memory is bounded by the size of the tables, and
+that by a fraction of the machine's memory. Tables larger than `_SMALL` are checked piece by piece, cheap rules first,
+before memory is taken for them, so a sparse file of any size is refused after its first pieces.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _PIECE = 1 << 20  # bytes of larger ones that are checked at a time, whole segme
 # Reading takes about ten times the size of the tables. K and V of a token take a hundred times the bytes of its tables,
 # so no cache that fits a machine has tables of a 16th of its memory.
 _PART_OF_MEMORY = 16
-_MAX_MODEL_BYTES = 1 << 16  # of a name that is not the expected one; it is shown in a message
-_MAX_ARENAS = 4096  # each takes an object of the cache
+_MAX_MODEL_BYTES = 1 << 16  # of a wrong name, which is shown in a message
+_MAX_ARENAS = 4096  # each needs an object in memory
 
 
 def _places(arenas: Sequence[Arena], slots: Sequence[int], tables_end: int) -> tuple[list[int], list[int], int]:
@@ -294,7 +294,7 @@ class Snapshot:
         self.segments = Segments(spaces, parents, lengths, table["marked"].astype(bool), tokens)
 
     def read_pages(self, arena: int, pages: Sequence[int], buffers: list[list[Any]]) -> npt.NDArray[np.bool_]:
-        """Copy pages, each into its buffers; False where it is damaged, and what they hold is void."""
+        """Copy pages, each into its buffers; False where a page is damaged, and its buffers are undefined then."""
         places = np.asarray(pages, np.int64)
         offsets = self._offsets[arena] + places * self.arenas[arena].stride
         return read_pages(self._file.fd, offsets, buffers, self._checksums[self._first_page[arena] + places])

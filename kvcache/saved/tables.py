@@ -83,7 +83,7 @@ class Arena:
         return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
 
     def expect(self, other: Arena) -> None:
-        """SnapshotError that names the first difference, if `other`, which was found, is not this one."""
+        """SnapshotError that names the first difference between this arena and `other`, that of a file."""
         for field in fields(self):
             want, got = getattr(self, field.name), getattr(other, field.name)
             if want != got:
@@ -113,7 +113,7 @@ class Segments(NamedTuple):
         return cls(empty, empty, empty, np.empty(0, bool), np.empty(0, np.uint32))
 
     def and_then(self, others: Segments, num_namespaces: int) -> Segments:
-        """These, which have so many namespaces, and then `others`, which have others."""
+        """These segments, of `num_namespaces` namespaces, followed by `others`, with namespaces of their own."""
         parents = np.where(others.parents >= 0, others.parents + len(self.lengths), -1)
         moved: tuple[npt.NDArray[Any], ...] = (others.namespaces + num_namespaces, parents, *others[2:])
         mine: tuple[npt.NDArray[Any], ...] = tuple(self)
@@ -131,7 +131,7 @@ class Segments(NamedTuple):
 
 
 def unpack_arenas(data: bytearray | memoryview) -> list[Arena]:
-    """The arenas of a table. SnapshotError for one that is none."""
+    """The arenas of a table. SnapshotError for an invalid one."""
     return [Arena.unpack(bytes(data[first : first + ARENA.size])) for first in range(0, len(data), ARENA.size)]
 
 

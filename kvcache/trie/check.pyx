@@ -70,7 +70,7 @@ cdef int check_totals(NodeTable table) except -1:
         ("candidates", leaves, table.leaves.size),
     ):
         if held != counted:
-            raise AssertionError(f"trie: {held} {name} are there, {counted} were counted")
+            raise AssertionError(f"trie: expected {held} {name}, counted {counted}")
     return 0
 
 

@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -6,6 +7,7 @@ from numpy.typing import NDArray
 from kvcache.trie.trie import TokenTrie
 
 class Edges(NamedTuple):
+    roots: NDArray[np.int64]
     parents: NDArray[np.int64]
     ends: NDArray[np.int64]
     marked: NDArray[np.bool_]
@@ -13,4 +15,4 @@ class Edges(NamedTuple):
     tokens: NDArray[np.uint32]
     values: NDArray[np.int32]
 
-def edges_of(trie: TokenTrie, root: int) -> Edges: ...
+def edges_of(trie: TokenTrie, roots: Iterable[int]) -> Edges: ...

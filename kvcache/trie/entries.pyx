@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t
 
 from kvcache.trie.nodes cimport node_t
+from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 
 
@@ -24,10 +25,12 @@ cdef class EntryTrie(TokenTrie):
             id = nodes[id].child
         return id
 
-    def store(self, root, tokens, values):
-        """`insert` and `mark` in one call that no interrupt can divide; True if the entry is new."""
-        node, _ = self.insert(root, tokens, values)
-        return self.mark(node)
+    cdef walk_t entry_before(self, walk_t at) noexcept nogil:
+        cdef const node_t* nodes = self.table.nodes
+        while at.node >= 0 and (not nodes[at.node].marked or nodes[at.node].end > at.length):
+            at.length = min(at.length, nodes[at.node].begin)
+            at.node = nodes[at.node].parent
+        return at
 
     def mark(self, node):
         """An entry ends with `node`, as `insert` returns it. True if it is new."""
@@ -42,45 +45,21 @@ cdef class EntryTrie(TokenTrie):
 
     def entry_at(self, node, length):
         """`(node, length)` of the longest entry that is a prefix of a match `(node, length)`; `(-1, 0)` if none."""
-        cdef int32_t id = self._node(node)
-        cdef Py_ssize_t depth = length
-        cdef const node_t* nodes = self.table.nodes
-        while id >= 0 and (not nodes[id].marked or nodes[id].end > depth):
-            id = nodes[id].parent
-        return id, (nodes[id].end if id >= 0 else 0)
+        cdef walk_t at = self.entry_before(walk_t(node=self._node(node), length=length))
+        return at.node, at.length
 
     def touch_entry(self, node):
         """Use the entry that serves a match ending in `node`: its own, or the most recently used one below."""
         self.table.stamp_path(self.serving(self._node(node)))
 
-    def evict_entry(self, keep=-1):
+    def evict_entry(self):
         """Evict the least recently used entry that no other extends.
 
-        `(root, values)`: its namespace and the values that are free now, last token first; None if no entry
-        can go. The tokens on the way to node `keep` stay, also when an entry among them goes.
+        `(root, values)`: its namespace and the values that are free now, last token first; None if there is no entry.
         """
-        cdef int32_t kept = -1 if keep == -1 else self._node(keep)
-        if kept < 0:
-            return self._evict_entry(kept)
-        self.table.pin(kept, 1)
-        try:
-            return self._evict_entry(kept)
-        finally:
-            self.table.pin(kept, -1)
-
-    cdef object _evict_entry(self, int32_t kept):
-        cdef const node_t* nodes = self.table.nodes
-        cdef int32_t leaf = self.table.leaves.top(), root
-        if leaf < 0:    # Only the kept path is left: its longest entry goes, its tokens stay.
-            leaf = kept
-            while leaf >= 0 and not nodes[leaf].marked:
-                leaf = nodes[leaf].parent
+        cdef int32_t leaf = self.table.leaves.top(), root = leaf
         if leaf < 0:
             return None
-        root = leaf
-        while nodes[root].parent >= 0:
-            root = nodes[root].parent
-        cdef Py_ssize_t before = self.table.num_entries
-        values = self.cut_leaf(leaf)
-        self.evicted += before - self.table.num_entries
-        return root, values
+        while self.table.nodes[root].parent >= 0:
+            root = self.table.nodes[root].parent
+        return root, self.cut_leaf(leaf)

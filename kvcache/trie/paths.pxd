@@ -33,5 +33,3 @@ cdef int32_t at_depth(NodeTable table, int32_t id, Py_ssize_t depth) except -1 n
 cdef Py_ssize_t prune(NodeTable table, int32_t id, int32_t* out) noexcept nogil
 # All values below `top` into out; returns how many.
 cdef Py_ssize_t collect(NodeTable table, int32_t top, int32_t* out) noexcept nogil
-# Free all below `top`, a root. Ignores pins and marks.
-cdef void empty(NodeTable table, int32_t top) noexcept nogil

@@ -147,18 +147,3 @@ cdef Py_ssize_t collect(NodeTable table, int32_t top, int32_t* out) noexcept nog
             count += table.pages(id)
         id = node_after(table.nodes, id, top)
     return count
-
-
-cdef void empty(NodeTable table, int32_t top) noexcept nogil:
-    cdef int32_t id = top, parent
-    while True:
-        while table.nodes[id].child >= 0:
-            id = table.nodes[id].child
-        if id == top:
-            break
-        parent = table.nodes[id].parent
-        table.num_entries -= table.nodes[id].marked
-        table.num_pages -= table.pages(id)
-        table.trim(id, table.nodes[id].begin)
-        id = parent
-    table.nodes[top].pins = 0

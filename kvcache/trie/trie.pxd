@@ -8,9 +8,8 @@ from kvcache.trie.paths cimport walk_t
 
 cdef class TokenTrie:
     cdef readonly NodeTable table     # the nodes
-    cdef public Py_ssize_t evicted    # pages that `evict` took, ever; of a trie with entries, those `evict_entry` took
 
-    # Ids and depths that callers hand in
+    # Ids and depths from callers, checked
     cdef int32_t _root(self, object root) except -1
     cdef int32_t _node(self, object node) except -1
     cdef Py_ssize_t _depth(self, int32_t id, object length) except -1

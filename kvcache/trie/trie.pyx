@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
-from kvcache.core.tokens cimport int32_values, uint32_tokens
+from kvcache.core.tokens cimport int32_values, int32s, uint32_tokens, uint32s
 from kvcache.trie cimport paths
 from kvcache.trie.nodes cimport NodeTable, node_t
 from kvcache.trie.paths cimport walk_t
@@ -21,14 +21,6 @@ cdef inline cnp.ndarray new_values(Py_ssize_t n):
     return cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
 
 
-cdef inline int32_t* int32s(cnp.ndarray array) noexcept:
-    return <int32_t*>cnp.PyArray_DATA(array)
-
-
-cdef inline uint32_t* uint32s(cnp.ndarray array) noexcept:
-    return <uint32_t*>cnp.PyArray_DATA(array)
-
-
 cdef class TokenTrie:
     """A radix tree from token sequences to the pages that cache them, exact to the token.
 
@@ -36,7 +28,7 @@ cdef class TokenTrie:
     integers in [0, 2**32); uint32 arrays are read without a copy. Each root is a namespace of its own.
 
     A node id comes from `match`, `lookup` or `insert` and is valid until the next call that changes the trie; an id
-    that is pinned or marked is valid until it is unpinned or unmarked. `drop_root` and `clear` invalidate all ids.
+    that is pinned or marked is valid until it is unpinned or unmarked.
     Calls take microseconds and hold the GIL, so they are atomic. After the radix cache of SGLang (Zheng et al., 2024,
     arXiv:2312.07104), with exact matches inside pages and eviction in O(log n).
     """
@@ -127,7 +119,7 @@ cdef class TokenTrie:
     def boundary(self, node, length=None):
         """The node that ends with the last full page of the first `length` tokens on the way to `node`.
 
-        What follows has an id and a recency of its own: with this a caller pins only what was matched.
+        The tokens after it have a node and a recency of their own, so a caller can pin the matched ones alone.
         """
         cdef int32_t id = self._node(node)
         return self.at_depth(id, self._depth(id, length))
@@ -147,21 +139,11 @@ cdef class TokenTrie:
         self.table.pin(self._node(node), 1)
 
     def unpin(self, node):
-        """Undo one `pin(node)`. InvalidOperationError if there is none. O(1)."""
+        """Undo one `pin(node)`. InvalidOperationError if the node is not pinned. O(1)."""
         cdef int32_t id = self._node(node)
         if self.table.nodes[id].pins == 0:
             raise InvalidOperationError(f"node: expected a pinned one, got {node} without pins")
         self.table.pin(id, -1)
-
-    def repin(self, nodes):
-        """Pin `nodes`, each as often as it is listed, and no others, whatever was pinned before. O(all nodes)."""
-        cdef list ids = [self._node(node) for node in nodes]
-        cdef int32_t id
-        for id in range(<int32_t>self.table.used):
-            if self.table.nodes[id].begin >= 0 and self.table.nodes[id].pins:
-                self.table.pin(id, -self.table.nodes[id].pins)
-        for id in ids:
-            self.table.pin(id, 1)
 
     def evict(self, num_pages):
         """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
@@ -173,7 +155,6 @@ cdef class TokenTrie:
             raise ValueError(f"num_pages: expected 0 or more, got {num_pages}")
         cdef cnp.ndarray freed = new_values(min(count, self.table.num_pages))
         count = self.free_pages(freed.shape[0], int32s(freed))
-        self.evicted += count
         return freed if count == freed.shape[0] else freed[:count]
 
     def remove(self, root, tokens):
@@ -213,37 +194,6 @@ cdef class TokenTrie:
         cdef cnp.ndarray freed = new_values(self.table.num_pages)
         return freed[: paths.prune(self.table, self.at_depth(at.node, n), int32s(freed))]
 
-    def drop_root(self, root):
-        """Drop a namespace with all it caches, pinned nodes too; returns the values."""
-        cdef int32_t top = self._root(root)
-        freed = self.all_values(root)
-        paths.empty(self.table, top)
-        self.table.give(top)
-        return freed
-
-    def drop_empty(self, root):
-        """`drop_root` of a namespace that caches nothing; takes no memory. InvalidOperationError if it does."""
-        cdef int32_t top = self._root(root)
-        if self.table.nodes[top].child >= 0:
-            raise InvalidOperationError(f"root: expected one without children, got {root}")
-        self.table.give(top)
-
-    def clear(self):
-        """Empty every namespace, pinned nodes too; the roots stay. Returns the values."""
-        cdef Py_ssize_t root, at = 0
-        cdef cnp.ndarray freed = new_values(self.table.num_pages)
-        for root in self.roots():
-            at += paths.collect(self.table, <int32_t>root, int32s(freed) + at)
-        self.empty()
-        return freed
-
-    def empty(self):
-        """`clear` that returns nothing and takes no memory."""
-        cdef Py_ssize_t id
-        for id in range(self.table.used):
-            if self.table.is_root(id):
-                paths.empty(self.table, <int32_t>id)
-
     def roots(self):
         """The ids of all roots, ascending."""
         return [id for id in range(self.table.used) if self.table.is_root(id)]
@@ -272,18 +222,6 @@ cdef class TokenTrie:
         cdef int32_t id = self._root(root)
         cdef cnp.ndarray values = new_values(self.table.num_pages)
         return values[: paths.collect(self.table, id, int32s(values))].copy()
-
-    def victim(self):
-        """The leaf that `evict` would take pages from next; -1 if there is none."""
-        return self.table.leaves.top()
-
-    def num_pages_of(self, node):
-        """Pages that end in `node` itself."""
-        return self.table.pages(self._node(node))
-
-    def is_leaf(self, node):
-        """Whether nothing is cached after `node`; true of an empty root."""
-        return self.table.nodes[self._node(node)].child < 0
 
     def num_pins(self, node):
         """Pins on `node` itself."""

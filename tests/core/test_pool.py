@@ -126,17 +126,3 @@ def test_map_stays_small():
     assert real.nbytes <= 12 * 512
     with pytest.raises(ValueError, match="row"):
         real[0] = -1
-
-
-def test_recount_corrects_wrong_counts():
-    pool = BlockPool(5)
-    held = pool.acquire(3)
-    pool.retain(held[:1])
-    pool.recount(np.array([0, 1, 0, 2, 0], np.int32))
-    assert pool.ref_counts().tolist() == [0, 1, 0, 2, 0]
-    pool.check()
-    assert pool.acquire(3).tolist() == [4, 0, 2]  # blocks that were free before come first
-    for bad in ([1, 1], [-1, 0, 0, 0, 0]):
-        with pytest.raises(ValueError, match="held: expected 5 counts"):
-            pool.recount(np.array(bad, np.int32))
-    pool.check()

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from teller import DIM, KV_HEADS, LAYERS, VOCABULARY, Teller
+from recording_network import DIM, KV_HEADS, LAYERS, VOCABULARY, RecordingNetwork
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine.newest import NewestGroups
@@ -17,13 +17,13 @@ NONE = SamplingParams(max_tokens=0)
 
 def engine(blocks=64, model=None, **options):
     options = {"dtype": "q2", "prefill_chunk": 24, "num_blocks": 40} | options
-    return PrefixCachedEngine(InferenceEngine(model or Teller(), **options), blocks, strict=True)
+    return PrefixCachedEngine(InferenceEngine(model or RecordingNetwork(), **options), blocks, strict=True)
 
 
 def new_tokens(cached, tokens, namespace=None):
     """The number of tokens of a prompt that run."""
     before = cached.inner.prefill_token_count
-    if isinstance(cached.inner.model, Teller):
+    if isinstance(cached.inner.model, RecordingNetwork):
         cached.inner.model.expect(tokens, namespace)
     cached.generate(tokens, NONE, namespace=namespace)
     return cached.inner.prefill_token_count - before
@@ -103,25 +103,25 @@ def test_a_file_contains_the_groups(tmp_path, length):
     for name in (None, "a"):
         saved.generate(prompt(0, 100), SHORT, namespace=name)
         saved.generate(np.r_[prompt(0, 50), prompt(1, 30)], SHORT, namespace=name)
-    saved.save(tmp_path / "cache", "teller")
+    saved.save(tmp_path / "cache", "recording")
     loaded = engine(1000, residual_length=length)
-    assert loaded.load(tmp_path / "cache", "teller") == len(saved.prefix_cache.cache)
+    assert loaded.load(tmp_path / "cache", "recording") == len(saved.prefix_cache.cache)
     assert len(loaded.newest.cache) == len(saved.newest.cache) > 0
     settled(loaded)
     for name in ("a", None):
         for tokens in (prompt(0, 100), np.r_[prompt(0, 50), prompt(1, 30), prompt(2, 9)], prompt(2, 60)):
             told = []
             for cached in (saved, loaded):
-                cached.inner.model.told.clear()
-                told.append((new_tokens(cached, tokens, name), dict(cached.inner.model.told)))
+                cached.inner.model.outputs.clear()
+                told.append((new_tokens(cached, tokens, name), dict(cached.inner.model.outputs)))
             assert told[0][0] == told[1][0]
             assert told[0][1].keys() == told[1][1].keys()
             for place, row in told[0][1].items():
                 np.testing.assert_array_equal(row, told[1][1][place])
     settled(loaded)
-    loaded.save(tmp_path / "again", "teller")
+    loaded.save(tmp_path / "again", "recording")
     again = engine(1000, residual_length=length)
-    again.load(tmp_path / "again", "teller")
+    again.load(tmp_path / "again", "recording")
     assert new_tokens(again, prompt(0, 100), "a") == 4
 
 
@@ -129,17 +129,17 @@ def test_a_file_of_another_residual_or_none(tmp_path):
     """The packed blocks are loaded; groups that do not fit the engine are skipped."""
     saved = engine(residual_length=64)
     saved.generate(prompt(0, 100), NONE)
-    saved.save(tmp_path / "cache", "teller")
+    saved.save(tmp_path / "cache", "recording")
     for length, new in ((0, 4), (32, 4), (12, 100 - 96), (64, 4), (7, 100 - 91)):
         loaded = engine(residual_length=length)
-        assert loaded.load(tmp_path / "cache", "teller") == 6
+        assert loaded.load(tmp_path / "cache", "recording") == 6
         assert new_tokens(loaded, prompt(0, 100)) == new, length
         loaded.check()
     plain = engine(residual_length=0)
     plain.generate(prompt(0, 100), NONE)
-    plain.save(tmp_path / "cache", "teller")
+    plain.save(tmp_path / "cache", "recording")
     loaded = engine(residual_length=64)
-    assert loaded.load(tmp_path / "cache", "teller") == 6
+    assert loaded.load(tmp_path / "cache", "recording") == 6
     assert new_tokens(loaded, prompt(0, 100)) == 100 - 64
     assert new_tokens(loaded, prompt(0, 100)) == 4
     settled(loaded)
@@ -149,7 +149,7 @@ def test_a_damaged_group_runs_again(tmp_path):
     path = tmp_path / "cache"
     saved = engine(residual_length=64)
     saved.generate(prompt(0, 112), NONE)
-    saved.save(path, "teller")
+    saved.save(path, "recording")
     good = path.read_bytes()
     block = saved.newest.cache._store.block_bytes
     for page, new in enumerate((48, 32, 16)):
@@ -157,7 +157,7 @@ def test_a_damaged_group_runs_again(tmp_path):
         data[len(data) - (3 - page) * block + 9] ^= 4
         path.write_bytes(data)
         loaded = engine(residual_length=64)
-        assert loaded.load(path, "teller") == 7
+        assert loaded.load(path, "recording") == 7
         assert new_tokens(loaded, prompt(0, 112)) == new
         settled(loaded)
         assert new_tokens(loaded, prompt(0, 112)) == 0
@@ -198,10 +198,10 @@ def test_engines_without_groups():
 def test_a_file_into_an_engine_whose_prefixes_are_gone(tmp_path):
     saved = engine(residual_length=64)
     saved.generate(prompt(0, 100), NONE)
-    saved.save(tmp_path / "cache", "teller")
+    saved.save(tmp_path / "cache", "recording")
     saved.prefix_cache.cache.clear()
     assert len(saved.newest.cache) == 2
-    assert saved.load(tmp_path / "cache", "teller") == 6
+    assert saved.load(tmp_path / "cache", "recording") == 6
     assert new_tokens(saved, prompt(0, 100)) == 4
     settled(saved)
 
@@ -236,7 +236,7 @@ def test_clearing_drops_the_groups():
 def test_rows_are_recalled_bit_for_bit():
     """The rows of one residual, recalled for another: all dtypes, all counts."""
     rng = np.random.default_rng(0)
-    config = Teller.config
+    config = RecordingNetwork.config
     for key_dtype, value_dtype in (("q4", "q2"), ("f32", "q4"), ("q3", "f32")):
         cache = PagedKvCache(8, 16, KV_HEADS, DIM, num_layers=LAYERS, key_dtype=key_dtype, value_dtype=value_dtype)
         for length in (12, 32):

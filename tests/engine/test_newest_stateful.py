@@ -1,7 +1,7 @@
 """A prefix-cached engine with a residual, under any requests: attention returns the same as without a cache.
 
-K and V depend on the whole text up to their token and on its namespace (teller.py). So rows of another text, or packed
-rows where unpacked ones are due, are detected at once. There are few blocks and few groups.
+K and V depend on the whole text up to their token and on its namespace (recording_network.py). So rows of another
+text, and packed rows in place of unpacked ones, are detected at once. There are few blocks and few groups.
 """
 
 import gc
@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from teller import LAYERS, TOKENS, VOCABULARY, Teller
+from recording_network import LAYERS, TOKENS, VOCABULARY, RecordingNetwork
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
@@ -35,10 +35,10 @@ class Requests(RuleBasedStateMachine):
         self.options = {"dtype": "q2", "residual_length": length, "prefill_chunk": 24, "num_blocks": 40}
         self.blocks = blocks
         self.cached = self.fresh()
-        self.alone = InferenceEngine(Teller(), **self.options)
+        self.alone = InferenceEngine(RecordingNetwork(), **self.options)
 
     def fresh(self):
-        return PrefixCachedEngine(InferenceEngine(Teller(), **self.options), self.blocks, strict=True)
+        return PrefixCachedEngine(InferenceEngine(RecordingNetwork(), **self.options), self.blocks, strict=True)
 
     def expect(self, tokens, owner):
         """Set the text and namespace that run now, and the results without a cache."""
@@ -47,15 +47,15 @@ class Requests(RuleBasedStateMachine):
         self.alone.generate(tokens, FOUR)
 
     def compare(self):
-        for place, row in self.cached.inner.model.told.items():
-            np.testing.assert_allclose(row, self.alone.model.told[place], atol=2e-5, err_msg=str(place))
+        for place, row in self.cached.inner.model.outputs.items():
+            np.testing.assert_allclose(row, self.alone.model.outputs[place], atol=2e-5, err_msg=str(place))
 
     @rule(tokens=PROMPTS, owner=OWNERS)
     def generate(self, tokens, owner):
         self.expect(tokens, owner)
         assert self.cached.generate(tokens, FOUR, namespace=owner) == [0] * 4
         self.compare()
-        assert (LAYERS - 1, len(tokens) - 1) in self.cached.inner.model.told
+        assert (LAYERS - 1, len(tokens) - 1) in self.cached.inner.model.outputs
 
     @rule(tokens=PROMPTS, owner=OWNERS)
     def generate_twice(self, tokens, owner):
@@ -92,9 +92,9 @@ class Requests(RuleBasedStateMachine):
     def save_and_load(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cache"
-            self.cached.save(path, "teller")
+            self.cached.save(path, "recording")
             loaded = self.fresh()
-            assert loaded.load(path, "teller") == len(self.cached.prefix_cache.cache)
+            assert loaded.load(path, "recording") == len(self.cached.prefix_cache.cache)
             assert len(loaded.newest.cache) == len(self.cached.newest.cache)
         self.cached = loaded
 

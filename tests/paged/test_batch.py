@@ -71,21 +71,21 @@ def test_a_batch_is_its_single_calls(cache):
 
 
 def test_a_holder_whose_tail_is_full_does_not_spare_another_one_its_copy():
-    """Its reference was counted as dropped: the copy took a block where none was free."""
+    """A regression: its reference was counted as dropped, and the copy took a block although none was free."""
     cache = PagedKvCache(2, 4, 1, 8)
     cache.allocate(1, 4)
     cache.fork(1, 2)
     cache.truncate(2, 2)
     before = state(cache)
     with pytest.raises(OutOfMemoryError) as caught:
-        cache.append_batch([1, 2])  # a new block for the one, a copy for the other
+        cache.append_batch([1, 2])  # one needs a new block, the other a copy
     assert (caught.value.requested, caught.value.available) == (2, 1)
     assert state(cache) == before
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_batches_with_counts_are_their_single_calls(rng, dtype):
-    """Of sequences with shared tails and holes, 0 counts among them."""
+    """For sequences with shared tails and holes; some counts are 0."""
 
     def fresh():
         cache = PagedKvCache(60, 4, 1, 8, dtype=dtype)
@@ -152,7 +152,7 @@ def test_ids_of_every_integer_type():
 
 @pytest.mark.parametrize("strategy", [EvictionStrategy.LRU(), EvictionStrategy.LFU(), EvictionStrategy.LongestFirst()])
 def test_victims_in_exact_order_after_many_touches(strategy, rng):
-    # The order is brought up to date only when a victim is asked for: no touch in between may be lost.
+    # The order is updated only when a victim is asked for; every touch before that must count.
     cache = PagedKvCache(3_000, 4, 1, 8, eviction_strategy=strategy)
     ids = list(range(200))
     cache.allocate_batch(ids, rng.integers(0, 20, len(ids)))
@@ -171,10 +171,10 @@ def test_victims_in_exact_order_after_many_touches(strategy, rng):
 def test_passed_over_sequences_are_looked_at_again_once_they_own_a_block():
     cache = PagedKvCache(20, 4, 1, 8)
     cache.allocate(0, 8)
-    cache.fork(0, 1)  # 0 and 1 share all: both are passed over
+    cache.fork(0, 1)  # 0 and 1 share all their blocks: evicting one frees nothing
     cache.allocate(2, 8)
     cache.fork(1, 3)
-    cache.append(3, 1)  # 3 owns a block: it goes before 0 and 1, which still share
+    cache.append(3, 1)  # 3 owns a block: it is evicted before 0 and 1, which still share
     assert cache.evict_to_threshold(0.0) == [2, 3, 0, 1]
     cache.check()
 
@@ -201,13 +201,13 @@ def test_ids_and_memory_after_a_million_operations():
 def test_the_room_of_ended_sequences_is_used_again_and_bounded():
     cache = PagedKvCache(600, 4, 1, 8)
     small = cache.stats().bookkeeping_bytes
-    for length in (2_000, 4, 900, 2_300, 1):  # long ones and short ones take over each other's rows
+    for length in (2_000, 4, 900, 2_300, 1):  # long and short sequences reuse each other's rows
         cache.allocate_batch([1], [length])
         cache.fork_batch([1, 1, 1], [2, 3, 4])
         cache.check()
         cache.free_batch([1, 2, 3, 4])
         cache.check()
-    # Eight bytes a run: at most a run per block idle, and the first rows.
+    # Eight bytes per run: at most one idle run per block, and the first rows.
     assert cache.stats().bookkeeping_bytes <= small + 8 * 600 + 4_096
 
 

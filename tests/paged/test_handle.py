@@ -1,4 +1,4 @@
-"""Handles: real data, real validity, never another sequence's tokens."""
+"""Handles: the data of their sequence, and errors once it has ended."""
 
 import gc
 
@@ -109,7 +109,7 @@ def test_the_live_table_is_the_sequence():
     table.sequence_length = 20
     assert handle.num_tokens == cache.get_sequence(1).num_tokens == 20
     with pytest.raises(InvalidOperationError, match="6 blocks"):
-        table.extend_sequence(1)  # as any table: only into the blocks that are there
+        table.extend_sequence(1)  # like any table, only within its blocks
     table.sequence_length = 17
     table.extend_sequence(2)
     assert handle.num_tokens == 19
@@ -121,7 +121,7 @@ def test_the_live_table_is_the_sequence():
         table.sequence_length = -1
     before = handle.block_table
     cache.free(1)
-    assert before.sequence_length == 19  # this one was a snapshot
+    assert before.sequence_length == 19  # `before` is a snapshot
     with pytest.raises(InvalidOperationError):
         table.num_blocks  # noqa: B018
     cache.check()
@@ -141,7 +141,7 @@ def test_a_handle_ends_with_its_sequence(end):
     cache, _ = filled()
     handle = cache.handle(1)
     cache.free(1) if end == "free" else cache.evict()
-    cache.allocate(1, 10)  # the same id, somebody else's data
+    cache.allocate(1, 10)  # another sequence with the same id
     assert not handle.is_valid
     assert "invalid" in repr(handle)
     for access in (

@@ -1,4 +1,4 @@
-"""Attention over a context in parts, put together, against attention over the whole."""
+"""Attention over the parts of a context, merged, against attention over the whole."""
 
 import numpy as np
 import oracle

@@ -1,4 +1,4 @@
-"""PagedKvCache: what its documentation promises, case by case."""
+"""`PagedKvCache`: the documented behaviour, case by case."""
 
 import pytest
 from small_paged import cache
@@ -177,7 +177,7 @@ def test_unknown_and_duplicate_ids():
     with pytest.raises(InvalidOperationError):
         c.allocate(1, 16)
     with pytest.raises(InvalidOperationError):
-        c.fork(999, 1)  # the target is looked at first
+        c.fork(999, 1)  # the target is checked first
     with pytest.raises(InvalidOperationError):
         cache().evict()
     assert c.get_sequence(2) is None

@@ -55,7 +55,7 @@ def test_holes_forks_and_sinks(simd):
     kept = [*range(5), *range(70, 100)]
     q, sink_q = rng.standard_normal((2, 1, 4, 32)).astype(np.float32)
     close(cache.attention(0, q, [0]), attention(q, k[kept], v[kept], 32**-0.5)[0])
-    # With sink queries, the sinks are scored by the other query.
+    # With sink queries, the sinks are scored by these.
     far = attention(q, k[kept], v[kept], 32**-0.5, sink_queries=sink_q, sink_tokens=5)[0]
     close(cache.attention(0, q, [0], sink_queries=sink_q), far)
     close(cache.attention(0, q, [1], sink_queries=sink_q), attention(q, k, v, 32**-0.5)[0])
@@ -99,7 +99,7 @@ def test_bad_calls():
 
 @pytest.mark.parametrize("queries", [49, 97, 100])
 def test_scores_belong_to_the_output(simd, queries):
-    """However a block of rows is multiplied, and however large scores are: the weights of a query add up to 1."""
+    """The weights of a query add up to 1 for every number of rows and every magnitude of scores."""
     rng = np.random.default_rng(queries)
     cache = PagedKvCache(16, 16, 1, 64, dtype="q4")
     fill(cache, rng, 0, 120)

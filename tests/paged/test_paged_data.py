@@ -1,4 +1,4 @@
-"""K and V in a PagedKvCache: what was written is read, nobody reads what another one wrote."""
+"""K and V in a `PagedKvCache`: a sequence reads what it wrote, and never what another one wrote."""
 
 import numpy as np
 import pytest
@@ -39,16 +39,16 @@ def test_a_fork_never_sees_the_others_tokens():
     rng = np.random.default_rng(1)
     c.fork(1, 2)
     assert c.used_block_count == 2
-    c.append(1, 4)  # copies the shared tail for the writer
+    c.append(1, 4)  # the shared tail is copied
     assert c.used_block_count == 3
-    c.append(2, 4)  # alone on its tail now
+    c.append(2, 4)  # its tail is no longer shared
     assert c.used_block_count == 3
     one, two = rows(rng, 4), rows(rng, 4)
     c.write(0, 1, one, one)
     c.write(0, 2, two, two)
     np.testing.assert_array_equal(c.read(0, 1)[0], np.concatenate([k, one]))
     np.testing.assert_array_equal(c.read(0, 2)[0], np.concatenate([k, two]))
-    c.write(0, 2, two, two, start=0)  # and the shared head, when it is written
+    c.write(0, 2, two, two, start=0)  # the shared first block is copied when it is written
     np.testing.assert_array_equal(c.read(0, 1, 0, 20)[0], k)
     assert c.used_block_count == 4
     c.check()
@@ -128,7 +128,7 @@ def test_what_was_never_written_is_zero_whoever_held_the_block_before(rng, dtype
 
     secret(0, 96)
     c.free(0)
-    c.allocate(1, 20)  # blocks of a sequence that is gone
+    c.allocate(1, 20)  # reuses blocks of a sequence that has ended
     assert is_zero(1, 0)
     c.append(1, 20)
     c.allocate_batch([2, 3], [5, 7])
@@ -140,12 +140,12 @@ def test_what_was_never_written_is_zero_whoever_held_the_block_before(rng, dtype
     assert is_zero(3, 0)
     c.free_batch([1, 2, 3])
 
-    secret(4, 32)  # a shared tail, of which only the first tokens are another's
+    secret(4, 32)  # a shared tail whose first tokens only are shared
     c.adopt(5, c.get_sequence(4).block_ids, 20)
     c.append(5, 10)
     assert is_zero(5, 20)
     np.testing.assert_array_equal(c.read(1, 5, 0, 20), c.read(1, 4, 0, 20))
-    c.truncate(4, 20)  # and its own, once they were cut off
+    c.truncate(4, 20)  # its own tokens, after they were cut off
     c.append(4, 2)
     assert is_zero(4, 20)
     c.check()
@@ -169,7 +169,7 @@ def test_copy_blocks_copies_data_only():
 
 
 def test_the_copy_of_a_shared_block_reads_as_zeros_behind_what_was_kept():
-    """The block was full when it became shared; the sequence goes back inside it and on, and the copy brings all."""
+    """The block was full when it became shared. Its sequence is truncated, then grows: all slots are copied."""
     cache = PagedKvCache(4, 4, 1, 8, dtype="f32")
     cache.allocate(1, 4)
     cache.write(0, 1, *np.ones((2, 4, 1, 8), np.float32))
@@ -186,7 +186,7 @@ def test_the_copy_of_a_shared_block_reads_as_zeros_behind_what_was_kept():
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_tokens_of_a_block_that_a_sequence_adopted_beyond_its_tokens_are_gone_when_it_is_free(batch):
-    """What was written there was not noted, and the next owner of the block read it."""
+    """A regression: the write was not noted, and the next owner of the block read its rows."""
     cache = PagedKvCache(1, 4, 1, 8, dtype="f32")
     cache.allocate(1, 2)
     cache.adopt(2, [0], 4)

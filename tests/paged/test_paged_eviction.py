@@ -1,4 +1,4 @@
-"""Which sequences of a PagedKvCache leave, under each strategy."""
+"""Which sequences a `PagedKvCache` evicts under each strategy."""
 
 import pytest
 from small_paged import cache

@@ -22,7 +22,7 @@ IDS = st.integers(0, 5)
 
 
 class PagedMachine(RuleBasedStateMachine):
-    """The same call on both; the same outcome, blocks, tokens and victims."""
+    """Makes each call on both, and compares outcome, blocks, tokens and victims."""
 
     num_blocks, block_size = 14, 4
 
@@ -46,7 +46,7 @@ class PagedMachine(RuleBasedStateMachine):
         return got
 
     def rows(self, n):
-        """Rows that say which write they came from."""
+        """Rows that identify their write."""
         self.stamp += 1
         row = self.stamp * 1000 + np.arange(n, dtype=np.float32)
         return np.broadcast_to(row[:, None, None], (n, HEADS, DIM)).copy()

@@ -1,4 +1,4 @@
-"""A slot that a sequence did not write reads zero, whatever lay there before, over random histories.
+"""A slot that a sequence did not write reads as zero, whatever was in it before, over random histories.
 
 After every step all free blocks are poisoned. Cached texts have rows that say of which text and namespace they are, so
 that rows of another prompt show as well.
@@ -28,12 +28,12 @@ TEXTS = st.builds(
 
 
 def value(name, tokens):
-    """What the row of the last of these tokens holds: a small whole number, which every format has exactly."""
+    """The value in the row of the last of these tokens: a small integer, which every format stores exactly."""
     return 1.0 + zlib.crc32(repr((name, tokens)).encode()) % 1000
 
 
 class ZerosMachine(RuleBasedStateMachine):
-    """Sequences as lists of the values that they wrote, 0 where they wrote none."""
+    """Sequences as lists of the values that they wrote, 0 where they wrote nothing."""
 
     num_blocks, block_size, dtype = 16, 4, "f32"
 
@@ -159,7 +159,7 @@ class ZerosMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, text=TEXTS)
     def store(self, name, text):
-        """Blocks that the cache writes itself."""
+        """Insert blocks, which the prefix cache writes."""
         pairs = []
         for start in range(0, len(text) - self.block_size + 1, self.block_size):
             values = [value(name, text[: i + 1]) for i in range(start, start + self.block_size)]
@@ -170,7 +170,7 @@ class ZerosMachine(RuleBasedStateMachine):
 
     @rule(seq=IDS, name=NAMES, text=TEXTS, written=st.booleans())
     def serve(self, seq, name, text, written):
-        """A request: what is cached is shared, to the token, the rest computed and cached; or not written at all."""
+        """A request: it shares what is cached, to the token, and computes and caches the rest, or writes nothing."""
         if seq in self.sequences or not text:
             return
         with self.prefill.prepare(text, name)[0] as session:
@@ -192,7 +192,7 @@ class ZerosMachine(RuleBasedStateMachine):
 
     @rule(seq=IDS, name=NAMES)
     def adopt_elsewhere(self, seq, name):
-        """A block that is cached for one text is refused under another."""
+        """A block that is cached for one text cannot be adopted for another."""
         if seq not in self.sequences:
             return
         blocks = self.paged.block_table([seq]).block_ids

@@ -29,7 +29,7 @@ def small(max_blocks: int = 8) -> PrefixCache:
 
 
 def found(cache: PrefixCache, tokens: Any, **kw: Any) -> int:
-    """Blocks matched, not held any longer."""
+    """The number of blocks that a lookup matches; it releases them."""
     matched, blocks = cache.lookup(tokens, **kw)
     for block in blocks:
         cache.release(block.index)
@@ -283,7 +283,7 @@ def test_the_tail_of_a_match_names_a_block_to_copy_from() -> None:
     cache.store(EIGHT, 0, [pair(1.0), pair(2.0)])
     session = cache.open_session([1, 2, 3, 4, 5, 6, 99])
     assert (session.matched_prefix_len, session.tail_block, session.tail_tokens) == (4, 1, 2)
-    assert cache.evict(9) == 0  # The tail block left the trie, and is still held.
+    assert cache.evict(9) == 0  # the trie does not name the tail block any more; the session still holds it
     cache.check()
     block = cache.get_block(0)
     assert block is not None

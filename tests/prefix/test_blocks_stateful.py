@@ -50,7 +50,7 @@ class Sequence:
 
 @dataclass
 class Held:
-    """What somebody holds of the prefix cache: a session, or a block of a lookup."""
+    """A session, or a block of a lookup, that a caller holds."""
 
     root: int
     tokens: Tokens
@@ -74,7 +74,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
         self.stale: list[PagedKvCacheHandle] = []
         self.counts = Counter[str]()
 
-    # -- what the twins say ---------------------------------------------------------------------------------
+    # -- the twins ---------------------------------------------------------------------------------
 
     def cached(self) -> list[int]:
         return [value for pages in self.naive.roots.values() for value, _ in pages.values()]
@@ -85,7 +85,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
         return list(info.block_ids)
 
     def references(self) -> Counter[int]:
-        """Who holds what: the trie, sessions and lookups, sequences."""
+        """The blocks that the trie, sessions, lookups and sequences hold."""
         counts = Counter(self.cached())
         for held in self.held:
             counts.update(held.blocks)
@@ -144,7 +144,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
     def let_go(self, choice: int, drop: bool) -> None:
         held = self.held[choice % len(self.held)]
         if held.block is not None:
-            # Of several lookups that hold one block, the last one lets go: whose pin that was, is all the same.
+            # Of several lookups that hold one block, the last one is released; they are interchangeable.
             index = held.block.index
             held = next(x for x in reversed(self.held) if x.block is not None and x.block.index == index)
             self.cache.release(index)
@@ -159,7 +159,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
 
     @rule(seq=st.integers(0, 4), choice=PICK, more=MORE)
     def begin(self, seq: int, choice: int, more: Tokens) -> None:
-        """On what a session matched, or on nothing, as a request does."""
+        """Start a sequence on the blocks of a session, or empty, as a request does."""
         if seq in self.sequences:
             return
         sessions = [held for held in self.held if held.session is not None]
@@ -184,7 +184,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfMemoryError) as error:
                 self.paged.append(seq, len(more))
             assert error.value.args[:2] == (needed, self.num_free())
-            del error  # its traceback keeps the frames, and so the sessions, of whoever called
+            del error  # its traceback keeps the callers' frames alive, and so their sessions
             self.evict(needed - self.num_free())
             copied = bool(more) and old % self.size > 0 and self.references()[blocks[-1]] > 1
             needed = -(-len(text) // self.size) - len(blocks) + copied
@@ -200,7 +200,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(choice=PICK, at=st.floats(0, 1))
     def write_again(self, choice: int, at: float) -> None:
-        """The same rows: whatever is shared is copied first."""
+        """Write the same rows again; a shared block is copied first."""
         seq = self.pick(choice)
         sequence, references = self.sequences[seq], self.references()
         start = round(at * len(sequence.tokens))
@@ -260,7 +260,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(choice=PICK)
     def store(self, choice: int) -> None:
-        """The full blocks of a running sequence become cached, as many as there is room for."""
+        """Cache the full blocks of a running sequence, as many as there is room for."""
         seq = self.pick(choice)
         sequence = self.sequences[seq]
         root, text = sequence.root, sequence.tokens[: len(sequence.tokens) // self.size * self.size]
@@ -303,7 +303,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
         for held in self.held:
             held.pin = None
 
-    # -- everything that can be read is read ----------------------------------------------------------------
+    # -- reading everything ----------------------------------------------------------------
 
     def same_block(self, block: CacheBlock, root: int, head: Tokens, count: int) -> None:
         """The first `count` tokens of a block whose text ends at most `size - count` tokens after `head`."""
@@ -369,7 +369,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
                 handle.key_cache(0)
 
     def teardown(self) -> None:
-        """Whatever is let go comes back, to the last block."""
+        """After everything is released, every block is free."""
         if not hasattr(self, "cache"):
             return
         for index in [held.block.index for held in self.held if held.block is not None]:

@@ -51,6 +51,19 @@ class IndexMachine(RuleBasedStateMachine):
             texts.pop()
         return texts
 
+    def reasons(self, name, tokens, found, inside, evicted):
+        """The reason why a lookup stopped behind `found` pages; the twin does not know whether the next was evicted."""
+        text = tokens[: (found + 1) * SIZE]
+        if 0 < len(tokens) < SIZE:
+            return ["shorter_than_block"]
+        if len(text) < (found + 1) * SIZE:
+            return []
+        if evicted or (name, text) in self.page_of:  # it is there, but not for all groups
+            return ["evicted"]
+        if any(text == other for _, other in self.page_of):
+            return ["namespace"]
+        return ["shorter_than_block" if inside else "no_shared_prefix"]
+
     def use(self, texts):
         self.clock += 1
         for text in texts:
@@ -79,12 +92,14 @@ class IndexMachine(RuleBasedStateMachine):
         held = list(self.page_of.values()) + [page for page, _ in self.looked]
         return held + [page for _, pages, _ in self.claims for page in pages]
 
-    # -- what callers do
+    # -- calls
 
     @rule(name=NAMES, tokens=TEXT)
     def claim(self, name, tokens):
-        texts, before = self.matched(name, tokens), self.index.hits
+        texts, before, reasons = self.matched(name, tokens), self.index.hits, self.index.reasons
         claim = self.index.claim(tokens, name)
+        missed = [key for key, count in self.index.reasons.items() if count != reasons[key]]
+        assert missed == self.reasons(name, tokens, len(texts), claim.tail >= 0, "evicted" in missed)
         pages = claim.pages.tolist()
         assert pages[: claim.num_held] == [self.page_of[text] for text in texts]
         assert self.index.hits == before + len(texts)
@@ -109,14 +124,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(claim.num_held for claim, *_ in self.claims))
     @rule(choice=PICK)
-    def keep_by_name(self, choice):
+    def hold_each(self, choice):
         some = [each for each in self.claims if each[0].num_held]
         claim, pages, last = some[choice % len(some)]
         if last is None:
             return  # it was claimed before a clear
         held = claim.num_held
         self.claims = [each for each in self.claims if each[0] is not claim]
-        claim.keep_by_name()
+        claim.hold_each()
         assert len(claim) == 0
         self.looked += [(pages[i], (last[0], last[1][: (i + 1) * SIZE])) for i in range(held)]
 
@@ -128,30 +143,30 @@ class IndexMachine(RuleBasedStateMachine):
         del self.looked[last]
         self.slots.release(page)
 
-    @rule(name=NAMES, tokens=TEXT)
-    def insert(self, name, tokens):
-        """The text, as far as there is room for it, behind what there is of it."""
+    @rule(name=NAMES, tokens=TEXT, again=st.integers(0, 3))
+    def insert(self, name, tokens, again):
+        """Insert the text as far as there is room, behind its cached pages without the last `again` of them."""
         tokens = tokens[: len(tokens) // SIZE * SIZE]
         old = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE) if (name, tokens[:n]) in self.page_of]
-        head = self.index.head(tokens, name)
-        assert (0 if head is None else len(head)) == len(old)
-        if old:
-            self.use(old)
-        wanted = len(tokens) // SIZE - len(old)
-        self.slots.settle()
-        room = self.slots.room(wanted)
+        kept = max(0, len(old) - again)
+        head = self.index.head(tokens[: kept * SIZE], name)
+        assert (0 if head is None else len(head)) == kept
+        if kept:
+            self.use(old[:kept])
+        self.slots.release_dropped()
+        room = self.slots.room(len(tokens) // SIZE - kept)
         if room == 0:
             return
         fresh = self.slots.take(room)
         pages = fresh.pages.tolist()
         assert not set(pages) & set(self.references())
-        end = (len(old) + room) * SIZE
+        end = (kept + room) * SIZE
         self.index.insert(tokens[:end], fresh, name, head)
-        assert len(fresh) == 0
+        assert len(fresh) == len(old[kept : kept + room])
         for i, page in enumerate(pages):
-            text = name, tokens[: (len(old) + i + 1) * SIZE]
-            self.page_of[text] = page
-            self.present[text] = not self.window or i >= room - self.window
+            text, present = (name, tokens[: (kept + i + 1) * SIZE]), not self.window or i >= room - self.window
+            self.page_of.setdefault(text, page)
+            self.present[text] = present or self.present.get(text, False)  # a slot that it lacked is filled in
         self.use([(name, tokens[:n]) for n in range(SIZE, end + 1, SIZE)])
 
     @rule(count=st.integers(1, 4))
@@ -182,8 +197,8 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.page_of)
     @rule(name=NAMES, texts=st.lists(TEXT, max_size=3), dropped=st.booleans(), bad=st.none() | PICK)
     def load(self, name, texts, dropped, bad):
-        """Texts whose content arrives, but for one page, which goes with what continues it; or all is dropped."""
-        self.slots.settle()
+        """Load texts. The content of all pages arrives but for one, which is forgotten with what continues it."""
+        self.slots.release_dropped()
         filled, claim = self.index.like(), self.slots.take(self.slots.room(6))
         free, page_of, order = claim.pages.tolist(), {}, []
         for tokens in texts:
@@ -204,7 +219,7 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.matched(*order[0][-1])
         damaged = found[bad % len(found)] if bad is not None and found else None
         pages = np.array(list(page_of.values()), np.int32)
-        assert self.slots.wait(pages).all()
+        assert self.slots.records(pages)["waits"].all()
         self.slots.arrived(pages[pages != page_of.get(damaged)])
         if damaged is not None:
             assert self.index.waiting(order[0][-1][1], name).tolist() == [page_of[damaged]]
@@ -213,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.leave(text)
         assert self.slots.source is None
 
-    # -- what holds always
+    # -- invariants
 
     @invariant()
     def same(self):
@@ -224,7 +239,7 @@ class IndexMachine(RuleBasedStateMachine):
         held = np.bincount(self.references(), minlength=self.slots.pool.num_blocks)
         assert self.slots.pool.ref_counts().tolist() == held.tolist()
         assert len(self.index) == len(self.page_of)
-        assert self.slots.named().tolist() == sorted(self.page_of.values())
+        assert np.flatnonzero(self.slots.records()["named"]).tolist() == sorted(self.page_of.values())
         assert self.index.evictions == self.evicted
 
     def teardown(self):
@@ -233,7 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
             for page, _ in self.looked:
                 self.slots.release(page)
             self.index.clear()
-            self.slots.settle()
+            self.slots.release_dropped()
             assert all(pool.num_used == 0 for pool in self.pools), "a slot is lost"
 
 

@@ -1,4 +1,4 @@
-"""Nobody is served what belongs to other tokens or to another namespace: in every tier, in memory and from a file.
+"""A request never gets K and V of other tokens or of another namespace: in every cache, in memory and from a file.
 
 Every test comes in a pair: where nothing may be shared, nothing is; where it may, it is, so that the first half is no
 matter of a cache that finds nothing. K and V say of which text and namespace they are (contents.py).
@@ -88,7 +88,7 @@ class Paged:
 
 
 class FromFile:
-    """Another tier, saved and loaded before it is asked."""
+    """Another cache, saved and loaded before each lookup."""
 
     def __init__(self, tier, folder):
         self.tier, self.folder, self.dirty = tier, folder, True
@@ -115,7 +115,7 @@ in_every_tier = pytest.mark.parametrize("tier", TIERS, ids=TIER_IDS)
 
 @in_every_tier
 def test_every_namespace_finds_its_own_and_nothing_else(tmp_path, tier):
-    """One after the other: before a name has stored a text it finds nothing of it, though all others have it."""
+    """Each namespace in turn: before it has stored a text it finds nothing of it, although all others have it."""
     cache, text = tier(tmp_path), [5, 6, 7, 8] * 4
     for i, name in enumerate(NAMES):
         for other in NAMES[i:]:
@@ -127,7 +127,7 @@ def test_every_namespace_finds_its_own_and_nothing_else(tmp_path, tier):
 
 @in_every_tier
 def test_no_part_of_a_block_crosses_a_namespace(tmp_path, tier):
-    """A tail is shared to the token within one namespace; from another one not a single token is."""
+    """Within one namespace a tail is shared to the token; across namespaces not a single token is."""
     cache, text = tier(tmp_path), list(range(16))
     cache.put("a", text)
     for cut in range(1, 16):
@@ -146,7 +146,7 @@ def test_what_has_left_one_namespace_stays_in_the_other(tmp_path, tier):
         assert kept.cache.remove(text, namespace="a")
     else:
         while kept.get("a", text):
-            kept.get("b", text)  # so that those of a are older
+            kept.get("b", text)  # so that the blocks of a are older
             assert kept.cache._index.evict(1)
     assert (cache.get("a", text), cache.get("b", text)) == (0, 16)
 
@@ -159,7 +159,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 @pytest.mark.parametrize("options", [{}, {"dtype": "q4", "residual_length": 48}], ids=["f32", "residual"])
 @pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])
 def test_an_engine_prefills_all_of_a_prompt_that_another_namespace_has(tmp_path, network, saved, options):
-    """Also of the group that it ends in, which is kept in full."""
+    """This includes the group that the prompt ends in, which is kept in full."""
     cached = PrefixCachedEngine(InferenceEngine(network, **options), 256, strict=True)
     prompt = np.arange(100, 172)
     want = cached.generate(prompt, GREEDY, namespace="a")
@@ -177,7 +177,7 @@ def test_an_engine_prefills_all_of_a_prompt_that_another_namespace_has(tmp_path,
 # -- tokens that hashes take for each other -----------------------------------------------------------------
 
 CANDIDATES = np.random.default_rng(0).integers(0, 50_000, (300_000, SIZE)).astype(np.uint64)
-ORIGINAL = ([137, 12, 7, 7], [309, 357, 7, 7])  # collided in the original, with K and V of the one for the other
+ORIGINAL = ([137, 12, 7, 7], [309, 357, 7, 7])  # the original returned K and V of one for the other
 
 
 def fnv_folded(blocks):
@@ -208,7 +208,7 @@ def total(blocks):
 
 
 def slot_of_children(blocks):
-    """Where the table of children looks for these as texts of the first root, had it 4096 slots."""
+    """The slots of these texts below the first root in a table of children of 4096 slots."""
     value = blocks[:, 0].copy()
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         value = (value ^ (value >> np.uint64(33))) * np.uint64(factor)
@@ -220,7 +220,7 @@ HASHES = [fnv_folded, polynomial, checksum, half_of_pythons_hash, total, slot_of
 
 @functools.cache
 def colliding(hashes):
-    """Pairs of blocks that begin with different tokens and have one hash; no block is in two of them."""
+    """Pairs of blocks that begin with different tokens and have the same hash; no block is in two pairs."""
     keys = hashes(CANDIDATES)
     order = np.argsort(keys, kind="stable")
     found, seen = [], set()
@@ -234,7 +234,7 @@ def colliding(hashes):
 
 
 def test_the_search_finds_what_collided_in_the_original():
-    """Else it would look under the wrong lamp."""
+    """Verify that the search for collisions finds known ones."""
     keys = fnv_folded(np.array(ORIGINAL, np.uint64))
     assert keys[0] == keys[1]
     for hashes in HASHES:
@@ -247,7 +247,7 @@ def test_the_search_finds_what_collided_in_the_original():
 @in_every_tier
 @pytest.mark.parametrize("hashes", HASHES, ids=lambda hashes: hashes.__name__)
 def test_blocks_of_one_hash_are_two_blocks(tmp_path, tier, hashes):
-    """A block that follows both of a pair is found behind the one that it was stored behind, not behind the other."""
+    """A block stored behind one of a pair is found behind that one, not behind the other."""
     cache, after = tier(tmp_path), [1, 2, 3, 4]
     found = [*colliding(hashes), ORIGINAL]
     for one, _ in found:

@@ -1,4 +1,4 @@
-"""Who leaves a `PrefixCache` first under each policy; `test_index_stateful.py` compares them with a naive model."""
+"""The order of eviction of a `PrefixCache` under each policy; `test_index_stateful.py` has a naive model."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_what_was_used_often_stays_for_a_while():
     put(cache, 2)
     put(cache, 3)
     assert served(cache) == {1, 3}
-    for _ in range(50):  # uses of something else: those of 1 are forgotten
+    for _ in range(50):  # uses of other texts: the uses of 1 lose their weight
         use(cache, 3)
     put(cache, 4)
     assert served(cache) == {3, 4}

@@ -213,7 +213,7 @@ def test_a_held_state_stays_valid_and_counts_until_it_is_let_go() -> None:
     _, held = hit
     del hit
     cache.store_snapshot([3, 4], state(2, 2.0))
-    cache.store_snapshot([5, 6], state(2, 3.0))  # [1, 2] leaves, its memory cannot: [3, 4] must go too.
+    cache.store_snapshot([5, 6], state(2, 3.0))  # a state holds the memory of [1, 2]: [3, 4] is evicted too
     cache.check()
     assert (len(cache), cache.memory_usage) == (1, 64)
     with pytest.raises(OutOfMemoryError) as caught:
@@ -224,7 +224,7 @@ def test_a_held_state_stays_valid_and_counts_until_it_is_let_go() -> None:
     assert rows.tolist() == [1.0] * 4
     del held
     gc.collect()
-    assert cache.memory_usage == 64  # The rows are a view, and keep what they show.
+    assert cache.memory_usage == 64  # the rows are a view, which keeps its slots
     assert rows.tolist() == [1.0] * 4
     del rows
     assert cache.memory_usage == 32

@@ -1,4 +1,4 @@
-"""`PrefixKvCache` in every format: what a token costs, what comes back of it, what is refused."""
+"""`PrefixKvCache` in every format: bytes per token, rows after a round trip, settings that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_a_token_costs(key: str, value: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize(("key", "value"), PAIRS)
 def test_system_prompt_once_at_every_format(key: str, value: str) -> None:
-    """n prompts over one system prompt of p tokens cost p and the sum of their suffixes."""
+    """n prompts over one system prompt of p tokens take the memory of p tokens and of their suffixes."""
     cache = PrefixKvCache(config(key_dtype=key, value_dtype=value, head_dim=64))
     system, suffixes = list(range(1000, 1300)), [1, 20, 7, 64, 33]
     for user, n in enumerate(suffixes):
@@ -65,12 +65,12 @@ def test_restore_is_the_round_trip_of_the_format(key: str, value: str, rotate: b
         if not FORMATS[name].quantised:
             bound = {"f32": 0, "f16": 2**-11 + 1e-9}[name] * np.maximum(np.abs(rows), 2**-14)
         else:
-            # Half a step; the rest is for scale and minimum in f16. Rotated, a row errs as a whole.
+            # Half a step, and the rounding of scale and minimum to f16. In a rotated row every channel has the error.
             bound = spread / (2 ** BITS[name] - 1) / 2 + 2**-10 * np.abs(rows).max(axis=1, keepdims=True) * 2
         error = np.abs(np.reshape(after, (-1, 32)) - rows)
         if FORMATS[name].quantised and rotate:
             assert np.sqrt((error**2).mean()) <= bound.mean()
-        elif name in ("q4", "q3", "q2"):  # fitted: a row errs less in the mean, a value at its ends may err more
+        elif name in ("q4", "q3", "q2"):  # fitted: smaller errors in the mean, larger ones of extremes
             assert (np.sqrt((error**2).mean(axis=1)) <= bound[:, 0]).all()
         else:
             assert (error <= bound).all()
@@ -148,7 +148,7 @@ def test_held_states_keep_their_bytes(dtype: str) -> None:
 
 
 def test_states_are_read_while_neighbours_are_written() -> None:
-    """One tile of 16 tokens: five are held, the others are packed anew by every store."""
+    """One tile of 16 tokens: five are held, and every store packs the others again."""
     cache = PrefixKvCache(config(dtype="q3", max_entries=2))
     cache.store_snapshot([1] * 5, noise(5, 256))
     hit = cache.lookup([1] * 5)

@@ -64,8 +64,8 @@ class MemorySource:
         return texts[-WINDOW:]
 
 
-class Face:
-    """The least cache of two groups of layers, the second with a window: what it holds of a text says which it is."""
+class TwoGroupCache:
+    """A minimal cache of two groups of layers, the second with a window; its rows identify their text."""
 
     def __init__(self, num_pages):
         self.slots = Slots([BlockPool(num_pages), BlockPool(num_pages)], SIZE, (0, WINDOW))
@@ -80,7 +80,7 @@ class Face:
         return room
 
     def lookup(self, name, tokens):
-        """Pages that are there, fetched ones included; each is verified in each group that the match needs."""
+        """The number of pages matched, fetched ones included, each verified in every group that needs it."""
         fetch_offered(self.index, self.source, self.slots, tokens, name, self.make_room)
         claim = self.index.claim(tokens, name)
         for group, slots in enumerate(self.slots.of(claim.pages)):
@@ -91,9 +91,8 @@ class Face:
         return len(claim)
 
     def store(self, name, tokens):
-        self.lookup(name, tokens)
-        head = self.index.head(tokens, name)
-        found = 0 if head is None else len(head)
+        found = self.lookup(name, tokens)
+        head = self.index.head(tokens[: found * SIZE], name)
         room = self.make_room(len(tokens) // SIZE - found)
         if room:
             claim = self.slots.take(room)
@@ -113,48 +112,60 @@ def text(start, num_pages):
 
 
 def test_what_was_evicted_comes_back_for_both_groups():
-    face = Face(8)
-    face.store("a", text(0, 6))
-    face.store("a", text(100, 6))  # takes the pages of the first one
-    assert face.index.find(text(0, 6), "a").length < 6 * SIZE
-    assert face.lookup("a", text(0, 6)) == 6
-    assert face.lookup("b", text(0, 6)) == 0
-    slots = face.slots.of(face.index.find(text(0, 6), "a").pages)
+    cache = TwoGroupCache(8)
+    cache.store("a", text(0, 6))
+    cache.store("a", text(100, 6))  # takes the pages of the first one
+    assert cache.index.find(text(0, 6), "a").length < 6 * SIZE
+    assert cache.lookup("a", text(0, 6)) == 6
+    assert cache.lookup("b", text(0, 6)) == 0
+    slots = cache.slots.of(cache.index.find(text(0, 6), "a").pages)
     assert (slots[FULL] >= 0).all()
     assert (slots[WINDOWED] >= 0).tolist() == [False] * 4 + [True] * 2
-    face.index.check()
+    cache.index.check()
 
 
 def test_a_prefix_is_usable_where_the_window_has_its_newest_pages():
-    face = Face(20)
-    face.store(None, text(0, 6))
-    assert [face.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 0, 0, 0, 0, 0, 6]
-    face.store(None, text(0, 2))  # a prompt that ends here keeps its own newest pages, once the others have left
-    face.index.clear()
-    face.store(None, text(0, 2))
-    face.store(None, text(0, 6))
-    assert [face.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 1, 2, 2, 2, 2, 6]
+    cache = TwoGroupCache(20)
+    cache.store(None, text(0, 6))
+    assert [cache.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 0, 0, 0, 0, 0, 6]
+    cache.index.clear()
+    cache.store(None, text(0, 2))
+    cache.store(None, text(0, 6))
+    assert [cache.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 1, 2, 2, 2, 2, 6]
+
+
+def test_a_page_takes_the_slots_that_it_lacks():
+    cache = TwoGroupCache(20)
+    cache.store(None, text(0, 6))  # the windowed group has slots for its last two pages
+    pages = cache.index.find(text(0, 6)).pages
+    cache.store(None, text(0, 2))
+    assert [cache.index.find(text(0, n)).length // SIZE for n in range(7)] == [0, 1, 2, 2, 2, 2, 6]
+    assert cache.index.find(text(0, 6)).pages.tolist() == pages.tolist()
+    cache.slots.release_dropped()
+    assert [pool.num_used for pool in cache.slots.pools] == [6, 4]
+    assert cache.lookup(None, text(0, 2)) == 2
+    cache.index.check()
 
 
 def test_a_page_that_does_not_arrive_ends_the_match():
-    face = Face(8)
-    face.store(None, text(0, 3))
-    face.make_room(8)
-    face.source.damaged.add((None, tuple(text(0, 2).tolist())))
-    assert face.lookup(None, text(0, 3)) <= 1
-    face.index.check()
+    cache = TwoGroupCache(8)
+    cache.store(None, text(0, 3))
+    cache.make_room(8)
+    cache.source.damaged.add((None, tuple(text(0, 2).tolist())))
+    assert cache.lookup(None, text(0, 3)) <= 1
+    cache.index.check()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=30)), max_size=12))
 def test_any_history_serves_the_right_content(history):
-    face = Face(7)
+    cache = TwoGroupCache(7)
     for name, tokens in history:
-        face.store(name, np.array(tokens, np.uint32))
-        face.index.check()
+        cache.store(name, np.array(tokens, np.uint32))
+        cache.index.check()
     for name, tokens in history:
-        face.lookup(name, np.array(tokens, np.uint32))
-        face.index.check()
+        cache.lookup(name, np.array(tokens, np.uint32))
+        cache.index.check()
 
 
 class StoreSource(MemorySource):

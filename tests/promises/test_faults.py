@@ -1,5 +1,5 @@
 """Every allocation fails once, alone and with all later ones, in a process with `failing_malloc.c` loaded before
-libc; faults.py runs the scenes.
+libc; faults.py runs the subjects.
 """
 
 import os
@@ -16,9 +16,9 @@ import kvcache
 
 pytestmark = pytest.mark.no_level
 
-SCENES = [
+SUBJECTS = [
     (path.stem, name)
-    for path in sorted(SUPPORT.glob("scenes_*.py"))
+    for path in sorted(SUPPORT.glob("subjects_*.py"))
     for name in re.findall(r"^class (\w+)\([\w, ]+\)", path.read_text(), re.M)
 ]
 
@@ -40,15 +40,15 @@ ALL = 1 << 40  # number of consecutive failing allocations: all until the call e
 
 
 @pytest.mark.parametrize("width", [1, ALL], ids=["one", "all"])
-@pytest.mark.parametrize(("module", "scene"), SCENES)
-def test_nothing_is_lost_when_allocations_fail(shim, long, module, scene, width):
+@pytest.mark.parametrize(("module", "subject"), SUBJECTS)
+def test_nothing_is_lost_when_allocations_fail(shim, long, module, subject, width):
     step = 1 if long else (1, 3)[FAST] if width == 1 else (7, 23)[FAST]
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
     environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)
-    command = [sys.executable, str(SUPPORT / "faults.py"), module, scene, str(width), str(step)]
+    command = [sys.executable, str(SUPPORT / "faults.py"), module, subject, str(width), str(step)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout[-8000:], done.stderr[-4000:])
     assert done.returncode == 0
     counts = re.search(r"(\d+) operations, (\d+) faults, (\d+) failed calls, 0 problems", done.stdout)
-    assert counts, "the scene did not come to its end"
+    assert counts, "the process printed no counts"
     assert int(counts[2]) > 0, "no allocation has failed: is the shim loaded?"

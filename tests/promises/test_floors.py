@@ -6,8 +6,8 @@ import re
 import pytest
 from places import PROJECT
 
-HOUSE = PROJECT / "kvcache"
-SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in HOUSE.rglob(f"*.{kind}"))
+PACKAGE = PROJECT / "kvcache"
+SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in PACKAGE.rglob(f"*.{kind}"))
 
 
 def map_of(document):
@@ -49,11 +49,11 @@ def imported(path):
 
 def test_one_map():
     assert map_of("README.md") == map_of("CONTRIBUTING.md")
-    names = {path.stem for path in HOUSE.glob("*.py")} | {path.parent.name for path in HOUSE.glob("*/__init__.py")}
+    names = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert set(floors()) == names
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(HOUSE)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path):
     floor_of, room = floors(), room_of(module_of(path))
     for module in imported(path):

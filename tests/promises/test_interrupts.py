@@ -138,7 +138,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
         lines = Lines(stop)
         try:
             interrupted = disturbed(served, name, lines)
-            assert lines.struck, "the run was another one"
+            assert lines.handled_at, "the run was another one"
             served.settled()
             if name in ("prefill", "go_back", "step"):
                 assert served.state() in ((before, after) if interrupted else (after,)), "half of it was done"
@@ -150,7 +150,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
             assert served.generate() == reference
             served.settled()
         except Exception as error:
-            problems.append(f"{lines.struck} ({stop} of {len(seen)}): {type(error).__name__}: {str(error)[:150]}")
+            problems.append(f"{lines.handled_at} ({stop} of {len(seen)}): {type(error).__name__}: {str(error)[:150]}")
     print(f"{kind}.{name}: {len(chosen)} interrupts at {len(set(seen))} lines, {len(problems)} problems")
     assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:40])
 

@@ -1,8 +1,8 @@
 """Ctrl-C at every step of a call on a cache: the call has done everything or nothing, and every lock is free.
 
-The scenes are those of the failing allocations (scene.py). By default some of the instructions that a call executes are
-interrupted, every second one again during the mending; with --long every execution of every line, at two instructions
-each.
+The subjects are those of the failing allocations (subject.py). By default some of the instructions that a call executes
+are interrupted, every second one again during the repair; with --long every execution of every line, at two
+instructions each.
 """
 
 import functools
@@ -16,25 +16,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interrupts import HOUSE, INSTRUCTIONS, Lines, places, spread, strike
+from interrupts import INSTRUCTIONS, PACKAGE, Lines, interrupt_everywhere, places, spread
 from pace import FAST
-from scene import Scene
-from scenes_caches import Paged
-from scenes_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
+from subject import Subject
+from subjects_caches import Paged
+from subjects_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
 
 from kvcache.prefix.rows import rows_of
 
 pytestmark = pytest.mark.no_level
 
-MODULES = [importlib.import_module(name) for name in ("scenes_caches", "scenes_prefix", "scenes_saved")]
+MODULES = [importlib.import_module(name) for name in ("subjects_caches", "subjects_prefix", "subjects_saved")]
 OPERATIONS = [
-    pytest.param(scene, name, id=f"{scene.__name__}.{name}")
+    pytest.param(subject, name, id=f"{subject.__name__}.{name}")
     for module in MODULES
-    for scene in vars(module).values()
-    if isinstance(scene, type) and issubclass(scene, Scene) and scene.__module__ == module.__name__
-    for name in scene.operations()
+    for subject in vars(module).values()
+    if isinstance(subject, type) and issubclass(subject, Subject) and subject.__module__ == module.__name__
+    for name in subject.operations()
 ]
-PYTHON = (HOUSE, str(Path(os.__file__).parent))  # interrupt functions of the standard library too
+PYTHON = (PACKAGE, str(Path(os.__file__).parent))  # interrupt functions of the standard library too
 
 
 def locked(lock, numbers):
@@ -78,21 +78,21 @@ def quietly():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize(("scene", "name"), OPERATIONS)
-def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, scene, name):
-    most = 4 if issubclass(scene, Paged) else 10 if FAST else 24  # a paged cache runs each call in compiled code
+@pytest.mark.parametrize(("subject", "name"), OPERATIONS)
+def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, subject, name):
+    most = 4 if issubclass(subject, Paged) else 10 if FAST else 24  # a paged cache runs each call in compiled code
     runs = [(most, True, False), (most // 3, True, True)]
     if long:
         runs = [(None, False, False), (500, True, False), (500, True, True)]
-    found = [strike(scene, name, most, opcodes, twice) for most, opcodes, twice in runs]
+    found = [interrupt_everywhere(subject, name, most, opcodes, twice) for most, opcodes, twice in runs]
     problems = [problem for _, some in found for problem in some]
-    print(f"{scene.__name__}.{name}: {sum(count for count, _ in found)} interrupts, {len(problems)} problems")
+    print(f"{subject.__name__}.{name}: {sum(count for count, _ in found)} interrupts, {len(problems)} problems")
     assert not problems, "\n".join(problems[:5])
 
 
 def test_a_cache_that_drops_unread_blocks_never_serves_them():
     """Lazily loaded blocks are dropped before their unread marks are."""
-    _, problems = strike(SavedBlocks, "clear")
+    _, problems = interrupt_everywhere(SavedBlocks, "clear")
     assert not problems, "\n".join(problems[:5])
 
 
@@ -117,14 +117,14 @@ def open_files(path):
     return sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
 
 
-def struck(call, stop, again=None):
+def handled_at(call, stop, again=None):
     """Run `call`; returns whether it was interrupted."""
     try:
         with Lines(stop, True, PYTHON, again) as lines:
             call()
     except KeyboardInterrupt:
         return True
-    assert stop is None or lines.struck, "the run was another one"
+    assert stop is None or lines.handled_at, "the run was another one"
     return False
 
 
@@ -134,13 +134,13 @@ def stops(call, long):
     return spread(places(lines.seen, every=long), 2500 if long else 25 if FAST else 60)
 
 
-KINDS = pytest.mark.parametrize("scene", [SavedPrefix, SavedPackedPrefix, SavedBlocks])
+KINDS = pytest.mark.parametrize("subject", [SavedPrefix, SavedPackedPrefix, SavedBlocks])
 
 
 @KINDS
-def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path, long, scene):
-    here, path = scene(), tmp_path / "cache"
-    old = scene()
+def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path, long, subject):
+    here, path = subject(), tmp_path / "cache"
+    old = subject()
     old._put(old.it, PROMPTS[0][1][:64], "older")
     contents = []
     for cache in (old.it, here.it):
@@ -151,7 +151,7 @@ def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path,
     chosen = stops(lambda: here.it.save(path), long)
     for number, stop in enumerate(chosen):
         path.write_bytes(contents[0])
-        assert struck(lambda: here.it.save(path), stop, stop + number % 5 if number % 2 else None)
+        assert handled_at(lambda: here.it.save(path), stop, stop + number % 5 if number % 2 else None)
         assert path.read_bytes() in contents
         seen.add(contents.index(path.read_bytes()))
         assert os.listdir(tmp_path) == ["cache"], "a temporary file is left"
@@ -160,29 +160,29 @@ def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path,
     here.it.save(path)
     assert path.read_bytes() == contents[1]
     assert seen == {0, 1} or (seen == {0} and not INSTRUCTIONS)  # no Python line runs after the replacement
-    print(f"{scene.__name__}: {len(chosen)} interrupts of save")
+    print(f"{subject.__name__}: {len(chosen)} interrupts of save")
 
 
 @KINDS
-def test_a_load_that_is_interrupted_leaves_no_file_open(tmp_path, long, scene):
+def test_a_load_that_is_interrupted_leaves_no_file_open(tmp_path, long, subject):
     path, counts = tmp_path / "cache", set()
-    here = scene()
+    here = subject()
     here.it.save(path)
     whole = here._fresh().load(path)
     chosen = stops(functools.partial(here._fresh().load, path), long)
     for number, stop in enumerate(chosen):
         here.it = here._fresh()
-        assert struck(lambda: here.it.load(path), stop, stop + number % 5 if number % 2 else None)
+        assert handled_at(lambda: here.it.load(path), stop, stop + number % 5 if number % 2 else None)
         here._check()
         assert len(here.it) in (0, whole)
         assert open_files(path) == (len(here.it) > 0), "a file that is not in use stays open"
         counts.add(len(here.it))
         if not len(here.it):
             assert here.it.load(path) == whole
-        assert [scene._get(here.it, name, tokens) for name, tokens in PROMPTS] == [
-            len(tokens) // 16 * 16 if scene is SavedBlocks else len(tokens) for _, tokens in PROMPTS
+        assert [subject._get(here.it, name, tokens) for name, tokens in PROMPTS] == [
+            len(tokens) // 16 * 16 if subject is SavedBlocks else len(tokens) for _, tokens in PROMPTS
         ]
         here._check()
         assert not open_files(path), "all has been read"
     assert counts == {0, whole}
-    print(f"{scene.__name__}: {len(chosen)} interrupts of load")
+    print(f"{subject.__name__}: {len(chosen)} interrupts of load")

@@ -1,6 +1,6 @@
 """Nested calls from arguments, signal handlers and the collector; see reentry.py.
 
-Each world runs in a separate process, which prints all stacks and ends if it hangs.
+Each system runs in a separate process, which prints all stacks and ends if it hangs.
 """
 
 import os
@@ -14,26 +14,26 @@ from places import SUPPORT, search_path
 
 pytestmark = pytest.mark.no_level
 
-WORLDS = [
+SYSTEMS = [
     f"{path.stem}.{name}"
-    for path in sorted(SUPPORT.glob("worlds_*.py"))
-    for name in re.findall(r"^class (\w+World)\(", path.read_text(), re.M)
+    for path in sorted(SUPPORT.glob("systems_*.py"))
+    for name in re.findall(r"^class (\w+System)\(", path.read_text(), re.M)
 ]
 
 
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
-@pytest.mark.parametrize("world", WORLDS)
-def test_nested_calls(tmp_path, long, world):
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nested_calls(tmp_path, long, system):
     rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "reentry.py"), world, str(rounds), str(seconds), str(tmp_path)],
+        [sys.executable, str(SUPPORT / "reentry.py"), system, str(rounds), str(seconds), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", done.stdout)
-    assert counts, "the world did not come to its end"
+    assert counts, "the process printed no counts"
     calls, inside, refused, handlers = map(int, counts.groups())
     assert calls > 100
     assert inside > 1000

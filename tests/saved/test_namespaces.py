@@ -1,4 +1,4 @@
-"""Namespaces as bytes: what comes back is equal, what differs stays different, and nothing else is taken for one."""
+"""Namespaces as bytes: decoded ones are equal, different ones have different bytes, and other bytes are refused."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""Pages of a file, read by one thread and checked by another, beside an oracle that slices bytes."""
+"""Pages of a file, read by one thread and checked by another, against slices of its bytes."""
 
 import os
 import threading
@@ -81,7 +81,7 @@ def test_more_arrays_than_one_system_call_takes(tmp_path, threads):
 
 def test_what_cannot_be_read_is_not_good(tmp_path, threads):
     written = Written(tmp_path / "file", np.random.default_rng(6), 20)
-    with open(written.path, "ab") as file:  # for writing alone
+    with open(written.path, "ab") as file:  # opened for writing only
         found = read_pages(file.fileno(), written.offsets, written.arrays(), written.checksums)
     assert not found.any()
 
@@ -104,13 +104,13 @@ def test_what_is_raised_in_a_thread_comes_out_of_the_call(tmp_path, threads, mon
     with pytest.raises(KeyboardInterrupt):
         read_pages(os.open(written.path, os.O_RDONLY), written.offsets, written.arrays(), written.checksums)
     assert len(calls) == strikes
-    # Where Ctrl-C can strike, the interpreter's own thread is.
+    # Ctrl-C can interrupt only the interpreter's own thread.
     assert set(calls) == {threading.get_ident()}
     assert all(written.compare())
 
 
 def test_many_callers_at_once(tmp_path, threads):
-    """Two threads each, and one interpreter for all of them."""
+    """Calls of two threads each, under one GIL."""
     files = [Written(tmp_path / str(i), np.random.default_rng(i), 50) for i in range(6)]
     wrong = []
 

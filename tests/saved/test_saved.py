@@ -1,4 +1,4 @@
-"""Saved caches: what comes back, in which order it leaves, and that no damage turns into wrong tokens."""
+"""Saved caches: they load bit for bit, in every format, and save to the same file again."""
 
 import itertools
 
@@ -65,7 +65,7 @@ def test_an_empty_cache(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_saved_loaded_and_saved_again_is_the_same_file(tmp_path, kind):
-    """Also while nothing has been looked up, and what was damaged meanwhile is left out."""
+    """Also before any lookup; damaged pages are omitted."""
     saved = kind()
     for name, tokens in prompts(2):
         put(saved, name, tokens)
@@ -96,7 +96,7 @@ def test_namespaces_of_different_shapes(tmp_path):
 
 
 def test_a_file_that_is_being_looked_at_can_be_replaced(tmp_path):
-    """Each loaded cache reads the file that it has opened, whatever takes its name."""
+    """A loaded cache reads the file that it has opened, also after another file has taken its name."""
     path = tmp_path / "cache"
     for turn in (1, 2):
         cache = entries()

@@ -9,7 +9,7 @@ from kvcache import InvalidOperationError, PrefixCache, SnapshotError
 
 
 def other(capacity=512, size=2 * SIZE, **options):
-    """Of blocks twice as large."""
+    """A cache with blocks twice as large."""
     return PrefixCache(capacity, size, LAYERS, HEADS, DIM, **({"dtype": "f16"} | options))
 
 
@@ -69,7 +69,7 @@ def test_what_finds_no_taker_is_passed_over(saved):
     alone = blocks(dtype="q4")
     assert alone.load(path, "m") == len(caches[0])
     assert_equal(caches[0], alone, TEXTS)
-    # In the place of the second, caches of other blocks or formats, which stay empty; the third takes in its own.
+    # In the place of the second: caches of other blocks or formats, which stay empty. The third loads its own blocks.
     for wrong in (other(size=SIZE), other(dtype="q8")):
         loaded = [blocks(dtype="q4"), wrong, blocks()]
         assert loaded[0].load(path, "m", beside=loaded[1:]) == len(caches[0])

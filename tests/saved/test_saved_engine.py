@@ -1,4 +1,4 @@
-"""An engine's saved prefix cache: the same answers without the work, for the same model alone."""
+"""The saved prefix cache of an engine: the same answers with less prefill, and only for the same model."""
 
 import dataclasses
 
@@ -93,7 +93,7 @@ def test_another_format_is_refused(tmp_path, network):
 
 
 def test_what_a_fingerprint_sees(network):
-    """Any option that K and V depend on, any shape, and any array that was trained further."""
+    """Any option that K and V depend on, any shape, and any changed weight."""
     names = {fingerprint(network)}
     assert fingerprint(Transformer.from_pretrained(GOLDEN / "llama")) in names
     config = network.config
@@ -120,7 +120,7 @@ def test_what_a_fingerprint_sees(network):
 
 
 def test_a_fingerprint_does_not_depend_on_memory_order(network):
-    """Nor on what the pieces of a large matrix are taken from: they come from all over it."""
+    """Of a large matrix pieces from all parts are hashed."""
     weights = network.weights
     large = np.random.default_rng(0).standard_normal((300, 200), np.float32)
     names = set()
@@ -136,7 +136,7 @@ def test_a_fingerprint_does_not_depend_on_memory_order(network):
 
 
 class Other:
-    """A network of the protocol, not a Transformer."""
+    """A network that follows the protocol and is no `Transformer`."""
 
     def __init__(self, network):
         self.config, self.forward = network.config, network.forward

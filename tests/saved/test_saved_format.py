@@ -1,4 +1,4 @@
-"""The file of a saved cache, read by somebody else; and whatever bytes may stand in a block."""
+"""The file of a saved cache, read by an independent reader; and blocks of arbitrary bytes."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_the_file_says_what_the_cache_has(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", kernels.FORMATS)
 def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
-    """The bytes of a page, read with the kernels where no cache stands between, are the rows that were stored."""
+    """The bytes of a page, read by the kernels without a cache, are the rows that were stored."""
     cache = blocks(dtype=dtype)
     for name, tokens in prompts(4):
         put(cache, name, tokens)
@@ -74,7 +74,7 @@ def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
 
 @pytest.mark.parametrize("pair", [(a, a) for a in kernels.FORMATS] + [("q4", "f16"), ("f32", "q3")], ids="-".join)
 def test_any_bytes_can_be_read_and_attended(simd, pair, rng):
-    """Checksums stop no one who writes a file on purpose: NaN scales, infinities, anything, and no memory error."""
+    """A file with valid checksums may have NaN scales, infinities or any other bytes; no memory error follows."""
     cache = PagedKvCache(6, 16, 2, 64, key_dtype=pair[0], value_dtype=pair[1])
     cache.allocate(0, 90)
     queries = rng.standard_normal((3, 6, 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What a saved cache says of who leaves next, and what is left of it in a smaller one."""
+"""The order of eviction of a saved cache, and what a smaller cache loads of it."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def act(cache, step):
 @settings(max_examples=150, deadline=None)
 @given(before=STEPS, after=STEPS)
 def test_a_loaded_cache_goes_on_like_the_one_that_was_saved(tmp_path_factory, make, before, after):
-    """Every lookup, every eviction: which entries are newest, what may leave first, all of it was saved."""
+    """Every lookup and eviction is the same after loading, since the order of use was saved."""
     path = tmp_path_factory.mktemp("saved") / "cache"
     saved, loaded = make(), make()
     for step in before:
@@ -107,7 +107,7 @@ def test_blocks_over_a_paged_cache_take_what_the_pool_has(tmp_path):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_loaded_block_that_was_freed_shows_nobody_what_was_in_it(tmp_path, damaged):
-    """Nor do the bytes of a damaged one, which were read before they were found wrong."""
+    """The same for a damaged block, whose bytes were read before the check failed."""
     path = tmp_path / "cache"
     saved = blocks()
     put(saved, "n", [1] * 8 * SIZE)

@@ -1,4 +1,4 @@
-"""Files that are not loaded, caches that are not saved: each says why, and nothing has changed."""
+"""Files that cannot be loaded and caches that cannot be saved: the error says why, and nothing changes."""
 
 import gc
 import os
@@ -119,7 +119,7 @@ def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
     for name, tokens in texts_:
         put(saved, name, tokens)
     saved.save(tmp_path / "cache")
-    gc.collect()  # what other tests have left open
+    gc.collect()  # closes files of other tests
     before = open_files()
     for model in ("another", "and another"):
         with pytest.raises(SnapshotError):
@@ -143,7 +143,7 @@ def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, monkeypatch):
-    """Nothing has changed: no slot is taken, no block, and the next load finds an empty cache."""
+    """Nothing changes: no slot or block is taken, and the next load finds an empty cache."""
     saved, texts_ = kind(), prompts(9)
     for name, tokens in texts_:
         put(saved, name, tokens)

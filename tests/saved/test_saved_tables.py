@@ -1,4 +1,4 @@
-"""Tables of a saved cache that lie, with checksums that are right: each refused for what it says."""
+"""False tables of a saved cache with valid checksums: each is refused with its own message."""
 
 import os
 import struct
@@ -17,7 +17,7 @@ ARENAS, NAMES, MODEL_BYTES = 56, 60, 64  # uint32 each
 
 
 class Tables:
-    """The bytes of a file, and where its tables begin."""
+    """The bytes of a file, and the offsets of its tables."""
 
     def __init__(self, path):
         self.path, self.data = path, bytearray(path.read_bytes())
@@ -52,8 +52,8 @@ def tables(tmp_path):
     return found
 
 
-def test_what_is_right_is_taken_in(tables):
-    """Else the lies below could be refused for anything."""
+def test_the_unchanged_file_is_loaded(tables):
+    """The unchanged file is loaded, so the changes below are what is refused."""
     tables.write()
     cache = entries()
     assert cache.load(tables.path, model=MODEL) == 3
@@ -61,7 +61,7 @@ def test_what_is_right_is_taken_in(tables):
 
 
 NAME = struct.calcsize("<II")  # of the arena and of the length, before a name
-LIES = {
+FALSE_TABLES = {
     "a layout": (lambda t: t.add(t.arenas + 22, 8), "expected an arena with pages of layout 1 or 2"),
     "pages of no bytes": (lambda t: t.add(t.arenas + 28, -t.number(t.arenas + 28)), "expected an arena with pages"),
     "an arena": (lambda t: t.add(t.names, 1), "expected a namespace of one of 1 arenas, got 1"),
@@ -75,10 +75,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused(tables, lie):
-    tell, message = LIES[lie]
-    tell(tables)
+@pytest.mark.parametrize("name", FALSE_TABLES)
+def test_a_false_table_is_refused(tables, name):
+    change, message = FALSE_TABLES[name]
+    change(tables)
     tables.write()
     refuse(entries(), tables.path, message, MODEL)
 
@@ -105,7 +105,7 @@ def test_two_namespaces_of_one_name(tables):
 
 
 def test_a_namespace_in_two_arenas(tmp_path):
-    """What an entry is found in is one place."""
+    """Each namespace is in one arena."""
     cache = entries()
     for name, dim in (("a", 8), ("b", 16)):
         cache.store_snapshot([1, 2, 3], state(name, [1, 2, 3], dim), namespace=name)
@@ -123,29 +123,29 @@ def test_a_file_without_arenas(tmp_path):
     del tables.data[tables.arenas : tables.arenas + 64]
     tables.add(ARENAS, -1)
     tables.end -= 64
-    del tables.data[tables.end :]  # without an arena there is none to align
+    del tables.data[tables.end :]  # without an arena there is no padding
     tables.add(SIZE_OF_FILE, tables.end - tables.number(SIZE_OF_FILE))
     tables.write()
     refuse(blocks(), tables.path, "expected an arena, got none", MODEL)
 
 
 def test_a_part_of_a_name(tables):
-    """Four bytes of the model's name are said to be of the namespaces."""
+    """The header counts four bytes of the model's name as bytes of the namespaces."""
     tables.add(NAMES_BYTES, 4)
     tables.add(MODEL_BYTES, -4)
     tables.write()
     refuse(entries(), tables.path, "expected whole namespaces, got a part of one", MODEL[4:])
 
 
-@pytest.mark.parametrize("lie", ["parts of pages", "a text twice"])
-def test_lies_of_blocks(tmp_path, lie):
+@pytest.mark.parametrize("name", ["parts of pages", "a text twice"])
+def test_false_tables_of_blocks(tmp_path, name):
     cache = blocks()
     for token in (1, 2):
         put(cache, None, [token] * SIZE)
     cache.save(tmp_path / "cache", model=MODEL)
     tables = Tables(tmp_path / "cache")
     assert tables.number(SEGMENTS) == 2
-    if lie == "parts of pages":
+    if name == "parts of pages":
         tables.add(tables.segments + 8, 1)
         tables.add(tables.segments + 16 + 8, -1)
         message = f"expected segments of whole pages of {SIZE} tokens"
@@ -159,7 +159,7 @@ def test_lies_of_blocks(tmp_path, lie):
 
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_a_page_that_the_disk_does_not_give(tmp_path, kind, monkeypatch):
-    """A read that fails is damage like any other: nothing is found, and the cache serves on."""
+    """A failed read counts as damage: nothing is found, and the cache works on."""
     saved, loaded = kind(), kind()
     put(saved, None, [1] * 4 * SIZE)
     saved.save(tmp_path / "cache")

@@ -4,11 +4,11 @@ import signal
 import sys
 from pathlib import Path
 
-from interrupts import INSTRUCTIONS, WIRE
+from interrupts import INSTRUCTIONS, SENDER
 
 import kvcache
 
-HOUSE = str(Path(kvcache.__file__).parent)
+PACKAGE = str(Path(kvcache.__file__).parent)
 
 
 class Between:
@@ -42,7 +42,7 @@ class Between:
                 sys.settrace(self._call)
 
     def _call(self, frame, event, arg):
-        if self.busy or not frame.f_code.co_filename.startswith(HOUSE):
+        if self.busy or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = self.event == "opcode"
         return self._line
@@ -52,5 +52,5 @@ class Between:
             self.count += 1
             if self.stop in (None, self.count):
                 sys.settrace(None)  # until it is handled: the next trace function would handle it
-                WIRE.trip  # noqa: B018
+                SENDER.send  # noqa: B018
         return self._line

@@ -1,82 +1,82 @@
-"""Arguments that call: they run an action when they are converted, hashed, compared or asked for their length."""
+"""Arguments that run a function when they are converted, hashed, compared or asked for their length."""
 
 import numpy as np
 
 
 class Array:
-    def __init__(self, via, x):
-        self.via, self.x = via, x
+    def __init__(self, wrap, x):
+        self.wrap, self.x = wrap, x
 
     def __array__(self, dtype=None, copy=None):
-        self.via.run()
+        self.wrap.run()
         return np.asarray(self.x, dtype)
 
     def __len__(self):
-        self.via.run()
+        self.wrap.run()
         return len(self.x)
 
     def __getitem__(self, i):
-        self.via.run()
+        self.wrap.run()
         return self.x[i]
 
 
 class Items(list):
-    """Rows per layer, blocks, tokens: a list that calls when it is asked for its length or its items."""
+    """Rows per layer, blocks, tokens: a list that runs the action when it is asked for its length or its items."""
 
-    def __init__(self, via, x):
+    def __init__(self, wrap, x):
         super().__init__(x)
-        self.via = via
+        self.wrap = wrap
 
     def __len__(self):
-        self.via.run()
+        self.wrap.run()
         return super().__len__()
 
     def __getitem__(self, i):
-        self.via.run()
+        self.wrap.run()
         return super().__getitem__(i)
 
     def __iter__(self):
-        self.via.run()
+        self.wrap.run()
         return super().__iter__()
 
 
 class Integer(int):
-    def __new__(cls, via, x):
+    def __new__(cls, wrap, x):
         self = super().__new__(cls, x)
-        self.via = via
+        self.wrap = wrap
         return self
 
     def __int__(self):
-        self.via.run()
+        self.wrap.run()
         return int.__int__(self)
 
     __index__ = __int__
 
     def __le__(self, other):
-        self.via.run()
+        self.wrap.run()
         return int.__le__(self, other)
 
     def __lt__(self, other):
-        self.via.run()
+        self.wrap.run()
         return int.__lt__(self, other)
 
     def __ge__(self, other):
-        self.via.run()
+        self.wrap.run()
         return int.__ge__(self, other)
 
 
 class Index:
-    def __init__(self, via, x):
-        self.via, self.x = via, x
+    def __init__(self, wrap, x):
+        self.wrap, self.x = wrap, x
 
     def __index__(self):
-        self.via.run()
+        self.wrap.run()
         return int(self.x)
 
 
 class Number(Index):
     def __float__(self):
-        self.via.run()
+        self.wrap.run()
         return float(self.x)
 
     __index__ = None
@@ -86,18 +86,18 @@ class Name(Index):
     """A namespace: equal to its value, as a key too."""
 
     def __hash__(self):
-        self.via.run()
+        self.wrap.run()
         return hash(self.x)
 
     def __eq__(self, other):
-        self.via.run()
+        self.wrap.run()
         return self.x == (other.x if isinstance(other, Name) else other)
 
     __index__ = None
 
 
-class Via:
-    """What arguments pass through: they stay as they are, or run `action` whenever they are looked at."""
+class ArgumentWrapper:
+    """Wraps arguments so that they run `action` whenever they are read; without an action they stay as they are."""
 
     def __init__(self, action=None):
         self.action, self.count, self.inside = action, 0, False

@@ -1,25 +1,25 @@
-"""The garbage collector at nearly every allocation, with finalisers and weakref callbacks that act."""
+"""Runs the garbage collector at nearly every allocation, with finalisers and weakref callbacks that call a function."""
 
 import gc
 import weakref
 
 
-class Phoenix:
-    """Garbage in a cycle whose finaliser acts, and leaves another one."""
+class Finalised:
+    """Garbage in a cycle whose finaliser calls `action` and makes another such object."""
 
-    alive = None  # what acts
+    action = None  # what the finaliser calls
 
     def __init__(self):
         self.me = self
 
     def __del__(self):
-        if Phoenix.alive is not None:
-            Phoenix()
-            Phoenix.alive()
+        if Finalised.action is not None:
+            Finalised()
+            Finalised.action()
 
 
 class Watched:
-    """Garbage in a cycle that a weakref watches, whose callback acts and leaves another one."""
+    """Garbage in a cycle with a weakref whose callback calls `action` and makes another such object."""
 
     watch = None
 
@@ -29,9 +29,9 @@ class Watched:
 
     @staticmethod
     def gone(_):
-        if Phoenix.alive is not None:
+        if Finalised.action is not None:
             Watched()
-            Phoenix.alive()
+            Finalised.action()
 
 
 class Collecting:
@@ -44,13 +44,13 @@ class Collecting:
         gc.collect()
         gc.freeze()
         self.before = gc.get_threshold()
-        Phoenix.alive = self.action
-        Phoenix()
+        Finalised.action = self.action
+        Finalised()
         Watched()
         gc.set_threshold(1, 1, 1)
 
     def __exit__(self, *exception):
         gc.set_threshold(*self.before)
-        Phoenix.alive = None
+        Finalised.action = None
         gc.collect()
         gc.unfreeze()

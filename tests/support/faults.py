@@ -1,8 +1,8 @@
 """Lets every allocation of every operation fail; `test_faults.py` runs this in a process with `failing_malloc.c`.
 
-For each operation of a scene, and n = 1, 2, 3, ... until nothing fails any more: build the object, let the nth
-allocation fail, alone or with all later ones, and call the operation. Either it raises MemoryError and has changed
-nothing, or it succeeds without the memory. In both cases all invariants hold, and the same call then works.
+For each operation of a subject, and n = 1, 2, 3, ... until nothing fails any more: build the object, let the nth
+allocation fail, alone or with all later ones, and call the operation. It either raises MemoryError and changes nothing,
+or succeeds without the memory. In both cases all invariants hold, and the same call then works.
 Prints one line of counts.
 """
 
@@ -18,16 +18,16 @@ import traceback
 import numpy as np
 
 
-def run(scene, name, shim, width, step=1):
+def run(subject, name, shim, width, step=1):
     """Let allocations 1, 1 + step, ... fail until none is left; returns `(faults, failed calls, problems)`."""
-    clean = scene()
+    clean = subject()
     getattr(clean, name)()
     clean._check()
     after = clean._state()
     faults = failed = 0
     problems = []
     for n in range(1, 100_000, step):
-        here = scene()
+        here = subject()
         before = here._state()
         operation = getattr(here, name)
         error = None
@@ -50,7 +50,7 @@ def run(scene, name, shim, width, step=1):
             error = None
             here._check()
             # What a prefix cache evicted to make room stays evicted, whether or not that was enough.
-            evicted = scene.evicts and "evict" in name
+            evicted = subject.evicts and "evict" in name
             if not (trace and evicted):
                 here_is, was = here._state(), before if trace else after
                 kept = here._kept if trace else lambda state: state
@@ -60,12 +60,12 @@ def run(scene, name, shim, width, step=1):
                 here._check()
                 assert evicted or here._kept(here._state()) == here._kept(after), "the second call did something else"
         except BaseException:
-            problems.append(f"{scene.__name__}.{name}, allocation {n}: {traceback.format_exc()}it failed at\n{trace}")
+            problems.append(f"{subject.__name__}.{name}, allocation {n}: {traceback.format_exc()}it failed at\n{trace}")
         if not hits:
             return faults, failed, problems
         faults += hits
         failed += bool(trace)
-    raise AssertionError(f"{scene.__name__}.{name}: no end of allocations")
+    raise AssertionError(f"{subject.__name__}.{name}: expected fewer allocations")
 
 
 SET_HANDLER = 304  # PyDataMem_SetHandler in NumPy's C API table, the same in all versions
@@ -88,19 +88,19 @@ def load_shim():
     return shim
 
 
-def main(module, scene_name, width, step):
+def main(module, subject_name, width, step):
     shim = load_shim()
-    scene = getattr(importlib.import_module(module), scene_name)
+    subject = getattr(importlib.import_module(module), subject_name)
     logging.disable()  # damage is logged
-    gc.freeze()  # makes each gc.collect() examine only the scene's objects
-    operations, faults, failed, problems = scene.operations(), 0, 0, []
+    gc.freeze()  # makes each gc.collect() examine only the subject's objects
+    operations, faults, failed, problems = subject.operations(), 0, 0, []
     for name in operations:
-        more, bad, wrong = run(scene, name, shim, width, step)
+        more, bad, wrong = run(subject, name, shim, width, step)
         faults, failed, problems = faults + more, failed + bad, problems + wrong
     for problem in problems[:40]:
         print(problem)
     counts = f"{len(operations)} operations, {faults} faults, {failed} failed calls, {len(problems)} problems"
-    print(f"{scene_name}: {counts}")
+    print(f"{subject_name}: {counts}")
     return bool(problems)
 
 

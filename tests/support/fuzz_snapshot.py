@@ -2,10 +2,10 @@
 
     python tests/support/fuzz_snapshot.py --mutations 100000 [--seed 0]
 
-Half of the mutations are accidents: flipped bits, bytes overwritten, cut or put in, sections swapped or repeated,
-counts at their extremes. After them every lookup must return a prefix of the cached rows, bit for bit; every row
-identifies its text (contents.py). The other half is malice: the same mutations with corrected checksums. Such a file
-may contain anything, so the only requirement is SnapshotError, or a cache that keeps its invariants and limits and
+Half of the mutations are accidental damage: flipped bits, bytes overwritten, removed or inserted, sections swapped or
+repeated, counts at their extremes. After them every lookup must return a prefix of the cached rows, bit for bit; every
+row identifies its text (contents.py). The other half are forgeries: the same mutations with corrected checksums. Such a
+file may contain anything, so the only requirement is SnapshotError, or a cache that keeps its invariants and limits and
 remains usable. The process has a memory limit, so code that trusts a count of the file fails here.
 """
 
@@ -182,8 +182,8 @@ def loaded(original, path):
     return caches
 
 
-def accident(original, path):
-    """After an accident the file is refused, or a part of the original rows is loaded."""
+def damage(original, path):
+    """After accidental damage the file is refused, or a part of the original rows is loaded."""
     caches = loaded(original, path)
     if not caches:
         return "refused"
@@ -198,8 +198,8 @@ def accident(original, path):
     return "a part is lost" if lost else "all is found"
 
 
-def malice(original, path):
-    """After malice the file is refused, or the caches are valid."""
+def forgery(original, path):
+    """After damage with valid checksums the file is refused, or the caches are valid."""
     caches = loaded(original, path)
     if not caches:
         return "refused"
@@ -211,7 +211,7 @@ def malice(original, path):
         put(cache, "new", [7] * 20)
         assert look(cache, "new", [7] * 20)[0] == 20
         cache.check()
-    return "taken in"
+    return "loaded"
 
 
 def fuzz(mutations, seed, folder):
@@ -227,17 +227,17 @@ def fuzz(mutations, seed, folder):
         data = bytearray(original.data)
         mutation = rng.choice(MUTATIONS)
         mutation(rng, data)
-        wicked = rng.random() < 0.5
-        if wicked:
+        forged = rng.random() < 0.5
+        if forged:
             repair(rng, data)
         with open(path, "wb") as file:
             file.write(data)
         try:
-            outcome = (malice if wicked else accident)(original, path)
+            outcome = (forgery if forged else damage)(original, path)
         except BaseException:
             print(f"mutation {number} of seed {seed}: {mutation.__name__}", file=sys.stderr)
             raise
-        outcomes["malice" if wicked else "accident", mutation.__name__, outcome] += 1
+        outcomes["forgery" if forged else "damage", mutation.__name__, outcome] += 1
     return outcomes
 
 
@@ -250,9 +250,9 @@ def main():
     logging.disable()  # damage is logged
     with tempfile.TemporaryDirectory() as folder:
         outcomes = fuzz(options.mutations, options.seed, folder)
-    columns = ("refused", "a part is lost", "all is found", "taken in")
+    columns = ("refused", "a part is lost", "all is found", "loaded")
     print(f"{'':22}" + "".join(f"{column:>16}" for column in columns))
-    for kind, mutation in itertools.product(("accident", "malice"), MUTATIONS):
+    for kind, mutation in itertools.product(("damage", "forgery"), MUTATIONS):
         numbers = [outcomes[kind, mutation.__name__, column] for column in columns]
         print(f"{f'{kind}, {mutation.__name__}':22}" + "".join(f"{number:16}" for number in numbers))
     print(f"{outcomes.total()} mutations, seed {options.seed}: no crash, no wrong row")

@@ -1,4 +1,4 @@
-"""Every public call that takes integers, each with one integer, or one array of them, left open."""
+"""Every public call that takes integers, each as a function of one integer or of one array of integers."""
 
 import tempfile
 from pathlib import Path
@@ -60,7 +60,7 @@ def resize(table, n):
 
 
 def built(cache):
-    """What a constructor made: it is sound."""
+    """The object that a constructor made, after its check."""
     if hasattr(cache, "check"):
         cache.check()
 

@@ -62,7 +62,7 @@ def arrays(n):
 
 
 def negatives(it):
-    """Counts below zero in what an object says of itself."""
+    """The negative counts that an object reports."""
     found = []
     if hasattr(it, "stats"):
         stats = it.stats()

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import kvcache
 
-HOUSE = str(Path(kvcache.__file__).parent)
+PACKAGE = str(Path(kvcache.__file__).parent)
 INSTRUCTIONS = sys.version_info < (3, 12)  # whether a trace function is shown all of them
 
 
-class Tripwire:
-    """`WIRE.trip` sends SIGINT to this thread.
+class SignalSender:
+    """Reading `SENDER.send` sends SIGINT to this thread.
 
-    It is an attribute because a trace function that called something would handle the signal itself: Python looks at
-    signals after a call, and not after it has read an attribute. So the code that is traced handles it, at the next
-    place where it would handle any other signal.
+    It is an attribute because a trace function that called something would handle the signal itself: Python checks for
+    signals after a call, and not after it has read an attribute. So the traced code handles the signal, at the next
+    place where it would handle any other one.
     """
 
     _as_parameter_ = int(signal.SIGINT)
-    trip = property(ctypes.CDLL(None)["raise"])
+    send = property(ctypes.CDLL(None)["raise"])
 
 
-WIRE = Tripwire()
+SENDER = SignalSender()
 
 
 class Lines:
@@ -38,24 +38,24 @@ class Lines:
         stop: the count at which it is sent; None: never.
         opcodes: count single instructions of the interpreter instead of lines; from Python 3.12 on, which passes over
             most of them, lines all the same.
-        house: count what stands in files whose names begin like this, or like one of these.
-        again: the count at which it is sent once more: a handler of the first may be interrupted, too.
+        package: count lines of files whose paths begin with this, or with one of these.
+        again: the count at which it is sent once more, to interrupt what runs after the first.
 
     Attributes:
         count: lines that were reached.
-        seen: where each stands, as (file, line), if `stop` is None.
-        struck: where it was handled, as "file:line", or None.
+        seen: (file, line) of each, if `stop` is None.
+        handled_at: "file:line" where the signal was handled, or None.
     """
 
-    def __init__(self, stop=None, opcodes=False, house=HOUSE, again=None):
+    def __init__(self, stop=None, opcodes=False, package=PACKAGE, again=None):
         self.again = again
-        self.stop, self.house = stop, house
+        self.stop, self.package = stop, package
         self.event = "opcode" if opcodes and INSTRUCTIONS else "line"
-        self.count, self.seen, self.struck, self._late = 0, [], None, False
+        self.count, self.seen, self.handled_at, self._late = 0, [], None, False
 
     def __enter__(self):
         gc.collect()
-        gc.disable()  # what dies, dies at the same count each time
+        gc.disable()  # so that objects are deallocated at the same count each time
         self._before = sys.gettrace(), signal.signal(signal.SIGINT, self._handle)
         sys.settrace(self._call)
         return self
@@ -68,14 +68,14 @@ class Lines:
             raise KeyboardInterrupt
 
     def _handle(self, _, frame):
-        self.struck = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.handled_at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         sys.settrace(self._call)
         self._late = frame.f_code is Lines.__exit__.__code__
         if not self._late:
             raise KeyboardInterrupt
 
     def _call(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(self.house):
+        if not frame.f_code.co_filename.startswith(self.package):
             return None
         frame.f_trace_opcodes = self.event == "opcode"
         return self._line
@@ -88,7 +88,7 @@ class Lines:
             self.seen.append((frame.f_code.co_filename, frame.f_lineno))
         elif self.count in (self.stop, self.again):
             sys.settrace(None)  # until it is handled: the next trace function would handle it
-            WIRE.trip  # noqa: B018
+            SENDER.send  # noqa: B018
         return self._line
 
 
@@ -106,10 +106,10 @@ def spread(chosen, most):
     return chosen[:: -max(1, -(-len(chosen) // most))]
 
 
-def strike(scene, name, most=None, opcodes=False, twice=False):
-    """Interrupt an operation of a scene (scene.py) at many places, each time in a fresh one.
+def interrupt_everywhere(subject, name, most=None, opcodes=False, twice=False):
+    """Interrupt an operation of a subject (subject.py) at many places, each time in a fresh one.
 
-    Either all has happened then or nothing, and where nothing has, the next call does it.
+    Afterwards the operation has happened as a whole or not at all; if not, the next call does it.
 
     Args:
         most: places to try; None: every one, every time that it is reached.
@@ -117,26 +117,26 @@ def strike(scene, name, most=None, opcodes=False, twice=False):
         twice: interrupt once more soon after.
 
     Returns:
-        `(places, problems)`: how many interrupts struck, and what was wrong.
+        `(places, problems)`: how many interrupts handled_at, and what was wrong.
     """
-    getattr(scene(), name)()  # the first time some modules load
-    clean = scene()
+    getattr(subject(), name)()  # the first time some modules load
+    clean = subject()
     clean._state()  # as below, where it is asked for first
     with Lines(None, opcodes) as lines:
         getattr(clean, name)()
     clean._check()
     after = clean._kept(clean._state())
-    evicts = scene.evicts and "evict" in name  # what has left to make room has left
+    evicts = subject.evicts and "evict" in name  # what was evicted to make room stays evicted
     chosen = list(places(lines.seen, every=True)) if most is None else spread(places(lines.seen, every=False), most)
     problems = []
-    with ThreadPoolExecutor(1) as other:  # which gets in only if every lock has been let go
+    with ThreadPoolExecutor(1) as other:  # its calls return only if every lock was released
         for stop in chosen:
-            here = scene()
+            here = subject()
             before = here._kept(here._state())
             lines = Lines(stop, opcodes, again=stop + 1 + stop % 17 if twice else None)
             try:
                 _interrupted(here, name, lines)
-                assert lines.struck, "the run was another one"
+                assert lines.handled_at, "the run was another one"
                 gc.collect()
                 other.submit(here._check).result(600)
                 found = here._kept(here._state())
@@ -146,14 +146,14 @@ def strike(scene, name, most=None, opcodes=False, twice=False):
                     other.submit(here._check).result(600)
                     assert evicts or here._kept(here._state()) == after, "the second call did something else"
             except Exception:
-                where = f"{lines.struck} ({stop} of {lines.count})"
-                problems.append(f"{scene.__name__}.{name} at {where}: {traceback.format_exc(limit=-3)}")
+                where = f"{lines.handled_at} ({stop} of {lines.count})"
+                problems.append(f"{subject.__name__}.{name} at {where}: {traceback.format_exc(limit=-3)}")
     return len(chosen), problems
 
 
-def _interrupted(scene, name, lines):
+def _interrupted(subject, name, lines):
     try:
         with lines:
-            getattr(scene, name)()
+            getattr(subject, name)()
     except KeyboardInterrupt:
-        assert lines.struck
+        assert lines.handled_at

@@ -135,7 +135,7 @@ class NaiveEntries:
             self.used[root, prefix[:n]] = self.clock
 
     def serving(self, root: int, prefix: Tokens) -> Tokens:
-        """The entry that serves a match: the first one on the path of most recent uses from its last token."""
+        """The entry that serves a match: from its last token along the most recently used children, the first entry."""
         while prefix not in self.entries[root]:
             nexts = [p for p in self.alive(root) if len(p) == len(prefix) + 1 and p[:-1] == prefix]
             prefix = max(nexts, key=lambda p: self.used[root, p])

@@ -1,4 +1,4 @@
-"""What the tests of `PrefixCachedEngine` share: prompts, sampling, and what holds between requests."""
+"""Prompts, sampling, and a check between requests, for the tests of `PrefixCachedEngine`."""
 
 import gc
 
@@ -15,7 +15,7 @@ def prompt(seed, n):
 
 
 def settled(cached):
-    """Nothing pinned, nothing lost."""
+    """Verify that no block is pinned and none is lost."""
     gc.collect()
     cached.check()
     prefixes = cached.prefix_cache.cache

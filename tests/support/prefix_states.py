@@ -33,7 +33,7 @@ PAIRS = [*((name, name) for name in BITS), ("f32", "f16"), ("f32", "q2"), ("q8",
 
 
 def head_bytes(name: str, head_dim: int) -> int:
-    """One row of one head: codes of exactly so many bits; quantised ones have a scale and a minimum in f16."""
+    """One row of one head: codes of this many bits each; quantised formats add a scale and a minimum in f16."""
     return -(-head_dim * BITS[name] // 8) + (4 if FORMATS[name].quantised else 0)
 
 

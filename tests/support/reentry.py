@@ -1,7 +1,7 @@
 """Calls from inside of calls: what `test_reentrancy.py` runs in a process of its own.
 
-A world (worlds_*.py) is an object, or several that share locks, with every public call on them. Each call is disturbed
-by other calls of the same world:
+A system (systems_*.py) is an object, or several that share locks, with every public call on them. Each call is
+interrupted by other calls of the same system:
 
     arguments   objects that call when they are converted, hashed or compared; networks, `share` and `reclaim` that call
     lines       a call between any two lines of `kvcache/`, where a signal handler could run
@@ -10,10 +10,10 @@ by other calls of the same world:
     signals     calls by the handler of a real timer, thousands of times
     timeouts    the same with handlers whose errors leave the handler
 
-Whatever happens, a call ends in its result, in an error of the documented kinds or in the error of the handler;
-releases are never refused; all objects pass `check()`, hold what was written to them, and nothing is leaked.
+Every call returns its result, raises an error of the documented kinds, or raises the error of the handler. Releases are
+never refused; all objects pass `check()`, hold what was written to them, and nothing is leaked.
 
-    python tests/support/reentry.py MODULE.WORLD ROUNDS SECONDS
+    python tests/support/reentry.py MODULE.SYSTEM ROUNDS SECONDS
 """
 
 from __future__ import annotations
@@ -30,136 +30,136 @@ import traceback
 from pathlib import Path
 
 from between_lines import Between
-from calling_arguments import Via
+from calling_arguments import ArgumentWrapper
 from collecting import Collecting
 from interrupts import spread
-from world import DOCUMENTED, Disturbance, HandlerError
+from system import DOCUMENTED, HandlerError, InnerCalls
 
 
 class Run:
-    """All ways, over one kind of world.
+    """Runs every kind of interruption over one kind of system.
 
     Args:
-        make: `make(seed)` gives a world.
+        make: `make(seed)` gives a system.
         rounds: how much of each.
     """
 
     def __init__(self, make, rounds):
         self.make, self.rounds = make, rounds
-        self.world = make(0)
-        self.names, self.pure = self.world.names(), self.world.pure_names()
+        self.system = make(0)
+        self.names, self.pure = self.system.names(), self.system.pure_names()
         self.calls = self.inner = self.refused = 0
         self.problems = []
 
-    def _end(self, world, what, finish=True):
-        """No call is at work any more."""
+    def _end(self, system, what, finish=True):
+        """Verify the system after its last call."""
         sys.settrace(None)
-        world.via.action = None
+        system.wrap.action = None
         try:
-            world._settled()
-            world._verify()
+            system._settled()
+            system._verify()
             if finish:
-                world._finish()
-            assert not world.problems, "\n".join(world.problems[:3])
+                system._finish()
+            assert not system.problems, "\n".join(system.problems[:3])
         except Exception:
             self.problems.append(f"{what}: {traceback.format_exc()}")
         self.calls += 1
-        self.inner, self.refused = self.inner + world.inner_calls, self.refused + world.refused
-        world.inner_calls = world.refused = 0
-        world.problems.clear()
+        self.inner, self.refused = self.inner + system.inner_calls, self.refused + system.refused
+        system.inner_calls = system.refused = 0
+        system.problems.clear()
 
-    def _outer(self, world, name, via, what):
+    def _outer(self, system, name, wrap, what):
         try:
-            return world._call(name, via)
+            return system._call(name, wrap)
         except Exception:
             sys.settrace(None)
             self.problems.append(f"{what}: {traceback.format_exc()}")
             return None
 
     def twins(self):
-        """What each call gives when nothing disturbs it."""
+        """The result of each call without an interruption."""
         results = {}
         for name in self.names:
-            world = self.make(1)
-            results[name] = world._call(name, Via())
-            self._end(world, f"{name} alone")
+            system = self.make(1)
+            results[name] = system._call(name, ArgumentWrapper())
+            self._end(system, f"{name} alone")
         return results
 
     def arguments(self, every):
-        """Every call inside of the conversions of every other one; or of some."""
+        """Every call inside of the argument conversions of every other one, or of some."""
         for outer in self.names:
             some = (
                 self.names if every else random.Random(outer).sample(self.names, min(3 * self.rounds, len(self.names)))
             )
             for inner in some:
-                world = self.make(1)
-                via = world.via if world.via.action else Via()
-                via.action = lambda world=world, inner=inner: world._inner(inner)
-                world.via.action = via.action
-                self._outer(world, outer, via, f"{outer}({inner})")
-                via.action = None
-                self._end(world, f"{inner} inside of an argument of {outer}")
+                system = self.make(1)
+                wrap = system.wrap if system.wrap.action else ArgumentWrapper()
+                wrap.action = lambda system=system, inner=inner: system._inner(inner)
+                system.wrap.action = wrap.action
+                self._outer(system, outer, wrap, f"{outer}({inner})")
+                wrap.action = None
+                self._end(system, f"{inner} inside of an argument of {outer}")
 
     def unchanged(self, twins):
-        """Calls that change nothing, inside, at every line: the outer one gives what it gives alone."""
+        """Calls that change nothing, at every line of another one, whose result stays the same."""
         for outer in self.names:
-            world = self.make(1)
-            inner = Disturbance(world, self.pure, outer)
-            world.via.action = inner
+            system = self.make(1)
+            inner = InnerCalls(system, self.pure, outer)
+            system.wrap.action = inner
             with Between(inner):
-                result = self._outer(world, outer, Via(inner), outer)
-            world.via.action = None
+                result = self._outer(system, outer, ArgumentWrapper(inner), outer)
+            system.wrap.action = None
             if result != twins[outer]:
                 self.problems.append(f"{outer} gave {str(result)[:300]}, alone {str(twins[outer])[:300]}")
-            self._end(world, f"what changes nothing inside of {outer}")
+            self._end(system, f"what changes nothing inside of {outer}")
 
     def lines(self):
         """Any call at every line."""
         for number in range(self.rounds):
             for outer in self.names:
-                world = self.make(number)
-                inner = Disturbance(world, self.names, (outer, number).__repr__())
-                world.via.action = inner
+                system = self.make(number)
+                inner = InnerCalls(system, self.names, (outer, number).__repr__())
+                system.wrap.action = inner
                 with Between(inner):
-                    self._outer(world, outer, Via(), f"{outer} between lines")
-                self._end(world, f"calls between the lines of {outer} ({number})")
+                    self._outer(system, outer, ArgumentWrapper(), f"{outer} between lines")
+                self._end(system, f"calls between the lines of {outer} ({number})")
 
     def raising(self):
         """An exception at many places."""
         for outer in self.names:
-            world = self.make(1)
+            system = self.make(1)
             with Between(None, opcodes=True, stop=0) as between:
-                world._call(outer, Via())
+                system._call(outer, ArgumentWrapper())
             for stop in spread(range(1, between.count + 1), 4 * self.rounds):
-                world = self.make(1)
+                system = self.make(1)
                 inner = random.Random(f"{outer} {stop}").choice(self.names)
 
-                def strike(stop=stop, world=world, inner=inner):
+                def interrupt(stop=stop, system=system, inner=inner):
                     if stop % 2:
-                        world._loud(inner)
+                        system._call_that_may_raise(inner)
                     raise HandlerError
 
                 try:
-                    with Between(strike, opcodes=True, stop=stop):
-                        world._call(outer, Via())
+                    with Between(interrupt, opcodes=True, stop=stop):
+                        system._call(outer, ArgumentWrapper())
                 except HandlerError:
                     pass
                 except Exception:
-                    self.problems.append(f"{outer}, struck at {stop}: {traceback.format_exc()}")
-                self._end(world, f"{outer}, struck at {stop} of {between.count}")
+                    self.problems.append(f"{outer}, interrupted at {stop}: {traceback.format_exc()}")
+                self._end(system, f"{outer}, interrupted at {stop} of {between.count}")
 
     def collector(self):
         for number in range(self.rounds):
             for outer in self.names:
-                world = self.make(number)
-                inner = Disturbance(world, self.names, f"{outer} {number}")
+                system = self.make(number)
+                inner = InnerCalls(system, self.names, f"{outer} {number}")
                 with Collecting(inner):
-                    self._outer(world, outer, Via(), f"{outer} under the collector")
-                self._end(world, f"{outer} under the collector ({number})")
+                    self._outer(system, outer, ArgumentWrapper(), f"{outer} under the collector")
+                self._end(system, f"{outer} under the collector ({number})")
 
     def signals(self, seconds, timeouts):
         """A timer whose handler calls; with `timeouts` its errors, and errors of its own, leave it."""
-        number, world, inner, depth, armed, handled = 0, None, None, 0, False, 0
+        number, system, inner, depth, armed, handled = 0, None, None, 0, False, 0
 
         def handler(*_):
             nonlocal depth, armed, handled
@@ -172,7 +172,7 @@ class Run:
                     armed = False
                     if inner.random.random() < 0.5:
                         raise HandlerError
-                    world._loud(inner.random.choice(self.names))
+                    system._call_that_may_raise(inner.random.choice(self.names))
                 else:
                     inner()
             finally:
@@ -182,16 +182,16 @@ class Run:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             number += 1
-            world, deadline = self.make(number), time.monotonic() + 0.15
-            world.via.action = inner = Disturbance(world, self.names, number)
-            signal.setitimer(signal.ITIMER_REAL, 2e-5, 7e-5 * world.slow)
+            system, deadline = self.make(number), time.monotonic() + 0.15
+            system.wrap.action = inner = InnerCalls(system, self.names, number)
+            signal.setitimer(signal.ITIMER_REAL, 2e-5, 7e-5 * system.slow)
             what = ""
             while time.monotonic() < deadline and len(self.problems) < 20:
                 what = inner.random.choice(self.names)
                 try:
                     armed = timeouts
                     try:
-                        world._call(what, Via())
+                        system._call(what, ArgumentWrapper())
                     finally:
                         armed = False
                 except (HandlerError, *DOCUMENTED):
@@ -203,17 +203,17 @@ class Run:
                 self.calls += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
             inner = None
-            self._end(world, f"signals, world {number}, {what} last")
+            self._end(system, f"signals, system {number}, {what} last")
         return handled
 
 
-def main(world, rounds, seconds, path):
+def main(system, rounds, seconds, path):
     logging.disable()
     rounds, seconds = int(rounds), float(seconds)
     faulthandler.dump_traceback_later(120 + 40 * seconds * 30 + 30 * rounds, exit=True)
-    module, name = world.split(".")
+    module, name = system.split(".")
     kind = getattr(importlib.import_module(module), name)
-    gc.freeze()  # gc.collect() then looks at what a world makes, not at all of NumPy
+    gc.freeze()  # gc.collect() then looks at what a system makes, not at all of NumPy
     run = Run(lambda seed: kind(seed, Path(path)), rounds)
 
     def unraisable(what):

@@ -19,7 +19,7 @@ def blocks(capacity=512, **options):
 
 
 def prompts(seed, count=9, longest=150):
-    """Texts with a common head that diverge somewhere, each with a namespace."""
+    """Texts with a common prefix of random length, each with a namespace."""
     rng = np.random.default_rng(seed)
     common = rng.integers(0, 3, longest)
     cuts = rng.integers(0, longest, count)

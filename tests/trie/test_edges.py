@@ -1,4 +1,4 @@
-"""The trie as flat edges, and what damage takes from it."""
+"""The trie as flat edges, and `prune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = st.lists(st.integers(0, 1), max_size=13).map(tuple)
 
 
 def pages_of(trie: TokenTrie, root: int) -> dict[Tokens, int]:
-    """Every page by all tokens up to its end."""
+    """The value of every page by all tokens up to its end."""
     found: dict[Tokens, int] = {}
     for leaf in trie.leaf_ids():
         top, tokens, values = trie.path(leaf)
@@ -60,7 +60,7 @@ def test_edges_are_the_trie(size: int, texts: list[Tokens]) -> None:
         whole = text[: len(text) // size * size]
         trie.insert(roots[i % 3 == 0], whole, list(range(100 * i, 100 * i + len(whole) // size)))
     for root in roots:
-        edges = edges_of(trie, root)
+        edges = edges_of(trie, [root])
         rebuilt: dict[Tokens, int] = {}
         paths: list[Tokens] = []
         token, value = 0, 0
@@ -76,17 +76,11 @@ def test_edges_are_the_trie(size: int, texts: list[Tokens]) -> None:
         assert (token, value) == (len(edges.tokens), len(edges.values))
         inner = edges.parents >= 0
         assert (edges.stamps[inner] <= edges.stamps[edges.parents[inner]]).all()
+    both, each = edges_of(trie, roots), [edges_of(trie, [root]) for root in roots]
+    assert both.roots.tolist() == [0] * len(each[0].ends) + [1] * len(each[1].ends)
+    for field in ("ends", "marked", "stamps", "tokens", "values"):
+        assert getattr(both, field).tolist() == [x for edges in each for x in getattr(edges, field).tolist()]
+    first, second = (edges.parents.tolist() for edges in each)
+    assert both.parents.tolist() == first + [p if p < 0 else p + len(first) for p in second]
     with pytest.raises(ValueError, match="expected the id of a root"):
-        edges_of(trie, 99)
-
-
-def test_repin_pins_these_and_no_others():
-    trie = TokenTrie(2)
-    root = trie.add_root()
-    a, _ = trie.insert(root, [1, 2], [0])
-    b, _ = trie.insert(root, [3, 4], [1])
-    trie.pin(a)
-    trie.repin([b, b])
-    assert (trie.num_pins(a), trie.num_pins(b)) == (0, 2)
-    trie.check()
-    assert trie.evict(2).tolist() == [0]
+        edges_of(trie, [99])

@@ -1,8 +1,8 @@
-"""Worlds of `PrefixKvCache` for `reentry.py`: entries, states that it lends, a live cache that they are restored to."""
+"""Systems of `PrefixKvCache` for `reentry.py`: entries, states that it returns, a live cache to restore them to."""
 
 import numpy as np
 from contents import state
-from world import World, pure, release
+from system import System, pure, release
 
 from kvcache import CachedKvState, KvCache, PrefixCacheConfig, PrefixKvCache
 
@@ -10,21 +10,21 @@ DIM = 8
 
 
 class Source:
-    """A live cache of somebody else's, whose rows say of which tokens they are."""
+    """A live cache of a caller, whose rows identify their tokens."""
 
-    def __init__(self, via, text, name):
-        self.via, self.seq_len, self.state = via, len(text), state(name, text, DIM)
+    def __init__(self, wrap, text, name):
+        self.wrap, self.seq_len, self.state = wrap, len(text), state(name, text, DIM)
 
     def get_keys(self, layer):
-        self.via.run()
-        return self.via.array(self.state.keys[layer]) if layer else self.state.keys[layer]
+        self.wrap.run()
+        return self.wrap.array(self.state.keys[layer]) if layer else self.state.keys[layer]
 
     def get_values(self, layer):
         return self.state.values[layer]
 
 
-class EntriesWorld(World):
-    """A `PrefixKvCache`, states that it has lent, and a live cache that they are restored to."""
+class EntriesSystem(System):
+    """A `PrefixKvCache`, states that it returned, and a live cache to restore them to."""
 
     formats, tolerance = "f32", 0.0
     rare = ("save", "load")
@@ -55,66 +55,66 @@ class EntriesWorld(World):
         return None
 
     @staticmethod
-    def _state(text, name, via):
+    def _state(text, name, wrap):
         whole = state(name, text, DIM)
-        sides = [via.items([via.array(layer) for layer in side]) for side in (whole.keys, whole.values)]
+        sides = [wrap.items([wrap.array(layer) for layer in side]) for side in (whole.keys, whole.values)]
         return CachedKvState(*sides, len(text))
 
     # -- entries
 
-    def lookup(self, via):
+    def lookup(self, wrap):
         text, name = self._text(), self.random.choice((None, "b"))
-        return self._hold(text, name, self.cache.lookup(via.tokens(text), via.name(name)))
+        return self._hold(text, name, self.cache.lookup(wrap.tokens(text), wrap.name(name)))
 
-    def store(self, via):
+    def store(self, wrap):
         text, name = self._text(), self.random.choice((None, "b"))
-        source, n = Source(via, text, name), via.integer(len(text))
-        self.cache.store(via.tokens(text), source, n, via.integer(DIM), via.integer(2), via.name(name))
+        source, n = Source(wrap, text, name), wrap.integer(len(text))
+        self.cache.store(wrap.tokens(text), source, n, wrap.integer(DIM), wrap.integer(2), wrap.name(name))
 
-    def store_live(self, via):
+    def store_live(self, wrap):
         live = KvCache(2, 30, DIM)
         text = self._text(length=20)
         whole = state(None, text, DIM)
         live.restore_from_snapshot(whole.keys, whole.values, 20)
-        self.cache.store(via.tokens(text), live, 20, DIM, 2)
+        self.cache.store(wrap.tokens(text), live, 20, DIM, 2)
 
-    def store_snapshot(self, via):
+    def store_snapshot(self, wrap):
         text, name = self._text(), self.random.choice((None, "b"))
-        self.cache.store_snapshot(via.tokens(text), self._state(text, name, via), via.name(name))
+        self.cache.store_snapshot(wrap.tokens(text), self._state(text, name, wrap), wrap.name(name))
 
-    def store_another_shape(self, via):
+    def store_another_shape(self, wrap):
         text = self._text(length=5)
-        self.cache.store_snapshot(text, state("wide", text, 2 * DIM), via.name("wide"))
+        self.cache.store_snapshot(text, state("wide", text, 2 * DIM), wrap.name("wide"))
 
-    def remove(self, via):
-        return self.cache.remove(via.tokens(self._text(length=self.random.choice((9, 12, 40)))), via.name(None))
+    def remove(self, wrap):
+        return self.cache.remove(wrap.tokens(self._text(length=self.random.choice((9, 12, 40)))), wrap.name(None))
 
-    def clear(self, via):
+    def clear(self, wrap):
         self.cache.clear()
 
-    def save(self, via):
+    def save(self, wrap):
         self.cache.save(self.path / f"{type(self).__name__}", "m")
 
-    def load(self, via):
-        self.save(via)
+    def load(self, wrap):
+        self.save(wrap)
         self.cache.clear()
         return self.cache.load(self.path / f"{type(self).__name__}", "m")
 
     @pure
-    def reports(self, via):
+    def reports(self, wrap):
         it = self.cache
         return it.memory_usage, len(it), it.is_empty, it.hits, it.misses, it.hit_tokens, str(it.stats())
 
     @pure
-    def check(self, via):
+    def check(self, wrap):
         self.cache.check()
 
     @release
-    def drop_state(self, via):
+    def drop_state(self, wrap):
         self.states.pop()
 
     @pure
-    def read_state(self, via):
+    def read_state(self, wrap):
         text, name, held = self.states[0]
         self._compare(text, name, held)
         return held.seq_len, held.num_layers, held.kv_dim
@@ -125,62 +125,62 @@ class EntriesWorld(World):
             error = np.abs(got - want.reshape(-1)[:n]).max(initial=0)
             assert error <= self.tolerance, f"the rows of another text, or none: off by {error}"
 
-    def restore(self, via):
+    def restore(self, wrap):
         self.cache.restore(self.random.choice(self.states)[2], self.live)
 
     # -- live
 
-    def live_store_kv(self, via):
-        self.live.store_kv(via.integer(1), via.array(np.ones(DIM)), via.array(np.ones(DIM)))
+    def live_store_kv(self, wrap):
+        self.live.store_kv(wrap.integer(1), wrap.array(np.ones(DIM)), wrap.array(np.ones(DIM)))
 
-    def live_advance(self, via):
+    def live_advance(self, wrap):
         self.live.advance()
 
-    def live_truncate(self, via):
-        self.live.truncate(via.integer(self.random.choice((3, 9))))
+    def live_truncate(self, wrap):
+        self.live.truncate(wrap.integer(self.random.choice((3, 9))))
 
-    def live_clear(self, via):
+    def live_clear(self, wrap):
         self.live.clear()
 
-    def live_get(self, via):
-        return self.live.get_keys(via.integer(0)), self.live.get_values(1)
+    def live_get(self, wrap):
+        return self.live.get_keys(wrap.integer(0)), self.live.get_values(1)
 
     @pure
-    def live_snapshot(self, via):
+    def live_snapshot(self, wrap):
         snapshot = self.live.snapshot()
         return snapshot.keys, snapshot.values, snapshot.seq_len
 
-    def live_restore(self, via):
+    def live_restore(self, wrap):
         whole = state(None, self._text(3, 20), DIM)
         self.live.restore_from_snapshot(
-            via.items(whole.keys), via.items([via.array(layer) for layer in whole.values]), via.integer(20)
+            wrap.items(whole.keys), wrap.items([wrap.array(layer) for layer in whole.values]), wrap.integer(20)
         )
 
-    def live_restore_own(self, via):
+    def live_restore_own(self, wrap):
         n = 5
         keys = [self.live.get_keys(layer)[: n * DIM] for layer in range(2)]
-        self.live.restore_from_snapshot(keys, via.items(keys), n)
+        self.live.restore_from_snapshot(keys, wrap.items(keys), n)
 
-    def live_for_each(self, via):
+    def live_for_each(self, wrap):
         seen = []
-        self.live.for_each_key(0, lambda position, row: (via.run(), seen.append(position)))
-        self.live.for_each_value(1, lambda position, row: (via.run(), seen.append(position)))
+        self.live.for_each_key(0, lambda position, row: (wrap.run(), seen.append(position)))
+        self.live.for_each_value(1, lambda position, row: (wrap.run(), seen.append(position)))
         return seen
 
     @pure
-    def live_reports(self, via):
+    def live_reports(self, wrap):
         it = self.live
         return it.seq_len, str(it.stats()), it.block_table.sequence_length, it.is_valid, it.max_seq_len
 
     @pure
-    def live_views(self, via):
-        return self.live.key_cache(via.integer(1)), self.live.value_cache(0), self.live.clone_handle().seq_len
+    def live_views(self, wrap):
+        return self.live.key_cache(wrap.integer(1)), self.live.value_cache(0), self.live.clone_handle().seq_len
 
-    def live_resize(self, via):
-        self.table.sequence_length = via.integer(self.random.choice((5, 30, 51)))
+    def live_resize(self, wrap):
+        self.table.sequence_length = wrap.integer(self.random.choice((5, 30, 51)))
 
     @pure
-    def live_check(self, via):
+    def live_check(self, wrap):
         self.live.check()
 
     def _verify(self):
@@ -199,7 +199,7 @@ class EntriesWorld(World):
         self.states.clear()
         self.cache.check()
         for kind in self.cache._index.kinds:
-            assert not kind.counts().any(), "a state is lent that nobody has"
+            assert not kind.counts().any(), "the cache counts a state that no caller holds"
         self.cache.clear()
         assert self.cache.memory_usage == 0
         text = self._text(1, 45)
@@ -207,5 +207,5 @@ class EntriesWorld(World):
         self._compare(text, None, self.cache.lookup(text)[1])
 
 
-class PackedEntriesWorld(EntriesWorld):
+class PackedEntriesSystem(EntriesSystem):
     formats, tolerance = "q8", 0.02

@@ -1,6 +1,6 @@
 """Saved caches with false headers and tables and valid checksums: each is refused or gives a valid cache.
 
-    python tests/support/lying_snapshots.py FOLDER
+    python tests/support/false_snapshots.py FOLDER
 
 loads all of them in one process with a memory limit and prints their outcomes as JSON. `cases` writes them by hand, so
 that every number can differ from what it counts, and as sparse files, so that a terabyte costs nothing.
@@ -40,7 +40,7 @@ def name(arena=0, value="a", length=None):
 class File:
     """The parts of a file, and the numbers in its header where these shall differ."""
 
-    def __init__(self, kind, arenas=None, names=None, segments=((0, NONE, 4, 1),), tokens=None, lies=()):
+    def __init__(self, kind, arenas=None, names=None, segments=((0, NONE, 4, 1),), tokens=None, false=()):
         arenas = (ARENAS[kind],) if arenas is None else arenas
         self.kind = kind
         self.arenas = b"".join(ARENA.pack(*arena) if isinstance(arena, tuple) else arena for arena in arenas)
@@ -50,7 +50,7 @@ class File:
         self.tokens = struct.pack(f"<{min(count, 1000)}I", *range(min(count, 1000)))
         self.numbers = {
             "kind": KINDS[kind], "segments": len(segments), "tokens": count, "names_bytes": len(self.names),
-            "arenas": len(arenas), "names": 1 if names is None else len(names), "model_bytes": 0, **dict(lies),
+            "arenas": len(arenas), "names": 1 if names is None else len(names), "model_bytes": 0, **dict(false),
         }  # fmt: skip
         first = arenas[0] if arenas and isinstance(arenas[0], tuple) else ARENAS[kind]
         self.numbers.setdefault("pages", -(-count // max(first[8], 1)))
@@ -100,22 +100,22 @@ def cases(kind):
     yield "nothing at all", File(kind, arenas=(), names=[], segments=()), None
     for count in (5, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63, 2**64 - 1):
         for number in ("segments", "tokens", "pages", "names_bytes"):
-            yield f"{count} {number}", File(kind, lies={number: count}), False
+            yield f"{count} {number}", File(kind, false={number: count}), False
     for count in (2, 100, 2**16, 2**31, 2**32 - 1):
         for number in ("arenas", "names", "model_bytes"):
-            yield f"{count} {number}", File(kind, lies={number: count}), False
+            yield f"{count} {number}", File(kind, false={number: count}), False
     for number in (0, 127, 128, 4096, 2**40, 2**63, 2**64 - 1):
-        yield f"a size of {number}", File(kind, lies={"size": number, "real_size": 8192}), False
-    yield "a real size of 2**40", File(kind, lies={"real_size": 2**40}), False
+        yield f"a size of {number}", File(kind, false={"size": number, "real_size": 8192}), False
+    yield "a real size of 2**40", File(kind, false={"real_size": 2**40}), False
     # Large and sparse, with sizes in the header that agree with each other and with the file.
     yield "30 GB of tokens", File(kind, segments=((0, NONE, 4, 1),), tokens=7 * 2**30), False
-    yield "30 GB of segments", File(kind, lies={"segments": 2**31 - 1}, tokens=2**31 - 1), False
-    yield "30 GB of names", File(kind, lies={"names_bytes": 30 * 2**30}), False
-    yield "4 GB of a model's name", File(kind, lies={"model_bytes": 2**32 - 1}), False
+    yield "30 GB of segments", File(kind, false={"segments": 2**31 - 1}, tokens=2**31 - 1), False
+    yield "30 GB of names", File(kind, false={"names_bytes": 30 * 2**30}), False
+    yield "4 GB of a model's name", File(kind, false={"model_bytes": 2**32 - 1}), False
     yield "1 GB of tokens", File(kind, segments=((0, NONE, 4, 1),), tokens=2**28), False
     yield "1 GB of tokens in one segment", File(kind, segments=((0, NONE, 2**28, 1),)), False
-    yield "1 GB of segments of nothing", File(kind, lies={"segments": 2**26}, tokens=2**26), False
-    yield "160 MB of segments of nothing", File(kind, lies={"segments": 10_000_000}, tokens=10_000_000), False
+    yield "1 GB of segments of nothing", File(kind, false={"segments": 2**26}, tokens=2**26), False
+    yield "160 MB of segments of nothing", File(kind, false={"segments": 10_000_000}, tokens=10_000_000), False
     yield "80 MB of tokens, no checksum", File(kind, segments=((0, NONE, 20_000_000, 1),)), None
     many = tuple((0, NONE if i == 0 else i - 1, 4, 1) for i in range(250))
     yield "a long chain", File(kind, segments=many), True
@@ -172,23 +172,23 @@ def cases(kind):
     yield "a name twice", File(kind, names=[name(), name()]), False
     yield "the other kind", File("entries" if kind == "blocks" else "blocks"), False
     for number in (0, 3, 2**32 - 1):
-        yield f"kind {number}", File(kind, lies={"number": number}), False
+        yield f"kind {number}", File(kind, false={"number": number}), False
     for version in (0, 2, 2**32 - 1):
-        yield f"version {version}", File(kind, lies={"version": version}), False
+        yield f"version {version}", File(kind, false={"version": version}), False
 
 
 CASES = {f"{kind}: {name}": (file, taken) for kind in ARENAS for name, file, taken in cases(kind)}
 
 
 def outcome(file, path, make):
-    """`(error, message, seconds of CPU time)`; "taken in" where a cache came of it, which then serves on."""
+    """`(error, message, seconds of CPU time)`; "loaded" if the file was, in which case the cache is then used."""
     file.write(path)
     cache = make()
     signal.alarm(SECONDS)
     start = time.process_time()
     try:
         cache.load(path)
-        found = "taken in", ""
+        found = "loaded", ""
     except SnapshotError as error:
         found = "SnapshotError", str(error)
         assert len(cache) == 0

@@ -1,4 +1,4 @@
-"""Not a real network: K and V identify the token and its text, and the results of attention are recorded."""
+"""A stand-in for a network: K and V identify the token and its text, and the results of attention are recorded."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY, TOKENS = 4, 2, 16, 2, 50, 400
 KINDS = 997
 
 
-class Teller:
+class RecordingNetwork:
     """A network whose K and V depend on all tokens up to their own and on the namespace; it always predicts token 0.
 
     Attributes:
-        told: (layer, position) -> the result of attention of that query.
+        outputs: (layer, position) -> the result of attention of that query.
         countdown: calls of `attend` after which it fails; -1: never.
     """
 
@@ -25,7 +25,7 @@ class Teller:
         rng = np.random.default_rng(3)
         self.queries = rng.standard_normal((LAYERS, TOKENS, HEADS, DIM), np.float32)
         self.rows = rng.standard_normal((2, LAYERS, KINDS, KV_HEADS, DIM), np.float32)
-        self.told, self.countdown = {}, -1
+        self.outputs, self.countdown = {}, -1
         self.expect((), None)
 
     def expect(self, text, owner):
@@ -35,7 +35,7 @@ class Teller:
         for pos in range(TOKENS):
             state = (31 * state + (int(text[pos]) if pos < len(text) else 0) + 7 * pos + 1) % KINDS
             self.kinds[pos] = state
-        self.told.clear()
+        self.outputs.clear()
 
     def forward(self, tokens, positions, attend, logits):
         for layer in range(LAYERS):
@@ -44,7 +44,7 @@ class Teller:
             self.countdown -= 1
             keys, values = self.rows[:, layer, self.kinds[positions]]
             mixed = attend(layer, self.queries[layer, positions], keys, values)
-            self.told.update({(layer, pos): row for pos, row in zip(positions.tolist(), mixed, strict=True)})
+            self.outputs.update({(layer, pos): row for pos, row in zip(positions.tolist(), mixed, strict=True)})
         scores = np.zeros(({"last": 1, "all": len(tokens), "none": 0}[logits], VOCABULARY), np.float32)
         scores[:, 0] = 1
         return scores

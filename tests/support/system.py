@@ -1,10 +1,10 @@
-"""A world: an object, or several that share locks, with every public call on them; `reentry.py` disturbs its calls."""
+"""A system: an object, or several that share locks, with every public call on them; `reentry.py` disturbs its calls."""
 
 import random
 import traceback
 
-from calling_arguments import Via
-from scene import plain
+from calling_arguments import ArgumentWrapper
+from subject import plain
 
 from kvcache import InvalidOperationError, KvCacheError
 from kvcache.core.locks import CallLock
@@ -13,7 +13,7 @@ DOCUMENTED = (KvCacheError, TypeError, ValueError, IndexError)
 
 
 def refusal():
-    """What a lock says to the thread that is inside."""
+    """The message of a lock that its own thread holds already."""
     lock = CallLock()
     with lock:
         try:
@@ -27,28 +27,28 @@ REFUSED = refusal()
 
 
 class HandlerError(TimeoutError):
-    """What a handler raises."""
+    """The error that a signal handler raises."""
 
 
 def pure(call):
-    """A call that changes nothing, not even what was used last."""
+    """Mark a call that changes nothing, not even the order of use."""
     call.pure = True
     return call
 
 
 def release(call):
-    """A call that is never refused for being inside of another one."""
+    """Mark a call that is never refused inside of another one."""
     call.release = True
     return call
 
 
-class World:
-    """Each method without a leading underscore is a call, and takes a `Via`.
+class System:
+    """Each method without a leading underscore is a call, and takes a `ArgumentWrapper`.
 
     Attributes:
-        random: what calls choose by.
-        promises: functions that must be true when the outermost call has left, with what they say.
-        problems: what went wrong where no exception can leave.
+        random: from which calls choose their arguments.
+        promises: functions that must return true after the outermost call, each with a message.
+        problems: errors of places from which no exception can leave.
     """
 
     rare = ()  # calls that take long
@@ -57,25 +57,25 @@ class World:
     def __init__(self, seed, path):
         self.random, self.path = random.Random(seed), path
         self.promises, self.problems, self.inner_calls, self.refused = [], [], 0, 0
-        self.via = Via()  # of objects that live as long as the world
+        self.wrap = ArgumentWrapper()  # of objects that live as long as the system
         self._build()
 
     @classmethod
     def names(cls):
         return sorted(
             name for name in dir(cls)
-            if not name.startswith("_") and callable(getattr(cls, name)) and name not in vars(World)
+            if not name.startswith("_") and callable(getattr(cls, name)) and name not in vars(System)
         )  # fmt: skip
 
     @classmethod
     def pure_names(cls):
         return [name for name in cls.names() if hasattr(getattr(cls, name), "pure")]
 
-    def _call(self, name, via):
-        """What a call gives, as something to be compared; what it raises, if that is documented."""
+    def _call(self, name, wrap):
+        """The result of a call, to be compared; the type of its error, if that is documented."""
         call = getattr(self, name)
         try:
-            return plain(call(via))
+            return plain(call(wrap))
         except DOCUMENTED as error:
             if isinstance(error, InvalidOperationError) and str(error) == REFUSED:
                 self.refused += 1
@@ -87,7 +87,7 @@ class World:
         """A call from inside of another one, whose documented errors are swallowed."""
         self.inner_calls += 1
         try:
-            self._call(name, Via())
+            self._call(name, ArgumentWrapper())
         except HandlerError:
             raise
         except Exception as error:
@@ -95,17 +95,17 @@ class World:
                 raise
             self.problems.append(f"inside, {name}: {traceback.format_exc()}")
 
-    def _loud(self, name):
+    def _call_that_may_raise(self, name):
         """A call from inside of another one, whose errors leave the handler."""
         self.inner_calls += 1
         try:
-            getattr(self, name)(Via())
+            getattr(self, name)(ArgumentWrapper())
         except DOCUMENTED as error:
             error.handlers = True
             raise
 
     def _settled(self):
-        """No call is at work: what was released has gone."""
+        """After the outermost call: everything released is gone."""
         promises, self.promises = self.promises, []
         for kept, what in promises:
             assert kept(), what
@@ -117,14 +117,14 @@ class World:
         raise NotImplementedError
 
 
-class Disturbance:
-    """Chooses what is called inside."""
+class InnerCalls:
+    """Chooses which call is made inside of another one."""
 
-    def __init__(self, world, names, seed):
-        self.world, self.names, self.random = world, names, random.Random(seed)
+    def __init__(self, system, names, seed):
+        self.system, self.names, self.random = system, names, random.Random(seed)
 
     def __call__(self, *_):
         name = self.random.choice(self.names)
-        if name in self.world.rare and self.random.random() < 0.9:
+        if name in self.system.rare and self.random.random() < 0.9:
             return
-        self.world._inner(name)
+        self.system._inner(name)

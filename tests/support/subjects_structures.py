@@ -1,7 +1,7 @@
-"""Scenes of the structures below the caches: heap, ids, pool, tries, kept tokens."""
+"""Subjects of the structures below the caches: heap, ids, pool, tries, kept tokens."""
 
 import numpy as np
-from scene import BLOCK, Scene, plain
+from subject import BLOCK, Subject, plain
 
 from kvcache.core.heap import IndexedHeap
 from kvcache.core.idmap import IdMap
@@ -11,7 +11,7 @@ from kvcache.trie.entries import EntryTrie
 from kvcache.trie.trie import TokenTrie
 
 
-class Heap(Scene):
+class Heap(Subject):
     def _build(self):
         heap = IndexedHeap()
         for id in range(8):
@@ -25,7 +25,7 @@ class Heap(Scene):
         self.it.push(800, 1.5)
 
 
-class Ids(Scene):
+class Ids(Subject):
     def _build(self):
         ids = IdMap()
         for id in range(64):
@@ -39,7 +39,7 @@ class Ids(Scene):
         self.it[10**12] = 5
 
 
-class Pool(Scene):
+class Pool(Subject):
     def _build(self):
         pool = BlockPool(2000)
         pool.retain(pool.acquire(700)[:200])
@@ -63,13 +63,13 @@ class Pool(Scene):
 
 
 def nodes(trie):
-    """Cached sequences, pins and counters; not the shape, which may differ between equals."""
+    """Cached sequences, pins and counters; not the shape of the trie, which may differ."""
     paths = sorted((root, tokens.tolist(), values.tolist()) for root, tokens, values in map(trie.path, trie.leaf_ids()))
     pins = sum(trie.num_pins(id) for id in {*trie.leaf_ids(), *trie.roots()})
     return paths, pins, len(trie), trie.num_entries, trie.roots()
 
 
-class Trie(Scene):
+class Trie(Subject):
     def _build(self):
         trie = TokenTrie(BLOCK)
         self.root, other = trie.add_root(), trie.add_root()
@@ -108,17 +108,11 @@ class Trie(Scene):
     def remove(self):
         self.it.remove(self.root, self.text)
 
-    def drop_root(self):
-        self.it.drop_root(self.root)
-
-    def clear(self):
-        self.it.clear()
-
     def add_root(self):
         self.it.add_root()
 
 
-class Entries(Scene):
+class Entries(Subject):
     def _build(self):
         trie = EntryTrie()
         self.root = trie.add_root()
@@ -135,14 +129,11 @@ class Entries(Scene):
     def evict_entry(self):
         self.it.evict_entry()
 
-    def evict_entry_but_a_path(self):
-        self.it.evict_entry(self.it.match(self.root, range(450))[0])
-
     def remove(self):
         self.it.remove(self.root, range(800))
 
 
-class List(Scene):
+class List(Subject):
     def _build(self):
         kept = KeptTokens(True)
         kept.append(300, 300, 4, 100)

@@ -1,26 +1,26 @@
-"""Worlds of `PagedKvCache` for `reentry.py`: sequences, forks, handles, and prefixes over them."""
+"""Systems of `PagedKvCache` for `reentry.py`: sequences, forks, handles, and prefixes over them."""
 
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.random  # now, not where a handler may strike
-from calling_arguments import Via
-from world import World, pure, release
-from worlds_prefix import DIM, SIZE, PrefixCalls
+import numpy.random  # now, not where a handler may run
+from calling_arguments import ArgumentWrapper
+from system import System, pure, release
+from systems_prefix import DIM, SIZE, PrefixCalls
 
 from kvcache import EvictionStrategy, PagedKvCache, PrefixCache
 
 
 def rows(tag, positions, layer):
-    """K and V that say whose they are: the last digit of a sequence's id, the position in the text, the layer."""
+    """K and V that identify their token: the last digit of the sequence's id, the position in the text, the layer."""
     k = np.full((len(positions), 1, DIM), tag, np.float32)
     k[..., 1] = np.reshape(positions, (-1, 1))
     k[..., 2] = layer
     return k, k.copy()
 
 
-class PagedWorld(PrefixCalls, World):
-    """Sequences, forks of them (ids that end alike), blocks adopted (ids from 100 on), a prefix cache over all that."""
+class PagedSystem(PrefixCalls, System):
+    """Sequences, forks of them (ids that end alike), blocks adopted (ids from 100 on), a prefix cache over these."""
 
     rare = ("prefix_save", "prefix_load")
 
@@ -34,7 +34,7 @@ class PagedWorld(PrefixCalls, World):
         self._start(PrefixCache.over(self.cache, 20))
         self.prefix.adopt(self._text(3, 20), self.cache.get_sequence(3).block_ids)
         self.prefix.adopt(self._text(1, 8), self.cache.get_sequence(1).block_ids, "b")
-        self._open(self.prefix.open_session, Via(), tag=3, length=13)
+        self._open(self.prefix.open_session, ArgumentWrapper(), tag=3, length=13)
         self.found += self.prefix.lookup(self._text(3, 8))[1]
         for source, target in ((1, 11), (3, 13), (2, 12)):
             self.cache.fork(source, target)
@@ -47,7 +47,7 @@ class PagedWorld(PrefixCalls, World):
 
     @contextmanager
     def _kept(self, seq):
-        """The blocks of a fork of a sequence, which nobody else touches."""
+        """The blocks of a fork of a sequence that no other call uses."""
         self.forks += 1
         fork = self.forks
         self.cache.fork(seq, fork)
@@ -63,31 +63,31 @@ class PagedWorld(PrefixCalls, World):
 
     # -- sequences
 
-    def allocate(self, via):
-        self.cache.allocate(via.integer(self._new(self._seq())), via.integer(self.random.choice((0, 3, 9))))
+    def allocate(self, wrap):
+        self.cache.allocate(wrap.integer(self._new(self._seq())), wrap.integer(self.random.choice((0, 3, 9))))
 
-    def allocate_batch(self, via):
+    def allocate_batch(self, wrap):
         ids = [self._new(self._seq()) for _ in range(3)]
-        self.cache.allocate_batch(via.array(ids), via.array([1, 5, 8]))
+        self.cache.allocate_batch(wrap.array(ids), wrap.array([1, 5, 8]))
 
-    def adopt(self, via):
+    def adopt(self, wrap):
         with self._kept(3) as blocks:
-            self.cache.adopt(via.integer(103), via.array(blocks[:3]), via.integer(11))
+            self.cache.adopt(wrap.integer(103), wrap.array(blocks[:3]), wrap.integer(11))
 
-    def adopt_found(self, via):
+    def adopt_found(self, wrap):
         session = self.random.choice(self.sessions)
-        self.cache.adopt(100 + session.tag, via.array(session.shared_blocks), session.num_tokens)
+        self.cache.adopt(100 + session.tag, wrap.array(session.shared_blocks), session.num_tokens)
 
-    def fork(self, via):
+    def fork(self, wrap):
         seq = self._seq()
-        self.cache.fork(via.integer(seq), via.integer(self._new(seq)))
+        self.cache.fork(wrap.integer(seq), wrap.integer(self._new(seq)))
 
-    def fork_batch(self, via):
-        self.cache.fork_batch(via.array([1, 3, 1]), via.array([41, 43, 51]))
+    def fork_batch(self, wrap):
+        self.cache.fork_batch(wrap.array([1, 3, 1]), wrap.array([41, 43, 51]))
 
-    def swap(self, via):
+    def swap(self, wrap):
         tag = self.random.choice((1, 2, 3))
-        self.cache.swap(via.integer(tag), via.integer(tag + 10))
+        self.cache.swap(wrap.integer(tag), wrap.integer(tag + 10))
 
     def _freed(self, ids):
         table = self.cache._table
@@ -99,55 +99,55 @@ class PagedWorld(PrefixCalls, World):
         return kept, f"a sequence of {ids} is there that was freed"
 
     @release
-    def free(self, via):
+    def free(self, wrap):
         seq = self._seq()
         promise = self._freed([seq])
-        self.cache.free(via.integer(seq))
+        self.cache.free(wrap.integer(seq))
         self.promises.append(promise)
 
     @release
-    def free_batch(self, via):
+    def free_batch(self, wrap):
         ids = [1, 11] if self.random.random() < 0.5 else [3, 12]
         promise = self._freed(ids)
-        self.cache.free_batch(via.array(ids))
+        self.cache.free_batch(wrap.array(ids))
         self.promises.append(promise)
 
-    def append(self, via):
-        self.cache.append(via.integer(self._seq()), via.integer(self.random.choice((0, 1, 6))))
+    def append(self, wrap):
+        self.cache.append(wrap.integer(self._seq()), wrap.integer(self.random.choice((0, 1, 6))))
 
-    def append_batch(self, via):
-        self.cache.append_batch(via.array([1, 11, 3, 2]))
+    def append_batch(self, wrap):
+        self.cache.append_batch(wrap.array([1, 11, 3, 2]))
 
-    def truncate(self, via):
-        self.cache.truncate(via.integer(self._seq()), via.integer(self.random.choice((0, 3, 7))))
+    def truncate(self, wrap):
+        self.cache.truncate(wrap.integer(self._seq()), wrap.integer(self.random.choice((0, 3, 7))))
 
-    def keep_tokens(self, via):
-        self.cache.keep_tokens(via.integer(self._seq()), via.array(range(0, self.random.choice((4, 7)), 2)))
+    def keep_tokens(self, wrap):
+        self.cache.keep_tokens(wrap.integer(self._seq()), wrap.array(range(0, self.random.choice((4, 7)), 2)))
 
-    def apply_streaming_llm(self, via):
-        return self.cache.apply_streaming_llm(via.integer(self._seq()), via.integer(2), via.integer(4))
+    def apply_streaming_llm(self, wrap):
+        return self.cache.apply_streaming_llm(wrap.integer(self._seq()), wrap.integer(2), wrap.integer(4))
 
-    def compact(self, via):
-        self.cache.compact(via.integer(self._seq()))
-
-    @pure
-    def contains(self, via):
-        return via.integer(3) in self.cache, self.cache.num_sequences, self.cache.sequence_ids()
+    def compact(self, wrap):
+        self.cache.compact(wrap.integer(self._seq()))
 
     @pure
-    def get_sequence(self, via):
-        return [str(self.cache.get_sequence(via.integer(seq))) for seq in (1, 3, 99)]
+    def contains(self, wrap):
+        return wrap.integer(3) in self.cache, self.cache.num_sequences, self.cache.sequence_ids()
 
     @pure
-    def block_table(self, via):
-        return self.cache.block_table(via.array([1, 2, 3]))
+    def get_sequence(self, wrap):
+        return [str(self.cache.get_sequence(wrap.integer(seq))) for seq in (1, 3, 99)]
 
     @pure
-    def reference_counts(self, via):
-        return self.cache.reference_counts(via.array([0, 1, 2, 69]))
+    def block_table(self, wrap):
+        return self.cache.block_table(wrap.array([1, 2, 3]))
 
     @pure
-    def reports(self, via):
+    def reference_counts(self, wrap):
+        return self.cache.reference_counts(wrap.array([0, 1, 2, 69]))
+
+    @pure
+    def reports(self, wrap):
         it = self.cache
         return (
             it.total_blocks,
@@ -158,73 +158,73 @@ class PagedWorld(PrefixCalls, World):
         )
 
     @pure
-    def stats(self, via):
+    def stats(self, wrap):
         stats = self.cache.stats()
         return stats.total_allocations, stats.total_frees, stats.total_forks, stats.peak_blocks_used
 
     @pure
-    def texts(self, via):
+    def texts(self, wrap):
         return str(self.cache), repr(self.cache), repr(self.handles[0])
 
     @pure
-    def check(self, via):
+    def check(self, wrap):
         self.cache.check()
 
-    def copy_blocks(self, via):
+    def copy_blocks(self, wrap):
         with self._kept(3) as blocks:
-            self.cache.copy_blocks(via.array(blocks), via.array(blocks))
+            self.cache.copy_blocks(wrap.array(blocks), wrap.array(blocks))
 
     # -- who leaves
 
-    def with_eviction_strategy(self, via):
+    def with_eviction_strategy(self, wrap):
         kinds = (EvictionStrategy.LRU(), EvictionStrategy.LongestFirst(), EvictionStrategy.Priority(4))
         self.cache.with_eviction_strategy(self.random.choice(kinds))
 
-    def with_eviction_threshold(self, via):
-        self.cache.with_eviction_threshold(via.number(0.8))
+    def with_eviction_threshold(self, wrap):
+        self.cache.with_eviction_threshold(wrap.number(0.8))
 
-    def set_priority(self, via):
-        self.cache.set_priority(via.integer(self._seq()), via.integer(2))
+    def set_priority(self, wrap):
+        self.cache.set_priority(wrap.integer(self._seq()), wrap.integer(2))
 
-    def pin(self, via):
-        self.cache.pin(via.integer(self._seq()))
+    def pin(self, wrap):
+        self.cache.pin(wrap.integer(self._seq()))
 
-    def unpin(self, via):
-        self.cache.unpin(via.integer(self._seq()))
+    def unpin(self, wrap):
+        self.cache.unpin(wrap.integer(self._seq()))
 
     @pure
-    def select_eviction_target(self, via):
+    def select_eviction_target(self, wrap):
         return self.cache.select_eviction_target()
 
-    def evict(self, via):
+    def evict(self, wrap):
         return self.cache.evict()
 
-    def evict_to_threshold(self, via):
-        return self.cache.evict_to_threshold(via.number(0.3))
+    def evict_to_threshold(self, wrap):
+        return self.cache.evict_to_threshold(wrap.number(0.3))
 
     # -- K and V
 
-    def write(self, via):
+    def write(self, wrap):
         seq, layer = self._seq(), self.random.randrange(2)
         k, v = rows(seq % 10, self._anywhere(self.random.choice((1, 6))), layer)
-        start = self.random.choice((None, via.integer(0), via.integer(3)))
-        self.cache.write(via.integer(layer), via.integer(seq), via.array(k), via.array(v), start)
+        start = self.random.choice((None, wrap.integer(0), wrap.integer(3)))
+        self.cache.write(wrap.integer(layer), wrap.integer(seq), wrap.array(k), wrap.array(v), start)
 
     @staticmethod
     def _anywhere(n):
-        """What rows say of their position where nobody knows it: other calls may have evicted tokens meanwhile."""
+        """The positions that rows identify; other calls may have evicted tokens meanwhile."""
         return [-1] * n
 
-    def write_doubles(self, via):
+    def write_doubles(self, wrap):
         k, v = rows(1, self._anywhere(4), 1)
-        self.cache.write(1, 1, via.array(k.astype(np.float64)), via.array(v.astype(np.float64)), 0)
+        self.cache.write(1, 1, wrap.array(k.astype(np.float64)), wrap.array(v.astype(np.float64)), 0)
 
-    def write_batch(self, via):
+    def write_batch(self, wrap):
         k, v = (np.concatenate(sides) for sides in zip(*(rows(tag, [-1], 0) for tag in (3, 1, 3)), strict=True))
-        self.cache.write_batch(via.integer(0), via.array([3, 11, 103]), via.array(k), via.array(v))
+        self.cache.write_batch(wrap.integer(0), wrap.array([3, 11, 103]), wrap.array(k), wrap.array(v))
 
-    def read(self, via):
-        return self.cache.read(via.integer(self.random.randrange(2)), via.integer(self._seq()), via.integer(0))
+    def read(self, wrap):
+        return self.cache.read(wrap.integer(self.random.randrange(2)), wrap.integer(self._seq()), wrap.integer(0))
 
     def _queries(self, n):
         return np.random.default_rng(1).standard_normal((n, 2, DIM)).astype(np.float32)
@@ -236,15 +236,15 @@ class PagedWorld(PrefixCalls, World):
         assert out[..., 0].max() <= 3 + 1e-4
         return out
 
-    def attention(self, via):
+    def attention(self, wrap):
         ids = self.random.choice(([1, 3], [2, 11]))
-        return self._mixed(self.cache.attention(via.integer(0), via.array(self._queries(2)), via.array(ids)))
+        return self._mixed(self.cache.attention(wrap.integer(0), wrap.array(self._queries(2)), wrap.array(ids)))
 
-    def attention_with_all(self, via):
+    def attention_with_all(self, wrap):
         q = self._queries(7)
         out = self.cache.attention(
-            1, via.array(q), via.array([3, 1, 13]), query_lens=via.array([4, 2, 1]), scale=via.number(0.3),
-            sink_queries=via.array(q), out=np.empty_like(q), return_scores=True, context_lens=via.array([9, 3, 20]),
+            1, wrap.array(q), wrap.array([3, 1, 13]), query_lens=wrap.array([4, 2, 1]), scale=wrap.number(0.3),
+            sink_queries=wrap.array(q), out=np.empty_like(q), return_scores=True, context_lens=wrap.array([9, 3, 20]),
             return_lse=True,
         )  # fmt: skip
         self._mixed(out[0])
@@ -252,55 +252,55 @@ class PagedWorld(PrefixCalls, World):
 
     # -- handles
 
-    def handle(self, via):
-        self.handles.append(self.cache.handle(via.integer(self._seq())))
+    def handle(self, wrap):
+        self.handles.append(self.cache.handle(wrap.integer(self._seq())))
 
     @release
-    def drop_handle(self, via):
+    def drop_handle(self, wrap):
         self.handles.pop()
 
-    def handle_clone(self, via):
+    def handle_clone(self, wrap):
         self.handles.append(self.handles[0].clone_handle())
 
-    def handle_reads(self, via):
+    def handle_reads(self, wrap):
         it = self.random.choice(self.handles)
-        return it.kv_cache(via.integer(1)), it.key_cache(0), it.value_cache(via.integer(0))
+        return it.kv_cache(wrap.integer(1)), it.key_cache(0), it.value_cache(wrap.integer(0))
 
     @pure
-    def handle_reports(self, via):
+    def handle_reports(self, wrap):
         it = self.handles[0]
         table = it.block_table
         return str(it.stats()), it.num_tokens, it.is_valid, it.cache_id, table.physical_blocks, table.sequence_length
 
     @pure
-    def live_table(self, via):
+    def live_table(self, wrap):
         return self.live.physical_blocks, self.live.sequence_length, self.live.num_blocks, self.live.free_tokens
 
-    def live_resize(self, via):
-        self.live.sequence_length = via.integer(self.random.choice((20, 22, 25)))
+    def live_resize(self, wrap):
+        self.live.sequence_length = wrap.integer(self.random.choice((20, 22, 25)))
 
-    def live_extend(self, via):
+    def live_extend(self, wrap):
         self.handles[0].block_table_mut().extend_sequence(1)
 
     # -- prefixes over them
 
-    def prefix_adopt(self, via):
+    def prefix_adopt(self, wrap):
         tag = self.random.choice((1, 3))
         with self._kept(tag + 10 * self.random.randrange(2)) as blocks:
             text = self._text(tag, SIZE * len(blocks))
-            return self.prefix.adopt(via.tokens(text), via.array(blocks), via.name("b"))
+            return self.prefix.adopt(wrap.tokens(text), wrap.array(blocks), wrap.name("b"))
 
-    def prefix_insert(self, via):
+    def prefix_insert(self, wrap):
         k, v = rows(2, self._anywhere(SIZE), 0)
         layers = [k.swapaxes(0, 1).reshape(-1)] * 2
-        text = via.tokens(self._text(2, 8))
-        return self.prefix.insert(text, via.integer(0), via.items(layers), via.items(layers), via.name("b"))
+        text = wrap.tokens(self._text(2, 8))
+        return self.prefix.insert(text, wrap.integer(0), wrap.items(layers), wrap.items(layers), wrap.name("b"))
 
-    def prefix_store(self, via):
+    def prefix_store(self, wrap):
         k, v = rows(2, self._anywhere(SIZE), 0)
         layers = [k.swapaxes(0, 1).reshape(-1)] * 2
-        block = via.items([via.items([via.array(x) for x in layers]), via.items(layers)])
-        return self.prefill.store_blocks(via.tokens(self._text(2, 13)), 0, via.items([block, (layers, layers)]))
+        block = wrap.items([wrap.items([wrap.array(x) for x in layers]), wrap.items(layers)])
+        return self.prefill.store_blocks(wrap.tokens(self._text(2, 13)), 0, wrap.items([block, (layers, layers)]))
 
     # -- the end
 

@@ -1,4 +1,4 @@
-"""What a scene of failing allocations is; faults.py runs them, and scenes_*.py has them, floor by floor."""
+"""`Subject`: an object and the operations that faults.py and interrupts.py fail or interrupt; see subjects_*.py."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ def rows(n, seed, *shape):
 
 
 def plain(x):
-    """Arrays as what can be compared, and reads as something when it differs."""
+    """Arrays as tuples, which can be compared and which print when they differ."""
     if isinstance(x, np.ndarray):
         return (str(x.dtype), x.shape, x.tobytes())
     if isinstance(x, dict):
@@ -18,10 +18,10 @@ def plain(x):
     return tuple(map(plain, x)) if isinstance(x, (list, tuple)) else x
 
 
-class Scene:
+class Subject:
     """An object in a state where its operations have something to do.
 
-    Each method of a scene without a leading underscore is an operation on `self.it`.
+    Each method of a subject without a leading underscore is an operation on `self.it`.
     """
 
     evicts = False  # whether an operation called "evict" may have evicted something where it failed

@@ -1,12 +1,12 @@
-"""Scenes of the engines."""
+"""Subjects of the engines."""
 
 import gc
 from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from scene import Scene
-from scenes_caches import sequences
+from subject import Subject
+from subjects_caches import sequences
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -15,7 +15,7 @@ MODEL = Transformer.from_pretrained(GOLDEN / "llama")
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=3)
 
 
-class Engine(Scene):
+class Engine(Subject):
     options: ClassVar[dict[str, object]] = {}
 
     def _build(self):
@@ -41,7 +41,7 @@ class Engine(Scene):
 
 
 class Residual(Engine):
-    """With the newest group in full beside the cache; a piece passes through several."""
+    """With the newest group in full beside the cache; one piece of the prompt fills several groups."""
 
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
     prefill = Engine.prefill
@@ -55,7 +55,7 @@ class Residual(Engine):
 
 
 class Evicting(Engine):
-    """Without memory it compacts later, so the number of free blocks is not the same."""
+    """Without memory it compacts later, so the number of free blocks may differ."""
 
     options: ClassVar[dict[str, object]] = {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24}
     prefill = Engine.prefill
@@ -66,8 +66,8 @@ class Evicting(Engine):
         return content, rest
 
 
-class Served(Scene):
-    """Requests give up the sequence before; what must stay is the prefix cache, and that the next one is right."""
+class Served(Subject):
+    """A request replaces the sequence before it. The prefix cache must stay, and the next answer must be right."""
 
     options: ClassVar[dict[str, object]] = {}
 
@@ -96,7 +96,7 @@ class Served(Scene):
 
 
 class ServedResidual(Served):
-    """The same where groups are kept in full: what the second request finds of them is recalled."""
+    """The same where groups are kept in full: the second request finds them in the cache."""
 
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
     generate = Served.generate

@@ -1,16 +1,16 @@
-"""Scenes of the prefix caches."""
+"""Subjects of the prefix caches."""
 
 import dataclasses
 
 import numpy as np
-from scene import BLOCK, LAYERS, Scene, plain
-from scenes_structures import nodes
+from subject import BLOCK, LAYERS, Subject, plain
+from subjects_structures import nodes
 
 from kvcache import CachedKvState, KvCache, PrefixCache, PrefixCacheConfig, PrefixKvCache
 
 
-class Prefix(Scene):
-    """Almost full, with a shared stem, a state that somebody holds, and a second namespace."""
+class Prefix(Subject):
+    """Almost full, with a shared prefix, a state that a caller holds, and a second namespace."""
 
     formats = "f32"
     evicts = True
@@ -81,7 +81,7 @@ class PackedPrefix(Prefix):
 
 
 def block_cache(cache):
-    """All that a `PrefixCache` says of itself."""
+    """The observable state of a `PrefixCache`."""
     index = cache._index
     stats = dataclasses.replace(cache.stats(), bookkeeping_bytes=0)  # memory may be there, and not in use
     counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), cache._slots.counts())
@@ -91,12 +91,12 @@ def block_cache(cache):
             top, tokens, values = index.trie.path(leaf)
             if top == root:
                 data = [cache.get_block(int(value)).keys for value in values]
-                records = [cache._slots.record(int(value)) for value in values]
+                records = cache._slots.records(values)[["named", "born", "used"]].tolist()
                 blocks[space.name, tokens.tobytes()] = plain([values, records, data])
     return blocks, plain(counters), plain(cache._pool.ref_counts()), len(index.trie)
 
 
-class Blocks(Scene):
+class Blocks(Subject):
     """A full cache; a session and a lookup hold some of it."""
 
     evicts = True
@@ -121,7 +121,7 @@ class Blocks(Scene):
 
     @staticmethod
     def _kept(state):
-        """All but how often and when: a lookup that found its blocks and cannot hold them has used them."""
+        """All but the counters: a lookup that found its blocks and could not hold them has counted them as used."""
         blocks, counters, references, held = state
         return {key: (value[0], value[2]) for key, value in blocks.items()}, counters[-1], references, held
 

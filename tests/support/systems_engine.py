@@ -1,11 +1,11 @@
-"""Worlds of the engines for `reentry.py`: requests with known answers, whatever nested calls do."""
+"""Systems of the engines for `reentry.py`: requests with known answers."""
 
 import gc
 from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from world import World, pure, release
+from system import System, pure, release
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -19,20 +19,20 @@ PROMPTS = [TEXT[:20], TEXT[:33], TEXT[40:60]]
 class Network:
     """A network that makes nested calls before and after its attention."""
 
-    def __init__(self, world):
-        self.world, self.config, self.fingerprint = world, MODEL.config, "a network"
+    def __init__(self, system):
+        self.system, self.config, self.fingerprint = system, MODEL.config, "a network"
 
     def forward(self, tokens, positions, attend, logits, **places):
         def calling(*args):
-            self.world.via.run()
+            self.system.wrap.run()
             mixed = attend(*args)
-            self.world.via.run()
+            self.system.wrap.run()
             return mixed
 
         return MODEL.forward(tokens, positions, calling, logits, **places)
 
 
-class EngineWorld(World):
+class EngineSystem(System):
     options: ClassVar[dict[str, object]] = {}
     answers: ClassVar[dict[object, list[list[int]]]] = {}
     rare = ("enlarge", "score", "generate")
@@ -57,17 +57,17 @@ class EngineWorld(World):
     def _which(self):
         return self.random.randrange(len(PROMPTS))
 
-    def generate(self, via):
+    def generate(self, wrap):
         which = self._which()
-        answer = self._face().generate(via.tokens(PROMPTS[which]), GREEDY)
+        answer = self._face().generate(wrap.tokens(PROMPTS[which]), GREEDY)
         assert answer == self.answers[type(self)][which], f"answered {answer}"
         return answer
 
-    def open_stream(self, via):
+    def open_stream(self, wrap):
         which = self._which()
-        self.streams.append([self._face().stream(via.tokens(PROMPTS[which]), GREEDY), which, []])
+        self.streams.append([self._face().stream(wrap.tokens(PROMPTS[which]), GREEDY), which, []])
 
-    def next_token(self, via):
+    def next_token(self, wrap):
         entry = self.random.choice(self.streams)
         stream, which, got = entry
         for token in stream:
@@ -77,91 +77,91 @@ class EngineWorld(World):
         return None
 
     @release
-    def close_stream(self, via):
+    def close_stream(self, wrap):
         self.streams.pop()[0].close()
 
     @release
-    def drop_stream(self, via):
+    def drop_stream(self, wrap):
         self.streams.pop(0)
 
-    def score(self, via):
-        return self.engine.score(via.tokens(PROMPTS[1]))
+    def score(self, wrap):
+        return self.engine.score(wrap.tokens(PROMPTS[1]))
 
-    def reset(self, via):
+    def reset(self, wrap):
         self.engine.reset()
 
-    def begin(self, via):
+    def begin(self, wrap):
         def share(cache, seq_id):
-            via.run()
+            wrap.run()
             cache.allocate(seq_id, 0)
-            via.run()
+            wrap.run()
             return 0
 
         return self.engine.begin(share)
 
-    def prefill(self, via):
-        return self.engine.prefill_from_pos(via.tokens(TEXT[60:70]), via.integer(self.engine.num_tokens))
+    def prefill(self, wrap):
+        return self.engine.prefill_from_pos(wrap.tokens(TEXT[60:70]), wrap.integer(self.engine.num_tokens))
 
-    def prefill_anew(self, via):
-        return self.engine.prefill_from_pos(via.tokens(TEXT[60:80]), 0)
+    def prefill_anew(self, wrap):
+        return self.engine.prefill_from_pos(wrap.tokens(TEXT[60:80]), 0)
 
-    def decode_step(self, via):
-        return self.engine.decode_step(via.integer(7), self.engine.num_tokens)
+    def decode_step(self, wrap):
+        return self.engine.decode_step(wrap.integer(7), self.engine.num_tokens)
 
-    def decode(self, via):
+    def decode(self, wrap):
         logits = self.engine.prefill_from_pos(TEXT[:5], 0)
-        stream = self.engine.decode(logits, GREEDY, via.array(TEXT[:5]))
+        stream = self.engine.decode(logits, GREEDY, wrap.array(TEXT[:5]))
         return [next(stream), next(stream)]
 
     @pure
-    def reports(self, via):
+    def reports(self, wrap):
         it = self.engine
         return it.num_tokens, it.prefill_token_count, repr(it), it.kv_budget, str(it.eviction_policy), it.tokenizer
 
     @pure
-    def kept(self, via):
-        return self.engine.kept_positions(via.integer(1)), self.engine.alive_tokens(via.integer(0))
+    def kept(self, wrap):
+        return self.engine.kept_positions(wrap.integer(1)), self.engine.alive_tokens(wrap.integer(0))
 
     @pure
-    def ids(self, via):
+    def ids(self, wrap):
         return self.engine.seq_id, self.engine.version
 
     @pure
-    def check(self, via):
+    def check(self, wrap):
         self.engine.check()
 
-    def reseed(self, via):
-        self.engine.reseed(via.integer(3))
+    def reseed(self, wrap):
+        self.engine.reseed(wrap.integer(3))
 
-    def set_reclaim(self, via):
+    def set_reclaim(self, wrap):
         def reclaim(error):
-            via.run()
+            wrap.run()
             return False
 
         self.engine.reclaim = reclaim
         return self.engine.reclaim is reclaim
 
-    def enlarge(self, via):
+    def enlarge(self, wrap):
         if self.engine.cache.total_blocks < 30:
-            self.engine.enlarge(via.integer(1))
+            self.engine.enlarge(wrap.integer(1))
 
     @pure
-    def cache_reports(self, via):
+    def cache_reports(self, wrap):
         cache = self.engine.cache
-        return cache.sequence_ids(), cache.num_sequences, str(cache.block_table(via.array(cache.sequence_ids())))
+        return cache.sequence_ids(), cache.num_sequences, str(cache.block_table(wrap.array(cache.sequence_ids())))
 
     @pure
-    def cache_check(self, via):
+    def cache_check(self, wrap):
         self.engine.cache.check()
 
-    def cache_read(self, via):
+    def cache_read(self, wrap):
         return self.engine.cache.read(0, self.engine.cache.sequence_ids()[0])[0].shape
 
-    def cache_allocate(self, via):
+    def cache_allocate(self, wrap):
         self.engine.cache.allocate(100 + self.random.randrange(5), 3)
 
     @release
-    def cache_free(self, via):
+    def cache_free(self, wrap):
         self.engine.cache.free(100 + self.random.randrange(5))
 
     def _verify(self):
@@ -190,11 +190,11 @@ class EngineWorld(World):
         assert self.engine.cache.used_block_count == 0
 
 
-class ResidualWorld(EngineWorld):
+class ResidualSystem(EngineSystem):
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
 
 
-class EvictingWorld(EngineWorld):
+class EvictingSystem(EngineSystem):
     options: ClassVar[dict[str, object]] = {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24, "block_size": 4}
 
     def _build(self):
@@ -203,11 +203,11 @@ class EvictingWorld(EngineWorld):
         self.engine.generate(PROMPTS[0], GREEDY)
         self._remember(type(self))
 
-    def enlarge(self, via):
+    def enlarge(self, wrap):
         pass
 
 
-class CachedWorld(EngineWorld):
+class CachedSystem(EngineSystem):
     """An engine with a prefix cache; half of the requests are in a namespace."""
 
     rare = ("save", "load", "enlarge", "score", "generate", "enlarge")
@@ -222,42 +222,42 @@ class CachedWorld(EngineWorld):
     def _face(self):
         return self.cached
 
-    def enlarge(self, via):
+    def enlarge(self, wrap):
         pass  # the prefix cache uses the current cache
 
-    def generate_in_a_namespace(self, via):
+    def generate_in_a_namespace(self, wrap):
         which = self._which()
-        answer = self.cached.generate(via.tokens(PROMPTS[which]), GREEDY, namespace=via.name("b"))
+        answer = self.cached.generate(wrap.tokens(PROMPTS[which]), GREEDY, namespace=wrap.name("b"))
         assert answer == self.answers[type(self)][which], f"answered {answer}"
         return answer
 
-    def clear_cache(self, via):
+    def clear_cache(self, wrap):
         self.cached.clear_cache()
 
-    def save(self, via):
+    def save(self, wrap):
         self.cached.save(self.path / type(self).__name__, "m")
 
-    def load(self, via):
-        self.save(via)
+    def load(self, wrap):
+        self.save(wrap)
         self.cached.clear_cache()
         return self.cached.load(self.path / type(self).__name__, "m")
 
     @pure
-    def cache_stats(self, via):
+    def cache_stats(self, wrap):
         return str(self.cached.cache_stats())
 
     @pure
-    def cached_check(self, via):
+    def cached_check(self, wrap):
         self.cached.check()
 
-    def prepare(self, via):
-        self.sessions.append(self.cached.prefix_cache.prepare(via.tokens(PROMPTS[0]))[0])
+    def prepare(self, wrap):
+        self.sessions.append(self.cached.prefix_cache.prepare(wrap.tokens(PROMPTS[0]))[0])
 
     @release
-    def release_session(self, via):
+    def release_session(self, wrap):
         self.cached.prefix_cache.release_session(self.sessions.pop())
 
-    def evict(self, via):
+    def evict(self, wrap):
         return self.cached.prefix_cache.cache.evict(2)
 
     def _counted(self):
@@ -277,5 +277,5 @@ class CachedWorld(EngineWorld):
         assert self.engine.cache.used_block_count == 0
 
 
-class CachedResidualWorld(CachedWorld):
+class CachedResidualSystem(CachedSystem):
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}

@@ -1,13 +1,13 @@
-"""Scenes of the caches of live sequences: paged, contiguous, managed."""
+"""Subjects of the caches of live sequences: paged, contiguous, managed."""
 
 import numpy as np
-from scene import BLOCK, DIM, HEADS, LAYERS, Scene, plain, rows
+from subject import BLOCK, DIM, HEADS, LAYERS, Subject, plain, rows
 
 from kvcache import CacheManager, EvictionPolicy, EvictionStrategy, KvCache, KVCacheConfig, PagedKvCache
 
 
 def sequences(cache):
-    """All that a `PagedKvCache` says of itself, without counting as an access."""
+    """The observable state of a `PagedKvCache`; not an access."""
     table, stats = cache._table, cache.stats()
     seqs = {}
     for id in table.seq_ids():
@@ -18,8 +18,8 @@ def sequences(cache):
     return seqs, counters, cache.free_block_count, cache.select_eviction_target(), cache.eviction_strategy
 
 
-class Paged(Scene):
-    """Forks that share their tails, a sequence with scattered survivors, and too few rows for one more."""
+class Paged(Subject):
+    """Forks that share their tails, a sequence whose kept tokens are scattered, and no spare row for one more."""
 
     def _build(self):
         cache = PagedKvCache(120, BLOCK, HEADS, DIM, num_layers=LAYERS, dtype="f32")
@@ -118,7 +118,7 @@ class Paged(Scene):
 
 
 class CompactShared(Paged):
-    """Scattered survivors of which another sequence shares the blocks: they move to fresh ones.
+    """Scattered kept tokens in blocks that another sequence shares: they move to fresh blocks.
 
     And what was room for longer sequences waits for the next ones.
     """
@@ -144,7 +144,7 @@ class CompactShared(Paged):
         self.it.allocate_batch([21, 22, 23, 24], [1, 5, 40, 2])
 
 
-class Live(Scene):
+class Live(Subject):
     def _build(self):
         cache = KvCache(LAYERS, 400, 16)
         k, v = rows(300, 1, 16)
@@ -166,7 +166,7 @@ class Live(Scene):
         self.it.restore_from_snapshot([k] * LAYERS, [v] * LAYERS, 350)
 
 
-class Manager(Scene):
+class Manager(Subject):
     policy = EvictionPolicy.H2O()
 
     def _build(self):

@@ -1,4 +1,4 @@
-"""Scenes of saved caches: a file is taken in, what waits there is fetched, what is damaged there is forgotten."""
+"""Subjects of saved caches: they load a file, read its pages, and forget the damaged ones."""
 
 import dataclasses
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from contents import LAYERS, pairs, rows, state
-from scene import Scene
+from subject import Subject
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache
 from kvcache.prefix.block_rows import read_block
@@ -18,8 +18,8 @@ PROMPTS = ((None, TEXT[:200]), (None, np.r_[TEXT[:80], TEXT[:100]]), ("other", T
 FOLDER = tempfile.TemporaryDirectory()
 
 
-class SavedPrefix(Scene):
-    """Loaded, one prompt fetched; rows lie as float32."""
+class SavedPrefix(Subject):
+    """A loaded cache of float32 rows, with the rows of one prompt read."""
 
     evicts = True
     formats, slot_bytes = "f32", 2 * LAYERS * DIM * 4
@@ -63,10 +63,10 @@ class SavedPrefix(Scene):
         return texts, self.it.stats()
 
     def _check(self):
-        """All invariants, and that rows that do not wait are those of their tokens."""
+        """Verify all invariants, and the rows that were read."""
         super()._check()
         for name, tokens, pages, slots in self._texts():
-            here = ~slots.wait(pages)
+            here = slots.records(pages)["waits"] == 0
             for side, layers in enumerate(rows(name, tokens, DIM)):
                 for layer, expected in enumerate(layers):
                     found = slots.rows.read(side, layer, pages).reshape(-1, DIM)
@@ -102,7 +102,7 @@ class SavedPackedPrefix(SavedPrefix):
 
 
 class LoadPrefix(SavedPrefix):
-    """Empty but for a state that somebody holds; nothing of a file that cannot be taken in stays."""
+    """Empty but for a state that a caller holds; of a file that cannot be loaded nothing stays."""
 
     def _build(self):
         super()._build()
@@ -117,7 +117,7 @@ class LoadPrefix(SavedPrefix):
 
 
 class DamagedPrefix(SavedPrefix):
-    """A page of each prompt's middle is damaged; a call that fails may have found out."""
+    """A page in the middle of each prompt is damaged; a call that fails may have noticed it."""
 
     def _save(self):
         super()._save()
@@ -138,7 +138,7 @@ class DamagedPrefix(SavedPrefix):
 
 
 class SavedBlocks(SavedPrefix):
-    """The same of a `PrefixCache`, full; a session holds what has been fetched."""
+    """The same of a full `PrefixCache`; a session holds the blocks that were read."""
 
     def _build(self):
         cache = super()._build()
@@ -166,13 +166,13 @@ class SavedBlocks(SavedPrefix):
 
     @staticmethod
     def _kept(state):
-        """All but the counters: a lookup that found its blocks and cannot hold them has used them."""
+        """All but the counters: a lookup that found its blocks and could not hold them has counted them as used."""
         return state[:2]
 
     def _check(self):
         self.it.check()
         for name, tokens, blocks, slots in self._texts():
-            waits = slots.wait(blocks)
+            waits = slots.records(blocks)["waits"]
             expected = pairs(name, tokens, SIZE, 1, DIM)
             for i, block in enumerate(blocks.tolist()):
                 assert waits[i] or np.array_equal(read_block(self.it._store, block, DIM), expected[i]), "K of others"
@@ -203,7 +203,7 @@ class SavedBlocks(SavedPrefix):
 
 
 class LoadBlocks(SavedBlocks):
-    """Empty, but for a session that holds what it found before."""
+    """Empty but for a session from before."""
 
     def _build(self):
         super()._build()
@@ -218,7 +218,7 @@ class LoadBlocks(SavedBlocks):
 
 
 class LoadBeside(LoadBlocks):
-    """Two caches from one file: neither has anything unless both have."""
+    """Two caches from one file: both are loaded, or neither."""
 
     def _fresh(self):
         cache = super()._fresh()
@@ -249,6 +249,6 @@ class LoadBeside(LoadBlocks):
 
 class DamagedBlocks(DamagedPrefix, SavedBlocks):
     _state = DamagedPrefix._state
-    _kept = staticmethod(Scene._kept)
+    _kept = staticmethod(Subject._kept)
     lookup = DamagedPrefix.lookup
     save = DamagedPrefix.save

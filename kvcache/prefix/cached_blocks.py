@@ -1,0 +1,116 @@
+"""`CachedBlocks`: which blocks a `PrefixCache` names, how many it may name, and the store outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import InvalidOperationError
+from kvcache.paged.blocks import PagedBlocks
+from kvcache.prefix.block_rows import write_blocks
+from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.slots import Claim, Slots
+from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
+from kvcache.trie.policy import Policy
+from kvcache.trie.trie import TokenTrie
+
+__all__ = ["CachedBlocks"]
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint32]
+
+
+class CachedBlocks:
+    """An index over the blocks of a store. Every method is called with `lock` held.
+
+    Args:
+        blocks: the store, the pool and the lock.
+        head_dim: channels of K and V; the store may have more.
+        max_blocks: the most that the index may name.
+        policy: the order of eviction.
+
+    Attributes:
+        source: a `Source` beside the cache; None: no source.
+    """
+
+    def __init__(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None) -> None:
+        self.store, self.pool, self.lock = blocks.store, blocks.pool, blocks.lock
+        self.head_dim, self.max_blocks = head_dim, max_blocks
+        self.slots = Slots([self.pool], self.store.block_size)
+        self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, max_blocks)
+        self.source: Source | None = None
+        blocks.holders.append(partial(self.slots.counts, references=True))
+
+    def fetch(self, ids: Tokens, name: Hashable) -> None:
+        """Load the blocks of `ids` that a file or the source has, if they are good and there is room."""
+        fetch_waiting(self.index, ids, name)
+        if self.source is not None:
+            fetch_offered(self.index, self.source, self.slots, ids, name, partial(self.make_room, new=True))
+
+    def _head(self, ids: Tokens, name: Hashable) -> tuple[Claim | None, int]:
+        """A claim on the blocks of `ids` that are cached, so that making room does not evict them; and how many."""
+        self.fetch(ids, name)
+        head = self.index.head(ids, name)
+        return head, 0 if head is None else len(head)
+
+    def store_rows(
+        self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], name: Hashable
+    ) -> int:  # fmt: skip
+        """Cache the blocks of `ids` from block `first` on, with rows of `checked_rows`; how many of them are cached."""
+        size = self.store.block_size
+        head, existing = self._head(ids, name)
+        if existing < first:
+            raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
+        room = self.make_room(len(ids) // size - existing, new=True)
+        if room:
+            claim = self.slots.take(room)
+            write_blocks(self.store, claim.pages, keys, values, (existing - first) * size)
+            self.index.insert(ids[: (existing + room) * size], claim, name, head)
+        return existing + room - first
+
+    def adopt(self, ids: Tokens, blocks: Int32, name: Hashable) -> int:
+        """Cache the blocks of `ids`, which are in use in the pool, by reference; how many of them are cached."""
+        known = self.pool.in_use(blocks)
+        self.pool.expect_each_once(known)
+        head, existing = self._head(ids, name)
+        elsewhere = self.slots.records(known)["named"] != 0
+        if head is not None:
+            elsewhere[:existing] &= head.pages != known[:existing]
+        if elsewhere.any():
+            block = known[elsewhere.argmax()]
+            raise InvalidOperationError(f"expected blocks that no other text is cached in, got block {block}")
+        room = self.make_room(len(known) - existing, new=False)
+        if room:
+            claim = self.slots.share(known[existing : existing + room])
+            self.index.insert(ids[: (existing + room) * self.store.block_size], claim, name, head)
+        return existing + room
+
+    def make_room(self, count: int, new: bool) -> int:
+        """Evict until `count` more blocks fit; how many do. New ones must also be free in the pool."""
+        while (room := self.room(count, new)) < count and self.evict(count - room):
+            pass
+        return room
+
+    def room(self, count: int, new: bool) -> int:
+        """How many of `count` more blocks fit as it is."""
+        spare = max(0, min(count, self.max_blocks - len(self.index)))
+        return self.slots.room(spare) if new else spare
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` blocks from the tail of the next victim; how many."""
+        evicted = self.index.evict(count)
+        if evicted is None:
+            return 0
+        if self.source is not None:
+            self.source.spill(evicted.name, evicted.tokens, evicted.pages)
+        evicted.release()
+        return len(evicted)
+
+    def check(self) -> None:
+        """Verify every invariant but those of the pool; AssertionError names the broken one."""
+        self.index.check()
+        assert len(self.index) <= self.max_blocks, "prefix cache: more blocks than allowed"

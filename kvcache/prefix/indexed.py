@@ -1,0 +1,37 @@
+"""`IndexedCache`: what both prefix caches report of their index."""
+
+from __future__ import annotations
+
+from kvcache.prefix.cached_blocks import CachedBlocks
+from kvcache.prefix.cached_entries import CachedEntries
+from kvcache.prefix.index import PrefixIndex
+
+__all__ = ["IndexedCache"]
+
+
+class IndexedCache:
+    """A cache over a `PrefixIndex`, whose items are blocks or entries."""
+
+    _cached: CachedBlocks | CachedEntries
+
+    @property
+    def _index(self) -> PrefixIndex:
+        return self._cached.index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is cached."""
+        return len(self) == 0
+
+    @property
+    def hits(self) -> int:
+        """Of a `PrefixCache`: blocks found; of a `PrefixKvCache`: lookups that found something."""
+        return self._index.hits
+
+    @property
+    def misses(self) -> int:
+        """Lookups that stopped before the prompt's last full block; lookups that found nothing."""
+        return self._index.misses
