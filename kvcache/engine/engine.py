@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, as_index, as_instance
+from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
+from kvcache.engine.completion import Completion, Request, as_prompt
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
@@ -85,7 +86,8 @@ class InferenceEngine:
         kv_budget: int | None = None,
     ) -> None:
         self.model = model
-        self.sampling_params = _params(sampling_params, SamplingParams())
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         budgets = None
@@ -279,13 +281,13 @@ class InferenceEngine:
 
     # ---------------------------------------------------------------- whole requests
 
-    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
-        """Continue a prompt and return the new tokens, without the stop token.
+    def complete(self, prompt: Any, params: SamplingParams | None = None) -> Completion:
+        """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
 
-        Generation ends at a stop token, after `max_tokens`, or at the network's last position (StreamingLLM has none).
+        It ends at a stop token or string, after `max_tokens`, or at the last position (StreamingLLM has none).
 
         Args:
-            prompt_tokens: at least one token id.
+            prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
 
         Raises:
@@ -293,8 +295,12 @@ class InferenceEngine:
             InvalidOperationError: this thread has an open stream of this engine.
             OutOfMemoryError: the cache is too small.
         """
-        tokens = self._requests.prompt(prompt_tokens)
-        return list(self._requests.stream(tokens, *self._request(params), whole=True))
+        request = self._request(prompt, params, with_text=True)
+        return request.complete(self._requests.stream(request, whole=True))
+
+    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
+        """Do what `complete` does, and return the new tokens alone."""
+        return list(self._requests.stream(self._request(prompt_tokens, params), whole=True))
 
     def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
@@ -304,8 +310,7 @@ class InferenceEngine:
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        tokens = self._requests.prompt(prompt_tokens)
-        return self._requests.stream(tokens, *self._request(params), whole=False)
+        return self._requests.stream(self._request(prompt_tokens, params), whole=False)
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
@@ -381,22 +386,25 @@ class InferenceEngine:
         Args:
             logits: `(vocab_size,)`, the result of `prefill_from_pos` or `decode_step`.
             params: how to sample; by default the engine's `sampling_params`.
-            history: the tokens so far, for the repetition penalty.
+            history: the tokens so far, for the sampling.
 
         Returns:
             An iterator of new tokens, without the stop token, with the rules of `stream`. It raises
             InvalidOperationError if another call has changed the sequence.
         """
-        version, history = self.version, as_tokens(history, self.config.vocab_size)
-        return self._requests.decode_in_turn(version, logits, *self._request(params), history)
+        version, tokens = self.version, as_tokens(history, self.config.vocab_size)
+        logits = as_floats(logits, (self.config.vocab_size,), "logits")
+        request = self._requests.request(tokens, self._params(params), lambda: self.tokenizer)
+        return self._requests.decode_in_turn(version, logits, request)
 
-    def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
-        """The parameters and the random numbers of a new request; adds one to the count of requests."""
-        params = _params(params, self.sampling_params)
-        return params, self._requests.randomness(params)
+    def _request(
+        self, prompt: Any, params: SamplingParams | None, *, with_text: bool = False, or_empty: bool = False
+    ) -> Request:
+        """A new request, checked, whose prompt is not empty unless `or_empty`; adds one to the count of requests."""
+        tokens = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        if len(tokens) or not or_empty:
+            self._requests.check_span(tokens, 0)
+        return self._requests.request(tokens, self._params(params), lambda: self.tokenizer, with_text=with_text)
 
-
-def _params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
-    if params is None:
-        return default
-    return as_instance(params, SamplingParams, "params")
+    def _params(self, params: SamplingParams | None) -> SamplingParams:
+        return self.sampling_params if params is None else as_instance(params, SamplingParams, "params")

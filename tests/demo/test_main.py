@@ -9,6 +9,7 @@ import sys
 import pytest
 from places import GOLDEN
 
+import kvcache
 from kvcache.__main__ import main
 from kvcache.demo import DIRECTORY
 from kvcache.demo.display import Display, TerminalDisplay, rows
@@ -101,6 +102,30 @@ def test_generate(capsys):
     assert code == 0
     assert out.startswith("import ")
     assert len(out) > len("import \n")
+
+
+def test_generate_until_a_stop_string(capsys):
+    command = ["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "12", "--temperature", "0"]
+    main(command)
+    whole = capsys.readouterr().out
+    stop = whole[10:13]
+    assert main([*command, "--stop", "never there", "--stop", stop]) == 0
+    assert capsys.readouterr().out == "import " + whole[7 : whole.index(stop, 7)] + "\n"
+
+
+def test_loading_is_shown_to_a_person(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "1"])
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"loading {DIRECTORY} ...")
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"kvcache {kvcache.__version__}\n"
 
 
 def test_errors_are_one_line(capsys, tmp_path):

@@ -41,6 +41,6 @@ def test_damaged_tokenizer(with_tokenizer):
 def test_tokenizers_not_installed(with_tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     engine = InferenceEngine.from_pretrained(with_tokenizer)
-    with pytest.raises(ImportError, match=r"kvcache\[text\]"):
+    with pytest.raises(ImportError, match=r"kvcache-cpu\[text\]"):
         _ = engine.tokenizer
     assert engine.generate(PROMPT, GREEDY)
