@@ -18,6 +18,7 @@ from kvcache.demo.run import Pass, Request, run
 # Import the package under test from any directory, also if it was built in place.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
 pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.one_build
 
 
 def one_line(capsys, code):

@@ -10,7 +10,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.engine.text import TextStream
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 class Bytes:
