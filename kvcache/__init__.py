@@ -81,3 +81,7 @@ __all__ = [
     "simd_levels",
     "use_simd",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
-from kvcache.engine.completion import Completion, Request, as_prompt
+from kvcache.core.copying import refuse_copies
+from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
@@ -266,6 +267,8 @@ class InferenceEngine:
             self._tokenizer = load_tokenizer(self._directory)
         return self._tokenizer
 
+    __reduce_ex__ = refuse_copies("make another one over the same `model`")
+
     def __repr__(self) -> str:
         of = self._requests.max_positions or "endless"
         return (
@@ -392,19 +395,10 @@ class InferenceEngine:
             An iterator of new tokens, without the stop token, with the rules of `stream`. It raises
             InvalidOperationError if another call has changed the sequence.
         """
-        version, tokens = self.version, as_tokens(history, self.config.vocab_size)
-        logits = as_floats(logits, (self.config.vocab_size,), "logits")
-        request = self._requests.request(tokens, self._params(params), lambda: self.tokenizer)
-        return self._requests.decode_in_turn(version, logits, request)
+        version, logits = self.version, as_floats(logits, (self.config.vocab_size,), "logits")
+        return self._requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
 
-    def _request(
-        self, prompt: Any, params: SamplingParams | None, *, with_text: bool = False, or_empty: bool = False
-    ) -> Request:
-        """A new request, checked, whose prompt is not empty unless `or_empty`; adds one to the count of requests."""
-        tokens = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
-        if len(tokens) or not or_empty:
-            self._requests.check_span(tokens, 0)
-        return self._requests.request(tokens, self._params(params), lambda: self.tokenizer, with_text=with_text)
-
-    def _params(self, params: SamplingParams | None) -> SamplingParams:
-        return self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
+    def _request(self, prompt: Any, params: SamplingParams | None, **options: bool) -> Request:
+        """A new request, checked; adds one to the count of requests. The options are those of `Requests.request`."""
+        params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
+        return self._requests.request(prompt, params, lambda: self.tokenizer, **options)

@@ -42,6 +42,10 @@ class Transformer:
         config = ModelConfig.from_pretrained(directory)
         return cls(config, Weights.from_pretrained(directory, config))
 
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
+
     def forward(
         self,
         tokens: NDArray[np.uint32],

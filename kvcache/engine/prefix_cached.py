@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_instance
+from kvcache.core.copying import refuse_copies
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
@@ -180,6 +181,12 @@ class PrefixCachedEngine:
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.inner.model) if model is None else model
+
+    __reduce_ex__ = refuse_copies("`save` writes its cache to a file")
+
+    def __repr__(self) -> str:
+        cache = self.prefix_cache.cache
+        return f"PrefixCachedEngine({self.inner!r}, {len(cache)} of {cache.capacity} blocks cached)"
 
     def check(self) -> None:
         """Verify the invariants of the engine and of the prefix cache; AssertionError names the broken one."""

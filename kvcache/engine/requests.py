@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
-from kvcache.engine.completion import Request
+from kvcache.engine.completion import Request, as_prompt
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
 from kvcache.engine.sequence import ModelSequence
@@ -57,17 +57,25 @@ class Requests:
     # ---------------------------------------------------------------- arguments of a request
 
     def request(
-        self, tokens: Tokens, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False
-    ) -> Request:
-        """A new request for checked tokens; adds one to the count of requests.
+        self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
+        or_empty: bool = False, is_history: bool = False,
+    ) -> Request:  # fmt: skip
+        """A new request, checked; adds one to the count of requests.
 
         Args:
-            tokenizer: returns the tokenizer, or None. It is called if there are stop strings, and for the text.
+            prompt: token ids, or a text.
+            tokenizer: returns the tokenizer, or None. It is called for a text, for stop strings and with `with_text`.
             with_text: whether the request reports its text, where there is a tokenizer.
+            or_empty: whether the prompt may be empty.
+            is_history: whether the tokens of the prompt ran already; there may be any number of them.
 
         Raises:
-            ValueError: `logit_bias` names a token outside the vocabulary; stop strings without a tokenizer.
+            TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
+                stop strings, or a text, without a tokenizer.
         """
+        tokens = as_prompt(prompt, tokenizer, self.config.vocab_size)
+        if not is_history and (len(tokens) or not or_empty):
+            self.check_span(tokens, 0)
         check_biases(params, self.config.vocab_size)
         decoder = None
         if params.stop or with_text:
