@@ -62,6 +62,8 @@ CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1
 # into another. Threads may lose counts; none goes back to zero.
 COUNT = ["--coverage", "-O0"] if COVERAGE else []
 KERNELS = ["-O1", "-fno-wrapv"] if SANITIZE or COVERAGE else []
+if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
+    KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
@@ -143,8 +145,9 @@ class build_kernels(build_ext):
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
         self.force = True  # Made says what is made again
-        if self.editable_mode:  # not a new folder each time: a second `pip install -e .` builds only what changed
-            self.build_lib, self.build_temp = "build/inplace", "build/temp"
+        if self.editable_mode:  # not a new folder each time, but that of all builds
+            tag = f"{self.plat_name}-{sys.implementation.cache_tag}"
+            self.build_lib, self.build_temp = f"build/lib.{tag}", f"build/temp.{tag}"
 
     def build_extensions(self):
         translate(self.extensions, self.parallel)

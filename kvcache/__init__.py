@@ -5,7 +5,7 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 
 # The first import: it sets how threads wait, and libraries read this setting when they are loaded.
 from kvcache.core.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
-from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.engine import Completion, InferenceEngine, PrefixCachedEngine, SamplingParams, TokenLogprobs
 from kvcache.errors import (
     BlockNotFoundError,
     CheckpointError,
@@ -46,6 +46,7 @@ __all__ = [
     "CacheStats",
     "CachedKvState",
     "CheckpointError",
+    "Completion",
     "CsrBlockTable",
     "Device",
     "EvictionPolicy",
@@ -72,6 +73,7 @@ __all__ = [
     "SequenceInfo",
     "SequenceNotFoundError",
     "SnapshotError",
+    "TokenLogprobs",
     "get_num_threads",
     "merge_attention",
     "set_num_threads",
@@ -79,3 +81,7 @@ __all__ = [
     "simd_levels",
     "use_simd",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import kvcache
 from kvcache.core.kernels import FORMATS
 from kvcache.engine import InferenceEngine, SamplingParams
+from kvcache.engine.text import TextStream
 
 __all__ = ["main"]
 
@@ -33,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"kvcache {kvcache.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("demo", help="run the demo (the default)")
     generate = commands.add_parser(
@@ -53,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "--repetition-penalty", type=float, default=defaults.repetition_penalty, metavar="R",
         help="1 is off (%(default)s)",
     )  # fmt: skip
+    add("--min-p", type=float, default=defaults.min_p, metavar="P", help="0 is off (%(default)s)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (%(default)s)")
     add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
@@ -67,26 +73,41 @@ def _demo() -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    engine = InferenceEngine.from_pretrained(options.model, dtype=options.dtype, num_blocks=options.num_blocks)
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise FileNotFoundError(f"{options.model}: no tokenizer")
-    from tokenizers.decoders import DecodeStream
-
     params = SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         repetition_penalty=options.repetition_penalty,
+        min_p=options.min_p,
+        stop=options.stop,
         max_tokens=options.max_tokens,
         seed=options.seed,
     )
-    decoder = DecodeStream(skip_special_tokens=True)
+    with _progress(f"loading {options.model}"):
+        engine = InferenceEngine.from_pretrained(options.model, dtype=options.dtype, num_blocks=options.num_blocks)
+        tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise FileNotFoundError(f"{options.model}: no tokenizer.json")
+    prompt = tokenizer.encode(options.prompt).ids
+    text = TextStream(tokenizer, prompt, options.stop)
     print(options.prompt, end="", flush=True)
-    for token in engine.stream(tokenizer.encode(options.prompt).ids, params):
-        print(decoder.step(tokenizer, token) or "", end="", flush=True)
-    print()
+    for token in engine.stream(prompt, params):
+        print(text.add(token), end="", flush=True)
+    print(text.end())
     return 0
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Say what takes a while, where a person watches, for as long as it takes."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

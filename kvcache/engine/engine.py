@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, as_index, as_instance
+from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
+from kvcache.core.copying import refuse_copies
 from kvcache.engine.cache_options import cache_options
+from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.gguf import is_gguf
 from kvcache.engine.model import Transformer
 from kvcache.engine.protocols import Float32, Model, NetworkConfig
 from kvcache.engine.requests import Requests
-from kvcache.engine.residual import default_length
+from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import CheckpointText, GgufText
@@ -86,7 +88,8 @@ class InferenceEngine:
         kv_budget: int | None = None,
     ) -> None:
         self.model = model
-        self.sampling_params = _params(sampling_params, SamplingParams())
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         budgets = None
@@ -99,16 +102,13 @@ class InferenceEngine:
             key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
         )  # fmt: skip
         cache = self._make_cache(**self._cache_options)
-        self._sequence: ModelSequence
-        if residual_length is None:
-            residual_length = default_length(key_dtype or dtype, value_dtype or dtype) if budgets is None else 0
-        self._residual_length = residual_length = as_count(residual_length, "residual_length", 0, 256)
-        if budgets is None:
-            self._sequence = LiveSequence(model, cache, prefill_chunk, residual_length)
-        elif residual_length:
-            raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {residual_length}")
-        else:
-            self._sequence = EvictingSequence(model, cache, prefill_chunk, budgets)
+        dtypes = (key_dtype or dtype, value_dtype or dtype)
+        self._residual_length = as_length(residual_length, *dtypes, evicts=budgets is not None)
+        self._sequence: ModelSequence = (
+            LiveSequence(model, cache, prefill_chunk, self._residual_length)
+            if budgets is None
+            else EvictingSequence(model, cache, prefill_chunk, budgets)
+        )
         self._requests = Requests(self._sequence, positions, seed)
         self._text: CheckpointText | GgufText | None = None
 
@@ -281,12 +281,11 @@ class InferenceEngine:
         return None if self._text is None else self._text.chat_template
 
     def memory(self) -> dict[str, int]:
-        """Bytes: of the network's `weights` (0 for a model that does not say), and of the cache's `kv` blocks.
-
-        Beside them a call takes scratch memory for its activations while it runs.
-        """
+        """Bytes: of the network's `weights` (0 for a model that does not say), and of the cache's blocks, `kv`."""
         weights = getattr(getattr(self.model, "weights", None), "nbytes", 0)
         return {"weights": weights, "kv": self.cache.total_memory_bytes}
+
+    __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
     def __repr__(self) -> str:
         of = self._requests.max_positions or "endless"
@@ -303,13 +302,13 @@ class InferenceEngine:
 
     # ---------------------------------------------------------------- whole requests
 
-    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
-        """Continue a prompt and return the new tokens, without the stop token.
+    def complete(self, prompt: Any, params: SamplingParams | None = None) -> Completion:
+        """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
 
-        Generation ends at a stop token, after `max_tokens`, or at the network's last position (StreamingLLM has none).
+        It ends at a stop token or string, after `max_tokens`, or at the last position (StreamingLLM has none).
 
         Args:
-            prompt_tokens: at least one token id.
+            prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
 
         Raises:
@@ -317,8 +316,12 @@ class InferenceEngine:
             InvalidOperationError: this thread has an open stream of this engine.
             OutOfMemoryError: the cache is too small.
         """
-        tokens = self._requests.prompt(prompt_tokens)
-        return list(self._requests.stream(tokens, *self._request(params), whole=True))
+        request = self._request(prompt, params, with_text=True)
+        return request.complete(self._requests.stream(request, whole=True))
+
+    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
+        """Do what `complete` does, and return the new tokens alone."""
+        return list(self._requests.stream(self._request(prompt_tokens, params), whole=True))
 
     def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
@@ -328,8 +331,7 @@ class InferenceEngine:
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        tokens = self._requests.prompt(prompt_tokens)
-        return self._requests.stream(tokens, *self._request(params), whole=False)
+        return self._requests.stream(self._request(prompt_tokens, params), whole=False)
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
@@ -405,22 +407,16 @@ class InferenceEngine:
         Args:
             logits: `(vocab_size,)`, the result of `prefill_from_pos` or `decode_step`.
             params: how to sample; by default the engine's `sampling_params`.
-            history: the tokens so far, for the repetition penalty.
+            history: the tokens so far, for the sampling.
 
         Returns:
             An iterator of new tokens, without the stop token, with the rules of `stream`. It raises
             InvalidOperationError if another call has changed the sequence.
         """
-        version, history = self.version, as_tokens(history, self.config.vocab_size)
-        return self._requests.decode_in_turn(version, logits, *self._request(params), history)
+        version, logits = self.version, as_floats(logits, (self.config.vocab_size,), "logits")
+        return self._requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
 
-    def _request(self, params: SamplingParams | None) -> tuple[SamplingParams, np.random.Generator]:
-        """The parameters and the random numbers of a new request; adds one to the count of requests."""
-        params = _params(params, self.sampling_params)
-        return params, self._requests.randomness(params)
-
-
-def _params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
-    if params is None:
-        return default
-    return as_instance(params, SamplingParams, "params")
+    def _request(self, prompt: Any, params: SamplingParams | None, **options: bool) -> Request:
+        """A new request, checked; adds one to the count of requests. The options are those of `Requests.request`."""
+        params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
+        return self._requests.request(prompt, params, lambda: self.tokenizer, **options)

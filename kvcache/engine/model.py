@@ -75,6 +75,10 @@ class Transformer:
         checkpoint = GgufCheckpoint(path)
         return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations)
 
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
+
     def forward(
         self,
         tokens: NDArray[np.uint32],

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_instance
+from kvcache.core.copying import refuse_copies
+from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.newest import NewestGroups
 from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
-from kvcache.engine.tokens import as_tokens
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.cache import PagedKvCache
@@ -90,7 +91,7 @@ class PrefixCachedEngine:
         `strict` it is raised.
 
         Args:
-            prompt_tokens: token ids.
+            prompt_tokens: token ids; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
 
@@ -98,12 +99,12 @@ class PrefixCachedEngine:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine.
         """
-        tokens, request = self._checked(prompt_tokens, params, namespace)
-        if not len(tokens):
+        request = self._checked(prompt_tokens, params, namespace)
+        if not len(request.tokens):
             return []
         turn = self.inner._requests.turns.take(self.inner.version)
         try:
-            return list(self._stream(turn, tokens, *request, namespace, whole=True))
+            return list(self._stream(turn, request, namespace, whole=True))
         except Exception:
             if self.strict:
                 raise
@@ -120,17 +121,24 @@ class PrefixCachedEngine:
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        tokens, request = self._checked(prompt_tokens, params, namespace)
-        return self._stream_in_turn(tokens, *request, namespace) if len(tokens) else iter(())
+        request = self._checked(prompt_tokens, params, namespace)
+        return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
+
+    def complete(self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None) -> Completion:
+        """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
+
+        Args:
+            prompt, params, namespace: as of `generate`, but the prompt has at least one token.
+        """
+        request = self._checked(prompt, params, namespace, with_text=True)
+        return request.complete(self._stream_in_turn(request, namespace, whole=True))
 
     def _checked(
-        self, prompt_tokens: Any, params: SamplingParams | None, namespace: Hashable
-    ) -> tuple[Tokens, tuple[SamplingParams, np.random.Generator]]:
+        self, prompt: Any, params: SamplingParams | None, namespace: Hashable, *, with_text: bool = False
+    ) -> Request:
+        """A new request; its prompt may be empty."""
         hash(namespace)  # raises TypeError here rather than in the middle of the request
-        tokens = as_tokens(prompt_tokens, self.inner.config.vocab_size)
-        if len(tokens):
-            self.inner._requests.check_span(tokens, 0)
-        return tokens, self.inner._request(params)
+        return self.inner._request(prompt, params, with_text=with_text, or_empty=not with_text)
 
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters."""
@@ -174,6 +182,12 @@ class PrefixCachedEngine:
     def _name(self, model: str | None) -> str:
         return fingerprint(self.inner.model) if model is None else model
 
+    __reduce_ex__ = refuse_copies("`save` writes its cache to a file")
+
+    def __repr__(self) -> str:
+        cache = self.prefix_cache.cache
+        return f"PrefixCachedEngine({self.inner!r}, {len(cache)} of {cache.capacity} blocks cached)"
+
     def check(self) -> None:
         """Verify the invariants of the engine and of the prefix cache; AssertionError names the broken one."""
         self.inner.check()
@@ -181,28 +195,26 @@ class PrefixCachedEngine:
         if self.newest is not None:
             self.newest.check()
 
-    def _stream_in_turn(
-        self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, namespace: Hashable
-    ) -> Iterator[int]:
+    def _stream_in_turn(self, request: Request, namespace: Hashable, *, whole: bool) -> Iterator[int]:
         turn = self.inner._requests.turns.take(self.inner.version)
         try:
-            yield from self._stream(turn, tokens, params, rng, namespace, whole=False)
+            yield from self._stream(turn, request, namespace, whole=whole)
         finally:
             turn.give_back()
 
-    def _stream(
-        self, turn: Turn, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, namespace: Hashable, *,
-        whole: bool,
-    ) -> Iterator[int]:  # fmt: skip
+    def _stream(self, turn: Turn, request: Request, namespace: Hashable, *, whole: bool) -> Iterator[int]:
         """Run a request that has its turn. If it fails and is `whole`, the sequence is empty afterwards."""
-        engine, requests, text = self.inner, self.inner._requests, tokens.tolist()
+        engine, requests, tokens = self.inner, self.inner._requests, request.tokens
+        text = tokens.tolist()
         with self.prefix_cache.prepare(tokens, namespace)[0] as session:
             try:
                 with requests.lock:
+                    before = requests.num_prefilled
                     logits = self._prefill(tokens, session, namespace)
+                    request.cached_tokens = len(tokens) - (requests.num_prefilled - before)
                     turn.leave(engine.version)
                     self._store(text, namespace)
-                yield from requests.decode(logits, params, rng, tokens, turn, text)
+                yield from requests.decode(logits, request, turn, text)
             except BaseException:
                 if whole:
                     requests.lock.when_free(engine._sequence.clear)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count
+from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.engine.completion import Request, as_prompt
 from kvcache.engine.protocols import Float32
-from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
 from kvcache.engine.sequence import ModelSequence
-from kvcache.engine.tokens import as_tokens
+from kvcache.engine.text import TextStream
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 
 __all__ = ["Requests", "Tokens"]
@@ -54,11 +56,35 @@ class Requests:
 
     # ---------------------------------------------------------------- arguments of a request
 
-    def prompt(self, tokens: Any) -> Tokens:
-        """Check a prompt and return a copy of its ids. Raises as `InferenceEngine.generate`."""
-        ids = as_tokens(tokens, self.config.vocab_size)
-        self.check_span(ids, 0)
-        return ids
+    def request(
+        self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
+        or_empty: bool = False, is_history: bool = False,
+    ) -> Request:  # fmt: skip
+        """A new request, checked; adds one to the count of requests.
+
+        Args:
+            prompt: token ids, or a text.
+            tokenizer: returns the tokenizer, or None. It is called for a text, for stop strings and with `with_text`.
+            with_text: whether the request reports its text, where there is a tokenizer.
+            or_empty: whether the prompt may be empty.
+            is_history: whether the tokens of the prompt ran already; there may be any number of them.
+
+        Raises:
+            TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
+                stop strings, or a text, without a tokenizer.
+        """
+        tokens = as_prompt(prompt, tokenizer, self.config.vocab_size)
+        if not is_history and (len(tokens) or not or_empty):
+            self.check_span(tokens, 0)
+        check_biases(params, self.config.vocab_size)
+        decoder = None
+        if params.stop or with_text:
+            with nullcontext() if params.stop else suppress(ImportError):
+                decoder = tokenizer()
+        if params.stop and decoder is None:
+            raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
+        text = None if decoder is None else TextStream(decoder, tokens, params.stop)
+        return Request(tokens, Sampler(params, self.randomness(params), self.config.vocab_size, tokens), text)
 
     def check_span(self, tokens: Tokens, pos: int) -> None:
         """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
@@ -95,15 +121,15 @@ class Requests:
 
     # ---------------------------------------------------------------- whole requests
 
-    def stream(self, tokens: Tokens, params: SamplingParams, rng: np.random.Generator, *, whole: bool) -> Iterator[int]:
+    def stream(self, request: Request, *, whole: bool) -> Iterator[int]:
         """Run a request. If it fails and is `whole`, the sequence is empty afterwards."""
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
                 self.sequence.clear()
-                logits = self.prefill(tokens, 0)
+                logits = self.prefill(request.tokens, 0)
                 turn.leave(self.sequence.version)
-            yield from self.decode(logits, params, rng, tokens, turn, [])
+            yield from self.decode(logits, request, turn, [])
         except BaseException:
             if whole:
                 self.lock.when_free(self.sequence.clear)
@@ -111,30 +137,27 @@ class Requests:
         finally:
             turn.give_back()
 
-    def decode_in_turn(
-        self, version: int, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens
-    ) -> Iterator[int]:
+    def decode_in_turn(self, version: int, logits: Float32, request: Request) -> Iterator[int]:
         """Run `decode` as a stream in its own turn; the sequence must still have `version`."""
         turn = self.turns.take(self.sequence.version)
         try:
             turn.leave(version)
-            yield from self.decode(logits, params, rng, history, turn, [])
+            yield from self.decode(logits, request, turn, [])
         finally:
             turn.give_back()
 
-    def decode(
-        self, logits: Float32, params: SamplingParams, rng: np.random.Generator, history: Tokens, turn: Turn,
-        text: list[int],
-    ) -> Iterator[int]:  # fmt: skip
+    def decode(self, logits: Float32, request: Request, turn: Turn, text: list[int]) -> Iterator[int]:
         """Sample tokens and run them; the step that adds a token to the sequence also adds it to `text`."""
-        sampler = Sampler(params, rng, self.config.vocab_size, history)
+        params = request.params
         stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
         for left in reversed(range(params.max_tokens)):
-            token = sampler.sample(logits)
+            token = request.sampler.sample(logits)
             if token in stops:
+                request.finish_reason = "stop"
                 return
+            request.observe(token, logits)
             yield token
-            if left == 0:
+            if left == 0 or request.is_stopped():
                 return
             with self.lock:
                 turn.go_on(self.sequence.version)

@@ -20,12 +20,13 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_count
 from kvcache.core.kernels import FORMATS
 from kvcache.engine.protocols import Float32, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import blend
 
-__all__ = ["LENGTHS", "Residual", "default_length"]
+__all__ = ["LENGTHS", "Residual", "as_length", "default_length"]
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
 # coarsely enough for a residual to pay.
@@ -39,6 +40,16 @@ AttendPiece = Callable[[int, Float32, Float32, Float32], Float32]
 def default_length(key_dtype: str, value_dtype: str) -> int:
     """The default length of a group; 0 if the rounding of both K and V is too fine for a residual to pay."""
     return max(LENGTHS.get(key_dtype, 0), LENGTHS.get(value_dtype, 0))
+
+
+def as_length(length: int | None, key_dtype: str, value_dtype: str, *, evicts: bool) -> int:
+    """An engine's `residual_length`, or its default. ValueError: not 0 to 256, or not 0 in an engine that evicts."""
+    if length is None:
+        return 0 if evicts else default_length(key_dtype, value_dtype)
+    length = as_count(length, "residual_length", 0, 256)
+    if evicts and length:
+        raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {length}")
+    return length
 
 
 class Residual:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, as_finite, short
+from kvcache.core.arguments import as_count, as_finite, as_floats, as_number, short
 
-__all__ = ["Sampler", "SamplingParams"]
+__all__ = ["LogitsProcessor", "Sampler", "SamplingParams", "check_biases"]
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+LogitsProcessor = Callable[[NDArray[np.uint32], Float32], Any]
 
 GREEDY_TEMPERATURE = 1e-6  # below this temperature sampling is greedy
 _GROUP = 64  # logits per group, see _top_k
@@ -21,28 +24,43 @@ _GROUP = 64  # logits per group, see _top_k
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. The first four steps apply in the order listed here.
+    """How to choose tokens, and when to stop. The first seven steps apply in the order listed here.
 
     Attributes:
+        logits_processor: a function of the text so far, uint32 `(n,)`, prompt and new tokens, read-only, and of the
+            logits, float32 `(vocab_size,)`. It returns logits, or changes them in place and returns None: a grammar,
+            say, sets those of all tokens that cannot follow to minus infinity. None is off.
+        logit_bias: is added to the logits of some tokens, `{token: bias}`; minus infinity excludes a token.
         repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided
             by this and negative ones multiplied by it (after CTRL, arXiv 1909.05858, section 4.1). 1 is off.
         temperature: logits are divided by it. Below 1e-6 the most likely token is taken; ties go to the lowest id.
         top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
         top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
             sampling, arXiv 1904.09751, section 3.1). 1 is off.
+        min_p: of these, keep tokens at least `min_p` times as likely as the most likely one (arXiv 2407.01082). 0 is
+            off.
         max_tokens: maximum number of new tokens.
         seed: seed of this request's random numbers; None derives one from the engine's seed and the number of
             the request.
         stop_token_ids: tokens that end the text, besides the model's own; they are not returned.
+        stop: strings that end the text, one or several; the engine needs a tokenizer. The tokens that spell one are
+            returned by `generate` and `stream`; the text of `complete` ends before it.
+        logprobs: for `complete`: report the log-probability of each new token, and of this many most likely ones
+            beside it. None: none is reported.
     """
 
     temperature: float = 0.7
     top_k: int = 40
     top_p: float = 0.9
-    repetition_penalty: float = 1.1
+    repetition_penalty: float = 1.0
     max_tokens: int = 128
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
+    stop: str | Iterable[str] = ()
+    logprobs: int | None = None
+    logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
         store = object.__setattr__
@@ -52,13 +70,56 @@ class SamplingParams:
         penalty = as_finite(self.repetition_penalty, "repetition_penalty", 0.0, above=True)
         store(self, "repetition_penalty", penalty)
         store(self, "max_tokens", as_count(self.max_tokens, "max_tokens", most=None))
-        if self.seed is not None:
-            store(self, "seed", as_count(self.seed, "seed", most=None))
+        for name in ("seed", "logprobs"):
+            if getattr(self, name) is not None:
+                store(self, name, as_count(getattr(self, name), name, most=None))
         try:
             stops = tuple(as_count(token, "stop_token_ids", most=None) for token in self.stop_token_ids)
         except TypeError:
             raise TypeError(f"stop_token_ids: expected ints, got {short(self.stop_token_ids)}") from None
         store(self, "stop_token_ids", stops)
+        store(self, "min_p", as_finite(self.min_p, "min_p", 0.0, 1.0))
+        store(self, "logit_bias", _biases(self.logit_bias))
+        store(self, "stop", _strings(self.stop))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            got = type(self.logits_processor).__name__
+            raise TypeError(f"logits_processor: expected a function of tokens and logits, got {got}")
+
+
+def check_biases(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError if `logit_bias` names a token outside the vocabulary."""
+    largest = max(dict(params.logit_bias), default=0)
+    if largest >= vocab_size:
+        raise ValueError(f"logit_bias: expected tokens from 0 to {vocab_size - 1}, got {largest}")
+
+
+def _biases(biases: Any) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` as pairs, which can be hashed."""
+    try:
+        pairs = dict(biases).items()
+    except (TypeError, ValueError):
+        raise TypeError(f"logit_bias: expected {{token: bias}}, got {short(biases)}") from None
+    checked = []
+    for token, bias in pairs:
+        number = as_number(bias, "logit_bias")
+        if not number < math.inf:  # NaN neither
+            raise ValueError(f"logit_bias: expected finite numbers or minus infinity, got {number}")
+        checked.append((as_count(token, "logit_bias", most=None), number))
+    return tuple(checked)
+
+
+def _strings(stop: Any) -> tuple[str, ...]:
+    """`stop` as a tuple of strings that are not empty."""
+    try:
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    except TypeError:
+        raise TypeError(f"stop: expected strings, got {short(stop)}") from None
+    for string in strings:
+        if not isinstance(string, str):
+            raise TypeError(f"stop: expected strings, got {short(string)}")
+        if not string:
+            raise ValueError("stop: expected strings of at least one character, got an empty one")
+    return strings
 
 
 class Sampler:
@@ -76,19 +137,28 @@ class Sampler:
             params: the sampling parameters.
             rng: source of random numbers; one is used per token, none for a greedy choice.
             vocab_size: length of the logits.
-            history: ids of the tokens so far, for the repetition penalty.
+            history: ids of the tokens so far, for the repetition penalty and the logits processor.
         """
         self.params = params
         self._rng = rng
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
+        biases = dict(params.logit_bias)
+        self._biased = np.fromiter(biases, np.int64, len(biases))
+        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
+        self._text, self._length = history, len(history)  # the text so far, if there is a processor, has free room
 
     def sample(self, logits: Float32) -> int:
-        """Choose a token by float32 `(vocab_size,)` logits and add it to the history.
+        """Choose a token by float32 `(vocab_size,)` logits, which stay as they are, and add it to the history.
 
         A token whose logit is minus infinity is never drawn. Raises ValueError unless the largest logit is finite.
         """
         params = self.params
+        if params.logits_processor is not None:
+            logits = self._processed(logits, params.logits_processor)
+        if len(self._biased):
+            logits = logits.copy()
+            logits[self._biased] += self._biases
         if params.repetition_penalty != 1.0:
             logits = self._penalised(logits)
         best = int(np.argmax(logits))  # among equals the first; a NaN if there is one
@@ -96,7 +166,19 @@ class Sampler:
             raise ValueError(f"logits: expected a finite maximum, got {logits[best]} at token {best}")
         token = best if params.temperature < GREEDY_TEMPERATURE or params.top_k == 1 else self._draw(logits)
         self._seen[token] = True
+        if params.logits_processor is not None:
+            if self._length == len(self._text):
+                self._text = np.resize(self._text, 2 * self._length + 64)
+            self._text[self._length] = token
+            self._length += 1
         return token
+
+    def _processed(self, logits: Float32, processor: LogitsProcessor) -> Float32:
+        text = self._text[: self._length]
+        text.flags.writeable = False
+        logits = logits.copy()
+        result = processor(text, logits)
+        return logits if result is None else as_floats(result, logits.shape, "logits_processor")
 
     def _penalised(self, logits: Float32) -> Float32:
         seen = np.flatnonzero(self._seen)
@@ -112,6 +194,10 @@ class Sampler:
         weights = _softmax(logits if tokens is None else logits[tokens], params.temperature)
         if params.top_p < 1.0:
             kept = _top_p(weights, params.top_p)
+            tokens = kept if tokens is None else tokens[kept]
+            weights = weights[kept]
+        if params.min_p > 0.0:
+            kept = np.flatnonzero(weights >= params.min_p * weights.max())
             tokens = kept if tokens is None else tokens[kept]
             weights = weights[kept]
         cumulative = np.cumsum(weights)

@@ -24,6 +24,7 @@ from kvcache.core.arguments import (
     as_scores,
     checked_scores,
 )
+from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.lists.config import KVCacheConfig
@@ -348,6 +349,8 @@ class CacheManager:
             assert list(self._layers) == sorted(self._layers), f"layers {list(self._layers)} are not ascending"
             for i, share in self._policy.shares(self._config.max_seq_len, self._layers).items():
                 self._layers[i].check(self._policy.rule(share))
+
+    __reduce_ex__ = refuse_copies("append its entries to another manager")
 
     def __repr__(self) -> str:
         c = self._config

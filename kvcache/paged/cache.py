@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_floats, as_indices, as_integer, as_number, check_integers
+from kvcache.core.copying import refuse_copies
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
@@ -21,7 +22,7 @@ from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, describe, describe_settings
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, as_html, describe, describe_settings
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.tables import BlockTables
@@ -408,6 +409,9 @@ class PagedKvCache:
             pool, evictions, forks = self._pool, self._evictor.evictions, self._table.forks
             size = pool.nbytes + self._table.nbytes + self._store.bookkeeping
             return CacheStats(pool.total_allocations, pool.total_frees, evictions, forks, pool.peak_used, size)
+
+    _repr_html_ = as_html
+    __reduce_ex__ = refuse_copies("`fork` copies a sequence")
 
     def __str__(self) -> str:
         return describe(self)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_integer
+from kvcache.core.copying import refuse_copies
 from kvcache.errors import InvalidOperationError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 from kvcache.paged.reports import SequenceInfo
@@ -108,6 +109,8 @@ class PagedKvCacheHandle(KvCacheHandle):
     @property
     def num_tokens(self) -> int:
         return self._sequence().num_tokens
+
+    __reduce_ex__ = refuse_copies("`clone_handle` gives another handle")
 
     def __repr__(self) -> str:
         state = f"{self.num_tokens} tokens" if self.is_valid else "invalid"

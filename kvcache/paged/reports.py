@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.strip import strip
 from kvcache.paged.tables import BlockTables
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "describe", "describe_settings"]
+__all__ = [
+    "BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "as_html", "describe", "describe_settings",
+]  # fmt: skip
 
 Int32 = npt.NDArray[np.int32]
 
@@ -133,3 +136,9 @@ def describe_settings(cache: PagedKvCache) -> str:
         f"value_dtype={cache.value_dtype!r}, eviction_strategy={cache.eviction_strategy}, "
         f"used_blocks={cache.used_block_count}, num_sequences={cache.num_sequences})"
     )
+
+
+def as_html(cache: PagedKvCache) -> str:
+    """The blocks of a cache as a strip: free, used by one, shared by several."""
+    counts = cache.reference_counts(np.arange(cache.total_blocks))
+    return strip(describe_settings(cache), ("free", "used", "shared"), np.minimum(counts, 2))

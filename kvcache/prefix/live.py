@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_flat, as_floats, as_integer
+from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
@@ -122,6 +123,9 @@ class CachedKvState:
     def values(self) -> list[Float32]:
         """V per layer, float32 `(seq_len * kv_dim,)`."""
         return self._values
+
+    def __repr__(self) -> str:
+        return f"CachedKvState({self.num_layers} layers, {self.seq_len} tokens, kv_dim {self.kv_dim})"
 
 
 class _Writes:
@@ -366,6 +370,12 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         return clone
+
+    __reduce_ex__ = refuse_copies("`snapshot` copies its content")
+
+    def __repr__(self) -> str:
+        tokens = f"{self.seq_len} of {self.max_seq_len} tokens"
+        return f"KvCache({self.num_layers} layers, {tokens}, kv_dim {self.kv_dim}, num_heads {self.num_heads})"
 
     def as_any(self) -> KvCache:
         """The cache itself."""

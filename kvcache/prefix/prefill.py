@@ -37,3 +37,6 @@ class PrefixAwarePrefill:
     def stats(self) -> PrefixCacheStats:
         """The cache's counters now."""
         return self.cache.stats()
+
+    def __repr__(self) -> str:
+        return f"PrefixAwarePrefill({self.cache!r})"

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count
+from kvcache.core.copying import refuse_copies
 from kvcache.prefix.slots import Claim
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
@@ -69,6 +70,9 @@ class CacheBlock:
         """Bytes of K and V of all layers as float32."""
         return 2 * 4 * self._floats
 
+    def __repr__(self) -> str:
+        return f"CacheBlock(index={self.index}, {len(self.token_ids)} tokens, {self.memory_bytes} bytes)"
+
 
 class CacheSession:
     """The matched blocks of a request, which stay in the cache until the session is released or dropped.
@@ -121,6 +125,12 @@ class CacheSession:
     def shared_blocks(self) -> list[int]:
         """The blocks of these tokens, the tail block last."""
         return [*self.block_indices, self.tail_block] if self.tail_tokens else list(self.block_indices)
+
+    def __repr__(self) -> str:
+        tail = f", {self.tail_tokens} tokens of block {self.tail_block}" if self.tail_tokens else ""
+        return f"CacheSession({self.matched_prefix_len} tokens in {len(self.block_indices)} blocks{tail})"
+
+    __reduce_ex__ = refuse_copies("`open_session` opens another one")
 
     def __enter__(self) -> CacheSession:
         return self

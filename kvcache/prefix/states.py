@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_integer
+from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError
@@ -202,6 +203,15 @@ class PrefixKvCache(IndexedCache):
     def hit_tokens(self) -> int:
         """Tokens matched by all lookups."""
         return self._index.hit_tokens
+
+    __reduce_ex__ = refuse_copies("`save` writes its entries to a file")
+
+    def __repr__(self) -> str:
+        stats, limits = self.stats(), self.config
+        return (
+            f"PrefixKvCache({stats.entries} of {limits.max_entries} entries, {stats.tokens} tokens, "
+            f"{stats.memory_bytes} of {limits.max_memory_bytes} bytes)"
+        )
 
     def stats(self) -> PrefixKvStats:
         """The counters now."""

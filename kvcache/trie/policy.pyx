@@ -17,6 +17,9 @@ cdef class Policy:
 cdef class LRU(Policy):
     """The least recently used leaf is evicted first."""
 
+    def __repr__(self):
+        return "LRU()"
+
 
 cdef class LFU(Policy):
     """The least frequently used leaf is evicted first. A use counts for the next `age` uses of the cache.
@@ -30,6 +33,9 @@ cdef class LFU(Policy):
 
     def __init__(self, age=1000):
         self.age, self.counts = as_count(age, "age", 0, 2**20), True
+
+    def __repr__(self):
+        return f"LFU(age={self.age})"
 
     cdef double rank(self, int64_t stamp, int32_t uses) noexcept nogil:
         return <double>(stamp + self.age * uses)    # both change only when the leaf is used, so ranks stay valid

@@ -18,6 +18,7 @@ from bench.trie.package_rivals import VllmPrefix
 from bench.trie.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, prefix_rivals
 from bench.trie.trie import prompts
 
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
 
 

@@ -12,6 +12,8 @@ from bench.support.rates import Columns, rate_rows
 from bench.support.scattered import Scattered, Shape, queries_of, relative_error
 from kvcache.engine import InferenceEngine
 
+pytestmark = pytest.mark.one_build
+
 
 def test_a_plain_read_reads_every_byte_of_the_blocks_and_no_other():
     if ceilings.kind().startswith("ceilings by NumPy"):

@@ -17,6 +17,8 @@ from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.engine.residual import default_length
 
+pytestmark = pytest.mark.one_build
+
 
 @pytest.fixture(scope="module")
 def demo():

@@ -10,6 +10,7 @@ import pytest
 from gguf_files import ARRAY, STRING, convert
 from places import GOLDEN
 
+import kvcache
 from kvcache.__main__ import main
 from kvcache.demo import DIRECTORY
 from kvcache.demo.display import Display, TerminalDisplay, rows
@@ -18,6 +19,7 @@ from kvcache.demo.run import Pass, Request, run
 # Import the package under test from any directory, also if it was built in place.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
 pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
+pytestmark = pytest.mark.one_build
 
 
 def one_line(capsys, code):
@@ -116,6 +118,30 @@ def test_generate_with_a_gguf_file(capsys, tmp_path):
     )
     assert main(["generate", "--model", str(path), "--prompt", "import ", "--max-tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("import ")
+
+
+def test_generate_until_a_stop_string(capsys):
+    command = ["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "12", "--temperature", "0"]
+    main(command)
+    whole = capsys.readouterr().out
+    stop = whole[10:13]
+    assert main([*command, "--stop", "never there", "--stop", stop]) == 0
+    assert capsys.readouterr().out == "import " + whole[7 : whole.index(stop, 7)] + "\n"
+
+
+def test_loading_is_shown_to_a_person(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "1"])
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"loading {DIRECTORY} ...")
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"kvcache {kvcache.__version__}\n"
 
 
 def test_errors_are_one_line(capsys, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,6 +15,7 @@ from oracle_engine import sampling_distribution
 from kvcache.engine import SamplingParams
 from kvcache.engine.sampling import Sampler, _top_k
 
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
 # Ties at the top and at the border of top_k 4, both signs, and one token with probability 0.
 LOGITS = np.array([1.5, -0.5, 2.0, 2.0, 0.25, 1.0, 1.0, -2.0, 0.0, 1.0, -np.inf, 0.75], np.float32)
@@ -27,6 +28,8 @@ def settings_of(params):
         "top_k": params.top_k,
         "top_p": params.top_p,
         "repetition_penalty": params.repetition_penalty,
+        "min_p": params.min_p,
+        "logit_bias": params.logit_bias,
     }
 
 
@@ -74,6 +77,7 @@ def assert_drawn_from(probabilities, tokens):
         assert chi_square_tail(statistic, len(expected) - 1) > 1e-4, (observed, expected)
 
 
+BIASED = ((0, 1.5), (2, -math.inf), (10, 9.0))
 COMBINATIONS = list(itertools.product((0.4, 2.5), (0, 1, 4, 5, 50), (0.05, 0.6, 1.0), (0.8, 1.0, 1.7)))
 
 
@@ -81,6 +85,15 @@ COMBINATIONS = list(itertools.product((0.4, 2.5), (0, 1, 4, 5, 50), (0.05, 0.6, 
 def test_distribution(temperature, top_k, top_p, penalty):
     params = SamplingParams(temperature, top_k, top_p, penalty)
     tokens = draw(params, LOGITS, HISTORY, 1500, seed=COMBINATIONS.index((temperature, top_k, top_p, penalty)))
+    assert_drawn_from(sampling_distribution(LOGITS, HISTORY, **settings_of(params)), tokens)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.2, 0.7, 1.0])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.4, 5, 1.0), (2.5, 0, 0.7)])
+@pytest.mark.parametrize("logit_bias", [(), BIASED])
+def test_distribution_with_min_p_and_biases(temperature, top_k, top_p, min_p, logit_bias):
+    params = SamplingParams(temperature, top_k, top_p, 1.2, min_p=min_p, logit_bias=logit_bias)
+    tokens = draw(params, LOGITS, HISTORY, 1500, seed=int(100 * (temperature + min_p)) + top_k)
     assert_drawn_from(sampling_distribution(LOGITS, HISTORY, **settings_of(params)), tokens)
 
 
@@ -93,12 +106,18 @@ def test_distribution_closely():
 
 def test_the_chi_square_test_has_power():
     """Leaving out any step changes the distribution by more than the test accepts."""
-    params = SamplingParams(temperature=0.8, top_k=8, top_p=0.9, repetition_penalty=1.3)
-    tokens = draw(params, LOGITS, HISTORY, 1500)
-    right = settings_of(params)
-    for change in ({"temperature": 1.0}, {"top_k": 4}, {"top_p": 1.0}, {"repetition_penalty": 1.0}):
-        with pytest.raises(AssertionError):
-            assert_drawn_from(sampling_distribution(LOGITS, HISTORY, **(right | change)), tokens)
+    nucleus = SamplingParams(temperature=0.8, top_k=8, top_p=0.9, repetition_penalty=1.3)
+    likely = SamplingParams(0.8, 0, 1.0, 1.0, min_p=0.25, logit_bias={5: 0.8})
+    for params, changes in (
+        (nucleus, {"temperature": 1.0, "top_k": 4, "top_p": 1.0, "repetition_penalty": 1.0}),
+        (likely, {"temperature": 1.0, "min_p": 0.0, "logit_bias": ()}),
+    ):
+        tokens = draw(params, LOGITS, HISTORY, 1500)
+        for name, value in changes.items():
+            with pytest.raises(AssertionError):
+                assert_drawn_from(
+                    sampling_distribution(LOGITS, HISTORY, **(settings_of(params) | {name: value})), tokens
+                )
 
 
 @settings(max_examples=300, deadline=None)
@@ -110,10 +129,11 @@ def test_the_chi_square_test_has_power():
     st.integers(0, 45),
     st.floats(0.01, 1.0),
     st.sampled_from([0.5, 1.0, 2.0]),
+    st.floats(0.0, 1.0),
     st.integers(0, 2**32),
 )
-def test_only_possible_tokens(logits, temperature, top_k, top_p, penalty, seed):
-    params = SamplingParams(temperature, top_k, top_p, penalty)
+def test_only_possible_tokens(logits, temperature, top_k, top_p, penalty, min_p, seed):
+    params = SamplingParams(temperature, top_k, top_p, penalty, min_p=min_p)
     history = np.arange(0, len(logits), 3, dtype=np.uint32)
     probabilities = sampling_distribution(logits, history, **settings_of(params))
     for token in draw(params, np.array(logits, np.float32), history, 5, seed):
@@ -199,10 +219,64 @@ def test_logits_without_a_largest(bad, params):
         draw(params, np.full(4, -np.inf, np.float32), [], 1)
 
 
+def sampler_of(params, history=()):
+    return Sampler(params, np.random.default_rng(0), len(LOGITS), np.array(history, np.uint32))
+
+
+def test_a_processor_gets_the_text_and_logits_of_its_own():
+    calls = []
+
+    def only_odd(tokens, logits):
+        calls.append(tokens.tolist())
+        assert tokens.dtype == np.uint32
+        assert not tokens.flags.writeable
+        logits[::2] = -np.inf
+
+    sampler = sampler_of(SamplingParams(temperature=0.0, repetition_penalty=100.0, logits_processor=only_odd), [3, 3])
+    drawn = [sampler.sample(LOGITS) for _ in range(70)]
+    assert drawn[:4] == [5, 9, 11, 3]
+    assert calls == [[3, 3, *drawn[:i]] for i in range(70)]
+    assert LOGITS[2] == 2.0
+
+
+def test_a_processor_may_return_logits():
+    processor = SamplingParams(temperature=0.0, logits_processor=lambda tokens, logits: [-x for x in logits.tolist()])
+    with pytest.raises(ValueError, match="finite maximum, got inf at token 10"):
+        sampler_of(processor).sample(LOGITS)
+    negate = SamplingParams(temperature=0.0, logits_processor=lambda tokens, logits: -np.maximum(logits, -9.0))
+    assert sampler_of(negate).sample(LOGITS) == 10
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (np.zeros(3, np.float32), ValueError, r"logits_processor: expected shape \(12\), got \(3,\)"),
+        ("what", TypeError, "logits_processor: expected a float dtype"),
+        (0.0, ValueError, r"logits_processor: expected shape \(12\), got \(\)"),
+    ],
+)
+def test_what_a_processor_must_not_return(result, error, message):
+    sampler = sampler_of(SamplingParams(logits_processor=lambda tokens, logits: result))
+    with pytest.raises(error, match=message):
+        sampler.sample(LOGITS)
+
+
+def test_steps_before_the_penalty_come_in_their_order():
+    seen = []
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=2.0, logit_bias={1: 5.0}, logits_processor=lambda _, x: seen.append(x[1])
+    )
+    # Token 1 has -0.5 + 5, halved by the penalty to 2.25, and then is the largest; without the bias 2 would be.
+    assert sampler_of(params, [1, 2]).sample(LOGITS) == 1
+    assert seen == [-0.5]
+
+
 def test_defaults():
     params = SamplingParams()
-    assert settings_of(params) == {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
-    assert (params.max_tokens, params.seed, params.stop_token_ids) == (128, None, ())
+    off = {"repetition_penalty": 1.0, "min_p": 0.0, "logit_bias": ()}
+    assert settings_of(params) == {"temperature": 0.7, "top_k": 40, "top_p": 0.9} | off
+    assert (params.max_tokens, params.seed, params.stop_token_ids, params.stop) == (128, None, (), ())
+    assert (params.logprobs, params.logits_processor) == (None, None)
     with pytest.raises(FrozenInstanceError):
         params.top_k = 3
 
@@ -211,6 +285,10 @@ def test_numpy_numbers_and_any_iterable():
     params = SamplingParams(np.float32(0.5), np.int64(3), seed=np.uint8(7), stop_token_ids=np.array([1, 2]))
     assert params == SamplingParams(0.5, 3, seed=7, stop_token_ids=[1, 2])
     assert hash(params) == hash(SamplingParams(0.5, 3, seed=7, stop_token_ids={1, 2}))
+    assert SamplingParams(stop="end") == SamplingParams(stop=["end"])
+    biased = SamplingParams(logit_bias={np.int64(3): np.float32(0.5), 1: -math.inf})
+    assert biased == SamplingParams(logit_bias=[(3, 0.5), (1, -math.inf)]) == replace(biased)
+    assert hash(biased) == hash(replace(biased))
 
 
 @pytest.mark.parametrize(
@@ -235,6 +313,23 @@ def test_numpy_numbers_and_any_iterable():
         ("stop_token_ids", 3, TypeError),
         ("stop_token_ids", (1.5,), TypeError),
         ("stop_token_ids", (-1,), ValueError),
+        ("min_p", -0.1, ValueError),
+        ("min_p", 1.1, ValueError),
+        ("min_p", math.nan, ValueError),
+        ("logit_bias", {1: math.inf}, ValueError),
+        ("logit_bias", {1: math.nan}, ValueError),
+        ("logit_bias", {1: "x"}, TypeError),
+        ("logit_bias", {-1: 0.0}, ValueError),
+        ("logit_bias", {"a": 0.0}, TypeError),
+        ("logit_bias", 3, TypeError),
+        ("logit_bias", [1, 2], TypeError),
+        ("stop", "", ValueError),
+        ("stop", ["a", ""], ValueError),
+        ("stop", [1], TypeError),
+        ("stop", 1, TypeError),
+        ("logprobs", -1, ValueError),
+        ("logprobs", True, TypeError),
+        ("logits_processor", 1, TypeError),
     ],
 )
 def test_refused_settings(name, value, error):

@@ -6,6 +6,7 @@ import re
 import pytest
 from places import PROJECT
 
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 PACKAGE = PROJECT / "kvcache"
 SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in PACKAGE.rglob(f"*.{kind}"))
 

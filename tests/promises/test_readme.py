@@ -9,6 +9,7 @@ from places import PROJECT
 import kvcache
 import kvcache.engine
 
+pytestmark = pytest.mark.one_build
 DOCUMENTS = {
     name: (PROJECT / name).read_text(encoding="utf-8")
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")

@@ -1,6 +1,7 @@
 """Simple reference implementations: NumPy in float64, dicts, heaps. Slow on purpose."""
 
 import zlib
+from functools import cache
 
 import numpy as np
 
@@ -49,11 +50,13 @@ def log_sum_exp(queries, keys, scale):
 # ---- Quantisation, rotation.
 
 
+@cache
 def hadamard(dim):
-    """The matrix of +-1 in natural order; H @ H == dim * I."""
+    """The matrix of +-1 in natural order; H @ H == dim * I. Read-only."""
     h = np.ones((1, 1))
     while len(h) < dim:
         h = np.block([[h, h], [h, -h]])
+    h.flags.writeable = False
     return h
 
 

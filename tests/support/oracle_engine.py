@@ -118,9 +118,13 @@ def sampling_distribution(
     top_k: int,
     top_p: float,
     repetition_penalty: float,
+    min_p: float = 0.0,
+    logit_bias: tuple[tuple[int, float], ...] = (),
 ) -> list[float]:
     """The probability of each token, in the steps of the documentation of SamplingParams."""
     logits = list(map(float, logits))
+    for token, bias in logit_bias:
+        logits[token] += bias
     for token in set(history):
         logits[token] = logits[token] / repetition_penalty if logits[token] > 0 else logits[token] * repetition_penalty
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
@@ -136,6 +140,6 @@ def sampling_distribution(
         mass += weights[token] / total
         if mass >= top_p:
             break
-    kept = set(nucleus)
+    kept = {token for token in nucleus if weights[token] >= min_p * weights[ranked[0]]}
     total = math.fsum(weights[token] for token in kept)
     return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]

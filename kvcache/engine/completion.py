@@ -1,0 +1,125 @@
+"""A request as it runs, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.protocols import Float32
+from kvcache.engine.sampling import Sampler
+from kvcache.engine.text import TextStream
+from kvcache.engine.tokens import as_tokens
+
+__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt"]
+
+FinishReason = Literal["stop", "length"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities (natural) at one place of the text, of the network's logits before any step of the sampling.
+
+    Attributes:
+        logprob: of the token that was chosen.
+        top: of the most likely tokens, `{token: logprob}`, the most likely first; ties go to the lowest ids.
+    """
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What `complete` returns.
+
+    Attributes:
+        tokens: the new tokens, without the stop token; with those that spell a stop string.
+        text: their text, up to a stop string; None if the engine has no tokenizer.
+        finish_reason: "stop" after a stop token or a stop string; "length" after `max_tokens` or at the network's last
+            position.
+        logprobs: for each token its `TokenLogprobs`; None unless `SamplingParams.logprobs` asked for them.
+        cached_tokens: the number of prompt tokens whose K and V came from a prefix cache.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+    cached_tokens: int
+
+
+class Request:
+    """One request: its prompt, its sampler, when it ends, and what it reports.
+
+    Args:
+        tokens: the token ids of the prompt.
+        sampler: draws the new tokens.
+        text: gets the new tokens, if the request reports its text or has stop strings.
+
+    Attributes:
+        tokens, sampler, text: as above.
+        params: those of the sampler.
+        finish_reason: why it ended.
+        logprobs: one entry per new token, if they are reported.
+        cached_tokens: the number of prompt tokens that did not run.
+    """
+
+    def __init__(self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None) -> None:
+        self.tokens, self.sampler, self.text = tokens, sampler, text
+        self.params = sampler.params
+        self.finish_reason: FinishReason = "length"
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.cached_tokens = 0
+        self._pieces: list[str] = []
+
+    def observe(self, token: int, logits: Float32) -> None:
+        """Note a new token, and the logits that it was drawn from."""
+        if self.logprobs is not None:
+            self.logprobs.append(_logprobs(logits, token, self.params.logprobs or 0))
+        if self.text is not None:
+            self._pieces.append(self.text.add(token))
+
+    def is_stopped(self) -> bool:
+        """Whether the last token completed a stop string."""
+        return self.text is not None and self.text.stopped
+
+    def complete(self, new: Iterator[int]) -> Completion:
+        """Run it: `new` yields its tokens."""
+        if self.params.logprobs is not None:
+            self.logprobs = []
+        tokens = list(new)
+        text = None if self.text is None else "".join([*self._pieces, self.text.end()])
+        reason: FinishReason = "stop" if self.is_stopped() else self.finish_reason
+        return Completion(tokens, text, reason, self.logprobs, self.cached_tokens)
+
+
+def _logprobs(logits: Float32, token: int, count: int) -> TokenLogprobs:
+    """The log-probabilities of `token` and of the `count` most likely ones, in float64."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max()
+    shifted -= np.log(np.exp(shifted).sum())
+    count = min(count, len(shifted))
+    top: NDArray[np.intp] = np.empty(0, np.intp)
+    if count:
+        border = np.partition(shifted, len(shifted) - count)[len(shifted) - count]
+        top = np.flatnonzero(shifted >= border)
+        top = top[np.argsort(-shifted[top], kind="stable")][:count]
+    return TokenLogprobs(float(shifted[token]), {int(each): float(shifted[each]) for each in top})
+
+
+def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDArray[np.uint32]:
+    """A prompt's token ids: of a text, those that the tokenizer gives; of ids, a checked copy.
+
+    Raises:
+        ValueError: a text without a tokenizer; an id outside the vocabulary.
+        TypeError: neither a text nor integers.
+    """
+    if not isinstance(prompt, str):
+        return as_tokens(prompt, vocab_size)
+    encoder = tokenizer()
+    if encoder is None:
+        raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a text")
+    return as_tokens(encoder.encode(prompt).ids, vocab_size)

@@ -1,0 +1,75 @@
+"""Text from tokens as they come, and the strings that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["TextStream"]
+
+_CONTEXT = 8  # tokens of the prompt: a decoder may drop the space before the first token that it sees
+
+
+class TextStream:
+    """The text of new tokens after a prompt, piece by piece; the pieces together are the whole text.
+
+    A token may be a part of a character, and its text may depend on the token before it. So two groups of tokens are
+    decoded each time, with and without the new ones, and what the new ones add is a piece as soon as it does not end
+    within a character. Text that may begin a stop string waits until the next tokens tell.
+
+    Args:
+        tokenizer: has `decode`, of a list of ids.
+        prompt: the ids before the new tokens.
+        stop: strings that end the text.
+
+    Attributes:
+        stopped: whether a stop string was found; the text ends before it.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Any = (), stop: Iterable[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens = [int(token) for token in prompt[-_CONTEXT:]]
+        self._first, self._last = 0, len(self._tokens)  # the group that is decoded again, before the new tokens
+        self._waiting = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The piece of text that is complete with this token; empty after a stop string."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        known, text = self._decode(self._last), self._decode(len(self._tokens))
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self._first, self._last = self._last, len(self._tokens)
+        return self._until_stop(text[len(known) :])
+
+    def end(self) -> str:
+        """The text that still waits, when no token follows; an unfinished character is U+FFFD."""
+        if self.stopped:
+            return ""
+        known, text = self._decode(self._last), self._decode(len(self._tokens))
+        self._first = self._last = len(self._tokens)
+        piece = self._until_stop(text[len(known) :]) + self._waiting
+        self._waiting = ""
+        return piece
+
+    def _decode(self, end: int) -> str:
+        return str(self._tokenizer.decode(self._tokens[self._first : end]))
+
+    def _until_stop(self, piece: str) -> str:
+        """The text that waited and `piece`, up to a stop string, less an end that may begin one."""
+        text = self._waiting + piece
+        found = [place for place in map(text.find, self._stop) if place >= 0]
+        if found:
+            self.stopped, self._waiting = True, ""
+            return text[: min(found)]
+        waits = max((_overlap(text, string) for string in self._stop), default=0)
+        self._waiting = text[len(text) - waits :]
+        return text[: len(text) - waits]
+
+
+def _overlap(text: str, string: str) -> int:
+    """The length of the longest end of `text` that `string`, which is longer, begins with."""
+    lengths = range(min(len(text), len(string) - 1), 0, -1)
+    return next((length for length in lengths if string.startswith(text[len(text) - length :])), 0)

@@ -1,0 +1,158 @@
+"""What objects show: a repr with what matters, HTML in notebooks, `dir`; and the refusal of copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from engines import GREEDY
+
+import kvcache
+from kvcache import (
+    LFU,
+    LRU,
+    CachedKvState,
+    CacheManager,
+    InferenceEngine,
+    KvCache,
+    KVCacheConfig,
+    PagedKvCache,
+    PrefixAwarePrefill,
+    PrefixCache,
+    PrefixCachedEngine,
+    PrefixKvCache,
+)
+from kvcache.core.strip import strip
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+
+@pytest.fixture
+def paged():
+    cache = PagedKvCache(8, 16, 2, 64, dtype="f16")
+    cache.allocate(7, 40)
+    cache.fork(7, 8)
+    cache.append_batch([8])  # its last block is its own now
+    return cache
+
+
+@pytest.fixture
+def state():
+    return CachedKvState([np.ones((6, 32), np.float32)] * 2, [np.ones((6, 32), np.float32)] * 2, 6)
+
+
+@pytest.fixture
+def entries(state):
+    cache = PrefixKvCache()
+    cache.store_snapshot([1, 2, 3, 4, 5, 6], state)
+    return cache
+
+
+@pytest.fixture
+def blocks():
+    cache = PrefixCache(4, 2, 1, 1, 8)
+    cache.insert([1, 2], 0, *np.ones((2, 1, 16), np.float32))
+    return cache
+
+
+@pytest.fixture
+def live():
+    return KvCache(num_layers=2, max_seq_len=8, kv_dim=32, num_heads=2)
+
+
+@pytest.fixture
+def manager():
+    return CacheManager(KVCacheConfig(max_seq_len=8, num_heads=1, head_dim=8))
+
+
+def test_reprs(paged, state, entries, live, network):
+    assert repr(LRU()) == "LRU()"
+    assert repr(LFU(3)) == "LFU(age=3)"
+    assert repr(state) == "CachedKvState(2 layers, 6 tokens, kv_dim 32)"
+    assert repr(entries) == "PrefixKvCache(1 of 256 entries, 6 tokens, 3072 of 536870912 bytes)"
+    assert repr(live) == "KvCache(2 layers, 0 of 8 tokens, kv_dim 32, num_heads 2)"
+    assert repr(network) == "Transformer(LlamaForCausalLM, 2 layers, hidden_size 64)"
+    cached = PrefixCachedEngine(InferenceEngine(network), 16)
+    cached.generate(range(40), GREEDY)
+    engine = "InferenceEngine(Transformer, 2 layers, 49 of 512 positions in use)"
+    assert repr(cached) == f"PrefixCachedEngine({engine}, 3 of 16 blocks cached)"
+    assert repr(cached.prefix_cache).startswith("PrefixAwarePrefill(")
+    with cached.prefix_cache.prepare([*range(36), 0])[0] as session:
+        assert repr(session) == "CacheSession(32 tokens in 2 blocks, 4 tokens of block 2)"
+    _, (block, *_) = cached.prefix_cache.cache.lookup(range(20))
+    assert repr(block) == f"CacheBlock(index={block.index}, 16 tokens, {block.memory_bytes} bytes)"
+
+
+def test_a_cache_shows_its_blocks(paged):
+    shown = paged._repr_html_()
+    ElementTree.fromstring(shown.replace("&nbsp;", " "))  # well-formed
+    assert "PagedKvCache(num_blocks=8" in shown
+    for part in ("4&nbsp;free", "2&nbsp;used", "2&nbsp;shared"):
+        assert part in shown
+
+
+def bars(text):
+    return [(float(width), colour) for width, colour in re.findall(r'width="([\d.]+)" height="14" fill="(#\w+)"', text)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 512, 513, 5000])
+def test_a_strip_is_as_wide_for_any_number_of_blocks(count):
+    states = np.zeros(count, np.int32)
+    states[-1] = 2
+    shown = bars(strip("a <b>", ("x", "y", "z"), states))
+    assert sum(width for width, _ in shown) == pytest.approx(512, abs=1)
+    assert len(shown) == (1 if count == 1 else 2)
+    assert f"{count - 1}&nbsp;x" in strip("a <b>", ("x", "y", "z"), states)
+    assert "a &lt;b&gt;" in strip("a <b>", ("x", "y", "z"), states)
+
+
+def test_a_strip_of_no_blocks():
+    assert bars(strip("empty", ("x",), np.zeros(0, np.int32))) == []
+
+
+def test_dir_shows_the_public_names():
+    assert set(dir(kvcache)) == {*kvcache.__all__, "__version__"}
+
+
+@pytest.mark.parametrize("kind", ["paged", "handle", "entries", "live", "manager", "engine", "cached", "session"])
+def test_live_objects_refuse_to_be_copied(kind, request, network):
+    if kind == "handle":
+        it = request.getfixturevalue("paged").handle(7)
+    elif kind == "engine":
+        it = InferenceEngine(network)
+    elif kind == "cached":
+        it = PrefixCachedEngine(InferenceEngine(network), 4)
+    elif kind == "session":
+        it = request.getfixturevalue("blocks").open_session([1, 2, 3])
+    else:
+        it = request.getfixturevalue(kind)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda x: pickle.dumps(x, 0)):
+        with pytest.raises(TypeError, match=f"^{type(it).__name__}: expected no copy and no pickle of it, got"):
+            attempt(it)
+
+
+def test_values_are_copied_and_pickled(paged, state):
+    values = [
+        kvcache.SamplingParams(stop="x"), kvcache.EvictionPolicy.H2O(), paged.stats(), kvcache.SeqId(3), LFU(5),
+        kvcache.Completion([1], "a", "stop", [kvcache.TokenLogprobs(-1.0, {1: -1.0})], 0), KVCacheConfig(8, 1, 8),
+    ]  # fmt: skip
+    for value in values:
+        for other in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+            assert repr(other) == repr(value)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(state)).keys, state.keys)
+
+
+def test_no_public_class_has_the_repr_of_object():
+    plain = {
+        name
+        for name in kvcache.__all__
+        if inspect.isclass(it := getattr(kvcache, name)) and it.__repr__ is object.__repr__
+    }
+    # Interfaces, namespaces of names, and PrefixCache.
+    assert plain <= {"KvCacheAccess", "KvCacheHandle", "EvictionStrategy", "Device", "PrefixCache"}, plain
+    assert PrefixAwarePrefill.__repr__ is not object.__repr__
