@@ -114,6 +114,13 @@ def test_the_tables_of_structures(capsys):
     assert "2048 nodes" in capsys.readouterr().out
 
 
+def test_the_tables_of_weights(capsys):
+    assert main(["weights", "--quick", "--no-rivals", "--threads", "1"]) in (0, 1)  # no test fails on time
+    shown = capsys.readouterr().out
+    assert "9a. Products with q4_1 weights" in shown
+    assert "kvcache f16.gguf" in shown
+
+
 def test_the_command_line(capsys):
     assert main(["trace", "--quick"]) == 0
     assert "optimal (offline)" in capsys.readouterr().out

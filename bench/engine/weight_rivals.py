@@ -1,0 +1,137 @@
+"""Rivals that read the same GGUF files: llama.cpp and OpenVINO GenAI, each with its default precision.
+
+A rival prefills a prompt (`prefill`) and decodes `steps` tokens behind it (`rewind`, then `decode`), as our engine does.
+All inputs are token ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.support.checkpoints import Size, write_gguf
+
+__all__ = ["GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
+
+Tokens = npt.NDArray[np.uint32]
+
+GGUF_FILES = {"f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15}  # llama.cpp's numbers of the file types
+
+
+def write_files(size: Size, folder: Path) -> None:
+    """Write the random network as f16 and, with llama.cpp, in the packed types; files that are there are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "f16.gguf").exists():
+        write_gguf(size, folder / "f16.gguf", half=True)
+    try:
+        import llama_cpp
+    except ImportError:
+        return
+    for name, kind in GGUF_FILES.items():
+        target = folder / f"{name}.gguf"
+        if target.exists():
+            continue
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype = kind
+        if llama_cpp.llama_model_quantize(
+            str(folder / "f16.gguf").encode(), str(target).encode(), ctypes.byref(parameters)
+        ):
+            target.unlink(missing_ok=True)
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, with flash attention and float16 K and V, its defaults but for the former."""
+
+    name = "llama.cpp"
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import llama_cpp
+
+        self._llama = llama_cpp.Llama(
+            str(path), n_ctx=2048, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+            verbose=False,
+        )  # fmt: skip
+        self._held = 0
+
+    @staticmethod
+    def version() -> str:
+        import llama_cpp
+
+        return str(llama_cpp.__version__)
+
+    def prefill(self, tokens: Tokens) -> None:
+        """Run a prompt with an empty cache."""
+        self._llama.reset()
+        self._llama.eval(tokens.tolist())
+        self._held = len(tokens)
+
+    def rewind(self) -> None:
+        """Go back to the prompt: `eval` drops the tokens after it."""
+        self._llama.n_tokens = self._held
+
+    def decode(self, steps: int) -> None:
+        """Run greedy decode steps."""
+        token = 3
+        for _ in range(steps):
+            self._llama.eval([token])
+            logits = np.ctypeslib.as_array(self._llama._ctx.get_logits(), shape=(self._llama.n_vocab(),))
+            token = int(logits.argmax())
+
+
+class OpenVino:
+    """OpenVINO GenAI's pipeline for one request, with the defaults of the CPU plugin: bf16 where the CPU has it."""
+
+    name = "OpenVINO"
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import openvino_genai
+
+        self._genai = openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = 1
+        scheduler.max_num_batched_tokens = 2048
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
+        )
+        self._prompt: Tokens = np.zeros(1, np.uint32)
+        self._turn = 0
+
+    @staticmethod
+    def version() -> str:
+        import openvino_genai
+
+        return str(openvino_genai.__version__)
+
+    def _generate(self, tokens: Tokens, new: int) -> Any:
+        import openvino
+
+        ids = openvino.Tensor(tokens.astype(np.int64)[None])
+        mask = openvino.Tensor(np.ones((1, len(tokens)), np.int64))
+        settings = self._genai.GenerationConfig(max_new_tokens=new, ignore_eos=True)
+        return self._pipeline.generate(self._genai.TokenizedInputs(ids, mask), settings).perf_metrics
+
+    def first_token(self, tokens: Tokens) -> float:
+        """Seconds from the prompt to the first token, by OpenVINO's own clock."""
+        return float(self._generate(tokens, 1).get_ttft().mean) / 1e3
+
+    def step(self, tokens: Tokens, steps: int) -> float:
+        """Seconds per token behind this prompt, by OpenVINO's own clock."""
+        return float(self._generate(tokens, steps + 1).get_tpot().mean) / 1e3
+
+
+RIVALS = (LlamaCpp, OpenVino)
+
+
+def availability() -> list[str]:
+    """A line per rival: its version, or the reason for its absence."""
+    lines = []
+    for rival in RIVALS:
+        try:
+            lines.append(f"{rival.name} {rival.version()}")
+        except ImportError as error:
+            lines.append(f"not measured: {rival.name} ({error})")
+    return lines

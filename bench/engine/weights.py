@@ -1,0 +1,232 @@
+"""`python -m bench weights`: products with weights in every format, and a network of a billion weights beside rivals.
+
+The products read matrices that no cache holds, as the layers of a network do, compared with a plain read of as many
+bytes and with the arithmetic peak of the same run. The network has the shape of Llama-3.2-1B and random weights;
+llama.cpp and OpenVINO read the same GGUF files, each with its default precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.engine.weight_rivals import GGUF_FILES, RIVALS, OpenVino, availability, write_files
+from bench.support.blas import set_threads
+from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
+from bench.support.checkpoints import SIZES, Size
+from bench.support.common import Candidate, Case, Claim, Result, Table, run_case, share_of
+from bench.support.plot import plot_table
+from bench.support.rates import Columns, print_rates
+from bench.support.report import save_json
+from kvcache.core.matrix import MATRIX_FORMATS, Matrix
+from kvcache.engine import InferenceEngine
+
+__all__ = ["add_arguments", "main"]
+
+Float32 = npt.NDArray[np.float32]
+
+SHAPE = (8192, 2048)  # outputs, inputs: about the mean of the network's matrices
+COLD_BYTES = 160 << 20  # matrices in turn take so much at least
+FEW, MANY = (1, 2, 4, 8, 16), 512
+READ, FMA, DOTS = "plain read", "FMA peak", "int8 peak"
+PROMPT, CONTEXT, STEPS = 512, 1024, 16
+SETTLE = 2e-3  # seconds: threads of the previous candidate may spin
+
+
+class Products:
+    """Matrices of one format, enough of them to be cold, and products of `n` rows with one after another."""
+
+    def __init__(self, format: str, shape: tuple[int, int], cold_bytes: int) -> None:
+        rng = np.random.default_rng(0)
+        first = Matrix(*shape, format)
+        first.put(0, rng.standard_normal(shape, np.float32))
+        size = Matrix.num_bytes(*shape, format)
+        memory = huge_array(size * max(2, -(-cold_bytes // size)))
+        self.matrices = [
+            Matrix(*shape, format, memory=memory[at : at + size]) for at in range(0, len(memory) - size + 1, size)
+        ]
+        rows = np.random.default_rng(1).standard_normal(shape, np.float32)
+        for matrix in self.matrices:
+            if MATRIX_FORMATS[format].packed:
+                self._copy(first, matrix)
+            else:
+                matrix.put(0, rows)
+        self.nbytes, self._turn = first.nbytes, 0
+
+    @staticmethod
+    def _copy(source: Matrix, target: Matrix) -> None:
+        """The codes of 64 rows again and again: products take the same time whatever they are."""
+        count = min(64, len(source))
+        codes, scales, minima = zip(*(source.codes(row) for row in range(count)), strict=True)
+        more = () if minima[0] is None else (np.stack(minima),)
+        for row in range(0, len(target), count):
+            part = slice(0, min(count, len(target) - row))
+            target.put_codes(row, np.stack(codes)[part], np.stack(scales)[part], *(m[part] for m in more))
+
+    def run(self, x: Float32) -> None:
+        """One product with the next matrix."""
+        self._turn = (self._turn + 1) % len(self.matrices)
+        self.matrices[self._turn].multiply(x)
+
+
+def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads: int) -> Iterator[Case]:
+    """One row beside a plain read of the same bytes; more rows, and many, beside the arithmetic peak."""
+    set_threads(threads)
+    products = Products(format, shape, cold_bytes)
+    packed = MATRIX_FORMATS[format].packed
+    peak = byte_products(threads) if packed else fma(threads)
+    name = DOTS if packed else FMA
+    reader = BlockReader(
+        huge_array(cold_bytes), np.arange(products.nbytes // 4096), 4096, max(1, cold_bytes // products.nbytes), threads
+    )
+    read = Candidate(READ, reader.run, facts={"work": float(reader.nbytes)})
+
+    def make(n: int) -> Iterator[Candidate]:
+        x = np.random.default_rng(2).standard_normal((n, shape[1]), np.float32)
+        operations = 2.0 * n * shape[0] * shape[1]
+        yield Candidate(format, partial(products.run, x), facts={"work": float(products.nbytes), "flop": operations})
+        if n < MANY:
+            yield read
+        if peak is not None:
+            # The time that the machine's peak needs for so many operations.
+            yield Candidate(name, peak[0], peak[1] / operations, facts={"flop": operations})
+
+    for n in (*FEW, MANY):
+        claims: tuple[Claim, ...] = ()
+        if n == 1:
+            claims = (share_of(0.8, format, READ),)
+        elif n == MANY:
+            claims = (share_of(0.7 if packed else 0.85, format, name),)
+        yield Case(f"{n} row{'s' * (n > 1)}", partial(make, n), claims)
+
+
+class Ours:
+    """The engine over a GGUF file or, with `weights`, over the same numbers in another format."""
+
+    def __init__(self, path: Path, threads: int, weights: str) -> None:
+        self._engine = InferenceEngine.from_gguf(path, weights=weights, num_blocks=(CONTEXT + STEPS) // 16 + 2)
+
+    def prefill(self, tokens: npt.NDArray[np.uint32]) -> None:
+        """Run a prompt with an empty cache, up to the logits of its last token."""
+        self._engine.reset()
+        self._engine.prefill_from_pos(tokens, 0)
+
+    def rewind(self) -> None:
+        """Nothing: `decode` names its positions, which cuts the text."""
+
+    def decode(self, steps: int) -> None:
+        """Run greedy decode steps behind the context."""
+        token = 3
+        for i in range(steps):
+            token = int(self._engine.decode_step(token, CONTEXT + i).argmax())
+
+
+def network_candidates(folder: Path, threads: int, what: str, vocabulary: int, rivals: bool) -> Iterator[Candidate]:
+    """Each engine over each file, one after another in memory: a candidate builds its engine for its own rounds."""
+    prompt = np.random.default_rng(3).integers(3, vocabulary, CONTEXT, dtype=np.uint32)
+    builders: list[tuple[str, Any]] = [
+        ("kvcache f32", partial(Ours, folder / "f16.gguf", threads, "f32")),
+        ("kvcache q8", partial(Ours, folder / "f16.gguf", threads, "q8")),
+        ("kvcache q4", partial(Ours, folder / "f16.gguf", threads, "q4")),
+    ]
+    files = [name for name in GGUF_FILES if (folder / f"{name}.gguf").exists()]
+    builders += [(f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto")) for name in files]
+    if rivals:
+        for rival in RIVALS:
+            builders += [(f"{rival.name} {name}", partial(rival, folder / f"{name}.gguf", threads)) for name in files]
+    for name, build in builders:
+        try:
+            engine = build()
+        except Exception as error:  # the rival's package is absent, or does not read this file
+            print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
+            continue
+        set_threads(threads)
+        if isinstance(engine, OpenVino):
+            yield _own_clock(name, engine, what, vocabulary)
+        elif what == "prefill":
+            yield Candidate(name, partial(engine.prefill, prompt[:PROMPT]), facts={"work": float(PROMPT)})
+        else:
+            engine.prefill(prompt)
+            yield Candidate(name, partial(engine.decode, STEPS), STEPS, engine.rewind, {"work": 1.0})
+        del engine
+        gc.collect()
+
+
+def _own_clock(name: str, engine: OpenVino, what: str, vocabulary: int) -> Candidate:
+    """A candidate that times itself, over a new prompt each time, which no cache contains."""
+    rng = np.random.default_rng(4)
+
+    def seconds() -> float:
+        if what == "prefill":
+            return engine.first_token(rng.integers(3, vocabulary, PROMPT, dtype=np.uint32))
+        return engine.step(rng.integers(3, vocabulary, CONTEXT, dtype=np.uint32), STEPS)
+
+    return Candidate(name, seconds=seconds, facts={"work": float(PROMPT if what == "prefill" else 1)})
+
+
+def measure_network(size: Size, folder: Path, threads: int, what: str, rounds: int, rivals: bool) -> Result:
+    """One candidate after another, each with all its rounds: not all of them fit the memory together."""
+    times, facts = {}, {}
+    for candidate in network_candidates(folder, threads, what, size.vocabulary, rivals):
+        one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
+        times |= one.times
+        facts |= one.facts
+        print(f"{candidate.name}: {min(one.times[candidate.name]) * 1e3:.2f} ms", flush=True)
+    return Result(what, times, (), facts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this bench."""
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads (default 1 2)")
+    parser.add_argument("--only", choices=("products", "network"), help="one of both parts")
+    parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
+    parser.add_argument("--folder", type=Path, help="keep the GGUF files here (4.7 GB), and use those that are there")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print every table; returns 1 if a bound was missed."""
+    rounds = 2 if options.quick else options.rounds
+    shape, cold = ((256, 512), 1 << 20) if options.quick else (SHAPE, COLD_BYTES)
+    missed, done = 0, []
+    for threads in options.threads:
+        for format in () if options.only == "network" else MATRIX_FORMATS:
+            results = [
+                run_case(case, rounds, threaded=True, settle=SETTLE)
+                for case in product_cases(format, shape, cold, threads)
+            ]
+            packed = MATRIX_FORMATS[format].packed
+            columns = Columns((format,), ceiling=lambda _: READ, rivals=(READ, DOTS if packed else FMA))
+            title = f"9a. Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
+            missed += print_rates(title, columns, results, as_markdown=options.markdown)
+            done.append((Table(title, ()), results))
+    if options.only != "products":
+        print("; ".join(availability()))
+        size = SIZES["tiny" if options.quick else "1b"]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.folder or Path(temporary)
+            write_files(size, folder)
+            for threads in options.threads:
+                for what in ("decode", "prefill"):
+                    result = measure_network(size, folder, threads, what, rounds, not options.no_rivals)
+                    names = tuple(result.times)
+                    columns = Columns(names, unit="tokens/s", scale=1.0)
+                    of = f"at {CONTEXT} tokens" if what == "decode" else f"of {PROMPT} tokens"
+                    title = f"9b. {what.capitalize()} {of}, {size}, {threads} thr"
+                    missed += print_rates(title, columns, [result], as_markdown=options.markdown)
+                    done.append((Table(title, ()), [result]))
+    if options.json:
+        save_json(options.json, done)
+    if options.plot:
+        for table, results in done:
+            print(plot_table(table, results, options.plot))
+    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
+    return int(missed > 0)
