@@ -90,7 +90,7 @@ void KVC_FN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t st
     const size_t row_bytes = kvc_prepared_row_bytes(args);
     const int packed = kvc_matrix_format_of(args->matrix->format)->packed;
     while (first < stop) {
-        const int rows = kvc_block_rows(packed ? KVC_PACKED_ROWS : KVC_FLOAT_ROWS, args->n - first);
+        const int rows = kvc_block_rows(packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS, args->n - first);
         unsigned char *to = args->prepared + (size_t)first * row_bytes;
         if (!packed)
             put_floats(args, first, rows, (float *)to);

@@ -17,7 +17,9 @@
 enum {
     VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
     CHUNK_BYTES = 384 << 10,
-    AHEAD = 2048, /* bytes from what is read to what is prefetched */
+    PACKED_AHEAD = 4096, /* bytes of a panel from what is read to what is prefetched */
+    FLOATS_AHEAD = 2048, /* the same of up to four panels at a time */
+    COLD_ROWS = 16, /* a call of so many rows waits for memory; beyond, panels are read from the cache most of the time */
 };
 
 typedef struct sums16 {
@@ -30,8 +32,19 @@ typedef struct tile {
     int rows, panels;
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
+    int cold;
     float results[KVC_FLOAT_SUMS * KVC_LANES];
 } tile;
+
+/* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
+ * `panels` further on. */
+INLINE size_t ahead_of(size_t at, size_t ahead, size_t panel_bytes, int panels) {
+    return at + ahead < panel_bytes ? ahead : ahead + (size_t)(panels - 1) * panel_bytes;
+}
+INLINE void prefetch(const unsigned char *p, size_t bytes) {
+    UNROLL
+    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
+}
 
 INLINE void keep(tile *t, const sums16 *sums) {
     UNROLL
@@ -119,7 +132,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     const size_t numbers = (size_t)(KVC_GROUP * rows), header = (minima ? 4 : 2) * KVC_PANEL * 2;
     const size_t code_bytes = (size_t)(KVC_GROUP * KVC_PANEL * bits / 8), record_bytes = header + 2 * code_bytes;
     const unsigned char *records[2];
-    sums16 sums[12];
+    sums16 sums[12]; /* 6 rows of 2 panels, or 8 of one */
     UNROLL
     for (int p = 0; p < panels; p++)
         records[p] = matrix->data + (size_t)(t->panel + (p < t->existing ? p : t->existing - 1)) * matrix->panel_bytes;
@@ -135,8 +148,8 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             UNROLL
             for (int p = 0; p < panels; p++) {
                 codes[p] = records[p] + at + header + (size_t)half * code_bytes;
-                for (size_t line = 0; rows <= 2 && line < code_bytes; line += 64)
-                    __builtin_prefetch(codes[p] + AHEAD + line, 0, 2);
+                if (t->cold)
+                    prefetch(codes[p] + ahead_of(at, PACKED_AHEAD, matrix->panel_bytes, panels), code_bytes);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
@@ -179,10 +192,10 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
 
 #define PACKED(format, digits, rows)                                                                              \
     NOINLINE void packed_##format##_##digits##_##rows(const kvc_matrix *matrix, const unsigned char *x, tile *t) { \
-        packed_tile(matrix, KVC_MATRIX_##format, digits, rows, KVC_PACKED_PANELS, x, t);                           \
+        packed_tile(matrix, KVC_MATRIX_##format, digits, rows, KVC_PACKED_PANELS(rows), x, t);                           \
     }
-#if KVC_PACKED_ROWS == 6
-#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6)
+#if defined(KVC_AVX512)
+#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8)
 #else
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
 #endif
@@ -192,21 +205,24 @@ DIGITS(PACKED, Q8_0) DIGITS(PACKED, Q4_0) DIGITS(PACKED, Q4_1)
 typedef void packed_fn(const kvc_matrix *, const unsigned char *x, tile *);
 #define LINE(format, digits, rows) [rows] = packed_##format##_##digits##_##rows,
 #define TABLE(format) {{BLOCKS(LINE, format, 1)}, {BLOCKS(LINE, format, 2)}}
-static packed_fn *const packed_tiles[3][2][KVC_PACKED_ROWS + 1] = {TABLE(Q8_0), TABLE(Q4_0), TABLE(Q4_1)};
+static packed_fn *const packed_tiles[3][2][9] = {TABLE(Q8_0), TABLE(Q4_0), TABLE(Q4_1)};
 
 static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);
     packed_fn *const *tiles = packed_tiles[args->matrix->format - KVC_MATRIX_Q8_0][args->digits - 1];
-    const int64_t fitting = (int64_t)(CHUNK_BYTES / row_bytes) / KVC_PACKED_ROWS * KVC_PACKED_ROWS;
-    const int64_t chunk = fitting > KVC_PACKED_ROWS ? fitting : KVC_PACKED_ROWS;
+    const int most = KVC_PACKED_ROWS(args->n);
+    const int64_t fitting = (int64_t)(CHUNK_BYTES / row_bytes) / most * most, chunk = fitting > most ? fitting : most;
     for (int64_t start = 0; start < args->n; start += chunk) {
         const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
-        for (int64_t p = panel; p < panel_stop; p += KVC_PACKED_PANELS) {
+        for (int64_t p = panel; p < panel_stop; p += 2) {
             for (int64_t row = start; row < stop;) {
-                const int rows = kvc_block_rows(KVC_PACKED_ROWS, stop - row);
-                tile t = {.first = row, .panel = p, .existing = panel_stop - p};
-                tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
-                give(args, &t, 0, args->bias);
+                const int rows = kvc_block_rows(most, stop - row);
+                const int64_t step = KVC_PACKED_PANELS(rows);
+                for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
+                    tile t = {.first = row, .panel = q, .existing = panel_stop - q, .cold = args->n <= COLD_ROWS};
+                    tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
+                    give(args, &t, 0, args->bias);
+                }
                 row += rows;
             }
         }
@@ -241,8 +257,10 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
         f32v w[4][VECTORS];
         UNROLL
         for (int p = 0; p < panels; p++) {
-            if (rows <= 2 && k % (64 / (KVC_PANEL * size)) == 0)
-                __builtin_prefetch(data[p] + (size_t)(k * KVC_PANEL * size) + AHEAD / 2, 0, 2);
+            if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
+                const size_t at = (size_t)(k * KVC_PANEL * size);
+                prefetch(data[p] + at + ahead_of(at, FLOATS_AHEAD, matrix->panel_bytes, panels), 64);
+            }
             UNROLL
             for (int v = 0; v < VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
         }
@@ -302,7 +320,7 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
                     const float *x = (const float *)args->prepared + row * columns;
                     const int64_t left = panel_stop - p < wide ? panel_stop - p : wide, step = PANELS(rows);
                     for (int64_t q = 0; q < left; q += step) {
-                        tile t = {.first = row, .panel = p + q, .existing = left - q};
+                        tile t = {.first = row, .panel = p + q, .existing = left - q, .cold = args->n <= COLD_ROWS};
                         tiles[rows](args->matrix, k, k_stop, x, &t);
                         give(args, &t, k > 0, k_stop == columns ? args->bias : NULL);
                     }

@@ -19,7 +19,9 @@
  *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: more of them
  *                                   leave fewer rows in a tile, and fewer partial sums in memory
  *   KVC_DOT_SUMS                    accumulators of the product over few rows
- *   KVC_PACKED_ROWS, KVC_FLOAT_ROWS rows of x that a tile of weights multiplies at a time (12, 6, 4 or 2)
+ *   KVC_PACKED_ROWS(n)              rows that a tile of packed weights multiplies at a time, in a call of n rows
+ *   KVC_PACKED_PANELS(rows)         panels of that tile: one reads like a stream, two use each broadcast twice
+ *   KVC_FLOAT_ROWS                  the most rows of a tile of float weights: 12, 6 or 2
  *   KVC_FLOAT_SUMS                  accumulators of a tile of float weights
  */
 #ifndef KVC_SIMD_H

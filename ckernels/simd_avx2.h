@@ -142,8 +142,8 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
 #define KVC_UNSIGNED_WEIGHTS 0
-#define KVC_PACKED_ROWS 2
-#define KVC_PACKED_PANELS 1
+#define KVC_PACKED_ROWS(n) 2
+#define KVC_PACKED_PANELS(rows) 1
 #define KVC_FLOAT_ROWS 6
 #define KVC_FLOAT_SUMS 12
 

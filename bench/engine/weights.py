@@ -109,10 +109,10 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
 
 
 class Ours:
-    """The engine over a GGUF file or, with `weights`, over the same numbers in another format."""
+    """The engine over a GGUF file or, with `weights`, over the same numbers in another format; K and V in q8."""
 
     def __init__(self, path: Path, threads: int, weights: str) -> None:
-        self._engine = InferenceEngine.from_gguf(path, weights=weights, num_blocks=(CONTEXT + STEPS) // 16 + 2)
+        self._engine = InferenceEngine.from_gguf(path, weights=weights, dtype="q8", num_blocks=(CONTEXT + STEPS) // 16 + 2)
 
     def prefill(self, tokens: npt.NDArray[np.uint32]) -> None:
         """Run a prompt with an empty cache, up to the logits of its last token."""
