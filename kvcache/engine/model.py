@@ -36,15 +36,15 @@ class Transformer:
         self.weights = weights
         self._rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings)
 
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
+
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Transformer:
         """Load a Hugging Face checkpoint directory. Errors are those of `ModelConfig` and `Weights`."""
         config = ModelConfig.from_pretrained(directory)
         return cls(config, Weights.from_pretrained(directory, config))
-
-    def __repr__(self) -> str:
-        c = self.config
-        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
 
     def forward(
         self,

@@ -6,7 +6,6 @@ import re
 import pytest
 from places import PROJECT
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 HOUSE = PROJECT / "kvcache"
 SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in HOUSE.rglob(f"*.{kind}"))
 
@@ -46,6 +45,9 @@ def imported(path):
         if module and module.split(".")[0] == "kvcache":
             inner = [f"{module}.{name}" for name in names if f"{module}.{name}" in known]
             yield from inner or [module]
+
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 def test_one_map():
