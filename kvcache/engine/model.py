@@ -44,6 +44,10 @@ class Transformer:
         self.activations = activations
         self._rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings)
 
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
+
     @classmethod
     def from_pretrained(
         cls,
@@ -74,10 +78,6 @@ class Transformer:
         """Load a GGUF file of any name. Errors are those of `GgufCheckpoint` and `Weights`."""
         checkpoint = GgufCheckpoint(path)
         return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations)
-
-    def __repr__(self) -> str:
-        c = self.config
-        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
 
     def forward(
         self,

@@ -211,7 +211,7 @@ def test_no_vocabulary(tmp_path):
 
 def test_the_package_is_missing(bytewise, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"x\.gguf needs the tokenizers package: pip install 'kvcache\[text\]'"):
+    with pytest.raises(ImportError, match=r"x\.gguf needs the tokenizers package: pip install 'kvcache-cpu\[text\]'"):
         bytewise()
 
 

@@ -6,9 +6,8 @@ import re
 import pytest
 from places import PROJECT
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
-PACKAGE = PROJECT / "kvcache"
-SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in PACKAGE.rglob(f"*.{kind}"))
+HOUSE = PROJECT / "kvcache"
+SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in HOUSE.rglob(f"*.{kind}"))
 
 
 def map_of(document):
@@ -48,13 +47,16 @@ def imported(path):
             yield from inner or [module]
 
 
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+
 def test_one_map():
     assert map_of("README.md") == map_of("CONTRIBUTING.md")
-    names = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    names = {path.stem for path in HOUSE.glob("*.py")} | {path.parent.name for path in HOUSE.glob("*/__init__.py")}
     assert set(floors()) == names
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(HOUSE)))
 def test_imports_go_down(path):
     floor_of, room = floors(), room_of(module_of(path))
     for module in imported(path):
