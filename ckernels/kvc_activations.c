@@ -77,11 +77,15 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
     }
 }
 
-INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows, float *to) {
+INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows) {
     const int64_t columns = args->matrix->columns;
     const float *x = args->x + first * columns;
-    for (int64_t k = 0; k < columns; k++) {
-        for (int i = 0; i < rows; i++) to[k * rows + i] = x[i * columns + k];
+    for (int64_t block = 0; block < columns; block += KVC_CHANNEL_BLOCK) {
+        const int64_t left = columns - block, channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
+        float *to = (float *)args->prepared + block * args->n + first * channels;
+        for (int64_t k = 0; k < channels; k++) {
+            for (int i = 0; i < rows; i++) to[k * rows + i] = x[i * columns + block + k];
+        }
     }
 }
 
@@ -93,7 +97,7 @@ void KVC_FN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t st
         const int rows = kvc_block_rows(packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS, args->n - first);
         unsigned char *to = args->prepared + (size_t)first * row_bytes;
         if (!packed)
-            put_floats(args, first, rows, (float *)to);
+            put_floats(args, first, rows);
         else if (args->digits == 1)
             put_packed(args, first, rows, 1, to);
         else

@@ -16,7 +16,7 @@
 
 enum {
     VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
-    CHUNK_BYTES = 384 << 10,
+    CHUNK_BYTES = 2 << 20, /* of prepared rows that a panel meets while it is in the first levels of the cache */
     PACKED_AHEAD = 4096, /* bytes of a panel from what is read to what is prefetched */
     FLOATS_AHEAD = 2048, /* the same of up to four panels at a time */
     COLD_ROWS = 16, /* a call of so many rows waits for memory; beyond, panels are read from the cache most of the time */
@@ -51,6 +51,14 @@ INLINE void keep(tile *t, const sums16 *sums) {
     for (int i = 0; i < t->rows * t->panels; i++) {
         UNROLL
         for (int v = 0; v < VECTORS; v++) f32v_store(t->results + i * KVC_PANEL + v * KVC_LANES, sums[i].v[v]);
+    }
+}
+
+/* The lines of `out` that a tile will write: fetched while it computes. */
+INLINE void expect(const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels) {
+    for (int i = 0; i < rows; i++) {
+        const float *to = args->out + (first + i) * args->matrix->rows + panel * KVC_PANEL;
+        for (int64_t p = 0; p < panels; p++) __builtin_prefetch(to + p * KVC_PANEL, 1, 2);
     }
 }
 
@@ -220,6 +228,7 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t = {.first = row, .panel = q, .existing = panel_stop - q, .cold = args->n <= COLD_ROWS};
+                    expect(args, row, rows, q, step);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
                     give(args, &t, 0, args->bias);
                 }
@@ -303,30 +312,35 @@ typedef void float_fn(const kvc_matrix *, int64_t k, int64_t k_stop, const float
 static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
     {FLOAT_BLOCKS(FLOAT_LINE, F32)}, {FLOAT_BLOCKS(FLOAT_LINE, F16)}, {FLOAT_BLOCKS(FLOAT_LINE, BF16)}};
 
-/* For few rows a block of channels is no detour: panels are so long that each reads like one stream. */
+/* Panels [panel, panel_stop), at most `wide`, times all rows, over one block of channels. */
+INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, int64_t k) {
+    const int64_t columns = args->matrix->columns, left = columns - k;
+    const int64_t channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
+    const float *x = (const float *)args->prepared + k * args->n;
+    for (int64_t row = 0; row < args->n;) {
+        const int rows = kvc_block_rows(KVC_FLOAT_ROWS, args->n - row);
+        const int64_t step = PANELS(rows);
+        for (int64_t q = panel; q < panel_stop; q += step) {
+            tile t = {.first = row, .panel = q, .existing = panel_stop - q, .cold = args->n <= COLD_ROWS};
+            expect(args, row, rows, q, step);
+            float_tiles[args->matrix->format][rows](args->matrix, k, k + channels, x + row * channels, &t);
+            give(args, &t, k > 0, k + channels == columns ? args->bias : NULL);
+        }
+        row += rows;
+    }
+}
+
+/* Few rows read four panels from begin to end, at the speed of memory. With many rows all panels go over the prepared rows
+ * of so many channels that they stay in the cache, then over the next ones, adding to their results. */
 static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
-    const int64_t columns = args->matrix->columns;
-    float_fn *const *tiles = float_tiles[args->matrix->format];
-    enum { CHUNK = CHUNK_BYTES / (KVC_CHANNEL_BLOCK * 4) / KVC_FLOAT_ROWS * KVC_FLOAT_ROWS };
-    for (int64_t start = 0; start < args->n; start += CHUNK) {
-        const int64_t stop = start + CHUNK < args->n ? start + CHUNK : args->n;
-        /* Panels that all blocks go over together: few where many blocks keep them in the first level of the cache. */
-        const int64_t wide = stop - start < 2 * KVC_FLOAT_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
+    const int64_t columns = args->matrix->columns, few = args->n <= COLD_ROWS;
+    const int64_t blocks = CHUNK_BYTES / 4 / KVC_CHANNEL_BLOCK / args->n, wide = few ? 4 : PANELS(KVC_FLOAT_ROWS);
+    const int64_t turn = (blocks > 1 ? blocks : 1) * KVC_CHANNEL_BLOCK;
+    for (int64_t start = 0; start < columns; start += turn) {
         for (int64_t p = panel; p < panel_stop; p += wide) {
-            for (int64_t k = 0; k < columns; k += KVC_CHANNEL_BLOCK) {
-                const int64_t k_stop = k + KVC_CHANNEL_BLOCK < columns ? k + KVC_CHANNEL_BLOCK : columns;
-                for (int64_t row = start; row < stop;) {
-                    const int rows = kvc_block_rows(KVC_FLOAT_ROWS, stop - row);
-                    const float *x = (const float *)args->prepared + row * columns;
-                    const int64_t left = panel_stop - p < wide ? panel_stop - p : wide, step = PANELS(rows);
-                    for (int64_t q = 0; q < left; q += step) {
-                        tile t = {.first = row, .panel = p + q, .existing = left - q, .cold = args->n <= COLD_ROWS};
-                        tiles[rows](args->matrix, k, k_stop, x, &t);
-                        give(args, &t, k > 0, k_stop == columns ? args->bias : NULL);
-                    }
-                    row += rows;
-                }
-            }
+            const int64_t p_stop = p + wide < panel_stop ? p + wide : panel_stop;
+            for (int64_t k = start; k < columns && k < start + turn; k += KVC_CHANNEL_BLOCK)
+                multiply_block(args, p, p_stop, k);
         }
     }
 }

@@ -118,7 +118,8 @@ typedef struct kvc_matmul_args {
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4 */
 } kvc_matmul_args;
 
-/* Bytes of one prepared row of x. Blocks of rows lie one behind another, block by block as kvc_block_rows divides them:
+/* Bytes of one prepared row of x. Blocks of rows lie one behind another, as kvc_block_rows divides them; floats do so for
+ * each block of 256 channels, packed rows for all channels:
  *
  *   floats     | channel 0 of each row of the block | channel 1 | ...
  *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | correction of each row |
