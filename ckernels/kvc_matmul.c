@@ -246,7 +246,7 @@ INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64
     return f32v_load_bf16((const uint16_t *)p + at);
 }
 
-/* Channels [k, k_stop). */
+/* Channels [k, k_stop), of which x has the prepared rows. */
 INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int rows, int panels, int64_t k,
                        int64_t k_stop, const float *x, tile *t) {
     const int size = format == KVC_MATRIX_F32 ? 4 : 2;
@@ -262,7 +262,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
         UNROLL
         for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
-    for (; k < k_stop; k++) {
+    for (; k < k_stop; k++, x += rows) {
         f32v w[4][VECTORS];
         UNROLL
         for (int p = 0; p < panels; p++) {
@@ -275,7 +275,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
         }
         UNROLL
         for (int i = 0; i < rows; i++) {
-            const f32v value = f32v_set1(x[k * rows + i]);
+            const f32v value = f32v_set1(x[i]);
             UNROLL
             for (int p = 0; p < panels; p++) {
                 UNROLL
