@@ -129,58 +129,54 @@ class Ours:
             token = int(self._engine.decode_step(token, CONTEXT + i).argmax())
 
 
-def network_candidates(folder: Path, threads: int, what: str, vocabulary: int, rivals: bool) -> Iterator[Candidate]:
-    """Each engine over each file, one after another in memory: a candidate builds its engine for its own rounds."""
-    prompt = np.random.default_rng(3).integers(3, vocabulary, CONTEXT, dtype=np.uint32)
-    builders: list[tuple[str, Any]] = [
-        ("kvcache f32", partial(Ours, folder / "f16.gguf", threads, "f32")),
-        ("kvcache q8", partial(Ours, folder / "f16.gguf", threads, "q8")),
-        ("kvcache q4", partial(Ours, folder / "f16.gguf", threads, "q4")),
-    ]
+def builders(folder: Path, threads: int, rivals: bool) -> Iterator[tuple[str, Any]]:
+    """`(name, function that makes the engine)` for each engine and file."""
+    for weights in ("f32", "q8", "q4"):
+        yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights)
     files = [name for name in GGUF_FILES if (folder / f"{name}.gguf").exists()]
-    builders += [(f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto")) for name in files]
-    if rivals:
-        for rival in RIVALS:
-            builders += [(f"{rival.name} {name}", partial(rival, folder / f"{name}.gguf", threads)) for name in files]
-    for name, build in builders:
+    for name in files:
+        yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto")
+    for rival in RIVALS if rivals else ():
+        for name in files:
+            yield f"{rival.name} {name}", partial(rival, folder / f"{name}.gguf", threads)
+
+
+def candidates(engine: Any, name: str, vocabulary: int) -> Iterator[tuple[str, Candidate]]:
+    """Prefill of `PROMPT` tokens, and decode steps behind `CONTEXT`."""
+    rng = np.random.default_rng(3)
+
+    def fresh(count: int) -> npt.NDArray[np.uint32]:
+        return rng.integers(3, vocabulary, count, dtype=np.uint32)
+
+    work, step = {"work": float(PROMPT)}, {"work": 1.0}
+    if isinstance(engine, OpenVino):  # by its own clock, over a new prompt each time, which no cache contains
+        yield "prefill", Candidate(name, seconds=lambda: engine.first_token(fresh(PROMPT)), facts=work)
+        yield "decode", Candidate(name, seconds=lambda: engine.step(fresh(CONTEXT), STEPS), facts=step)
+        return
+    prompt = fresh(CONTEXT)
+    yield "prefill", Candidate(name, partial(engine.prefill, prompt[:PROMPT]), facts=work)
+    engine.prefill(prompt)
+    yield "decode", Candidate(name, partial(engine.decode, STEPS), STEPS, engine.rewind, step)
+
+
+def measure_network(size: Size, folder: Path, threads: int, rounds: int, rivals: bool) -> dict[str, Result]:
+    """One engine after another, each with all its rounds: not all of them fit the memory together."""
+    results = {what: Result(what, {}) for what in ("decode", "prefill")}
+    for name, build in builders(folder, threads, rivals):
         try:
+            set_threads(threads)
             engine = build()
         except Exception as error:  # the rival's package is absent, or does not read this file
             print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
             continue
         set_threads(threads)
-        if isinstance(engine, OpenVino):
-            yield _own_clock(name, engine, what, vocabulary)
-        elif what == "prefill":
-            yield Candidate(name, partial(engine.prefill, prompt[:PROMPT]), facts={"work": float(PROMPT)})
-        else:
-            engine.prefill(prompt)
-            yield Candidate(name, partial(engine.decode, STEPS), STEPS, engine.rewind, {"work": 1.0})
+        for what, candidate in candidates(engine, name, size.vocabulary):
+            one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
+            results[what].times |= one.times
+            results[what].facts |= one.facts
         del engine
         gc.collect()
-
-
-def _own_clock(name: str, engine: OpenVino, what: str, vocabulary: int) -> Candidate:
-    """A candidate that times itself, over a new prompt each time, which no cache contains."""
-    rng = np.random.default_rng(4)
-
-    def seconds() -> float:
-        if what == "prefill":
-            return engine.first_token(rng.integers(3, vocabulary, PROMPT, dtype=np.uint32))
-        return engine.step(rng.integers(3, vocabulary, CONTEXT, dtype=np.uint32), STEPS)
-
-    return Candidate(name, seconds=seconds, facts={"work": float(PROMPT if what == "prefill" else 1)})
-
-
-def measure_network(size: Size, folder: Path, threads: int, what: str, rounds: int, rivals: bool) -> Result:
-    """One candidate after another, each with all its rounds: not all of them fit the memory together."""
-    times, facts = {}, {}
-    for candidate in network_candidates(folder, threads, what, size.vocabulary, rivals):
-        one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
-        times |= one.times
-        facts |= one.facts
-        print(f"{candidate.name}: {min(one.times[candidate.name]) * 1e3:.2f} ms", flush=True)
-    return Result(what, times, (), facts)
+    return results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,10 +211,9 @@ def main(options: argparse.Namespace) -> int:
             folder = options.folder or Path(temporary)
             write_files(size, folder)
             for threads in options.threads:
-                for what in ("decode", "prefill"):
-                    result = measure_network(size, folder, threads, what, rounds, not options.no_rivals)
-                    names = tuple(result.times)
-                    columns = Columns(names, unit="tokens/s", scale=1.0)
+                found = measure_network(size, folder, threads, rounds, not options.no_rivals)
+                for what, result in found.items():
+                    columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
                     of = f"at {CONTEXT} tokens" if what == "decode" else f"of {PROMPT} tokens"
                     title = f"9b. {what.capitalize()} {of}, {size}, {threads} thr"
                     missed += print_rates(title, columns, [result], as_markdown=options.markdown)
