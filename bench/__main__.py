@@ -16,7 +16,7 @@ BENCHES = {
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
     "saved": ("bench.saved.saved", "a saved prefix cache: load and first token, compared with the prefill"),
     "structures": ("bench.trie.structures", "trie, pool, tables and heaps: bounds, growth and rivals"),
-    "weights": ("bench.engine.weights", "products with weights in every format; a network of a billion weights and rivals"),
+    "weights": ("bench.engine.weights", "products with weights in every format; a network of a billion of them"),
     "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
 }
 

@@ -1,7 +1,7 @@
 """Rivals that read the same GGUF files: llama.cpp and OpenVINO GenAI, each with its default precision.
 
-A rival prefills a prompt (`prefill`) and decodes `steps` tokens behind it (`rewind`, then `decode`), as our engine does.
-All inputs are token ids.
+A rival prefills a prompt (`prefill`) and decodes `steps` tokens behind it (`rewind`, then `decode`), as our engine
+does. All inputs are token ids.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ class Ours:
     """The engine over a GGUF file or, with `weights`, over the same numbers in another format; K and V in q8."""
 
     def __init__(self, path: Path, threads: int, weights: str) -> None:
-        self._engine = InferenceEngine.from_gguf(path, weights=weights, dtype="q8", num_blocks=(CONTEXT + STEPS) // 16 + 2)
+        blocks = (CONTEXT + STEPS) // 16 + 2
+        self._engine = InferenceEngine.from_gguf(path, weights=weights, dtype="q8", num_blocks=blocks)
 
     def prefill(self, tokens: npt.NDArray[np.uint32]) -> None:
         """Run a prompt with an empty cache, up to the logits of its last token."""

@@ -1,5 +1,7 @@
 """A text gives the same logits, bit for bit, in any pieces, beside a cached prefix, and on any number of threads."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from places import GOLDEN
@@ -21,7 +23,7 @@ def threads():
 def pieces_of(rng, tokens):
     """The tokens cut at random places; single tokens among them."""
     cuts = np.unique(np.concatenate([[0, len(tokens)], rng.integers(0, len(tokens), 6), [len(tokens) - 1]]))
-    return [(int(a), tokens[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [(int(a), tokens[a:b]) for a, b in pairwise(cuts)]
 
 
 @pytest.mark.parametrize(
