@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_integer, check_integers
+from kvcache.core.copying import refuse_copies
 from kvcache.core.store import BlockStore
+from kvcache.core.strip import strip
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
@@ -332,6 +334,20 @@ class PrefixCache(IndexedCache):
                 index.hit_tokens, index.lookup_tokens, MappingProxyType(index.reasons),
                 index.nbytes + (0 if self._shared else self._pool.nbytes),
             )  # fmt: skip
+
+    __reduce_ex__ = refuse_copies("`save` writes its blocks to a file")
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixCache({len(self)} of {self.capacity} blocks of {self.block_size} tokens cached, "
+            f"{self.pinned_blocks} in use)"
+        )
+
+    def _repr_html_(self) -> str:
+        """The blocks as a strip: those that may still be cached, cached ones, and those that sessions hold."""
+        free, pinned = self.capacity - len(self), self.pinned_blocks
+        states = np.repeat([0, 1, 2], [max(0, free), len(self) - pinned, pinned])
+        return strip(repr(self), ("free", "cached", "in use"), states)
 
     def references(self) -> Int32:
         """References that this cache holds on each block of the pool, int32 `(num_blocks,)`."""
