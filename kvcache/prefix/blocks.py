@@ -123,7 +123,7 @@ class PrefixCache(IndexedCache):
         ids = as_tokens(token_ids)
         with self._lock:
             self._cached.fetch(ids, namespace)
-            claim = self._cached.index.claim(ids, namespace)
+            claim = self._cached.index.claim(ids, namespace, whole=True)
             blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
             claim.hold_each()
             return len(blocks) * self.block_size, blocks
@@ -312,11 +312,6 @@ class PrefixCache(IndexedCache):
     def evictions(self) -> int:
         """Blocks evicted."""
         return self._index.evictions
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits over hits and misses; 0.0 before the first."""
-        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
     @property
     def memory_bytes(self) -> int:

@@ -77,3 +77,8 @@ class PrefixKvStats:
     hit_tokens: int
     lookup_tokens: int
     evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """`hit_tokens` over `lookup_tokens`; 0.0 before the first lookup."""
+        return self.hit_tokens / max(self.lookup_tokens, 1)

@@ -199,11 +199,6 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             return self._cached.used_bytes()
 
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens matched by all lookups."""
-        return self._index.hit_tokens
-
     __reduce_ex__ = refuse_copies("`save` writes its entries to a file")
 
     def __repr__(self) -> str:
