@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import reprlib
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "as_array", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices", "as_instance", "as_integer",
-    "as_integers", "as_number", "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer", "plain_int",
-    "short",
+    "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices",
+    "as_instance", "as_integer", "as_integers", "as_number", "as_rows", "as_scores", "check_integers",
+    "checked_scores", "is_integer", "plain_int", "short",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 Kind = TypeVar("Kind")
 
+# The default of a parameter without a default that follows one that has it: every check refuses None.
+REQUIRED: Any = None
+
 _INT64 = 2**63 - 1
+_UNITS = {"B": 1} | {f"{c}{i}B": (1024 if i else 1000) ** n for n, c in enumerate("KMGT", 1) for i in ("", "i")}
+_BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
 
@@ -192,6 +199,23 @@ def as_count(value: Any, name: str, least: int = 0, most: int | None = _INT64) -
     if most is not None and number > most:
         raise ValueError(f"{name}: expected an int <= {most}, got {_digits(number)}")
     return number
+
+
+def as_bytes(value: Any, name: str) -> int:
+    """A number of bytes: an int, or a text such as "4GiB", "512MiB", "2GB" or "1.5 TiB", rounded down.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a text without a number or a unit (B, kilo to tera in decimal or binary form); below 0, above 2**63.
+    """
+    if not isinstance(value, str):
+        if not is_integer(value):
+            raise TypeError(f'{name}: expected an int or a text such as "4GiB", got {type(value).__name__}')
+        return as_count(value, name)
+    found = _BYTES.fullmatch(value)
+    if found is None:
+        raise ValueError(f'{name}: expected an int or a text such as "4GiB", "512MiB" or "2GB", got {short(value)}')
+    return as_count(int(Fraction(found[1]) * _UNITS[found[2]]), name)
 
 
 def as_integer(value: Any, name: str) -> int:

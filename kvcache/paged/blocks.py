@@ -48,6 +48,14 @@ class PagedBlocks:
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
 
+    def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+        """See `PagedKvCache.copy_blocks`."""
+        src, dst = self.as_ids(sources, "sources"), self.as_ids(targets, "targets")
+        if len(src) != len(dst):
+            raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
+        with self.lock:
+            self.store.copy_blocks(self.pool.in_use(src), self.pool.in_use(dst))
+
     # What follows is called with the lock held.
 
     def references(self) -> Int32:

@@ -6,15 +6,15 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import isfinite, isnan
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_indices, as_integer, as_number, check_integers
+from kvcache.core.arguments import REQUIRED, as_floats, as_indices, as_integer, as_number, check_integers
 from kvcache.core.copying import refuse_copies
+from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
@@ -22,29 +22,25 @@ from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, as_html, describe, describe_settings
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, read_only
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
+from kvcache.paged.shown import as_html, describe, describe_settings
 from kvcache.paged.tables import BlockTables
 
 __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
-T = TypeVar("T")
 Self = TypeVar("Self", bound="PagedKvCache")
-
-
-def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
-    """A property of this value and docstring, which type checkers see as the value's type."""
-    return cast(T, property(get, doc=doc))
 
 
 class PagedKvCache:
     """K and V of many sequences in blocks of fixed size, shared between forks, attended in place.
 
     Args:
-        num_blocks: blocks in all; their memory is mapped now and touched when first written.
+        num_blocks: blocks in all; their memory is mapped now and touched when first written. It may be left out if
+            `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
         head_dim: channels per head, a multiple of 8, at most 256.
@@ -56,6 +52,8 @@ class PagedKvCache:
             (QuaRot, arXiv 2404.00456, section 4): "auto" where head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
+        max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
+            the lower limit counts. ValueError: too few for one block.
 
     Raises, by every call, which has then changed nothing:
         SequenceNotFoundError: a sequence that does not exist.
@@ -72,10 +70,10 @@ class PagedKvCache:
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
-        num_heads: int,
-        head_dim: int,
+        num_blocks: int | None = None,
+        block_size: int = REQUIRED,
+        num_heads: int = REQUIRED,
+        head_dim: int = REQUIRED,
         *,
         num_layers: int = 1,
         dtype: str = "f16",
@@ -84,12 +82,12 @@ class PagedKvCache:
         rotate: bool | str = "auto",
         eviction_strategy: EvictionStrategy | None = None,
         eviction_threshold: float = 0.9,
+        max_memory_bytes: int | str | None = None,
     ) -> None:
-        check_integers(
-            num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, head_dim=head_dim, num_layers=num_layers
-        )
+        check_integers(block_size=block_size, num_heads=num_heads, head_dim=head_dim, num_layers=num_layers)
+        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         store = BlockStore(
-            num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
+            num_layers, num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings), *settings
         )
         self._blocks = PagedBlocks(store)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
@@ -346,11 +344,7 @@ class PagedKvCache:
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
-        src, dst = self._blocks.as_ids(sources, "sources"), self._blocks.as_ids(targets, "targets")
-        if len(src) != len(dst):
-            raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
-        with self._lock:
-            self._store.copy_blocks(self._pool.in_use(src), self._pool.in_use(dst))
+        self._blocks.copy(sources, targets)
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
         """References of sequences and prefix caches on each of these blocks, int32 `(n,)`; 0 where it is free."""
@@ -406,9 +400,11 @@ class PagedKvCache:
     def stats(self) -> CacheStats:
         """The counters now."""
         with self._lock:
-            pool, evictions, forks = self._pool, self._evictor.evictions, self._table.forks
-            size = pool.nbytes + self._table.nbytes + self._store.bookkeeping
-            return CacheStats(pool.total_allocations, pool.total_frees, evictions, forks, pool.peak_used, size)
+            return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv", K and V of all blocks, and "bookkeeping", block tables, pool and eviction order."""
+        return {"kv": self._store.nbytes, "bookkeeping": self.stats().bookkeeping_bytes}
 
     _repr_html_ = as_html
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

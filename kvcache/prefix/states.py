@@ -199,6 +199,15 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             return self._cached.used_bytes()
 
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv", K and V of all slots, those that wait for tokens included, and "bookkeeping", the index.
+
+        Slots double as they are needed, up to `max_memory_bytes`; of quantised formats they come in blocks of 64. The
+        system maps their memory at the first write.
+        """
+        with self._lock:
+            return self._cached.memory()
+
     __reduce_ex__ = refuse_copies("`save` writes its entries to a file")
 
     def __repr__(self) -> str:
