@@ -116,11 +116,22 @@ class CacheStats:
 
 
 class CsrBlockTable(NamedTuple):
-    """Block tables of several sequences as CSR arrays, int32: sequence i has `block_ids[indptr[i]:indptr[i+1]]`.
+    """Block tables of several sequences as CSR arrays, int32: sequence i has `indices[indptr[i]:indptr[i+1]]`.
 
-    `last_block_len[i]` is where its tokens end in its last block, 0 for a sequence without blocks.
+    `last_page_len[i]` is where its tokens end in its last block, 0 for a sequence without blocks. Names and layout are
+    those of FlashInfer; `block_ids` and `last_block_len` are other names of the last two.
     """
 
     indptr: Int32
-    block_ids: Int32
-    last_block_len: Int32
+    indices: Int32
+    last_page_len: Int32
+
+    @property
+    def block_ids(self) -> Int32:
+        """`indices`."""
+        return self.indices
+
+    @property
+    def last_block_len(self) -> Int32:
+        """`last_page_len`."""
+        return self.last_page_len
