@@ -26,8 +26,8 @@
 enum {
     MAX_WORKERS = 1023,
     STACK_BYTES = 1 << 21, /* kernels use less than 64 KiB, under the sanitizers several times that */
-    /* How long a thread spins before it sleeps: longer than from one step of a call to the next, which take 1 to 2 us, and
-     * shorter than the matrix products between two calls, whose own threads need the core. Waking takes 5 to 50 us. */
+    /* How long a thread spins before it sleeps: longer than from one product of a network to the next, which take some 10 us
+     * in Python. Waking takes 5 to 50 us. */
     SPIN_NS = 50000,
     SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
 };

@@ -11,6 +11,8 @@ import kvcache
 from kvcache.core.kernels import FORMATS
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.engine.text import TextStream
+from kvcache.engine.weights import FORMATS as WEIGHTS
+from kvcache.engine.weights import Progress
 
 __all__ = ["main"]
 
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (%(default)s)")
     add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
+    add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
     return parser
 
@@ -83,8 +86,14 @@ def _generate(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         seed=options.seed,
     )
-    with _progress(f"loading {options.model}"):
-        engine = InferenceEngine.from_pretrained(options.model, dtype=options.dtype, num_blocks=options.num_blocks)
+    with _progress(f"loading {options.model}") as progress:
+        engine = InferenceEngine.from_pretrained(
+            options.model,
+            weights=options.weights,
+            progress=progress,
+            dtype=options.dtype,
+            num_blocks=options.num_blocks,
+        )
         tokenizer = engine.tokenizer
     if tokenizer is None:
         raise FileNotFoundError(f"{options.model}: no tokenizer.json")
@@ -98,13 +107,13 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Say what takes a while, where a person watches, for as long as it takes."""
+def _progress(what: str) -> Iterator[Progress]:
+    """Say what takes a while, where a person watches, for as long as it takes, and which share is done."""
     shown = sys.stderr.isatty()
     if shown:
         print(f"{what} ...", end="", file=sys.stderr, flush=True)
     try:
-        yield
+        yield lambda done, total: print(f"\r{what} ... {done / total:.0%}", end="", file=sys.stderr) if shown else None
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

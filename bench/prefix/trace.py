@@ -1,6 +1,7 @@
 """`python -m bench trace`: a serving trace through the prefix cache, without a model.
 
-Hit rates are in tokens. Policies are compared on a tree of pages; the cost of a request is measured on the trie.
+Hit rates are in tokens: all pages have as many. Policies are compared on a tree of pages; the cost of a request is
+measured on the trie.
 """
 
 from __future__ import annotations

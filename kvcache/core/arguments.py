@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import reprlib
+from contextlib import suppress
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core import dlpack
+
 __all__ = [
-    "as_array", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices", "as_instance", "as_integer",
-    "as_integers", "as_number", "as_rows", "as_scores", "check_integers", "checked_scores", "is_integer", "plain_int",
-    "short",
+    "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices",
+    "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows", "as_scores",
+    "as_share", "check_integers", "checked_scores", "is_integer", "plain_int", "short",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 Kind = TypeVar("Kind")
 
+# The default of a parameter without a default that follows one that has it: every check refuses None.
+REQUIRED: Any = None
+
 _INT64 = 2**63 - 1
+_UNITS = {"B": 1} | {f"{c}{i}B": (1024 if i else 1000) ** n for n, c in enumerate("KMGT", 1) for i in ("", "i")}
+_BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
 
@@ -45,7 +55,9 @@ def as_instance(value: Any, kind: type[Kind], name: str) -> Kind:
 
 
 def as_array(x: Any, name: str) -> npt.NDArray[Any]:
-    """`x` as a plain NumPy array in native byte order, without a copy where it is one.
+    """`x` as a plain NumPy array in native byte order, without a copy where it has the buffer protocol or DLPack.
+
+    DLPack tensors of bfloat16, which NumPy does not have, become float32.
 
     Raises:
         TypeError: what NumPy cannot read as an array.
@@ -54,21 +66,41 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
     if type(x) is np.ndarray and x.dtype.isnative:
         return x
     if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
-        try:
-            array: npt.NDArray[Any] = np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
+        array = _from_dlpack(x, name)
     else:
         try:
             if _has_masked(x):
                 raise ValueError(f"{name}: expected an array without masked values, got a masked one")
             array = np.asanyarray(x)
+        except TypeError:
+            if not hasattr(x, "__dlpack__"):
+                raise
+            array = _from_dlpack(x, name)  # tensors of torch have `__array__`, which refuses bfloat16
         except (OverflowError, AttributeError, RuntimeError, RecursionError, BufferError) as error:
             raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
         if _has_masked(array):
             raise ValueError(f"{name}: expected an array without masked values, got a masked one")
     array = array.view(np.ndarray)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _from_dlpack(x: Any, name: str) -> npt.NDArray[Any]:
+    try:
+        return np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError) as error:
+        words = None
+        with suppress(BufferError, RuntimeError, TypeError):
+            words = dlpack.bfloat16_words(x)
+        if words is None:
+            raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
+        return _widened(words)
+
+
+def _widened(words: npt.NDArray[np.uint16]) -> Float32:
+    """Words of bfloat16 as float32, of which they are the upper halves."""
+    wide = words.astype(np.uint32, order="C")
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
 
 
 def _has_masked(x: Any) -> bool:
@@ -84,7 +116,8 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
     """`x` as a C-contiguous float32 array of `shape`, without a copy where it is one already.
 
     Args:
-        x: any float array of 16, 32 or 64 bits (bfloat16 from ml_dtypes too), or what has `__array__` or DLPack.
+        x: any float array of 16, 32 or 64 bits (bfloat16 of ml_dtypes and of DLPack too), or what has the buffer
+            protocol, DLPack or `__array__`. An axis of length 1 may have any stride.
         shape: the expected shape; `None` stands for any length.
         name: what to call it in messages.
 
@@ -97,8 +130,11 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
             raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
+        if array.dtype.name == "bfloat16":
+            array = _widened(array.view(np.uint16))
+        else:
+            with np.errstate(over="ignore"):
+                array = array.astype(np.float32, order="C")
     fits = array.ndim == len(shape)
     for want, got in zip(shape, array.shape, strict=False):
         fits &= want is None or want == got
@@ -106,6 +142,29 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"{name}: expected shape {wanted}, got {array.shape}")
     return np.ascontiguousarray(array)
+
+
+def as_output(x: Any) -> Any:
+    """The memory of `x`, which has the buffer protocol or DLPack, as an array to write to; else `x` itself.
+
+    The caller checks whether this is an array of the dtype, shape and layout that it writes.
+    """
+    if x is None or isinstance(x, np.ndarray):
+        return x
+    with suppress(BufferError, RuntimeError, TypeError, ValueError):
+        array = dlpack.writeable(x) if hasattr(x, "__dlpack__") else np.asarray(memoryview(x))
+        return x if array is None else array
+    return x
+
+
+def as_pair(x: Any, name: str) -> tuple[Any, Any]:
+    """The two items of a tuple or list, `(None, None)` for None; TypeError for anything else."""
+    if x is None:
+        return None, None
+    if not isinstance(x, (tuple, list)) or len(x) != 2 or x[0] is None:
+        count = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
+        raise TypeError(f"{name}: expected a pair of arrays, got {type(x).__name__}{count}")
+    return x[0], x[1]
 
 
 def as_flat(x: Any, name: str) -> Float32:
@@ -169,6 +228,14 @@ def as_number(value: Any, name: str) -> float:
         raise ValueError(f"{name}: expected a number below 2**1024, got a larger one") from None
 
 
+def as_share(value: Any, name: str) -> float:
+    """`value` as a float that is not NaN; raises as `as_number`."""
+    number = as_number(value, name)
+    if math.isnan(number):
+        raise ValueError(f"{name}: expected a number, got nan")
+    return number
+
+
 def as_finite(value: Any, name: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> float:
     """`value` as a finite float from `low` (or, with `above`, more than that) to `high`; raises as `as_number`."""
     number = as_number(value, name)
@@ -192,6 +259,23 @@ def as_count(value: Any, name: str, least: int = 0, most: int | None = _INT64) -
     if most is not None and number > most:
         raise ValueError(f"{name}: expected an int <= {most}, got {_digits(number)}")
     return number
+
+
+def as_bytes(value: Any, name: str) -> int:
+    """A number of bytes: an int, or a text such as "4GiB", "512MiB", "2GB" or "1.5 TiB", rounded down.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a text without a number or a unit (B, kilo to tera in decimal or binary form); below 0, above 2**63.
+    """
+    if not isinstance(value, str):
+        if not is_integer(value):
+            raise TypeError(f'{name}: expected an int or a text such as "4GiB", got {type(value).__name__}')
+        return as_count(value, name)
+    found = _BYTES.fullmatch(value)
+    if found is None:
+        raise ValueError(f'{name}: expected an int or a text such as "4GiB", "512MiB" or "2GB", got {short(value)}')
+    return as_count(int(Fraction(found[1]) * _UNITS[found[2]]), name)
 
 
 def as_integer(value: Any, name: str) -> int:

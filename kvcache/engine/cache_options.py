@@ -1,14 +1,20 @@
-"""The size and the storage formats of an engine's cache."""
+"""The size and the storage formats of an engine's cache, and of the prefix cache before it."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
-from kvcache.core.arguments import as_count
+from kvcache.core.arguments import as_bytes, as_count
+from kvcache.core.memory import num_blocks_within
+from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
+from kvcache.engine.newest import NewestGroups
 from kvcache.engine.protocols import Model
+from kvcache.engine.residual import residual_bytes
+from kvcache.engine.sequence import ModelSequence
 
-__all__ = ["cache_options"]
+__all__ = ["cache_options", "num_cache_blocks"]
 
 _DEFAULT_TOKENS = 8192  # maximum number of tokens of the default pool
 
@@ -18,25 +24,70 @@ def cache_options(
     budgets: Budgets | None,
     *,
     num_blocks: int | None,
+    max_memory_bytes: int | str | None,
     block_size: int,
     prefill_chunk: int,
-    **formats: Any,
+    residual_length: int,
+    dtypes: tuple[str, str],
+    rotate: bool | str,
 ) -> dict[str, Any]:
-    """The arguments of `PagedKvCache` for an engine over `model`, with `formats` as they are.
+    """The arguments of `PagedKvCache` for an engine over `model`.
 
-    With `budgets`, each layer has sequences of its own in a cache of one layer.
+    With `budgets`, each layer has sequences of its own in a cache of one layer. `max_memory_bytes` bound the cache and
+    the residual together.
     """
     config = model.config
+    num_layers, positions = config.num_layers if budgets is None else 1, config.max_position_embeddings
     if num_blocks is None and budgets is not None:
-        num_blocks = budgets.peak_blocks(block_size, prefill_chunk, config.max_position_embeddings)
+        num_blocks = budgets.peak_blocks(block_size, prefill_chunk, positions)
     elif num_blocks is None:
         # Plus one block: cutting the last token off may copy the last block.
-        num_blocks = -(-min(config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1
+        tokens = positions if max_memory_bytes is not None else min(positions, _DEFAULT_TOKENS)
+        num_blocks = -(-tokens // block_size) + 1
+    num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
+    if max_memory_bytes is not None:
+        settings = block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
+        BlockStore(num_layers, 0, *settings)  # raises for a format that is not supported
+        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions))
+        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings, beside=beside)
     return {
-        "num_blocks": as_count(num_blocks, "num_blocks", 1, most=None),
+        "num_blocks": num_blocks,
         "block_size": block_size,
         "num_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "num_layers": config.num_layers if budgets is None else 1,
-        **formats,
+        "num_layers": num_layers,
+        "key_dtype": dtypes[0],
+        "value_dtype": dtypes[1],
+        "rotate": rotate,
     }
+
+
+def num_cache_blocks(sequence: ModelSequence, num_blocks: int | None, max_memory_bytes: int | str | None) -> int:
+    """The blocks of a prefix cache before the engine of `sequence`: `num_blocks`, or what `max_memory_bytes` allow.
+
+    The bytes bound K and V of the engine's cache, its residual, the blocks and the unpacked groups together.
+
+    Raises:
+        TypeError: neither is given; another kind.
+        ValueError: a negative number; too few bytes for one block.
+    """
+    if num_blocks is None and max_memory_bytes is None:
+        raise TypeError("max_cache_blocks: expected an int, or max_memory_bytes in its place, got None")
+    count = None if num_blocks is None else as_count(num_blocks, "max_cache_blocks", most=None)
+    if max_memory_bytes is not None:
+        limit = as_bytes(max_memory_bytes, "max_memory_bytes")
+        cache, residual, before = sequence.cache, sequence.residual, sequence.memory()["kv"]
+
+        def needed(blocks: int) -> int:
+            unpacked = blocks and residual and NewestGroups.kv_bytes(residual, cache.block_size, blocks)
+            return before + blocks * cache.block_memory_bytes + (unpacked or 0)
+
+        if limit < needed(1):
+            raise ValueError(
+                f"max_memory_bytes: expected at least {needed(1)}, the bytes of one block and of the engine's K and V, "
+                f"got {limit}"
+            )
+        most = bisect_right(range(limit // cache.block_memory_bytes + 1), limit, key=needed) - 1
+        count = most if count is None else min(count, most)
+    assert count is not None
+    return count

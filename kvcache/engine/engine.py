@@ -48,6 +48,8 @@ class InferenceEngine:
         seed: a request without its own seed derives one from this and the number of earlier requests.
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
         num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
+        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
+            counts, without it the whole context is the other limit. ValueError: too few for one block.
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them; see `residual.Residual`. By default 64 if K or V is q4 or q3,
@@ -82,6 +84,7 @@ class InferenceEngine:
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
+        max_memory_bytes: int | str | None = None,
         prefill_chunk: int = 512,
         residual_length: int | None = None,
         eviction_policy: EvictionPolicy | None = None,
@@ -92,18 +95,15 @@ class InferenceEngine:
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
-        budgets = None
-        if eviction_policy is not None or kv_budget is not None:
-            budgets = Budgets.of(eviction_policy, kv_budget, model)
-        self._budgets = budgets
+        self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         positions = None if budgets is not None and budgets.policy.endless else model.config.max_position_embeddings
-        self._cache_options = cache_options(
-            model, budgets, num_blocks=num_blocks, block_size=block_size, prefill_chunk=prefill_chunk, dtype=dtype,
-            key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
-        )  # fmt: skip
-        cache = self._make_cache(**self._cache_options)
         dtypes = (key_dtype or dtype, value_dtype or dtype)
         self._residual_length = as_length(residual_length, *dtypes, evicts=budgets is not None)
+        self._cache_options = cache_options(
+            model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
+            prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
+        )  # fmt: skip
+        cache = self._make_cache(**self._cache_options)
         self._sequence: ModelSequence = (
             LiveSequence(model, cache, prefill_chunk, self._residual_length)
             if budgets is None
@@ -144,7 +144,9 @@ class InferenceEngine:
             (Transformer.from_gguf, GgufText) if is_gguf(directory) else (Transformer.from_pretrained, CheckpointText)
         )
         model = load(directory, weights=weights, activations=activations, progress=progress)
-        return cls._with_text(text(Path(directory)), model, sampling_params, seed, **options)
+        engine = cls(model, sampling_params, seed, **options)
+        engine._text = text(Path(directory))
+        return engine
 
     @classmethod
     def from_gguf(
@@ -153,12 +155,8 @@ class InferenceEngine:
         """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
         network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
         model = Transformer.from_gguf(path, **network)
-        return cls._with_text(GgufText(Path(path)), model, sampling_params, seed, **options)
-
-    @classmethod
-    def _with_text(cls, text: CheckpointText | GgufText, *arguments: Any, **options: Any) -> InferenceEngine:
-        engine = cls(*arguments, **options)
-        engine._text = text
+        engine = cls(model, sampling_params, seed, **options)
+        engine._text = GgufText(Path(path))
         return engine
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
@@ -281,9 +279,9 @@ class InferenceEngine:
         return None if self._text is None else self._text.chat_template
 
     def memory(self) -> dict[str, int]:
-        """Bytes: of the network's `weights` (0 for a model that does not say), and of the cache's blocks, `kv`."""
+        """Bytes: "weights" (0 for a model that does not say), "kv" (cache and residual), and "bookkeeping"."""
         weights = getattr(getattr(self.model, "weights", None), "nbytes", 0)
-        return {"weights": weights, "kv": self.cache.total_memory_bytes}
+        return {"weights": weights, **self._sequence.memory()}
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 

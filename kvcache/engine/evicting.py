@@ -54,8 +54,8 @@ class Budgets:
     rules: tuple[Rule, ...]
 
     @classmethod
-    def of(cls, policy: EvictionPolicy | None, kv_budget: int | None, model: Model) -> Budgets:
-        """Check the `eviction_policy` and `kv_budget` of an engine.
+    def of(cls, policy: EvictionPolicy | None, kv_budget: int | None, model: Model) -> Budgets | None:
+        """Check the `eviction_policy` and `kv_budget` of an engine; None if it has neither.
 
         Raises:
             TypeError: not an `EvictionPolicy`; a budget that is not a whole number; StreamingLLM for a network
@@ -64,6 +64,8 @@ class Budgets:
                 StreamingLLM with a budget that leaves no position for a query.
         """
         num_layers = model.config.num_layers
+        if policy is None and kv_budget is None:
+            return None
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")
         as_instance(policy, EvictionPolicy, "eviction_policy")

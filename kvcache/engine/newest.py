@@ -14,6 +14,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.memory import total
 from kvcache.engine.protocols import Float32
 from kvcache.engine.residual import Residual
 from kvcache.errors import SequenceNotFoundError
@@ -24,6 +25,13 @@ __all__ = ["NewestGroups"]
 # Cached tokens per unpacked token: a ninth more memory in q4 (16 bits over 32 times 4.5), a fifth in q2.
 _SHARE = 32
 Tokens = NDArray[np.uint32]
+
+
+def _shape(residual: Residual, block_size: int, max_blocks: int) -> tuple[int, int]:
+    """Number and size of the blocks of `NewestGroups`."""
+    size = gcd(residual.length, block_size)  # the end of a cached block is also the end of one of these blocks
+    num_tokens = max(2 * residual.length, max_blocks * block_size // _SHARE)
+    return -(-num_tokens // size), size
 
 
 class NewestGroups:
@@ -41,10 +49,18 @@ class NewestGroups:
 
     def __init__(self, residual: Residual, block_size: int, max_blocks: int) -> None:
         self._residual = residual
-        size = gcd(residual.length, block_size)  # the end of a cached block is also the end of one of these blocks
-        num_tokens = max(2 * residual.length, max_blocks * block_size // _SHARE)
-        self._paged = residual.empty_cache(-(-num_tokens // size), size)
+        self._paged = residual.empty_cache(*_shape(residual, block_size, max_blocks))
         self.cache = PrefixCache.over(self._paged)
+
+    @staticmethod
+    def kv_bytes(residual: Residual, block_size: int, max_blocks: int) -> int:
+        """Bytes of K and V of an object with these arguments."""
+        num_blocks, size = _shape(residual, block_size, max_blocks)
+        return num_blocks * residual.empty_cache(0, size).block_memory_bytes
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of K and V, "kv", and of the "bookkeeping"."""
+        return total(self._paged.memory(), self.cache.memory())
 
     def keep(self, text: Tokens, namespace: Hashable) -> None:
         """Store the full blocks of the residual's group, the last of `text`, if there is room."""

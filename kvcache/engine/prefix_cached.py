@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, as_instance
+from kvcache.core.arguments import as_instance
 from kvcache.core.copying import refuse_copies
+from kvcache.core.memory import total
+from kvcache.engine.cache_options import num_cache_blocks
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.fingerprint import fingerprint
@@ -46,13 +48,16 @@ class PrefixCachedEngine:
 
     Args:
         engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
-        max_cache_blocks: maximum number of blocks of the prefix cache. The unpacked groups take more memory: one token
-            for every 32, or two groups if that is more.
+        max_cache_blocks: maximum number of blocks of the prefix cache; may be left out if `max_memory_bytes` is given.
+            The unpacked groups take more memory: one token for every 32, or two groups if that is more.
+        max_memory_bytes: the most bytes of all K and V, those of the engine and the unpacked groups included: an int or
+            a text such as "4GiB". With `max_cache_blocks` the lower limit counts.
         seed: replaces the engine's seed, for requests without their own.
         strict: re-raise internal failures of `generate` instead of logging them.
 
     Raises:
-        TypeError, ValueError: not an engine, or one that evicts tokens; a negative number of blocks.
+        TypeError, ValueError: not an engine, or one that evicts tokens; a negative number of blocks; too few bytes for
+            the engine's own K and V and one block.
         OutOfMemoryError: the system refuses the memory.
 
     Attributes:
@@ -65,12 +70,18 @@ class PrefixCachedEngine:
     BLOCK_SIZE = 16
 
     def __init__(
-        self, engine: InferenceEngine, max_cache_blocks: int, *, seed: int | None = None, strict: bool = False
+        self,
+        engine: InferenceEngine,
+        max_cache_blocks: int | None = None,
+        *,
+        seed: int | None = None,
+        strict: bool = False,
+        max_memory_bytes: int | str | None = None,
     ) -> None:
         as_instance(engine, InferenceEngine, "engine")
-        max_cache_blocks = as_count(max_cache_blocks, "max_cache_blocks", most=None)
         if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
             raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
+        max_cache_blocks = num_cache_blocks(engine._sequence, max_cache_blocks, max_memory_bytes)
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)
@@ -143,6 +154,14 @@ class PrefixCachedEngine:
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters."""
         return self.prefix_cache.stats()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of "weights", of K and V, "kv", and of the "bookkeeping", those of the engine included.
+
+        "kv" has the cached blocks, which lie in the engine's cache, and the unpacked groups.
+        """
+        newest = {} if self.newest is None else self.newest.memory()
+        return total(self.inner.memory(), self.prefix_cache.cache.memory(), newest)
 
     def clear_cache(self) -> None:
         """Drop every cached block; counters and the engine's own sequence are kept."""

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count
 from kvcache.core.kernels import FORMATS
+from kvcache.core.memory import total
+from kvcache.core.store import BlockStore
 from kvcache.engine.protocols import Float32, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import blend
@@ -39,7 +41,7 @@ AttendPiece = Callable[[int, Float32, Float32, Float32], Float32]
 
 def default_length(key_dtype: str, value_dtype: str) -> int:
     """The default length of a group; 0 if the rounding of both K and V is too fine for a residual to pay."""
-    return max(LENGTHS.get(key_dtype, 0), LENGTHS.get(value_dtype, 0))
+    return max(LENGTHS.get(dtype, 0) if isinstance(dtype, str) else 0 for dtype in (key_dtype, value_dtype))
 
 
 def as_length(length: int | None, key_dtype: str, value_dtype: str, *, evicts: bool) -> int:
@@ -50,6 +52,25 @@ def as_length(length: int | None, key_dtype: str, value_dtype: str, *, evicts: b
     if evicts and length:
         raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {length}")
     return length
+
+
+def residual_bytes(config: NetworkConfig, dtypes: tuple[str, str], length: int, chunk: int) -> int:
+    """Bytes of K and V of a `Residual` with these arguments beside a cache of these formats; 0 without one."""
+    if not length:
+        return 0
+    group = BlockStore(1, 0, length, config.num_kv_heads, config.head_dim, *_unpacked(*dtypes)).block_bytes
+    groups, piece_groups = _num_groups(length, chunk)
+    return group * (groups * config.num_layers + piece_groups)
+
+
+def _unpacked(key_dtype: str, value_dtype: str) -> tuple[str, str]:
+    key, value = ("f16" if FORMATS[dtype].quantised else dtype for dtype in (key_dtype, value_dtype))
+    return key, value
+
+
+def _num_groups(length: int, chunk: int) -> tuple[int, int]:
+    """Blocks, of a group each: the group that a failure restores, the current one, the next; and those of a piece."""
+    return 3, -(-chunk // length) + 1
 
 
 class Residual:
@@ -70,11 +91,11 @@ class Residual:
         self.first = self.stop = 0
         self._config = config
         dtypes = (cache.key_dtype, cache.value_dtype)
-        self._dtypes = tuple("f16" if FORMATS[dtype].quantised else dtype for dtype in dtypes)
-        # A block is a group. There are three: the one that a failure restores, the current one, and the next.
-        self._groups = self.empty_cache(3, length)
+        self._dtypes = _unpacked(*dtypes)
+        groups, piece_groups = _num_groups(length, chunk)
+        self._groups = self.empty_cache(groups, length)
         # The groups of a piece, one layer at a time: only the last of them is needed after the piece.
-        self._piece_groups = self.empty_cache(-(-chunk // length) + 1, length, num_layers=1)
+        self._piece_groups = self.empty_cache(piece_groups, length, num_layers=1)
         self._id = 0  # of the current group's sequence in `_groups`
         self._saved: tuple[int, int, int] | None = None  # during a change: id, first, stop that a failure restores
         self._groups.allocate(0, 0)
@@ -91,6 +112,10 @@ class Residual:
     def read(self, layer: int) -> tuple[Float32, Float32]:
         """K and V of the tokens [first, stop), `(stop - first, num_kv_heads, head_dim)` each."""
         return self._groups.read(layer, self._id)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of K and V, "kv", and of the "bookkeeping"."""
+        return total(self._groups.memory(), self._piece_groups.memory())
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""

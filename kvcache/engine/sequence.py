@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.memory import total
 from kvcache.engine.protocols import Attend, Float32, Logits, Model
 from kvcache.engine.residual import Residual
 from kvcache.errors import KvCacheError, OutOfMemoryError
@@ -47,6 +48,10 @@ class ModelSequence(ABC):
     @abstractmethod
     def seq_id(self) -> int:
         """The sequence's id in the cache. Raises InvalidOperationError if each layer has its own sequence."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of K and V, "kv", and of the "bookkeeping": those of the cache, and of the residual."""
+        return total(self.cache.memory(), {} if self.residual is None else self.residual.memory())
 
     @abstractmethod
     def check(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.core.arguments import as_count, as_instance, as_integer
+from kvcache.core.arguments import REQUIRED, as_count, as_instance, as_integer
 from kvcache.core.kernels import FORMATS
+from kvcache.core.memory import num_blocks_within
 from kvcache.eviction import EvictionPolicy
+from kvcache.lists.token_list import BLOCK_SIZE
 
 __all__ = ["FORMAT_OF_BITS", "KVCacheConfig"]
 
@@ -20,27 +22,31 @@ class KVCacheConfig:
     """The sizes, bits and policy of a `CacheManager`.
 
     Args:
-        max_seq_len: maximum number of entries of all lists together, 1 to 2**31 - 64.
+        max_seq_len: maximum number of entries of all lists together, 1 to 2**31 - 64. It may be left out if
+            `max_memory_bytes` is given, and is then the number of entries that these hold.
         num_heads: KV heads.
         head_dim: channels per head, 1 to 256. They are padded to a multiple of 8 in storage.
         quantization_bits: bits per value, those of a quantised format: 2, 3, 4 or 8.
         eviction_policy: chooses the entries that stay, by default `EvictionPolicy.H2O()`.
         key_bits, value_bits: bits of K and bits of V, by default `quantization_bits` each.
+        max_memory_bytes: the most bytes of packed K and V of the entries, an int or a text such as "4GiB". Memory comes
+            in blocks of 64 entries; with `max_seq_len` the lower limit counts.
 
     Raises:
-        TypeError, ValueError: a setting that is not supported.
+        TypeError, ValueError: a setting that is not supported; too few bytes for one block.
     """
 
-    max_seq_len: int
-    num_heads: int
-    head_dim: int
+    max_seq_len: int = REQUIRED
+    num_heads: int = REQUIRED
+    head_dim: int = REQUIRED
     quantization_bits: int = 4
     eviction_policy: EvictionPolicy = field(default_factory=EvictionPolicy.H2O)
     key_bits: int | None = field(default=None, kw_only=True)
     value_bits: int | None = field(default=None, kw_only=True)
+    max_memory_bytes: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, most in (("max_seq_len", MAX_ENTRIES), ("num_heads", 2**16), ("head_dim", 256)):
+        for name, most in (("num_heads", 2**16), ("head_dim", 256)):
             object.__setattr__(self, name, as_count(getattr(self, name), name, 1, most))
         for name in ("quantization_bits", "key_bits", "value_bits"):
             bits = getattr(self, name)
@@ -54,6 +60,20 @@ class KVCacheConfig:
                 f"eviction_policy: expected H2O, SlidingWindow or PyramidKV, got {self.eviction_policy}, which needs "
                 f"an engine: its sinks meet other queries than the rest"
             )
+        object.__setattr__(self, "max_seq_len", self._entries())
+
+    def _entries(self) -> int:
+        """`max_seq_len`, or what `max_memory_bytes` allow of it."""
+        entries = self.max_seq_len
+        if entries is not None or self.max_memory_bytes is None:
+            entries = as_count(entries, "max_seq_len", 1, MAX_ENTRIES)
+        if self.max_memory_bytes is None:
+            return entries
+        head_dim = self.head_dim + -self.head_dim % 8
+        blocks = num_blocks_within(
+            None, self.max_memory_bytes, 1, BLOCK_SIZE, self.num_heads, head_dim, *self.formats, False
+        )
+        return min(MAX_ENTRIES if entries is None else entries, blocks * BLOCK_SIZE)
 
     @property
     def formats(self) -> tuple[str, str]:

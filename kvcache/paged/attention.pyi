@@ -1,13 +1,10 @@
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.locks import CallLock
 from kvcache.core.store import BlockStore
 from kvcache.paged.tables import BlockTables
-
-Float32 = npt.NDArray[np.float32]
 
 class SequenceAttention:
     def __init__(self, lock: CallLock, store: BlockStore, table: BlockTables) -> None: ...
@@ -19,7 +16,7 @@ class SequenceAttention:
         query_lens: npt.ArrayLike | None,
         scale: float | None,
         sink_queries: npt.ArrayLike | None,
-        out: Float32 | None,
+        out: Any,
         return_scores: bool,
         context_lens: npt.ArrayLike | None,
         return_lse: bool,

@@ -3,6 +3,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int64_t, uint64_t
 
+from kvcache.core.arguments cimport overlap
 from kvcache.core.attention cimport Attention
 from kvcache.core.counts cimport saturating_sum
 from kvcache.core.kernels cimport kvc_seq
@@ -14,18 +15,11 @@ from kvcache.paged.tables cimport BlockTables
 
 import numpy as np
 
-from kvcache.core.arguments import as_indices
+from kvcache.core.arguments import as_indices, as_output
 
 __all__ = ["SequenceAttention"]
 
 cnp.import_array()
-
-
-cdef bint overlap(cnp.ndarray a, cnp.ndarray b) noexcept:
-    """Whether two C-contiguous arrays share a byte."""
-    cdef char *first = <char *>cnp.PyArray_DATA(a)
-    cdef char *other = <char *>cnp.PyArray_DATA(b)
-    return first < other + cnp.PyArray_NBYTES(b) and other < first + cnp.PyArray_NBYTES(a)
 
 
 cdef class SequenceAttention:
@@ -56,10 +50,11 @@ cdef class SequenceAttention:
             lens = as_indices(query_lens, "query_lens")
         if context_lens is not None:
             shown = as_indices(context_lens, "context_lens")
+        to = as_output(out)
         # All is converted: from here on only the library's own code runs.
         if sinks is not None and not cnp.PyArray_SAMESHAPE(sinks, q):
             raise ValueError(f"sink_queries: expected shape {np.shape(q)}, as of queries, got {np.shape(sinks)}")
-        cdef cnp.ndarray result = attention.result_(out, q)
+        cdef cnp.ndarray result = attention.result_(to, q)
         if out is not None:
             for name, other in (("queries", q), ("sink_queries", sinks), ("seq_ids", ids), ("query_lens", lens),
                                 ("context_lens", shown)):
@@ -68,14 +63,16 @@ cdef class SequenceAttention:
         cdef unsigned char *base = attention.store.layer_base(layer)
         self.lock.enter()
         try:
-            return self._attend(base, q, sinks, ids, lens, shown, factor, result, return_scores, return_lse)
+            return self._attend(base, q, sinks, ids, lens, shown, factor, result, result if out is None else out,
+                                return_scores, return_lse)
         finally:
             self.lock.leave()
 
     # -- below the shell ------------------------------------------------------------------------------------
 
     cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sinks, cnp.ndarray ids, cnp.ndarray lens,
-                        cnp.ndarray shown, float scale, cnp.ndarray result, bint return_scores, bint return_lse):
+                        cnp.ndarray shown, float scale, cnp.ndarray result, object given, bint return_scores,
+                        bint return_lse):
         cdef int64_t i, n = ids.shape[0], tokens = 0
         cdef cnp.ndarray scores = None, lse = None
         self._describe(ids, lens, shown, q.shape[0])
@@ -89,8 +86,8 @@ cdef class SequenceAttention:
         for i in range(n):
             self.table.victims.touched(self.table.picked[i])
         if return_lse:
-            return (result, scores, lse) if return_scores else (result, lse)
-        return (result, scores) if return_scores else result
+            return (given, scores, lse) if return_scores else (given, lse)
+        return (given, scores) if return_scores else given
 
     cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, int64_t num_queries) except -1:
         cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)

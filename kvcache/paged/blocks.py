@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_indices
+from kvcache.core.arguments import as_floats, as_indices
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
 from kvcache.core.store import BlockStore
@@ -15,6 +15,7 @@ from kvcache.errors import BlockNotFoundError
 
 __all__ = ["PagedBlocks"]
 
+Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 
@@ -47,6 +48,19 @@ class PagedBlocks:
         if len(outside):
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
+
+    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> tuple[Float32, Float32]:
+        """K and V as float32 `(n, num_heads, head_dim)`. TypeError, ValueError: not such arrays."""
+        shape = None, self.store.num_heads, self.store.head_dim
+        return as_floats(keys, shape, "keys"), as_floats(values, shape, "values")
+
+    def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+        """See `PagedKvCache.copy_blocks`."""
+        src, dst = self.as_ids(sources, "sources"), self.as_ids(targets, "targets")
+        if len(src) != len(dst):
+            raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
+        with self.lock:
+            self.store.copy_blocks(self.pool.in_use(src), self.pool.in_use(dst))
 
     # What follows is called with the lock held.
 

@@ -6,15 +6,14 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import isfinite, isnan
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_indices, as_integer, as_number, check_integers
+from kvcache.core.arguments import REQUIRED, as_finite, as_indices, as_integer, as_output, as_pair, as_share
 from kvcache.core.copying import refuse_copies
+from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
@@ -22,29 +21,25 @@ from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, as_html, describe, describe_settings
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, read_only
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
+from kvcache.paged.shown import as_html, describe, describe_settings
 from kvcache.paged.tables import BlockTables
 
 __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
-T = TypeVar("T")
 Self = TypeVar("Self", bound="PagedKvCache")
-
-
-def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
-    """A property of this value and docstring, which type checkers see as the value's type."""
-    return cast(T, property(get, doc=doc))
 
 
 class PagedKvCache:
     """K and V of many sequences in blocks of fixed size, shared between forks, attended in place.
 
     Args:
-        num_blocks: blocks in all; their memory is mapped now and touched when first written.
+        num_blocks: blocks in all; their memory is mapped now and touched when first written. It may be left out if
+            `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
         head_dim: channels per head, a multiple of 8, at most 256.
@@ -56,6 +51,8 @@ class PagedKvCache:
             (QuaRot, arXiv 2404.00456, section 4): "auto" where head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
+        max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
+            the lower limit counts. ValueError: too few for one block.
 
     Raises, by every call, which has then changed nothing:
         SequenceNotFoundError: a sequence that does not exist.
@@ -72,10 +69,10 @@ class PagedKvCache:
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
-        num_heads: int,
-        head_dim: int,
+        num_blocks: int | None = None,
+        block_size: int = REQUIRED,
+        num_heads: int = REQUIRED,
+        head_dim: int = REQUIRED,
         *,
         num_layers: int = 1,
         dtype: str = "f16",
@@ -84,12 +81,11 @@ class PagedKvCache:
         rotate: bool | str = "auto",
         eviction_strategy: EvictionStrategy | None = None,
         eviction_threshold: float = 0.9,
+        max_memory_bytes: int | str | None = None,
     ) -> None:
-        check_integers(
-            num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, head_dim=head_dim, num_layers=num_layers
-        )
+        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
         store = BlockStore(
-            num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
+            num_layers, num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings), *settings
         )
         self._blocks = PagedBlocks(store)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
@@ -211,10 +207,13 @@ class PagedKvCache:
         """Store K and V of consecutive tokens in one layer; shared blocks are copied for this sequence first.
 
         Args:
-            keys, values: `(num_tokens, num_heads, head_dim)`, float32 read without a copy.
+            keys, values: `(num_tokens, num_heads, head_dim)`: an array, or a tensor with the buffer protocol or DLPack.
+                C-contiguous float32 is read in place, also where an axis of length 1 has another stride. Other strides
+                (head-major rows of several tokens), float16, float64 and bfloat16 (of DLPack or ml_dtypes) are copied
+                to float32 first, as queries are.
             start: index of the first token; by default they are the sequence's last tokens.
         """
-        k, v = self._rows(keys, "keys"), self._rows(values, "values")
+        k, v = self._blocks.as_rows(keys, values)
         layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
         self._sequences.write(layer, as_seq_id(seq_id), first, k, v)
 
@@ -225,13 +224,20 @@ class PagedKvCache:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
         """
         ids = as_seq_ids(seq_ids)
-        k, v = self._rows(keys, "keys"), self._rows(values, "values")
-        self._sequences.write_batch(as_integer(layer, "layer"), ids, k, v)
+        self._sequences.write_batch(as_integer(layer, "layer"), ids, *self._blocks.as_rows(keys, values))
 
-    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]:
-        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each."""
+    def read(
+        self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: tuple[Any, Any] | None = None
+    ) -> tuple[Any, Any]:
+        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
+
+        `out` is a pair of such arrays, as for `attention`: written and returned.
+        """
         first, last = as_integer(start, "start"), None if stop is None else as_integer(stop, "stop")
-        return self._sequences.read(as_integer(layer, "layer"), as_seq_id(seq_id), first, last)
+        keys, values = as_pair(out, "out")
+        layer, seq_id = as_integer(layer, "layer"), as_seq_id(seq_id)
+        rows = self._sequences.read(layer, seq_id, first, last, keys=as_output(keys), values=as_output(values))
+        return rows if out is None else (keys, values)
 
     def attention(
         self,
@@ -242,7 +248,7 @@ class PagedKvCache:
         query_lens: npt.ArrayLike | None = None,
         scale: float | None = None,
         sink_queries: npt.ArrayLike | None = None,
-        out: Float32 | None = None,
+        out: Any = None,
         return_scores: bool = False,
         context_lens: npt.ArrayLike | None = None,
         return_lse: bool = False,
@@ -263,7 +269,8 @@ class PagedKvCache:
             scale: by default head_dim ** -0.5.
             sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same
                 queries under the RoPE of the shorter distance.
-            out: float32, C-contiguous, shaped like `queries`: written and returned.
+            out: float32, C-contiguous, shaped like `queries`, with the buffer protocol or DLPack: written in place and
+                returned.
             return_scores: also return each token's attention mass, summed over queries and heads.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
                 context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
@@ -275,17 +282,13 @@ class PagedKvCache:
             `return_scores`: float32 `(total tokens seen,)`, the sequences one after another;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        if scale is not None and not isfinite(scale := as_number(scale, "scale")):
-            raise ValueError(f"scale: expected a finite number, got {scale}")
+        scale = None if scale is None else as_finite(scale, "scale")
         if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # called once per layer of a step
             layer = as_integer(layer, "layer")
         return self._attention.over(
             layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores), context_lens,
             bool(return_lse),
         )  # fmt: skip
-
-    def _rows(self, x: npt.ArrayLike, name: str) -> Float32:
-        return as_floats(x, (None, self._store.num_heads, self._store.head_dim), name)
 
     # -- eviction, which callers start -----------------------------------------------------------------------
 
@@ -304,10 +307,7 @@ class PagedKvCache:
 
     def with_eviction_threshold(self: Self, threshold: float) -> Self:
         """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache."""
-        share = as_number(threshold, "threshold")
-        if isnan(share):
-            raise ValueError("threshold: expected a number from 0 to 1, got nan")
-        self._threshold = min(1.0, max(0.0, share))
+        self._threshold = min(1.0, max(0.0, as_share(threshold, "threshold")))
         return self
 
     def set_priority(self, seq_id: int, priority: int) -> None:
@@ -337,20 +337,13 @@ class PagedKvCache:
         Sequences whose blocks are all shared would free nothing and are evicted last. Pinned ones always stay, so the
         utilization may remain above the target.
         """
-        share = as_number(target_util, "target_util")
-        if isnan(share):
-            raise ValueError("target_util: expected a number, got nan")
-        return list(map(SeqId, self._evictor.evict_to(share).tolist()))
+        return list(map(SeqId, self._evictor.evict_to(as_share(target_util, "target_util")).tolist()))
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
-        src, dst = self._blocks.as_ids(sources, "sources"), self._blocks.as_ids(targets, "targets")
-        if len(src) != len(dst):
-            raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
-        with self._lock:
-            self._store.copy_blocks(self._pool.in_use(src), self._pool.in_use(dst))
+        self._blocks.copy(sources, targets)
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
         """References of sequences and prefix caches on each of these blocks, int32 `(n,)`; 0 where it is free."""
@@ -390,7 +383,7 @@ class PagedKvCache:
             return SequenceInfo.of(self._table, seq_id)
 
     def block_table(self, seq_ids: npt.ArrayLike) -> CsrBlockTable:
-        """The block tables of several sequences as CSR arrays, as FlashInfer lays them out."""
+        """The block tables of several sequences as CSR arrays, with FlashInfer's names and layout."""
         ids = as_seq_ids(seq_ids)
         with self._lock:
             return CsrBlockTable(*self._table.csr(ids))
@@ -406,9 +399,11 @@ class PagedKvCache:
     def stats(self) -> CacheStats:
         """The counters now."""
         with self._lock:
-            pool, evictions, forks = self._pool, self._evictor.evictions, self._table.forks
-            size = pool.nbytes + self._table.nbytes + self._store.bookkeeping
-            return CacheStats(pool.total_allocations, pool.total_frees, evictions, forks, pool.peak_used, size)
+            return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv", K and V of all blocks, and "bookkeeping", block tables, pool and eviction order."""
+        return {"kv": self._store.nbytes, "bookkeeping": self.stats().bookkeeping_bytes}
 
     _repr_html_ = as_html
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

@@ -1,24 +1,30 @@
-"""What `PagedKvCache` reports: snapshots of a sequence, of the counters, of block tables; its text forms."""
+"""What `PagedKvCache` reports: snapshots of a sequence, of the counters, of block tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.strip import strip
+from kvcache.core.pool import BlockPool
+from kvcache.core.store import BlockStore
 from kvcache.paged.tables import BlockTables
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
 
-__all__ = [
-    "BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "as_html", "describe", "describe_settings",
-]  # fmt: skip
+__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "read_only"]
 
 Int32 = npt.NDArray[np.int32]
+T = TypeVar("T")
+
+
+def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
+    """A property of this value and docstring, which type checkers see as the value's type."""
+    return cast(T, property(get, doc=doc))
 
 
 class SeqId(int):
@@ -102,43 +108,30 @@ class CacheStats:
     peak_blocks_used: int
     bookkeeping_bytes: int = 0
 
+    @classmethod
+    def of(cls, pool: BlockPool, table: BlockTables, store: BlockStore, evictions: int) -> CacheStats:
+        """What the parts of a cache say."""
+        size = pool.nbytes + table.nbytes + store.bookkeeping
+        return cls(pool.total_allocations, pool.total_frees, evictions, table.forks, pool.peak_used, size)
+
 
 class CsrBlockTable(NamedTuple):
-    """Block tables of several sequences as CSR arrays, int32: sequence i has `block_ids[indptr[i]:indptr[i+1]]`.
+    """Block tables of several sequences as CSR arrays, int32: sequence i has `indices[indptr[i]:indptr[i+1]]`.
 
-    `last_block_len[i]` is where its tokens end in its last block, 0 for a sequence without blocks.
+    `last_page_len[i]` is where its tokens end in its last block, 0 for a sequence without blocks. Names and layout are
+    those of FlashInfer; `block_ids` and `last_block_len` are other names of the last two.
     """
 
     indptr: Int32
-    block_ids: Int32
-    last_block_len: Int32
+    indices: Int32
+    last_page_len: Int32
 
+    @property
+    def block_ids(self) -> Int32:
+        """`indices`."""
+        return self.indices
 
-def describe(cache: PagedKvCache) -> str:
-    """A cache as text of several lines."""
-    stats = cache.stats()
-    return (
-        f"PagedKvCache\n"
-        f"  strategy: {cache.eviction_strategy}, block size: {cache.block_size}\n"
-        f"  blocks: {cache.used_block_count}/{cache.total_blocks} used ({100 * cache.utilization:.1f}%)\n"
-        f"  memory: {cache.used_memory_bytes / 1e6:.2f}/{cache.total_memory_bytes / 1e6:.2f} MB\n"
-        f"  sequences: {cache.num_sequences}\n"
-        f"  allocs: {stats.total_allocations}, frees: {stats.total_frees}, "
-        f"evictions: {stats.total_evictions}, forks: {stats.total_forks}"
-    )
-
-
-def describe_settings(cache: PagedKvCache) -> str:
-    """A cache as text of one line."""
-    return (
-        f"PagedKvCache(num_blocks={cache.total_blocks}, block_size={cache.block_size}, num_heads={cache.num_heads}, "
-        f"head_dim={cache.head_dim}, num_layers={cache.num_layers}, key_dtype={cache.key_dtype!r}, "
-        f"value_dtype={cache.value_dtype!r}, eviction_strategy={cache.eviction_strategy}, "
-        f"used_blocks={cache.used_block_count}, num_sequences={cache.num_sequences})"
-    )
-
-
-def as_html(cache: PagedKvCache) -> str:
-    """The blocks of a cache as a strip: free, used by one, shared by several."""
-    counts = cache.reference_counts(np.arange(cache.total_blocks))
-    return strip(describe_settings(cache), ("free", "used", "shared"), np.minimum(counts, 2))
+    @property
+    def last_block_len(self) -> Int32:
+        """`last_page_len`."""
+        return self.last_page_len

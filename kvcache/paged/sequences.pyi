@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,4 +33,13 @@ class PagedSequences:
     def write_batch(
         self, layer: int, seq_ids: UInt64, keys: Float32, values: Float32, counts: Int64 | None = None
     ) -> None: ...
-    def read(self, layer: int, seq_id: int, start: int, stop: int | None, uid: int = -1) -> tuple[Float32, Float32]: ...
+    def read(
+        self,
+        layer: int,
+        seq_id: int,
+        start: int,
+        stop: int | None,
+        uid: int = -1,
+        keys: Any = None,
+        values: Any = None,
+    ) -> tuple[Float32, Float32]: ...

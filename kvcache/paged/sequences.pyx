@@ -5,6 +5,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.core cimport kernels
+from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
 from kvcache.paged.records cimport Sequence
@@ -13,6 +14,8 @@ from kvcache.paged.seq_ids cimport uint64_ids
 from kvcache.paged.tables cimport BlockTables, counts_of
 
 from functools import partial
+
+import numpy as np
 
 from kvcache.errors import InvalidOperationError
 
@@ -185,11 +188,12 @@ cdef class PagedSequences:
         finally:
             self.lock.leave()
 
-    def read(self, int64_t layer, uint64_t seq_id, int64_t start, stop, int64_t uid=-1):
+    def read(self, int64_t layer, uint64_t seq_id, int64_t start, stop, int64_t uid=-1, keys=None, values=None):
         """Tokens `start`..`stop` (None: the end) as `(keys, values)`, float32 `(n, num_heads, head_dim)`; an access.
 
         Args:
             uid: of the sequence that is meant; -1 for whichever has the id.
+            keys, values: arrays to write to, which `as_output` made; None: new ones.
         """
         cdef BlockTables table = self.table
         cdef RunLists lists = table.run_lists
@@ -207,7 +211,10 @@ cdef class PagedSequences:
             if not 0 <= start <= last <= seq.num_tokens:
                 raise IndexError(f"start: expected 0 <= start <= stop <= {seq.num_tokens}, got [{start}, {last})")
             base = self.store.layer_base(layer)
-            keys, values = self.store.new_rows(last - start), self.store.new_rows(last - start)
+            if keys is None:
+                keys, values = self.store.new_rows(last - start), self.store.new_rows(last - start)
+            else:
+                self._check_outputs(keys, values, last - start)
             k, v = keys, values
             lists.num_cut = 0
             lists.slice_(seq, start, last)
@@ -222,6 +229,17 @@ cdef class PagedSequences:
     cdef int _expect(self, uint64_t seq_id, int64_t uid) except -1:
         if self.table.uid(seq_id) != uid:
             raise InvalidOperationError(f"sequence {seq_id} of this handle was freed or evicted")
+        return 0
+
+    cdef int _check_outputs(self, keys, values, int64_t count) except -1:
+        shape = (count, self.store.layout.num_heads, self.store.layout.head_dim)
+        for out in (keys, values):
+            if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
+                    or np.shape(out) != shape:
+                raise ValueError(f"out: expected two C-contiguous, writeable float32 arrays of shape {shape}, "
+                                 f"got {np.shape(out) if isinstance(out, np.ndarray) else type(out).__name__}")
+        if overlap(keys, values):
+            raise ValueError("out: expected arrays with memory of their own, got the same memory twice")
         return 0
 
     cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,

@@ -96,7 +96,7 @@ cdef class BlockTables:
         return self.run_lists.distinct_blocks(&self.records.seqs[self.records.find(seq_id)])
 
     def csr(self, seq_ids):
-        """`(indptr, block_ids, last_block_len)`, int32: the block tables one after another, each block once."""
+        """`(indptr, indices, last_page_len)`, int32: the block tables one after another, each block once."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
         cdef int64_t i, j, n = ids.shape[0], total = 0
         cdef Sequence *seq

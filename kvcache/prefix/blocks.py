@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_integer, check_integers
+from kvcache.core.arguments import REQUIRED, as_count, as_integer, check_integers
 from kvcache.core.copying import refuse_copies
+from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.core.strip import strip
 from kvcache.core.tokens import as_tokens
@@ -46,14 +47,16 @@ class PrefixCache(IndexedCache):
     """Blocks of K and V by the exact tokens that lead to them.
 
     Args:
-        max_blocks: a hard limit.
+        max_blocks: a hard limit; it may be left out if `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_layers, num_kv_heads, head_dim: the shape of K and V; rows are stored in multiples of 8 channels.
         dtype: storage format; `key_dtype` and `value_dtype` name them apart.
         policy: the order of eviction: `kvcache.LRU()`, the default, or `kvcache.LFU(age)`.
+        max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `max_blocks`
+            the lower limit counts.
 
     Raises:
-        TypeError, ValueError: a setting that is not supported.
+        TypeError, ValueError: a setting that is not supported; too few bytes for one block.
 
     `namespace` (tenant, model, adapter) is any hashable value; two namespaces share nothing. Calls on one cache are
     serialised.
@@ -63,25 +66,23 @@ class PrefixCache(IndexedCache):
 
     def __init__(
         self,
-        max_blocks: int,
-        block_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        max_blocks: int | None = None,
+        block_size: int = REQUIRED,
+        num_layers: int = REQUIRED,
+        num_kv_heads: int = REQUIRED,
+        head_dim: int = REQUIRED,
         *,
         dtype: str = "f32",
         key_dtype: str | None = None,
         value_dtype: str | None = None,
         policy: Policy | None = None,
+        max_memory_bytes: int | str | None = None,
     ) -> None:
-        check_integers(
-            max_blocks=max_blocks, block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )  # fmt: skip
-        padded, head_dim, max_blocks = -(-int(head_dim) // 8) * 8, int(head_dim), int(max_blocks)
-        store = BlockStore(
-            num_layers, max_blocks, block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype
-        )
+        check_integers(block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        padded, head_dim = -(-int(head_dim) // 8) * 8, int(head_dim)
+        settings = (block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype)
+        max_blocks = num_blocks_within(max_blocks, max_memory_bytes, num_layers, *settings, name="max_blocks")
+        store = BlockStore(num_layers, max_blocks, *settings)
         self._own(PagedBlocks(store), head_dim, max_blocks, policy, shared=False)
 
     @classmethod
@@ -125,7 +126,7 @@ class PrefixCache(IndexedCache):
         ids = as_tokens(token_ids)
         with self._lock:
             self._cached.fetch(ids, namespace)
-            claim = self._cached.index.claim(ids, namespace)
+            claim = self._cached.index.claim(ids, namespace, whole=True)
             blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
             claim.hold_each()
             return len(blocks) * self.block_size, blocks
@@ -316,14 +317,20 @@ class PrefixCache(IndexedCache):
         return self._index.evictions
 
     @property
-    def hit_rate(self) -> float:
-        """Hits over hits and misses; 0.0 before the first."""
-        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
-
-    @property
     def memory_bytes(self) -> int:
         """Bytes of K and V of the cached blocks."""
         return len(self) * self._store.block_bytes
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv", K and V of all blocks of the pool, and "bookkeeping", the index and the pool's records.
+
+        Over the blocks of a `PagedKvCache` "kv" is 0: `memory` of that cache counts them.
+        """
+        with self._lock:
+            return {"kv": 0 if self._shared else self._store.nbytes, "bookkeeping": self._bookkeeping()}
+
+    def _bookkeeping(self) -> int:
+        return self._index.nbytes + (0 if self._shared else self._pool.nbytes + self._store.bookkeeping)
 
     def stats(self) -> PrefixCacheStats:
         """The counters now."""
@@ -332,7 +339,7 @@ class PrefixCache(IndexedCache):
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
                 index.hit_tokens, index.lookup_tokens, MappingProxyType(index.reasons),
-                index.nbytes + (0 if self._shared else self._pool.nbytes),
+                self._bookkeeping(),
             )  # fmt: skip
 
     __reduce_ex__ = refuse_copies("`save` writes its blocks to a file")

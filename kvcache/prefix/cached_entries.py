@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.arguments import as_bytes
 from kvcache.errors import OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig
 from kvcache.prefix.entry_index import EntryIndex
@@ -24,10 +25,15 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class CachedEntries:
-    """An index of whole keys over rows of one token each. Every method is called with the cache's lock held."""
+    """An index of whole keys over rows of one token each. Every method is called with the cache's lock held.
+
+    Attributes:
+        max_bytes: of K and V, those of states that callers hold included.
+    """
 
     def __init__(self, config: PrefixCacheConfig) -> None:
         self.config, self.index = config, EntryIndex(EntryTrie())
+        self.max_bytes = as_bytes(config.max_memory_bytes, "max_memory_bytes")
         # The undamaged head of an entry becomes an entry, if lookups may find it.
         self.least = config.min_prefix_len if config.partial_matches else -1
 
@@ -56,7 +62,7 @@ class CachedEntries:
         head = index.head(ids, name)  # What the entry builds on is used, and stays in its slots.
         length = 0 if head is None else len(head)
         self._make_room(kind, len(ids) - length, not index.has_entry(ids, name))
-        claim = kind.take_rows(len(ids) - length, self.config.max_memory_bytes)
+        claim = kind.take_rows(len(ids) - length, self.max_bytes)
         kind.rows.write(claim.pages, [k[length:] for k in keys], [v[length:] for v in values])
         index.insert(ids, claim, name, head, kind, self.config.max_entries)
 
@@ -74,9 +80,15 @@ class CachedEntries:
             kind.release_dropped()
         return sum(kind.used_bytes for kind in self.index.kinds)
 
+    def memory(self) -> dict[str, int]:
+        """See `PrefixKvCache.memory`."""
+        kinds = [kind for kind in self.index.kinds if isinstance(kind, RowSlots)]
+        records = sum(pool.nbytes for kind in kinds for pool in kind.pools)
+        return {"kv": sum(kind.rows.nbytes for kind in kinds), "bookkeeping": self.index.nbytes + records}
+
     def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:
         """OutOfMemoryError unless `n` tokens, `old` of them stored, fit after every other entry is evicted."""
-        limit, size = self.config.max_memory_bytes, kind.rows.slot_bytes
+        limit, size = self.max_bytes, kind.rows.slot_bytes
         if self.config.max_entries == 0:
             raise OutOfMemoryError(1, 0, "entries")
         if self.used_bytes() + (n - len(old)) * size <= limit:
@@ -89,7 +101,7 @@ class CachedEntries:
     def _make_room(self, kind: RowSlots, count: int, new: bool) -> None:
         """Evict until `count` more tokens fit, and, of entries that no other extends, until one more does."""
         config, need = self.config, count * kind.rows.slot_bytes
-        while len(self.index) + new > config.max_entries or self.used_bytes() + need > config.max_memory_bytes:
+        while len(self.index) + new > config.max_entries or self.used_bytes() + need > self.max_bytes:
             evicted = self.index.evict()
             if evicted is None:
                 break  # the remaining entries are prefixes of this one, which replaces them
@@ -99,4 +111,4 @@ class CachedEntries:
         """Verify every invariant; AssertionError names the broken one."""
         self.index.check()
         assert len(self.index) <= self.config.max_entries, "prefix cache: more entries than allowed"
-        assert self.used_bytes() <= self.config.max_memory_bytes, "prefix cache: more memory than allowed"
+        assert self.used_bytes() <= self.max_bytes, "prefix cache: more memory than allowed"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.core.arguments import as_count, as_integer
+from kvcache.core.arguments import as_bytes, as_count, as_integer
 from kvcache.core.store import BlockStore
 
 __all__ = ["PrefixCacheConfig", "PrefixKvStats"]
@@ -18,7 +18,8 @@ class PrefixCacheConfig:
 
     Attributes:
         max_entries: stored prefixes.
-        max_memory_bytes: bytes of K and V, those of states that callers still hold included.
+        max_memory_bytes: bytes of K and V, those of states that callers still hold included. A text such as "4GiB" is
+            converted to an int.
         min_prefix_len: shorter prefixes are neither stored nor matched.
         partial_matches: whether a prompt may match a part of a stored prefix; if not, only whole ones match.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
@@ -31,7 +32,7 @@ class PrefixCacheConfig:
     """
 
     max_entries: int = 256
-    max_memory_bytes: int = 512 * 2**20
+    max_memory_bytes: int | str = 512 * 2**20
     min_prefix_len: int = 4
     partial_matches: bool = True
     dtype: str = "f32"
@@ -41,8 +42,9 @@ class PrefixCacheConfig:
     head_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_entries", "max_memory_bytes", "min_prefix_len"):
+        for name in ("max_entries", "min_prefix_len"):
             object.__setattr__(self, name, as_count(getattr(self, name), name))
+        object.__setattr__(self, "max_memory_bytes", as_bytes(self.max_memory_bytes, "max_memory_bytes"))
         if self.head_dim is not None:
             object.__setattr__(self, "head_dim", as_integer(self.head_dim, "head_dim"))
         if not isinstance(self.partial_matches, (bool, np.bool_)):
@@ -77,3 +79,8 @@ class PrefixKvStats:
     hit_tokens: int
     lookup_tokens: int
     evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """`hit_tokens` over `lookup_tokens`; 0.0 before the first lookup."""
+        return self.hit_tokens / max(self.lookup_tokens, 1)

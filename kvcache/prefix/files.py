@@ -218,13 +218,13 @@ def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: CachedEntries)
     """What a cache takes of a file: the entries used last first, as many as the limits allow."""
     segments, config = snapshot.segments, cache.config
     costs = [kinds[i].rows.slot_bytes for i in snapshot.arena_of.tolist()]
-    budget = config.max_memory_bytes - cache.used_bytes()
+    budget = cache.max_bytes - cache.used_bytes()
     entries, needed = newest_entries(segments, costs, budget, config.max_entries, config.min_prefix_len)
     claims, readers = {}, {}
     for i, kind in enumerate(kinds):
         mine = np.flatnonzero(needed & (snapshot.arena_of[segments.namespaces] == i))
         if len(mine):
             places = ranges(snapshot.firsts, segments.lengths, mine)
-            claims[i] = kind.take_rows(len(places), config.max_memory_bytes)
+            claims[i] = kind.take_rows(len(places), cache.max_bytes)
             readers[i] = saved_rows(snapshot, i, claims[i], places, kind.rows)
     return _part(snapshot, cache.index, claims, readers, entries, segments.lengths.tolist())

@@ -33,8 +33,8 @@ cdef class PrefixIndex:
     cdef readonly int64_t hits        # pages found; of entries: lookups that found something
     cdef readonly int64_t misses      # lookups that stopped before the last full page; that found nothing
     cdef readonly int64_t short       # prompts shorter than a page
-    cdef readonly int64_t hit_tokens
-    cdef readonly int64_t lookup_tokens
+    cdef readonly int64_t hit_tokens       # of matches, the first ones of a page that a claim ends inside of included
+    cdef readonly int64_t lookup_tokens    # asked for
     cdef readonly int64_t evictions   # pages; entries
 
     # Release the pages of dropped claims, forget the names of empty namespaces and of slots without pages.

@@ -97,10 +97,10 @@ cdef class PrefixIndex:
         self.trie.gather(at[0], claim.data.pages)
         return claim
 
-    def claim(self, tokens, name=None):
+    def claim(self, tokens, name=None, bint whole=False):
         """Look up `tokens` and hold the match: a `Claim` on its full pages and on the page that it ends inside of.
 
-        Counts as a use of the pages, and in the statistics.
+        Counts as a use of the pages, and in the statistics. With `whole`, the match has full pages alone.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
@@ -127,12 +127,12 @@ cdef class PrefixIndex:
         for i in range(held):
             slots.pages[pages[i]].used = self.clock
         claim.data.held = claim.data.n = held
-        if tail >= 0:
+        if tail >= 0 and not whole:
             pages[held] = tail
             claim.data.n, claim.tail_tokens = held + 1, at.length - held * size
         slots.keep(claim.data, held)
         self.hits += held
-        self.hit_tokens += held * size
+        self.hit_tokens += held * size + claim.tail_tokens
         self.lookup_tokens += n
         if (held + 1) * size <= n:
             self.misses += 1
@@ -410,4 +410,5 @@ cdef class PrefixIndex:
         assert parked == pins, "prefix index: a parked leaf is in no page's record"
         if self.miss_reasons is not None:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
-            assert self.hits * self.trie.table.page_size == self.hit_tokens, "prefix index: hits do not add up"
+            assert self.hits * self.trie.table.page_size <= self.hit_tokens, "prefix index: hits do not add up"
+        assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"

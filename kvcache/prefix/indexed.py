@@ -35,3 +35,18 @@ class IndexedCache:
     def misses(self) -> int:
         """Lookups that stopped before the prompt's last full block; lookups that found nothing."""
         return self._index.misses
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens found by all lookups. A session counts the first tokens of its tail block, `lookup` full blocks."""
+        return self._index.hit_tokens
+
+    @property
+    def lookup_tokens(self) -> int:
+        """Tokens of all prompts that were looked up."""
+        return self._index.lookup_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """`hit_tokens` over `lookup_tokens`; 0.0 before the first lookup."""
+        return self.hit_tokens / max(self.lookup_tokens, 1)

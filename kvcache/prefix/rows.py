@@ -42,6 +42,11 @@ class PlainRows:
         self._sides = [np.empty((num_layers, 0, kv_dim), f"f{FORMATS[name].bits // 8}") for name in self._names]
         self.slot_bytes = num_layers * kv_dim * sum(rows.itemsize for rows in self._sides)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, used or not."""
+        return sum(rows.nbytes for rows in self._sides)
+
     def grow(self, num_slots: int) -> None:
         """Room for so many slots, at least. MemoryError: nothing has changed."""
         if num_slots <= self._sides[0].shape[1]:
@@ -115,6 +120,11 @@ class PackedRows:
         # A write packs whole tiles again, with neighbouring rows that states may be reading.
         self._lock = CallLock(level=0)
         self.slot_bytes = self._empty.block_bytes // BLOCK_SIZE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, used or not."""
+        return sum(store.nbytes for _, store in self._stores)
 
     def grow(self, num_slots: int) -> None:
         """Room for so many slots, at least. MemoryError: nothing has changed."""

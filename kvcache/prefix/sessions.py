@@ -145,13 +145,14 @@ class PrefixCacheStats:
     """A snapshot of the counters.
 
     Attributes:
-        hit_rate: hits over hits and misses, 0.0 before the first.
+        hit_rate: `hit_tokens` over `lookup_tokens`, 0.0 before the first lookup.
         cached_blocks, capacity_blocks: blocks in the cache, and how many it may hold.
         memory_bytes: bytes of K and V of the blocks in the cache.
         total_hits: blocks found.
         total_misses: lookups that stopped before the prompt's last full block.
         total_evictions: blocks evicted.
-        hit_tokens, lookup_tokens: tokens of the blocks found, of the prompts asked for.
+        hit_tokens, lookup_tokens: tokens found, of the prompts asked for. Blocks that match in part count with the
+            tokens that match, if the lookup was a session, which can use them.
         miss_reasons: why lookups stopped. "evicted": the next block was cached before. "namespace": another namespace
             has it. "shorter_than_block": a cached block begins with the same tokens, but differs before its end; or
             the prompt is shorter than a block, which is no miss. "no_shared_prefix": none of these.

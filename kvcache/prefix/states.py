@@ -199,10 +199,14 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             return self._cached.used_bytes()
 
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens matched by all lookups."""
-        return self._index.hit_tokens
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv", K and V of all slots, those that wait for tokens included, and "bookkeeping", the index.
+
+        Slots double as they are needed, up to `max_memory_bytes`; of quantised formats they come in blocks of 64. The
+        system maps their memory at the first write.
+        """
+        with self._lock:
+            return self._cached.memory()
 
     __reduce_ex__ = refuse_copies("`save` writes its entries to a file")
 

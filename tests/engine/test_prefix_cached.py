@@ -91,8 +91,18 @@ def test_the_second_call_prefills_nothing_that_is_cached(cached):
     assert cached.inner.prefill_token_count == before
     stats = cached.cache_stats()
     assert (stats.total_hits, stats.total_misses) == (2, 1)
-    assert stats.hit_rate == pytest.approx(2 / 3)
-    assert (stats.hit_tokens, stats.lookup_tokens) == (32, 64)
+    assert (stats.hit_tokens, stats.lookup_tokens, stats.hit_rate) == (32, 64, 1 / 2)
+
+
+def test_the_hit_rate_is_the_share_of_prompt_tokens_that_did_not_run(cached):
+    system, ran = prompt(1, 20), []
+    for seed in range(4):  # 20 tokens in common: one block of 16, and 4 of the next
+        before = cached.inner.prefill_token_count
+        cached.generate(np.concatenate([system, prompt(10 + seed, 25)]), SamplingParams(max_tokens=0))
+        ran.append(cached.inner.prefill_token_count - before)
+    assert ran == [45, 25, 25, 25]
+    stats = cached.cache_stats()
+    assert (stats.hit_tokens, stats.lookup_tokens, stats.hit_rate) == (4 * 45 - sum(ran), 4 * 45, 60 / 180)
 
 
 def test_a_new_cache(network):

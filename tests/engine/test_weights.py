@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +18,7 @@ from tensor_files import pack, pack_arrays
 
 from kvcache.engine import InferenceEngine, ModelConfig, Transformer, weights
 from kvcache.engine.checkpoint import Checkpoint
+from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, OutOfMemoryError
 
@@ -260,3 +263,102 @@ def test_every_golden_tensor_is_used():
             if layer.qk_norm is not None:
                 arrays += [layer.qk_norm[0], layer.qk_norm[-1]]
         assert sum(math.prod(array.shape) for array in arrays if array is not None) == stored
+
+
+@pytest.mark.parametrize(
+    ("weights", "layers", "head"),
+    [
+        ("auto", "bf16", "bf16"), ("f32", "f32", "f32"), ("f16", "f16", "f16"), ("bf16", "bf16", "bf16"),
+        ("q8", "q8_0", "q8_0"), ("q4", "q4_1", "q8_0"),
+    ],
+)  # fmt: skip
+def test_formats(weights, layers, head):
+    """Every matrix has the format that was asked for, and the network's result is near that of the stored weights."""
+    exact = InferenceEngine.from_pretrained(GOLDEN / "llama_biases")
+    engine = InferenceEngine.from_pretrained(GOLDEN / "llama_biases", weights=weights, activations="exact")
+    found = engine.model.weights
+    assert {found.head.format, found.embedding.format} == {head}
+    assert {getattr(layer, name).format for layer in found.layers for name in MATRICES} == {layers}
+    prompt = np.arange(3, 40)
+    mine, stored = engine.prefill_from_pos(prompt, 0), exact.prefill_from_pos(prompt, 0)
+    near = {"auto": 0.0, "f32": 1e-5, "f16": 1e-2, "bf16": 0.0, "q8": 0.05, "q4": 0.6}[weights]
+    assert np.abs(mine - stored).max() <= near * np.abs(stored).max()
+
+
+MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+def test_unknown_formats_and_activations():
+    with pytest.raises(ValueError, match="weights: expected one of auto, f32, f16, bf16, q8, q4, got 'int4'"):
+        InferenceEngine.from_pretrained(GOLDEN / "llama", weights="int4")
+    with pytest.raises(ValueError, match="activations: expected int8 or exact, got 'int4'"):
+        InferenceEngine.from_pretrained(GOLDEN / "llama", activations="int4")
+
+
+def test_a_mixed_checkpoint_keeps_each_dtype(checkpoint):
+    """Matrices that are stacked but stored differently become parts of one stack, bit for bit."""
+    _, tensors, save = checkpoint
+    name = "model.layers.0.self_attn.v_proj.weight"
+    tensors[name] = tensors[name].astype(np.float16)
+    model = Transformer.from_pretrained(save())
+    qkv = model.weights.layers[0].qkv
+    assert qkv.format == "f32+f16"
+    np.testing.assert_array_equal(qkv.to_float32()[-len(tensors[name]) :], tensors[name].astype(np.float32))
+    whole = Transformer.from_pretrained(save(), weights="f32").weights.layers[0].qkv
+    x = np.random.default_rng(0).standard_normal((3, qkv.shape[1])).astype(np.float32)
+    np.testing.assert_array_equal(qkv.multiply(x), whole.multiply(x))
+
+
+@pytest.mark.parametrize("weights", ["f16", "q8", "q4"])
+def test_weights_that_a_format_cannot_hold(checkpoint, weights):
+    _, tensors, save = checkpoint
+    name = "model.layers.0.mlp.down_proj.weight"
+    for value in (np.nan, np.inf, 1e6):
+        tensors[name][3, 5] = value
+        with pytest.raises(CheckpointError, match=f"{name}: values: expected finite numbers up to 65504, got"):
+            Transformer.from_pretrained(save(), weights=weights)
+
+
+def test_memory_and_progress():
+    """The bytes that `memory` says are those of the matrices; loading reports all of them, in order."""
+    steps = []
+    engine = InferenceEngine.from_pretrained(GOLDEN / "llama", weights="q8", progress=lambda *step: steps.append(step))
+    assert steps == sorted(steps)
+    assert steps[-1][0] == steps[-1][1]
+    vectors = sum(array.nbytes for array in engine.model.weights.arrays() if isinstance(array, np.ndarray))
+    assert 0 <= engine.memory()["weights"] - vectors <= steps[-1][1]
+    half = InferenceEngine.from_pretrained(GOLDEN / "llama", weights="f32").memory()["weights"]
+    assert engine.memory()["weights"] < half / 2
+
+
+def test_loading_takes_little_more_than_the_result(tmp_path):
+    """In a process of its own: the most memory that loading takes, for a network whose f32 weights take 59 MB."""
+    script = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from bench.support.checkpoints import Size, write_checkpoint
+from kvcache.engine import Transformer
+folder = write_checkpoint(Size(512, 4, 8, 4, 1376, 8192), Path({str(tmp_path)!r}))
+import gc
+gc.collect()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = Transformer.from_pretrained(folder, weights={{weights!r}})
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, model.weights.nbytes)
+"""
+    for chosen in ("f32", "q8"):
+        code = script.replace("{weights!r}", repr(chosen))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        before, after, size = map(int, done.stdout.split())
+        assert (after - before) * 1024 < 1.2 * size + (8 << 20), (before, after, size)
+
+
+def test_the_name_of_a_model_knows_its_packed_weights():
+    """Floats have one name however they are kept; packed weights and what meets them have others."""
+
+    def name(**options):
+        return fingerprint(Transformer.from_pretrained(GOLDEN / "llama_biases", **options))
+
+    assert name() == name(weights="f32") == name(weights="bf16") == name(activations="exact")
+    others = {name(weights=w, activations=a) for w in ("q8", "q4") for a in ("int8", "exact")}
+    assert len(others | {name()}) == 5

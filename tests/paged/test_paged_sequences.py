@@ -219,3 +219,18 @@ def test_sequences_exchange_their_ids():
     cache.check()
     cache.free(1)
     assert (1 in cache, 2 in cache) == (False, True)
+
+
+def test_a_block_table_has_the_names_of_flashinfer():
+    cache = PagedKvCache(8, 4, 2, 16)
+    cache.allocate(1, 5)
+    cache.allocate(2, 0)
+    cache.fork(1, 3)
+    table = cache.block_table([3, 2, 1])
+    assert table._fields == ("indptr", "indices", "last_page_len")
+    indptr, indices, last_page_len = table
+    np.testing.assert_array_equal(indptr, [0, 2, 2, 4])
+    np.testing.assert_array_equal(indices, [0, 1, 0, 1])
+    np.testing.assert_array_equal(last_page_len, [1, 0, 1])
+    assert table.block_ids is table.indices
+    assert table.last_block_len is table.last_page_len

@@ -218,7 +218,7 @@ def test_exact_numbers_of_two_calls() -> None:
     stats = prefill.stats()
     assert (stats.total_misses, stats.cached_blocks, stats.memory_bytes) == (1, 2, 16384)
     assert prefill.prepare(prompt)[1] == 32
-    assert prefill.stats().hit_rate == pytest.approx(2 / 3)
+    assert prefill.stats().hit_rate == 1 / 2  # 32 of 64 tokens
 
 
 # ---------------------------------------------------------------------- what it does better
@@ -289,6 +289,25 @@ def test_the_tail_of_a_match_names_a_block_to_copy_from() -> None:
     assert block is not None
     cache.close_session(session)
     assert cache.open_session(A).tail_block == -1
+
+
+def test_the_hit_rate_counts_tokens_those_of_partly_matched_blocks_too() -> None:
+    cache = small()
+    assert cache.hit_rate == 0.0
+    cache.store(EIGHT, 0, [pair(1.0), pair(2.0)])
+    diverging = [*EIGHT[:6], 99, 98, 97]
+    with cache.open_session(diverging) as session:  # block 0, and the first 2 tokens of block 1
+        assert session.num_tokens == 6
+    assert (cache.hits, cache.hit_tokens, cache.lookup_tokens, cache.hit_rate) == (1, 6, 9, 6 / 9)
+    assert cache.lookup(diverging)[0] == 4  # full blocks alone
+    assert (cache.hits, cache.hit_tokens, cache.lookup_tokens) == (2, 10, 18)
+    with cache.open_session(EIGHT[:2]) as session:  # shorter than a block: neither a hit nor a miss
+        assert session.num_tokens == 2
+    assert (cache.hits, cache.misses, cache.hit_tokens, cache.lookup_tokens) == (2, 2, 12, 20)
+    stats = cache.stats()
+    assert (stats.hit_rate, stats.hit_tokens, stats.lookup_tokens) == (cache.hit_rate, 12, 20)
+    assert cache.hit_rate == 12 / 20
+    cache.check()
 
 
 def test_miss_reasons() -> None:

@@ -121,6 +121,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
         blocks = self.matched(root, tokens)
         session, start = self.prefill.prepare(tokens, NAMES[root])
         whole = len(blocks) * self.size
+        self.counts["hit_tokens"] += length - whole
         assert (session.block_indices, session.matched_prefix_len, start) == (blocks, whole, whole)
         assert (session.num_tokens, session.is_empty) == (length, not blocks)
         assert session.tail_block in donors
@@ -327,6 +328,7 @@ class SharedBlocksMachine(RuleBasedStateMachine):
         stats = self.prefill.stats()
         assert (stats.total_hits, stats.total_misses) == (self.counts["hits"], self.counts["misses"])
         assert (stats.hit_tokens, stats.lookup_tokens) == (self.counts["hit_tokens"], self.counts["lookup_tokens"])
+        assert stats.hit_rate == self.cache.hit_rate == stats.hit_tokens / max(stats.lookup_tokens, 1)
         assert (stats.total_evictions, stats.cached_blocks) == (self.counts["evictions"], len(self.cached()))
 
     @invariant()

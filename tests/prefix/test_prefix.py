@@ -190,7 +190,8 @@ def test_shared_prefixes_are_stored_once() -> None:
         cache.store_snapshot([*system, user, user], state(102))
     assert cache.memory_usage == (100 + 20 * 2) * 16
     assert matched(cache, [*system, 77]) == 100
-    assert cache.stats().hit_tokens == 100
+    assert cache.stats().hit_tokens == cache.hit_tokens == 100
+    assert (cache.lookup_tokens, cache.hit_rate, cache.stats().hit_rate) == (101, 100 / 101, 100 / 101)
 
 
 def test_what_can_never_fit_is_refused_and_evicts_nothing() -> None:

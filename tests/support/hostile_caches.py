@@ -63,6 +63,8 @@ PAGED = Target(
             method("write", 0, 1, ROWS, ROWS, 0),
             method("write_batch", 0, [1], ROWS[:1], ROWS[:1]),
             method("read", 0, 1, 0, 3),
+            ("read out", (lambda it, x: it.read(0, 1, out=(x, np.empty_like(ROWS))), (np.empty_like(ROWS),))),
+            keyword("read", "out", None, 0, 1, 0, 3),
             method("attention", 0, ROWS[:2], [1, 2]),
             keyword("attention", "query_lens", [1, 1], 0, ROWS[:2], [1, 2]),
             keyword("attention", "scale", 0.5, 0, ROWS[:2], [1, 2]),

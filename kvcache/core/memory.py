@@ -1,0 +1,53 @@
+"""How many blocks a limit in bytes allows, and sums of what `memory()` of several objects says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcache.core.arguments import as_bytes, as_integer
+from kvcache.core.store import BlockStore
+
+__all__ = ["num_blocks_within", "total"]
+
+_MOST = 2**31 - 1  # blocks of a store
+
+
+def num_blocks_within(
+    num_blocks: int | None,
+    max_memory_bytes: int | str | None,
+    num_layers: int,
+    *settings: Any,
+    name: str = "num_blocks",
+    beside: int = 0,
+) -> int:
+    """The size of a pool: `num_blocks`, or as many blocks as `max_memory_bytes` allow, or the lower of both.
+
+    Args:
+        num_layers, settings: as of `BlockStore`, without its number of blocks.
+        name: of `num_blocks` in messages.
+        beside: bytes of the limit that are taken by other K and V.
+
+    Raises:
+        TypeError: neither is given; another kind.
+        ValueError: the bytes are too few for one block; a setting that `BlockStore` does not support.
+    """
+    if num_blocks is None and max_memory_bytes is None:
+        raise TypeError(f"{name}: expected an int, or max_memory_bytes in its place, got None")
+    count = None if num_blocks is None else as_integer(num_blocks, name)
+    if max_memory_bytes is not None:
+        limit = as_bytes(max_memory_bytes, "max_memory_bytes")
+        size = BlockStore(num_layers, 0, *settings).block_bytes
+        if limit < beside + size:
+            also = f" ({beside} beside it)" if beside else ""
+            raise ValueError(
+                f"max_memory_bytes: expected at least {beside + size}, the bytes of one block{also}, got {limit}"
+            )
+        most = min((limit - beside) // size, _MOST)
+        count = most if count is None else min(count, most)
+    assert count is not None
+    return count
+
+
+def total(*reports: dict[str, int]) -> dict[str, int]:
+    """The sums of several reports of `memory()`, by key, in the order of the first that has it."""
+    return {key: sum(report.get(key, 0) for report in reports) for report in reports for key in report}

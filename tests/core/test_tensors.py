@@ -1,0 +1,221 @@
+"""Tensors of other libraries: what is read and written in place, what is converted, and what is refused."""
+
+import sys
+
+import numpy as np
+import pytest
+from tensors import Bfloat16, Elsewhere, LikeTorch, Tensor, floats_of, words_of
+
+from kvcache import CachedKvState, CacheManager, KvCache, KVCacheConfig, PagedKvCache, PrefixCache
+from kvcache.core.arguments import as_floats, as_indices
+
+pytestmark = pytest.mark.no_level
+SHAPE = (5, 2, 16)
+WORDS = np.arange(2**16, dtype=np.uint16)
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def filled(rng, **settings):
+    cache = PagedKvCache(8, 4, 2, 16, dtype="f32", **settings)
+    cache.allocate(1, 5)
+    cache.write(0, 1, *rng.standard_normal((2, *SHAPE)).astype(np.float32))
+    return cache
+
+
+# -- read ---------------------------------------------------------------------------------------------------
+
+
+def test_every_word_of_bfloat16():
+    for tensor in (Bfloat16(WORDS), LikeTorch(WORDS), Bfloat16(np.repeat(WORDS, 2)[::2])):
+        got = as_floats(tensor, (2**16,), "x")
+        np.testing.assert_array_equal(got.view(np.uint32), WORDS.astype(np.uint32) << 16)
+    array = WORDS.view(pytest.importorskip("ml_dtypes").bfloat16)
+    for each in (array, array.reshape(256, 256).T):
+        bits = each.view(np.uint16).astype(np.uint32) << 16
+        got = as_floats(each, each.shape, "x")
+        assert got.flags.c_contiguous
+        np.testing.assert_array_equal(got.view(np.uint32), bits)
+
+
+@pytest.mark.parametrize("kind", [Tensor, memoryview, lambda x: x])
+def test_float32_is_read_in_place(kind, rng):
+    array = rng.standard_normal(SHAPE).astype(np.float32)
+    got = as_floats(kind(array), SHAPE, "x")
+    assert (address(got), got.strides) == (address(array), array.strides)
+    array.flags.writeable = False
+    if kind is not Tensor or np.lib.NumpyVersion(np.__version__) >= "2.1.0":
+        assert address(as_floats(kind(array), SHAPE, "x")) == address(array)
+
+
+def test_an_axis_of_length_one_may_have_any_stride(rng):
+    head_major = rng.standard_normal((2, 5, 16)).astype(np.float32)
+    one = head_major[:, 3:4].swapaxes(0, 1)  # a token: heads are 5 rows apart
+    assert as_floats(one, (1, 2, 16), "x").flags.c_contiguous
+    single = head_major[:1].swapaxes(0, 1)  # one head, many tokens
+    assert address(as_floats(single, (5, 1, 16), "x")) == address(head_major)
+
+
+@pytest.mark.parametrize("kind", ["f16", "f64", "bfloat16", "head-major", "tensor, head-major", "buffer", "like torch"])
+def test_rows_and_queries_of_any_kind(kind, rng):
+    floats = floats_of(words_of(rng.standard_normal((3, *SHAPE))))  # exact in bfloat16
+    floats = np.where(np.abs(floats) < 2**-14, 0, floats)  # and in f16
+    make = {
+        "f16": lambda x: x.astype(np.float16),
+        "f64": lambda x: x.astype(np.float64),
+        "bfloat16": lambda x: Bfloat16(words_of(x)),
+        "head-major": lambda x: np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1),
+        "tensor, head-major": lambda x: Bfloat16(np.ascontiguousarray(words_of(x).swapaxes(0, 1)).swapaxes(0, 1)),
+        "buffer": lambda x: memoryview(x.astype(np.float16)),
+        "like torch": lambda x: LikeTorch(words_of(x)),
+    }[kind]
+    plain, other = (PagedKvCache(8, 4, 2, 16, dtype="q8") for _ in range(2))
+    for cache, convert in ((plain, lambda x: x), (other, make)):
+        cache.allocate(1, 5)
+        cache.write(0, 1, convert(floats[0]), convert(floats[1]))
+        cache.append_batch([1])
+        cache.write_batch(0, [1], convert(floats[2][:1]), convert(floats[2][1:2]))
+    for got, want in zip(other.read(0, 1), plain.read(0, 1), strict=True):
+        np.testing.assert_array_equal(got, want)
+    want = plain.attention(0, floats[2], [1], query_lens=[5], sink_queries=floats[1])
+    got = other.attention(0, make(floats[2]), [1], query_lens=[5], sink_queries=make(floats[1]))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_other_caches_read_bfloat16(rng):
+    words = words_of(rng.standard_normal((4, 8)))
+    floats = floats_of(words)
+    blocks = PrefixCache(1, 4, 1, 1, 8)
+    blocks.insert(range(4), 0, [Bfloat16(words.reshape(-1))], [Bfloat16(words)])
+    np.testing.assert_array_equal(blocks.get_block(0).keys[0], floats.reshape(-1))
+    live = KvCache(1, 4, 8)
+    live.store_kv(0, LikeTorch(words[0]), Bfloat16(words[1]))
+    np.testing.assert_array_equal(live.get_keys(0), floats[0])
+    np.testing.assert_array_equal(CachedKvState([Bfloat16(words)], [Bfloat16(words)], 4).values[0], floats.reshape(-1))
+    one, two = (CacheManager(KVCacheConfig(8, 1, 8)) for _ in range(2))
+    one.append(Bfloat16(words), LikeTorch(words))
+    two.append(floats, floats)
+    np.testing.assert_array_equal(one.get(range(4)), two.get(range(4)))
+
+
+def test_a_tensor_is_let_go_of():
+    words = np.zeros(8, np.uint16)
+    before = sys.getrefcount(words)
+    got = as_floats(Bfloat16(words), (8,), "x")
+    assert sys.getrefcount(words) == before
+    floats = np.zeros((1, 2, 16), np.float32)
+    cache, before = filled(np.random.default_rng(0)), sys.getrefcount(floats)
+    tensor = Tensor(floats)
+    cache.attention(0, floats + 1, [1], out=tensor)
+    del tensor
+    assert sys.getrefcount(floats) == before
+    assert got.base is None or got.base.base is None
+
+
+def test_what_is_not_read(rng):
+    cache = filled(rng)
+    rows = rng.standard_normal(SHAPE).astype(np.float32)
+    before = cache.read(0, 1)
+    for wrong in (Elsewhere(rows), Tensor(rows.astype(np.int64)), Tensor(rows.astype(np.complex64)), memoryview(b"12")):
+        with pytest.raises(TypeError, match=r"^keys: expected "):
+            cache.write(0, 1, wrong, rows)
+    with pytest.raises(ValueError, match=r"^values: expected shape"):
+        cache.write(0, 1, rows, Bfloat16(words_of(rows)[:, :1]))
+    with pytest.raises(ValueError, match=r"^keys: expected values that f32 can hold"):
+        cache.write(0, 1, Bfloat16(np.full(SHAPE, 0x7F80, np.uint16)), rows)  # infinity
+    np.testing.assert_array_equal(cache.read(0, 1), before)
+    with pytest.raises(TypeError, match=r"^x: expected integers, got float32"):
+        as_indices(Bfloat16(np.zeros(3, np.uint16)), "x")
+
+
+# -- written ------------------------------------------------------------------------------------------------
+
+
+def as_bytearray(shape):
+    raw = bytearray(4 * int(np.prod(shape)))
+    return memoryview(raw).cast("f", shape), np.frombuffer(raw, np.float32).reshape(shape)
+
+
+OUTPUTS = {
+    "array": lambda shape: (x := np.full(shape, 7, np.float32), x),
+    "DLPack": lambda shape: (Tensor(x := np.full(shape, 7, np.float32)), x),
+    "buffer": lambda shape: (memoryview(x := np.full(shape, 7, np.float32)), x),
+    "bytes": as_bytearray,
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_attention_writes_to_memory_of_the_caller(kind, rng):
+    cache, queries = filled(rng), rng.standard_normal((1, 4, 16)).astype(np.float32)
+    want = cache.attention(0, queries, [1])
+    out, memory = OUTPUTS[kind](queries.shape)
+    assert cache.attention(0, queries, [1], out=out) is out
+    np.testing.assert_array_equal(memory, want)
+    out, memory = OUTPUTS[kind](queries.shape)
+    got, scores, lse = cache.attention(0, queries, [1], out=out, return_scores=True, return_lse=True)
+    assert got is out
+    np.testing.assert_array_equal(memory, want)
+    assert (scores.shape, lse.shape) == ((5,), (1, 4))
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_read_writes_to_memory_of_the_caller(kind, rng):
+    cache = filled(rng)
+    want = cache.read(0, 1, 1, 4)
+    outs, memories = zip(*(OUTPUTS[kind]((3, 2, 16)) for _ in range(2)), strict=True)
+    got = cache.read(0, 1, 1, 4, out=outs)
+    assert all(a is b for a, b in zip(got, outs, strict=True))
+    np.testing.assert_array_equal(memories, want)
+    empty = OUTPUTS["array"]((0, 2, 16))[0]
+    assert cache.read(0, 1, 2, 2, out=[empty, empty])[0] is empty
+
+
+def read_only(shape):
+    array = np.zeros(shape, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+WRONG = {
+    "another shape": lambda shape: np.zeros((*shape[:-1], 24), np.float32),
+    "f64": np.zeros,
+    "f16 tensor": lambda shape: Tensor(np.zeros(shape, np.float16)),
+    "read-only": read_only,
+    "read-only tensor": lambda shape: Tensor(read_only(shape)),
+    "read-only buffer": lambda shape: memoryview(read_only(shape)),
+    "strided": lambda shape: Tensor(np.zeros((*shape[:-1], 2 * shape[-1]), np.float32)[..., ::2]),
+    "masked": lambda shape: np.ma.zeros(shape, np.float32),
+    "elsewhere": lambda shape: Elsewhere(np.zeros(shape, np.float32)),
+    "list": lambda shape: np.zeros(shape).tolist(),
+    "number": lambda shape: 3.0,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_memory_that_cannot_be_written(kind, rng):
+    cache, queries = filled(rng), rng.standard_normal((1, 4, 16)).astype(np.float32)
+    with pytest.raises(ValueError, match=r"^out: expected C-contiguous, writeable float32 of shape \(1, 4, 16\), got "):
+        cache.attention(0, queries, [1], out=WRONG[kind](queries.shape))
+    good = np.full(SHAPE, 7, np.float32)
+    for pair in ((WRONG[kind](SHAPE), good), (good, WRONG[kind](SHAPE))):
+        with pytest.raises(
+            ValueError, match=r"^out: expected two C-contiguous, writeable float32 arrays of shape \(5, 2, 16\)"
+        ):
+            cache.read(0, 1, out=pair)
+    assert (good == 7).all()
+    cache.check()
+
+
+def test_memory_that_is_used_twice(rng):
+    cache, queries = filled(rng), rng.standard_normal((1, 4, 16)).astype(np.float32)
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from queries, got the same memory$"):
+        cache.attention(0, queries, [1], out=Tensor(queries))
+    both = np.zeros((6, 2, 16), np.float32)
+    with pytest.raises(ValueError, match=r"^out: expected arrays with memory of their own, got the same memory twice$"):
+        cache.read(0, 1, out=(both[:5], Tensor(both[1:])))
+    for wrong in (both, (both,), (both, both, both), (None, both), 3):
+        with pytest.raises(TypeError, match=r"^out: expected a pair of arrays, got "):
+            cache.read(0, 1, out=wrong)
+    assert (both == 0).all()

@@ -1,0 +1,64 @@
+"""Tensors as other libraries have them, with nothing but DLPack; made from NumPy arrays."""
+
+import ctypes
+
+import numpy as np
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+DEVICE, CODE = 8, 20  # where a DLTensor has the type of its device (int32) and the code of its dtype (uint8)
+
+
+class Tensor:
+    """An array behind DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class Bfloat16(Tensor):
+    """A bfloat16 tensor over an array of its words, uint16."""
+
+    def __init__(self, words):
+        assert words.dtype == np.uint16
+        super().__init__(words)
+
+    def __dlpack__(self, **options):
+        capsule = self.array.__dlpack__()
+        ctypes.c_uint8.from_address(_pointer(capsule, b"dltensor") + CODE).value = 4
+        return capsule
+
+
+class Elsewhere(Tensor):
+    """A tensor on another device."""
+
+    def __dlpack__(self, **options):
+        capsule = self.array.__dlpack__()
+        ctypes.c_int32.from_address(_pointer(capsule, b"dltensor") + DEVICE).value = 2
+        return capsule
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+class LikeTorch(Bfloat16):
+    """As a bfloat16 tensor of torch: it has `__array__`, which refuses."""
+
+    def __array__(self, *arguments, **options):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+def words_of(values):
+    """The words of bfloat16 that begin float32 numbers; the rest is cut off."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def floats_of(words):
+    """The numbers of words of bfloat16, float32."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
