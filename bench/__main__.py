@@ -14,6 +14,10 @@ BENCHES = {
     "engine": ("bench.engine.engine", "decode, prefill and first token, with transformers, llama.cpp and OpenVINO"),
     "formats": ("bench.core.formats", "storage formats: bytes and precision, measured on real caches"),
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
+    "weights-quality": (
+        "bench.quality.weights",
+        "packed weights end to end: KL, perplexity, llama.cpp's files",
+    ),
     "saved": ("bench.saved.saved", "a saved prefix cache: load and first token, compared with the prefill"),
     "structures": ("bench.trie.structures", "trie, pool, tables and heaps: bounds, growth and rivals"),
     "weights": ("bench.engine.weights", "products with weights in every format; a network of a billion of them"),
@@ -28,6 +32,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench kernels --only decode --context 16k --threads 2
   python -m bench engine                           whole requests on random checkpoints
   python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
+  python -m bench weights-quality                  packed weights and GGUF types; minutes
   python -m bench saved                            load of a saved cache compared with the prefill; a minute
   python -m bench structures                       all tables, some minutes
   python -m bench structures --quick               small sizes, few rounds

@@ -4,14 +4,59 @@
 #include "kvc_lanes.h"
 #include "kvc_matrix.h"
 
-/* q8_0, q4_0: the scale is the largest magnitude over the largest code, on the side that has one code more. */
+/* q8_0 tries this many scales above the smallest that clips nothing, in steps of 1 / KVC_PER_TRY of it. Errors of
+ * rounding differ by chance from scale to scale: the least of 9 has 0.83 of the first one's squared error for normal
+ * weights, and 0.61 where the weights are those of a 4-bit file. Twice as many would give 0.81 and 0.57. */
+enum { KVC_TRIES = 8, KVC_PER_TRY = 200 };
+
+/* The squared error of 8 bits with this scale, in units of (step * 2^-9)^2. Each value's is a whole number of at most
+ * 2^18, so the sum is exact and the same at every level: 32 * 2^18 = 2^23. */
+INLINE float squared_error(const float x[KVC_GROUP], float step) {
+    const f32v per_step = f32v_set1(1.0f / step), most = f32v_set1(127.0f), fine = f32v_set1(512.0f);
+    f32v sum = f32v_zero();
+    for (int k = 0; k < KVC_GROUP; k += KVC_LANES) {
+        const f32v number = f32v_mul(f32v_load(x + k), per_step);
+        const f32v code = f32v_min(f32v_abs(f32v_round(number)), most);
+        const f32v away = f32v_round(f32v_mul(f32v_abs(f32v_sub(f32v_abs(number), code)), fine));
+        const f32v bounded = f32v_min(away, fine);
+        sum = f32v_add(sum, f32v_mul(bounded, bounded));
+    }
+    return f32v_sum_of(sum);
+}
+
+/* The scale of q8_0 for a group whose largest magnitude is `far`. */
+static uint16_t fitted_scale(const float x[KVC_GROUP], float far) {
+    enum { SLOTS = 16 }; /* at least KVC_TRIES + 1, and whole vectors */
+    uint16_t halves[SLOTS];
+    float steps[SLOTS], least = INFINITY;
+    const float first = far / 127.0f;
+    for (int i = 0; i < SLOTS; i++) steps[i] = first * (1.0f + (float)i / KVC_PER_TRY);
+    for (int i = 0; i < SLOTS; i += KVC_LANES) {
+        f32v_store_half(halves + i, f32v_load(steps + i));
+        f32v_store(steps + i, f32v_load_half(halves + i));
+    }
+    uint16_t best = halves[0];
+    for (int i = 0; i <= KVC_TRIES; i++) {
+        if (steps[i] < 0x1p-126f || !(steps[i] < INFINITY)) continue;
+        const float error = squared_error(x, steps[i]) * steps[i] * steps[i];
+        if (error < least) least = error, best = halves[i];
+    }
+    return best;
+}
+
+/* q8_0, q4_0: the scale is about the largest magnitude over the largest code, on the side that has one code more. */
 static void code_group(const float x[KVC_GROUP], int bits, unsigned char codes[KVC_GROUP], uint16_t *scale) {
     const int zero = 1 << (bits - 1);
-    float far = 0.0f;
-    for (int k = 0; k < KVC_GROUP; k++) {
-        if (fabsf(x[k]) > fabsf(far)) far = x[k];
+    f32v largest = f32v_zero();
+    for (int k = 0; k < KVC_GROUP; k += KVC_LANES) largest = f32v_max(largest, f32v_abs(f32v_load(x + k)));
+    float far = f32v_max_of(largest);
+    for (int k = 0; bits == 4 && k < KVC_GROUP; k++) {
+        if (fabsf(x[k]) == fabsf(far)) {
+            far = x[k]; /* with its sign */
+            break;
+        }
     }
-    const uint16_t half = kvc_half_of_float(bits == 8 ? fabsf(far) / 127.0f : far / -8.0f);
+    const uint16_t half = bits == 8 ? fitted_scale(x, far) : kvc_half_of_float(far / -8.0f);
     const float step = kvc_float_of_half(half), per_step = fabsf(step) < 0x1p-126f ? 0.0f : 1.0f / step;
     const float low = bits == 8 ? 1.0f : 0.0f, high = (float)(2 * zero - 1);
     for (int k = 0; k < KVC_GROUP; k++) {

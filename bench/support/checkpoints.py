@@ -1,18 +1,21 @@
-"""Random checkpoints: a Llama of a given size as Hugging Face and as GGUF files, written without other libraries."""
+"""Checkpoints of Llama networks as Hugging Face and as GGUF files, written without other libraries.
+
+Weights are random unless the caller brings its own.
+"""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SIZES", "Size", "write_checkpoint", "write_gguf"]
+__all__ = ["SIZES", "Size", "Stored", "row_order_of_llama", "stored_as", "write_checkpoint", "write_gguf"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -157,23 +160,46 @@ def _gguf_name(name: str) -> str:
     return f"{NAMES[stem]}.weight"
 
 
-def write_gguf(size: Size, path: Path, *, half: bool = False) -> Path:
-    """Write the same sizes and weights as one file. Rows of q and k are not reordered, since they are random.
+class Stored(NamedTuple):
+    """A tensor of a GGUF file: its Hugging Face name, shape, type (ggml's number), and the bytes of its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    data: npt.NDArray[Any]
+
+
+def stored_as(name: str, tensor: npt.NDArray[Any]) -> Stored:
+    """A float32 or float16 array as it is."""
+    return Stored(name, tensor.shape, int(tensor.dtype == np.float16), tensor)
+
+
+def row_order_of_llama(rows: Float32, heads: int) -> Float32:
+    """Rows of q or k of `heads` heads in llama.cpp's order, that of interleaved RoPE."""
+    pairs = rows.reshape(heads, 2, -1, rows.shape[-1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
+
+
+def write_gguf(
+    size: Size, path: Path, *, half: bool = False, stored: Callable[[], Iterator[Stored]] | None = None
+) -> Path:
+    """Write one file. Without `stored`, weights are random, and rows of q and k need no other order.
 
     Args:
-        half: store matrices as float16 instead of float32.
+        half: store random matrices as float16 instead of float32.
+        stored: yields the tensors instead, the same in each call, rows of q and k in the order of llama.cpp.
     """
 
-    def stored() -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    def random() -> Iterator[Stored]:
         for name, tensor in tensors(size):
-            yield name, tensor.astype(np.float16) if half and tensor.ndim == 2 else tensor
+            yield stored_as(name, tensor.astype(np.float16) if half and tensor.ndim == 2 else tensor)
 
-    infos, at = b"", 0
-    count = 0
-    for name, tensor in stored():
-        shape, kind = tensor.shape[::-1], int(tensor.dtype == np.float16)
-        infos += _text(_gguf_name(name)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
-        at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    make = stored or random
+    infos, at, count = b"", 0, 0
+    for name, shape, kind, data in make():
+        sizes = shape[::-1]
+        infos += _text(_gguf_name(name)) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, at)
+        at += data.nbytes + -data.nbytes % ALIGNMENT
         count += 1
     metadata = {**_metadata(size), "general.file_type": int(half)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,8 +209,8 @@ def write_gguf(size: Size, path: Path, *, half: bool = False) -> Path:
             file.write(_text(key) + _value(value))
         file.write(infos)
         _pad(file)
-        for _, tensor in stored():
-            file.write(tensor.tobytes())
+        for tensor in make():
+            file.write(tensor.data.tobytes())
             _pad(file)
     return path
 
