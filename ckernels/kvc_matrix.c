@@ -7,7 +7,7 @@
 
 int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) {
     if ((unsigned)format >= KVC_NUM_MATRIX_FORMATS || rows < 1 || columns < 1) return -1;
-    if (rows > INT64_MAX / 8 / (columns + KVC_RECORD) - KVC_PANEL) return -1;
+    if (columns > INT64_MAX / 8 - KVC_RECORD || rows > INT64_MAX / 8 / (columns + KVC_RECORD) - KVC_PANEL) return -1;
     const kvc_matrix_format_info *info = kvc_matrix_format_of(format);
     const int64_t records = (columns + KVC_RECORD - 1) / KVC_RECORD;
     matrix->format = format;
@@ -30,11 +30,11 @@ void kvc_matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, 
         unsigned char *panel = panel_of(matrix, row);
         const int64_t lane = row % KVC_PANEL;
         if (wide) {
-            const uint32_t *from = (const uint32_t *)words + i * columns;
-            for (int64_t k = 0; k < columns; k++) ((uint32_t *)panel)[k * KVC_PANEL + lane] = from[k];
+            const unsigned char *from = (const unsigned char *)words + i * columns * 4;
+            for (int64_t k = 0; k < columns; k++) memcpy(panel + (k * KVC_PANEL + lane) * 4, from + k * 4, 4);
         } else {
-            const uint16_t *from = (const uint16_t *)words + i * columns;
-            for (int64_t k = 0; k < columns; k++) ((uint16_t *)panel)[k * KVC_PANEL + lane] = from[k];
+            const unsigned char *from = (const unsigned char *)words + i * columns * 2;
+            for (int64_t k = 0; k < columns; k++) memcpy(panel + (k * KVC_PANEL + lane) * 2, from + k * 2, 2);
         }
     }
 }

@@ -96,7 +96,7 @@ static inline size_t kvc_record_bytes(kvc_matrix_format format) {
 
 /* Fills in all but data. -1 where the matrix would have no element, or more bytes than can be counted. */
 int kvc_matrix_init(kvc_matrix *, kvc_matrix_format, int64_t rows, int64_t columns);
-/* Words of the matrix's own float format (count, columns) into rows [row, row + count). */
+/* Words of the matrix's own float format (count, columns), at any alignment, into rows [row, row + count). */
 void kvc_matrix_put_words(const kvc_matrix *, int64_t row, int64_t count, const void *words);
 /* Codes (count, columns), scales and minima (count, ceil(columns / 32)) of a packed format. Missing channels of the last
  * group are zeros. minima is NULL where the format has none. */

@@ -12,17 +12,21 @@
 #include <pthread.h>
 #endif
 
-static const world *failing; /* only for the message */
+static char subject[128]; /* what is checked; only for the message */
+
+static void say(const char *what, ...) {
+    va_list list;
+    va_start(list, what);
+    vsnprintf(subject, sizeof subject, what, list);
+    va_end(list);
+}
 
 static void fail(const char *what, ...) {
-    const kvc_layout *l = &failing->layout;
     va_list list;
     va_start(list, what);
     fprintf(stderr, "FAILED: ");
     vfprintf(stderr, what, list);
-    fprintf(stderr, " (blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d)\n",
-            failing->num_blocks, l->block_size, l->num_heads, l->head_dim, l->key_format, l->value_format,
-            l->rotate_keys, l->rotate_values);
+    fprintf(stderr, " (%s)\n", subject);
     va_end(list);
     abort();
 }

@@ -128,4 +128,32 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
     return answer;
 }
 
+/* ---- The error of a row that is stored. */
+
+/* x H / dim, the stored form of a rotated row, by the definition of the matrix. */
+static inline void rotate_row(const float *x, int dim, double *y) {
+    for (int i = 0; i < dim; i++) {
+        y[i] = 0;
+        for (int j = 0; j < dim; j++) y[i] += (__builtin_popcount((unsigned)(i & j)) % 2 ? -1.0 : 1.0) * x[j];
+        y[i] /= dim;
+    }
+}
+
+static inline double spacing(double x) { return fmax(ldexp(1.0, ilogb(fmax(fabs(x), 0x1p-30)) - 10), 0x1p-24); }
+
+/* The bound of kvc_quant.c on the root mean square error of a row; f16 is off by at most half a spacing. */
+static inline double allowed_error(const kvc_rows rows, const float *x) {
+    double y[KVC_MAX_HEAD_DIM], lowest = INFINITY, highest = -INFINITY;
+    if (rows.format == KVC_F32) return 0;
+    for (int d = 0; d < rows.dim; d++) y[d] = x[d];
+    if (rows.rotated) rotate_row(x, rows.dim, y);
+    for (int d = 0; d < rows.dim; d++) lowest = fmin(lowest, y[d]), highest = fmax(highest, y[d]);
+    const double largest = fmax(fabs(lowest), fabs(highest));
+    if (!rows.quantised) return spacing(largest) / 2;
+    const double range = highest - lowest + spacing(lowest) / 2;
+    const double scale = range / ((1 << rows.bits) - 1) * (1 + 0x1p-10) + 0x1p-24;
+    const double stored = fmax(scale / 2, spacing(lowest) / 2) + scale / 64 + 0x1p-21 * largest;
+    return stored * (rows.rotated ? sqrt(rows.dim) : 1);
+}
+
 #endif

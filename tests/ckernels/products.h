@@ -1,0 +1,385 @@
+/* products.h - the matrix step: weights in and out of a matrix, and products at every level, compared with a twin in
+ * double.
+ *
+ *   codes, words    come back as they went in; a row reads as the float next to scale * (code - zero) + minimum
+ *   quantised       the same codes at all levels; each value within the error that its format's steps allow
+ *   products        of rows below 2^40 within the bounds of kvc_matrix.h; a row with infinities or NaN has no finite
+ *                   result; all other rows any, but the call stays inside its memory
+ *   rows            in several calls, on other numbers of threads, with panels in other pieces: the same bits
+ *
+ * The twin multiplies weights by the numbers that meet them: x itself (floats), or x rounded group by group. The rows
+ * that fill up the last panel are left as they are in new memory: nothing may depend on them.
+ */
+#ifndef PRODUCTS_H
+#define PRODUCTS_H
+
+#include "runs.h"
+
+#include "kvc_half.h"
+
+typedef struct weights {
+    kvc_matrix matrix;
+    memory data;
+    double *values, *sizes; /* (rows, columns): the weights; the sum of the magnitudes that each is made of */
+    int64_t n;              /* rows of x that suit the shape */
+} weights;
+
+static double half_value(unsigned half) {
+    const int exponent = half >> 10 & 31, mantissa = half & 1023;
+    const double magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                             : exponent     ? ldexp(1024 + mantissa, exponent - 25)
+                                            : ldexp(mantissa, -24);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+static int64_t groups_of(const kvc_matrix *m) { return (m->columns + KVC_GROUP - 1) / KVC_GROUP; }
+
+/* An unchecked shape is refused or has these properties. */
+static void try_any_matrix(source *s) {
+    int64_t x[2];
+    for (int i = 0; i < 2; i++) {
+        uint64_t bits = 0;
+        for (int byte = 0; byte < 8; byte++) bits = bits << 8 | draw_byte(s);
+        x[i] = draw(s, 8) ? (int64_t)bits >> draw(s, 64) : INT64_MAX - draw(s, 256);
+    }
+    const int format = draw(s, KVC_NUM_MATRIX_FORMATS + 2) - 1;
+    kvc_matrix m;
+    if (kvc_matrix_init(&m, (kvc_matrix_format)format, x[0], x[1])) return;
+    const int bits = kvc_matrix_format_of(m.format)->bits;
+    if (format < 0 || format >= KVC_NUM_MATRIX_FORMATS || m.rows < 1 || m.columns < 1 || m.panel_bytes % 64 ||
+        m.panels < 1 || (m.rows - 1) / KVC_PANEL != m.panels - 1 || groups_of(&m) > m.groups ||
+        (double)m.panel_bytes < (double)m.columns * (KVC_PANEL * bits / 8) ||
+        (double)m.panels * (double)m.panel_bytes >= 0x1p63)
+        fail("a matrix of %lld, %lld, %d", (long long)x[0], (long long)x[1], format);
+}
+
+/* ---- Weights. */
+
+static kvc_matrix draw_matrix(source *s, int64_t *n) {
+    enum { USUAL = 7, LARGE = USUAL, LONG, TALL, NUM_SHAPES };
+#if defined(CALLERS)
+    const int shape = LARGE;
+#else
+    const int shape = draw(s, NUM_SHAPES);
+#endif
+    int64_t rows = DRAW_OF(s, 1, 5, 15, 16, 17, 33, 48, 64, 65, 100, 130, 0, 0), most = 1 << DRAW_OF(s, 14, 15, 16, 17, 18);
+    int64_t columns = DRAW_OF(s, 1, 2, 31, 32, 33, 63, 64, 65, 70, 96, 127, 128, 255, 256, 257, 300, 513, 1030, 0, 0, 0);
+    if (!rows) rows = draw_between(s, 1, 200);
+    if (!columns) columns = draw_between(s, 1, 700);
+    *n = DRAW_OF(s, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 18, 23, 24, 25, 30, 48, 49, 60, 0, 0);
+    if (!*n) *n = draw_between(s, 1, 60);
+    if (shape == LARGE) /* worth several threads (kvc_matmul_parallel.c) */
+        rows = draw_between(s, 256, 383), columns = draw_between(s, 512, 767), most = 1 << 20;
+    if (shape == LONG) /* prepared rows in several chunks (kvc_matmul.c) */
+        rows = draw_between(s, 1, 3), columns = draw_between(s, 6000, 8000), *n = draw_between(s, 25, 60), most = 1 << 20;
+    if (shape == TALL) rows = draw_between(s, 1, 20), columns = draw_between(s, 1, 40), *n = draw_between(s, 380, 420);
+    if (shape != TALL && *n * rows * columns > most) *n = most / (rows * columns) + 1;
+    kvc_matrix m;
+    const int format = draw(s, KVC_NUM_MATRIX_FORMATS);
+    if (kvc_matrix_init(&m, (kvc_matrix_format)format, rows, columns)) fail("refused %d, %d", (int)rows, (int)columns);
+    return m;
+}
+
+/* A row of quantised weights against the floats that it was made of. */
+static void expect_near(const weights *w, const float *x, int64_t row, const uint16_t *scales) {
+    const kvc_matrix *m = &w->matrix;
+    const kvc_rows rows = {.format = KVC_Q4, .bits = 4, .quantised = 1, .dim = KVC_GROUP};
+    for (int64_t g = 0; g < groups_of(m); g++) {
+        const int64_t first = row * m->columns + g * KVC_GROUP, left = m->columns - g * KVC_GROUP;
+        const int channels = left < KVC_GROUP ? (int)left : KVC_GROUP;
+        const double step = fabs(half_value(scales[row * groups_of(m) + g]));
+        float group[KVC_GROUP], far = 0;
+        double squares = 0;
+        for (int k = 0; k < KVC_GROUP; k++) group[k] = x[first + (k < channels ? k : channels - 1)];
+        for (int k = 0; k < channels; k++) far = fabsf(group[k]) > fabsf(far) ? group[k] : far;
+        for (int k = 0; k < channels; k++) {
+            const double error = fabs(w->values[first + k] - group[k]);
+            /* Half a step, or the rounding of the scale at the far end; q4_0 has no 16th step at the other end. */
+            const int clipped = m->format == KVC_MATRIX_Q4_0 && group[k] * (double)far < 0;
+            const double allowed = (clipped ? 1.0001 : 0.5001) * step + 0x1p-11 * fabs(far) + 0x1p-18;
+            squares += error * error;
+            if (m->format != KVC_MATRIX_Q4_1 && !(error <= allowed))
+                fail("weight %g errs %g, may %g", group[k], error, allowed);
+        }
+        const double allowed = allowed_error(rows, group);
+        if (m->format == KVC_MATRIX_Q4_1 && !(squares <= KVC_GROUP * allowed * allowed))
+            fail("weights err %g, may %g", sqrt(squares / KVC_GROUP), allowed);
+    }
+}
+
+/* Codes of every level, which must agree. */
+static void quantise(source *s, const kvc_matrix *m, const float *x, memory parts[3]) {
+    for (int level = num_levels() - 1; level >= 0; level--) {
+        memory mine[3];
+        for (int i = 0; i < 3; i++) mine[i] = take(parts[i].size, i ? 2 : 1, draw(s, 2));
+        level_at(level)->quantise_weights(m->format, m->rows, m->columns, x, mine[0].at, mine[1].at,
+                                          parts[2].size ? mine[2].at : NULL);
+        for (int i = 0; i < 3; i++) {
+            if (level_at(level) == scalar_level())
+                memcpy(parts[i].at, mine[i].at, parts[i].size);
+            else if (memcmp(parts[i].at, mine[i].at, parts[i].size))
+                fail("%s: other %s", level_at(level)->name, i == 0 ? "codes" : i == 1 ? "scales" : "minima");
+            give_back(&mine[i]);
+        }
+    }
+}
+
+static void draw_halves(source *s, uint16_t *to, size_t n) {
+    const int kind = draw(s, 4), exponent = draw_between(s, -20, 12);
+    uint64_t state = (uint64_t)draw(s, 65536);
+    for (size_t i = 0; i < n; i++) {
+        const uint16_t any = (uint16_t)splitmix(&state);
+        to[i] = kind == 0 ? any : kind == 1 ? 0x7bff : kvc_half_of_float(ldexpf(gaussian(&state), exponent));
+    }
+}
+
+static void draw_packed(source *s, weights *w) {
+    const kvc_matrix *m = &w->matrix;
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(m->format);
+    const int64_t rows = m->rows, columns = m->columns, groups = groups_of(m), cut = draw(s, (int)rows + 1);
+    const size_t count = (size_t)(rows * columns), halves = (size_t)(rows * groups), top = (size_t)(1 << info->bits);
+    const int quantised = draw(s, 2), kind = draw(s, 4);
+    memory parts[] = {take(count, 1, draw(s, 2)), take(2 * halves, 2, draw(s, 2)),
+                      take(info->has_minima ? 2 * halves : 0, 2, draw(s, 2))};
+    unsigned char *codes = parts[0].at;
+    uint16_t *scales = parts[1].at, *minima = parts[2].at;
+    memory x = take(quantised ? count * sizeof(float) : 0, 4, draw(s, 2));
+    if (quantised) {
+        float *values = x.at;
+        draw_floats(s, draw(s, NUM_KINDS), values, count);
+        for (size_t i = 0; i < count; i++) {
+            if (!(fabsf(values[i]) < KVC_HALF_OVERFLOW)) values[i] = isnan(values[i]) ? 0.0f : copysignf(65504, values[i]);
+        }
+        quantise(s, m, values, parts);
+    } else {
+        uint64_t state = (uint64_t)draw(s, 65536);
+        for (size_t i = 0; i < count; i++) {
+            const uint64_t bits = splitmix(&state) >> 16;
+            codes[i] = (unsigned char)(kind == 0 ? 0 : kind == 1 ? top - 1 : kind == 2 ? bits % 2 * (top - 1) : bits % top);
+        }
+        draw_halves(s, scales, halves), draw_halves(s, minima, info->has_minima ? halves : 0);
+    }
+    const int64_t starts[] = {cut, 0}, counts[] = {rows - cut, cut};
+    for (int i = 0; i < 2; i++)
+        kvc_matrix_put_codes(m, starts[i], counts[i], codes + starts[i] * columns, scales + starts[i] * groups,
+                             info->has_minima ? minima + starts[i] * groups : NULL);
+    for (int64_t row = 0; row < rows; row++) {
+        memory back[] = {take((size_t)columns, 1, 1), take(2 * (size_t)groups, 2, 1), take(parts[2].size ? 2 * (size_t)groups : 0, 2, 1)};
+        kvc_matrix_get_codes(m, row, back[0].at, back[1].at, info->has_minima ? back[2].at : NULL);
+        for (int i = 0; i < 3; i++) {
+            if (memcmp(back[i].at, (char *)parts[i].at + (size_t)row * back[i].size, back[i].size))
+                fail("part %d of row %d is not what was put", i, (int)row);
+            give_back(&back[i]);
+        }
+        for (int64_t k = 0; k < columns; k++) {
+            const size_t at = (size_t)(row * columns + k), half = (size_t)(row * groups + k / KVC_GROUP);
+            const double product = half_value(scales[half]) * (codes[at] - info->zero);
+            const double minimum = info->has_minima ? half_value(minima[half]) : 0;
+            w->values[at] = minimum + product, w->sizes[at] = fabs(minimum) + fabs(product);
+        }
+        if (quantised) expect_near(w, x.at, row, scales);
+    }
+    give_back(&x);
+    for (int i = 0; i < 3; i++) give_back(&parts[i]);
+}
+
+static void draw_words(source *s, weights *w) {
+    const kvc_matrix *m = &w->matrix;
+    const size_t count = (size_t)(m->rows * m->columns), size = (size_t)kvc_matrix_format_of(m->format)->bits / 8;
+    const int kind = draw(s, NUM_KINDS), cut = draw(s, (int)m->rows + 1), offset = draw(s, 2);
+    memory words = take(count * size + (size_t)offset, 4, draw(s, 2)); /* also at odd addresses */
+    unsigned char *to = (unsigned char *)words.at + offset;
+    float *x = malloc(count * sizeof *x);
+    uint64_t state = (uint64_t)draw(s, 65536);
+    draw_floats(s, kind, x, count);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        const int any = kind == ANY_BITS;
+        const uint16_t word = (uint16_t)(any ? splitmix(&state) : m->format == KVC_MATRIX_F16 ? kvc_half_of_float(x[i]) : bits >> 16);
+        const uint32_t wide = (uint32_t)word << 16;
+        float read;
+        memcpy(&read, m->format == KVC_MATRIX_F32 ? &bits : &wide, 4);
+        memcpy(to + i * size, size == 4 ? (const void *)&bits : &word, size);
+        w->values[i] = m->format == KVC_MATRIX_F16 ? half_value(word) : read;
+        w->sizes[i] = fabs(w->values[i]);
+    }
+    kvc_matrix_put_words(m, cut, m->rows - cut, to + (size_t)(cut * m->columns) * size);
+    kvc_matrix_put_words(m, 0, cut, to);
+    free(x), give_back(&words);
+}
+
+static weights draw_weights(source *s) {
+    weights w = {.n = 0};
+    w.matrix = draw_matrix(s, &w.n);
+    kvc_matrix *m = &w.matrix;
+    const size_t count = (size_t)(m->rows * m->columns);
+    say("%s of %d x %d", kvc_matrix_format_of(m->format)->name, (int)m->rows, (int)m->columns);
+    w.data = take((size_t)m->panels * m->panel_bytes, 64, draw(s, 2));
+    m->data = w.data.at;
+    w.values = malloc(2 * count * sizeof(double)), w.sizes = w.values + count;
+    if (kvc_matrix_format_of(m->format)->packed)
+        draw_packed(s, &w);
+    else
+        draw_words(s, &w);
+    for (int64_t row = 0; row < m->rows; row++) {
+        memory back = take((size_t)m->columns * sizeof(float), 4, draw(s, 2));
+        kvc_matrix_get_row(m, row, back.at);
+        for (int64_t k = 0; k < m->columns; k++) {
+            const float got = ((const float *)back.at)[k], expected = (float)w.values[row * m->columns + k];
+            if (got != expected && !(isnan(got) && isnan(expected)))
+                fail("weight %d, %d reads as %a, not %a", (int)row, (int)k, got, expected);
+        }
+        give_back(&back);
+    }
+    return w;
+}
+
+/* ---- Products. */
+
+typedef struct product {
+    const weights *of;
+    memory x, bias;
+    int64_t n;
+    int has_bias, digits, offset, at_end; /* offset: of the prepared rows, at any alignment of 4 */
+    double *expected, *allowed;           /* (n, rows); allowed -1: the result is not finite, infinite: it is any */
+} product;
+
+/* Rows [first, first + n) in a call of their own. With `threads` 0 blocks of rows and pieces of panels come in another
+ * order. */
+static memory multiply(const kvc_kernels *kernels, const product *p, int64_t first, int64_t n, int threads) {
+    const kvc_matrix *m = &p->of->matrix;
+    memory out = take((size_t)(n * m->rows) * sizeof(float), 4, p->at_end);
+    kvc_matmul_args args = {.matrix = m, .x = (float *)p->x.at + first * m->columns,
+                            .bias = p->has_bias ? p->bias.at : NULL, .out = out.at, .n = n, .digits = p->digits};
+    memory scratch = take(kvc_matmul_scratch_bytes(&args) + (size_t)p->offset, 16, p->at_end);
+    args.prepared = (unsigned char *)scratch.at + p->offset;
+    if (threads) {
+        kvc_matmul(kernels, &args, threads);
+    } else {
+        const int64_t cut = m->panels / 3, step = 24; /* a multiple of every size of a block */
+        for (int64_t at = (n - 1) / step * step; at >= 0; at -= step)
+            kernels->prepare_rows(&args, at, at + step < n ? at + step : n);
+        kernels->multiply_panels(&args, cut, m->panels);
+        if (cut) kernels->multiply_panels(&args, 0, cut);
+    }
+    give_back(&scratch);
+    return out;
+}
+
+#if defined(CALLERS)
+typedef struct caller {
+    const kvc_kernels *kernels;
+    const product *product;
+    memory out;
+} caller;
+
+static void *call(void *to) {
+    caller *c = to;
+    c->out = multiply(c->kernels, c->product, 0, c->product->n, 3);
+    return NULL;
+}
+#endif
+
+static void expect_same(const kvc_kernels *kernels, const product *p, const memory *out, int64_t first, int64_t n,
+                        memory again) {
+    const float *a = (const float *)out->at + first * p->of->matrix.rows, *b = again.at;
+    for (int64_t i = 0; i < n * p->of->matrix.rows; i++) {
+        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i])))
+            fail("%s: of %d rows, rows %d to %d have other bits in another call", kernels->name, (int)p->n, (int)first,
+                 (int)(first + n));
+    }
+    give_back(&again);
+}
+
+/* The numbers that a row meets packed weights with, times their scale. */
+static void round_row(const float *x, int64_t columns, int digits, double *to) {
+    const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
+    for (int64_t first = 0; first < columns; first += KVC_GROUP) {
+        const int64_t stop = first + KVC_GROUP < columns ? first + KVC_GROUP : columns;
+        float largest = 0;
+        for (int64_t k = first; k < stop; k++) largest = fmaxf(largest, fabsf(x[k]));
+        const float step = largest / most, per_step = largest > 0x1p-100f ? most / largest : 0.0f;
+        for (int64_t k = first; k < stop; k++) {
+            to[k] = fminf(fmaxf(rintf(x[k] * per_step), -most), most) * (double)step;
+            if (!(fabs(to[k] - x[k]) <= 0.505 * step + 0x1p-100)) fail("the twin rounds %a to %a", x[k], to[k]);
+        }
+    }
+}
+
+/* Row i of the twin. */
+static void expect_from(product *p, int64_t i) {
+    const kvc_matrix *m = &p->of->matrix;
+    const int packed = kvc_matrix_format_of(m->format)->packed;
+    const float *x = (const float *)p->x.at + i * m->columns, *bias = p->has_bias ? p->bias.at : NULL;
+    double *used = malloc((size_t)m->columns * sizeof *used);
+    float largest = 0;
+    int finite = 1;
+    for (int64_t k = 0; k < m->columns; k++) finite &= !!isfinite(x[k]), largest = fmaxf(largest, fabsf(x[k]));
+    const int ordinary = finite && largest < ldexpf(1.0f, LARGEST);
+    if (ordinary && packed) round_row(x, m->columns, p->digits, used);
+    for (int64_t k = 0; ordinary && !packed && k < m->columns; k++) used[k] = x[k];
+    const double rounding = packed ? (4 + m->columns / 32.0) * 0x1p-23 : (258 + m->columns / 256.0) * 0x1p-24;
+    for (int64_t row = 0; row < m->rows; row++) {
+        const double *values = p->of->values + row * m->columns, *sizes = p->of->sizes + row * m->columns;
+        double sum = 0, mass = 0;
+        for (int64_t k = 0; ordinary && k < m->columns; k++) sum += used[k] * values[k], mass += fabs(used[k]) * sizes[k];
+        double allowed = rounding * mass + 0x1p-126;
+        if (bias) sum += bias[row], allowed += 0x1p-23 * (fabs(bias[row]) + mass);
+        if (!ordinary || !(mass < 0x1p120)) allowed = finite ? INFINITY : -1;
+        p->expected[i * m->rows + row] = sum, p->allowed[i * m->rows + row] = allowed;
+    }
+    free(used);
+}
+
+static void expect_products(source *s, const product *p, const kvc_kernels *kernels) {
+    const int64_t rows = p->of->matrix.rows, cut = draw(s, (int)p->n + 1);
+    memory out = multiply(kernels, p, 0, p->n, DRAW_OF(s, 1, 2, 3, 4, 8));
+#if defined(CALLERS)
+    caller callers[CALLERS];
+    pthread_t threads[CALLERS];
+    for (int i = 1; i < CALLERS; i++) {
+        callers[i] = (caller){kernels, p, out};
+        if (pthread_create(&threads[i], NULL, call, &callers[i])) abort();
+    }
+    expect_same(kernels, p, &out, 0, p->n, multiply(kernels, p, 0, p->n, 4));
+    for (int i = 1; i < CALLERS; i++) {
+        pthread_join(threads[i], NULL);
+        expect_same(kernels, p, &out, 0, p->n, callers[i].out);
+    }
+#endif
+    for (int64_t i = 0; i < p->n * rows; i++) {
+        const float got = ((const float *)out.at)[i];
+        const double allowed = p->allowed[i];
+        if (allowed < 0 ? isfinite(got) : allowed < INFINITY && !(fabs(got - p->expected[i]) <= allowed))
+            fail("%s: output %d, %d of %d is %g, not %g, may err %g", kernels->name, (int)(i / rows), (int)(i % rows),
+                 (int)p->n, got, p->expected[i], allowed);
+    }
+    if (cut) expect_same(kernels, p, &out, 0, cut, multiply(kernels, p, 0, cut, draw(s, 5)));
+    if (cut < p->n) expect_same(kernels, p, &out, cut, p->n - cut, multiply(kernels, p, cut, p->n - cut, draw(s, 5)));
+    give_back(&out);
+}
+
+static void step_multiply(source *s, const weights *w) {
+    const kvc_matrix *m = &w->matrix;
+    const size_t rows = (size_t)m->rows;
+    product p = {.of = w, .n = w->n, .has_bias = draw(s, 2), .digits = draw_between(s, 1, 2)};
+    p.offset = 4 * draw(s, 16), p.at_end = draw(s, 2);
+    p.x = take((size_t)(p.n * m->columns) * sizeof(float), 4, p.at_end);
+    p.bias = take(rows * sizeof(float), 4, p.at_end);
+    draw_floats(s, draw(s, NUM_KINDS), p.x.at, (size_t)(p.n * m->columns));
+    draw_floats(s, draw(s, ANY_BITS), p.bias.at, rows); /* finite */
+    p.expected = malloc(2 * (size_t)p.n * rows * sizeof(double)), p.allowed = p.expected + (size_t)p.n * rows;
+    for (int64_t i = 0; i < p.n; i++) expect_from(&p, i);
+    for (int level = 0; level < num_levels(); level++) expect_products(s, &p, level_at(level));
+    free(p.expected), give_back(&p.x), give_back(&p.bias);
+}
+
+static void step_products(source *s) {
+    try_any_matrix(s);
+    weights w = draw_weights(s);
+    step_multiply(s, &w);
+    free(w.values), give_back(&w.data);
+}
+
+#endif
