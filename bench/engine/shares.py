@@ -52,9 +52,9 @@ def _targets(engine: InferenceEngine) -> Iterator[tuple[Any, str, str]]:
     yield type(engine.cache), "attention", ATTENTION
     yield type(engine.cache), "write", WRITES
     yield type(engine.cache), "append", WRITES
-    yield network, "linear", PRODUCTS
-    yield network, "_rms_norm", ROWS
-    yield network, "_mlp", ROWS
+    yield network.Transformer, "_times", PRODUCTS
+    yield network, "rms_norm", ROWS
+    yield network, "swiglu", ROWS
     yield RopeTable, "rotate", ROWS
     yield Sampler, "sample", SAMPLING
 
