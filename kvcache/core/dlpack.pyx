@@ -46,7 +46,7 @@ cdef object view(object x, int code, int bits, int type_number):
     if tensor.strides != NULL:
         for i in range(tensor.ndim):
             cnp.PyArray_STRIDES(array)[i] = tensor.strides[i] * (bits // 8)
-        cnp.PyArray_UpdateFlags(array, cnp.NPY_ARRAY_UPDATE_ALL)
+    cnp.PyArray_UpdateFlags(array, cnp.NPY_ARRAY_UPDATE_ALL)    # contiguous, aligned
     # A capsule that nobody renames frees its tensor when it is dropped.
     cnp.set_array_base(array, capsule)
     return array

@@ -7,6 +7,7 @@ Asymmetric 2bit Quantization for KV Cache", 2024). A rotation of the head replac
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,10 @@ class CacheManager:
 
     Args:
         config: sizes, bits and policy.
+        max_memory_bytes: lowers `max_seq_len` to what these bytes hold, as in `KVCacheConfig`.
 
     Raises:
-        TypeError: not a `KVCacheConfig`.
+        TypeError, ValueError: not a `KVCacheConfig`; not a number of bytes, or too few for one block.
 
     **Layers.** Every `layer_idx` that was appended to has its own list; a cache that is used without `layer_idx` is
     one list. `max_seq_len` bounds all lists together. Under `PyramidKV` each layer has its `pyramid_budget`. Under the
@@ -62,8 +64,11 @@ class CacheManager:
     Calls on one manager are serialised; the kernels run without the GIL.
     """
 
-    def __init__(self, config: KVCacheConfig) -> None:
-        self._config = as_instance(config, KVCacheConfig, "config")
+    def __init__(self, config: KVCacheConfig, *, max_memory_bytes: int | str | None = None) -> None:
+        config = as_instance(config, KVCacheConfig, "config")
+        if max_memory_bytes is not None:
+            config = replace(config, max_memory_bytes=max_memory_bytes)
+        self._config = config
         self._policy = config.eviction_policy
         self._padding = -config.head_dim % 8
         self._entry_bytes = self._new_list(0).store.block_bytes // BLOCK_SIZE

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_integer
+from kvcache.core.arguments import as_bytes, as_integer
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock
 from kvcache.core.tokens import as_tokens
@@ -38,14 +39,27 @@ class PrefixKvCache(IndexedCache):
 
     KV is taken to be a function of the tokens: the rows stored for a prefix stay when another entry with this prefix
     is stored. To replace an entry, `remove` it first. Calls on one cache are serialised.
+
+    Args:
+        config: its limits and storage, by default `PrefixCacheConfig()`.
+        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with a `config` the lower limit
+            counts.
+
+    Raises:
+        TypeError, ValueError: not a `PrefixCacheConfig`; not a number of bytes.
     """
 
     _cached: CachedEntries
 
-    def __init__(self, config: PrefixCacheConfig | None = None) -> None:
+    def __init__(self, config: PrefixCacheConfig | None = None, *, max_memory_bytes: int | str | None = None) -> None:
         self.config = PrefixCacheConfig() if config is None else config
         if not isinstance(self.config, PrefixCacheConfig):
             raise TypeError(f"config: expected a PrefixCacheConfig, got {type(config).__name__}")
+        if max_memory_bytes is not None:
+            limit = as_bytes(max_memory_bytes, "max_memory_bytes")
+            if config is not None:
+                limit = min(limit, as_bytes(config.max_memory_bytes, "max_memory_bytes"))
+            self.config = replace(self.config, max_memory_bytes=limit)
         self._lock = CallLock()
         self._cached = CachedEntries(self.config)
 

@@ -29,7 +29,7 @@ def filled(rng, **settings):
 
 
 def test_every_word_of_bfloat16():
-    for tensor in (Bfloat16(WORDS), LikeTorch(WORDS), Bfloat16(np.repeat(WORDS, 2)[::2])):
+    for tensor in (Bfloat16(WORDS), LikeTorch(WORDS), Bfloat16(np.repeat(WORDS, 2)[::2]), Bfloat16(unaligned(WORDS))):
         got = as_floats(tensor, (2**16,), "x")
         np.testing.assert_array_equal(got.view(np.uint32), WORDS.astype(np.uint32) << 16)
     array = WORDS.view(pytest.importorskip("ml_dtypes").bfloat16)
@@ -172,6 +172,15 @@ def test_read_writes_to_memory_of_the_caller(kind, rng):
     assert cache.read(0, 1, 2, 2, out=[empty, empty])[0] is empty
 
 
+def unaligned(array):
+    """A copy of an array that begins one byte behind an aligned address."""
+    raw = bytearray(1 + array.nbytes)
+    copy = np.frombuffer(raw, array.dtype, offset=1).reshape(array.shape)
+    copy[...] = array
+    assert not copy.flags.aligned
+    return copy
+
+
 def read_only(shape):
     array = np.zeros(shape, np.float32)
     array.flags.writeable = False
@@ -186,6 +195,7 @@ WRONG = {
     "read-only tensor": lambda shape: Tensor(read_only(shape)),
     "read-only buffer": lambda shape: memoryview(read_only(shape)),
     "strided": lambda shape: Tensor(np.zeros((*shape[:-1], 2 * shape[-1]), np.float32)[..., ::2]),
+    "unaligned tensor": lambda shape: Tensor(unaligned(np.zeros(shape, np.float32))),
     "masked": lambda shape: np.ma.zeros(shape, np.float32),
     "elsewhere": lambda shape: Elsewhere(np.zeros(shape, np.float32)),
     "list": lambda shape: np.zeros(shape).tolist(),

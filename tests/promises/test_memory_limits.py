@@ -130,6 +130,11 @@ def test_a_manager_within_a_number_of_bytes(bits, head_dim, rng):
     assert manager.memory()["kv"] == manager.memory_bytes == 2 * block <= limit
     assert manager.memory()["kv"] + manager.memory()["bookkeeping"] == manager.allocated_bytes
     assert KVCacheConfig(100, 2, head_dim, bits, max_memory_bytes="1GiB").max_seq_len == 100
+    for of_config in (None, 2 * block, 9 * block):
+        config = KVCacheConfig(500, 2, head_dim, bits, max_memory_bytes=of_config)
+        for limit, entries in ((block, 64), (5 * block, 320), ("1GiB", 500)):
+            bounded = CacheManager(config, max_memory_bytes=limit)
+            assert bounded.config.max_seq_len == min(entries, config.max_seq_len)
     assert KVCacheConfig(100, 2, head_dim, bits, max_memory_bytes=block).max_seq_len == 64
     with too_few(block):
         KVCacheConfig(100, 2, head_dim, bits, max_memory_bytes=block - 1)
@@ -151,6 +156,23 @@ def test_states_within_a_text_of_bytes(dtype):
     assert cache.stats().evictions > 0
     with pytest.raises(ValueError, match=r'^max_memory_bytes: expected an int or a text such as "4GiB"'):
         PrefixCacheConfig(max_memory_bytes="much")
+
+
+def test_states_within_bytes_beside_a_config():
+    limit = lambda *config, **size: PrefixKvCache(*config, **size).config.max_memory_bytes  # noqa: E731
+    assert limit(max_memory_bytes="4GiB") == 4 << 30
+    config = PrefixCacheConfig(max_memory_bytes="1MiB", dtype="f16", max_entries=3)
+    assert (limit(config), limit(config, max_memory_bytes="4GiB"), limit(config, max_memory_bytes=9)) == (
+        2**20,
+        2**20,
+        9,
+    )
+    cache = PrefixKvCache(config, max_memory_bytes="1KiB")
+    assert (cache.config.dtype, cache.config.max_entries, config.max_memory_bytes) == ("f16", 3, 2**20)
+    with pytest.raises(OutOfMemoryError):
+        cache.store_snapshot(range(40), state(None, range(40), 8))
+    with pytest.raises(TypeError, match=r'^max_memory_bytes: expected an int or a text such as "4GiB", got list$'):
+        PrefixKvCache(max_memory_bytes=[])
 
 
 def test_bookkeeping_of_a_prefix_cache():
