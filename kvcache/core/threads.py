@@ -1,9 +1,9 @@
 """Levels and threads of the kernels, loaded so that the threads of a BLAS soon sleep.
 
 A network of your own may multiply with NumPy: its steps then alternate between attention, on threads of the library's
-pool, and products, on threads of a BLAS. OpenBLAS's threads spin for 18 ms after a product by default, on the core that
-attention needs next: on two busy cores a step takes twice as long. OpenBLAS reads how long to spin once, when NumPy loads
-it. A variable that the user has set is obeyed, and the environment stays as it was.
+pool, and products, on threads of a BLAS. OpenBLAS's threads spin for 18 ms after a product by default, on the core
+that attention needs next: on two busy cores a step takes twice as long. OpenBLAS reads how long to spin once, when
+NumPy loads it. A variable that the user has set is obeyed, and the environment stays as it was.
 """
 
 from __future__ import annotations
