@@ -61,12 +61,14 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
     for (int64_t g = 0; g < matrix->groups; g++, to += numbers + 8 * (size_t)rows) {
         const int64_t left = matrix->columns - g * KVC_GROUP;
         for (int i = 0; i < rows; i++) {
-            const float *x = args->x + (first + i) * matrix->columns + g * KVC_GROUP;
+            const float *row = args->x + (first + i) * matrix->columns, *x;
             float padded[KVC_GROUP];
             if (left < KVC_GROUP) {
                 memset(padded, 0, sizeof padded);
-                if (left > 0) memcpy(padded, x, (size_t)left * sizeof(float));
+                if (left > 0) memcpy(padded, row + g * KVC_GROUP, (size_t)left * sizeof(float));
                 x = padded;
+            } else {
+                x = row + g * KVC_GROUP;
             }
             float scale, correction;
             const int32_t sum = put_numbers(x, digits, rows, to + 4 * i, &scale), shift = -zero * sum;

@@ -33,7 +33,10 @@
  *
  *     floats     (258 + K / 256) * 2^-24 * sum |x w|
  *     packed     sum over groups of  32 * step * (largest |w| of the group) / 2   with step = largest |x| / 127 or / 16256,
- *                and (4 + K / 32) * 2^-23 * sum |x w| of rounding
+ *                and (4 + K / 32) * 2^-23 * sum |x w| of rounding, where with minima |w| is |minimum| + |scale * code|
+ *
+ * These hold for |x| below 2^40 as long as sum |x w| is a float. Groups of packed x that are nowhere above 2^-100 count as
+ * zeros. A row of x with an infinity or NaN has no finite result.
  */
 #ifndef KVC_MATRIX_H
 #define KVC_MATRIX_H

@@ -1,5 +1,5 @@
-/* case.c - one input of the fuzzer: writes, copies, clears, reads and attention in a world of blocks; then a matrix and its
- * products (products.h), and a layer (layers.h).
+/* case.c - one input of the fuzzer: writes, copies, clears, reads and attention in a world of blocks; then a matrix
+ * and its products (products.h), and a layer (layers.h).
  *
  * The bytes choose sizes that callers accept and unchecked data: blocks start as arbitrary bytes, as from a hostile
  * saved file, and queries have arbitrary bits. After every step, at every level of this CPU:
@@ -59,8 +59,8 @@ static void draw_layout(source *s, world *w) {
     const int room = w->most_floats / (int)(w->row * (size_t)block_size);
     w->num_blocks = w->many ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
     w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
-    say("blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d", w->num_blocks, block_size, heads, head_dim, key,
-        value, w->layout.rotate_keys, w->layout.rotate_values);
+    say("blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d", w->num_blocks, block_size, heads,
+        head_dim, key, value, w->layout.rotate_keys, w->layout.rotate_values);
 }
 
 /* ---- The twin: rows as the scalar level reads them; the steps below copy them too. */

@@ -22,7 +22,8 @@ static int is_ordinary(const float *x, int64_t n) {
     return 1;
 }
 
-static void expect_near_double(const kvc_kernels *kernels, const char *what, float got, double expected, double allowed) {
+static void expect_near_double(const kvc_kernels *kernels, const char *what, float got, double expected,
+                               double allowed) {
     if (fabs(expected) < 0x1p127 && !(fabs(got - expected) <= allowed))
         fail("%s: %s gives %g, not %g, may err %g", kernels->name, what, got, expected, allowed);
 }
@@ -99,7 +100,8 @@ static void step_layer(source *s) {
     l.eps = ldexpf(1.0f, -draw_between(s, 3, 40));
     const int64_t row = which == SWIGLU ? 2 * l.dim : l.heads * l.dim;
     l.stride = which == SWIGLU ? row : row + draw(s, 9);
-    const size_t sizes[] = {(size_t)((l.n - 1) * l.stride + row), (size_t)row, (size_t)(l.n * (l.dim / 2)), (size_t)(l.n * (l.dim / 2))};
+    const size_t angles = (size_t)(l.n * (l.dim / 2));
+    const size_t sizes[] = {(size_t)((l.n - 1) * l.stride + row), (size_t)row, angles, angles};
     memory *const parts[] = {&l.x, &l.weight, &l.cos, &l.sin};
     say("%s of %d x %d x %d", layer_names[which], (int)l.n, (int)l.heads, (int)l.dim);
     for (int i = 0; i < 4; i++) {

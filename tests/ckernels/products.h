@@ -8,7 +8,7 @@
  *   rows            in several calls, on other numbers of threads, with panels in other pieces: the same bits
  *
  * The twin multiplies weights by the numbers that meet them: x itself (floats), or x rounded group by group. The rows
- * that fill up the last panel are left as they are in new memory: nothing may depend on them.
+ * that fill up the last panel are zeros or NaN: no result may depend on them.
  */
 #ifndef PRODUCTS_H
 #define PRODUCTS_H
@@ -62,16 +62,19 @@ static kvc_matrix draw_matrix(source *s, int64_t *n) {
 #else
     const int shape = draw(s, NUM_SHAPES);
 #endif
-    int64_t rows = DRAW_OF(s, 1, 5, 15, 16, 17, 33, 48, 64, 65, 100, 130, 0, 0), most = 1 << DRAW_OF(s, 14, 15, 16, 17, 18);
-    int64_t columns = DRAW_OF(s, 1, 2, 31, 32, 33, 63, 64, 65, 70, 96, 127, 128, 255, 256, 257, 300, 513, 1030, 0, 0, 0);
+    int64_t most = 1 << DRAW_OF(s, 14, 15, 16, 17, 18); /* products; small cases are fast, so there can be many */
+    int64_t rows = DRAW_OF(s, 1, 5, 15, 16, 17, 33, 48, 64, 65, 100, 130, 0, 0);
+    int64_t columns = DRAW_OF(s, 1, 2, 31, 32, 33, 63, 64, 65, 70, 96, 127, 128, 255, 256, 257, 300, 513, 1030, 0, 0);
     if (!rows) rows = draw_between(s, 1, 200);
     if (!columns) columns = draw_between(s, 1, 700);
     *n = DRAW_OF(s, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 18, 23, 24, 25, 30, 48, 49, 60, 0, 0);
     if (!*n) *n = draw_between(s, 1, 60);
     if (shape == LARGE) /* worth several threads (kvc_matmul_parallel.c) */
-        rows = draw_between(s, 256, 383), columns = draw_between(s, 512, 767), most = 1 << 20;
-    if (shape == LONG) /* prepared rows in several chunks (kvc_matmul.c) */
-        rows = draw_between(s, 1, 3), columns = draw_between(s, 6000, 8000), *n = draw_between(s, 25, 60), most = 1 << 20;
+        rows = draw_between(s, 352, 415), columns = draw_between(s, 640, 767), most = 1 << 20;
+    if (shape == LONG) { /* prepared rows in several chunks (kvc_matmul.c) */
+        rows = draw_between(s, 1, 3), columns = draw_between(s, 6000, 8000);
+        *n = draw_between(s, 25, 60), most = 1 << 21;
+    }
     if (shape == TALL) rows = draw_between(s, 1, 20), columns = draw_between(s, 1, 40), *n = draw_between(s, 380, 420);
     if (shape != TALL && *n * rows * columns > most) *n = most / (rows * columns) + 1;
     kvc_matrix m;
@@ -148,14 +151,15 @@ static void draw_packed(source *s, weights *w) {
         float *values = x.at;
         draw_floats(s, draw(s, NUM_KINDS), values, count);
         for (size_t i = 0; i < count; i++) {
-            if (!(fabsf(values[i]) < KVC_HALF_OVERFLOW)) values[i] = isnan(values[i]) ? 0.0f : copysignf(65504, values[i]);
+            if (isnan(values[i])) values[i] = 0;
+            if (fabsf(values[i]) >= KVC_HALF_OVERFLOW) values[i] = copysignf(65504, values[i]);
         }
         quantise(s, m, values, parts);
     } else {
         uint64_t state = (uint64_t)draw(s, 65536);
         for (size_t i = 0; i < count; i++) {
-            const uint64_t bits = splitmix(&state) >> 16;
-            codes[i] = (unsigned char)(kind == 0 ? 0 : kind == 1 ? top - 1 : kind == 2 ? bits % 2 * (top - 1) : bits % top);
+            const uint64_t bits = splitmix(&state) >> 16, end = bits % 2 * (top - 1);
+            codes[i] = (unsigned char)(kind == 0 ? 0 : kind == 1 ? top - 1 : kind == 2 ? end : bits % top);
         }
         draw_halves(s, scales, halves), draw_halves(s, minima, info->has_minima ? halves : 0);
     }
@@ -164,7 +168,8 @@ static void draw_packed(source *s, weights *w) {
         kvc_matrix_put_codes(m, starts[i], counts[i], codes + starts[i] * columns, scales + starts[i] * groups,
                              info->has_minima ? minima + starts[i] * groups : NULL);
     for (int64_t row = 0; row < rows; row++) {
-        memory back[] = {take((size_t)columns, 1, 1), take(2 * (size_t)groups, 2, 1), take(parts[2].size ? 2 * (size_t)groups : 0, 2, 1)};
+        memory back[3];
+        for (int i = 0; i < 3; i++) back[i] = take(parts[i].size / (size_t)rows, i ? 2 : 1, 1);
         kvc_matrix_get_codes(m, row, back[0].at, back[1].at, info->has_minima ? back[2].at : NULL);
         for (int i = 0; i < 3; i++) {
             if (memcmp(back[i].at, (char *)parts[i].at + (size_t)row * back[i].size, back[i].size))
@@ -195,8 +200,9 @@ static void draw_words(source *s, weights *w) {
     for (size_t i = 0; i < count; i++) {
         uint32_t bits;
         memcpy(&bits, x + i, 4);
-        const int any = kind == ANY_BITS;
-        const uint16_t word = (uint16_t)(any ? splitmix(&state) : m->format == KVC_MATRIX_F16 ? kvc_half_of_float(x[i]) : bits >> 16);
+        const uint64_t any = splitmix(&state);
+        const uint16_t half = m->format == KVC_MATRIX_F16 ? kvc_half_of_float(x[i]) : (uint16_t)(bits >> 16);
+        const uint16_t word = kind == ANY_BITS ? (uint16_t)any : half;
         const uint32_t wide = (uint32_t)word << 16;
         float read;
         memcpy(&read, m->format == KVC_MATRIX_F32 ? &bits : &wide, 4);
@@ -217,6 +223,7 @@ static weights draw_weights(source *s) {
     say("%s of %d x %d", kvc_matrix_format_of(m->format)->name, (int)m->rows, (int)m->columns);
     w.data = take((size_t)m->panels * m->panel_bytes, 64, draw(s, 2));
     m->data = w.data.at;
+    memset(m->data, draw(s, 2) ? 0 : 0xff, w.data.size);
     w.values = malloc(2 * count * sizeof(double)), w.sizes = w.values + count;
     if (kvc_matrix_format_of(m->format)->packed)
         draw_packed(s, &w);
@@ -323,7 +330,8 @@ static void expect_from(product *p, int64_t i) {
     for (int64_t row = 0; row < m->rows; row++) {
         const double *values = p->of->values + row * m->columns, *sizes = p->of->sizes + row * m->columns;
         double sum = 0, mass = 0;
-        for (int64_t k = 0; ordinary && k < m->columns; k++) sum += used[k] * values[k], mass += fabs(used[k]) * sizes[k];
+        for (int64_t k = 0; ordinary && k < m->columns; k++)
+            sum += used[k] * values[k], mass += fabs(used[k]) * sizes[k];
         double allowed = rounding * mass + 0x1p-126;
         if (bias) sum += bias[row], allowed += 0x1p-23 * (fabs(bias[row]) + mass);
         if (!ordinary || !(mass < 0x1p120)) allowed = finite ? INFINITY : -1;
@@ -351,7 +359,10 @@ static void expect_products(source *s, const product *p, const kvc_kernels *kern
     for (int64_t i = 0; i < p->n * rows; i++) {
         const float got = ((const float *)out.at)[i];
         const double allowed = p->allowed[i];
-        if (allowed < 0 ? isfinite(got) : allowed < INFINITY && !(fabs(got - p->expected[i]) <= allowed))
+        if (allowed < 0 && isfinite(got))
+            fail("%s: output %d, %d of %d is %g, from a row that is not finite", kernels->name, (int)(i / rows),
+                 (int)(i % rows), (int)p->n, got);
+        if (allowed >= 0 && allowed < INFINITY && !(fabs(got - p->expected[i]) <= allowed))
             fail("%s: output %d, %d of %d is %g, not %g, may err %g", kernels->name, (int)(i / rows), (int)(i % rows),
                  (int)p->n, got, p->expected[i], allowed);
     }
