@@ -43,7 +43,7 @@ SIMPLE = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # types that t
 
 
 # Types that a matrix keeps without loss; the others are off by at most this share of the largest weight of a group.
-LOST = {"Q5_1": 1 / 250, "Q5_K": 1 / 250, "Q6_K": 1 / 250, "Q4_K": 2.0**-10}
+LOST = {"Q5_1": 1 / 240, "Q5_K": 1 / 240, "Q6_K": 1 / 240, "Q4_K": 2.0**-10}
 
 
 def float32(array):
