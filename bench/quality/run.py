@@ -157,7 +157,7 @@ class _Run:
         self.data["reuse"] = figures
         self.table(
             "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER, reuse.rows(figures),
-            "Pieces of other lengths are summed in another order, which can change the code of a quantised value.",
+            "A row has the same bits whatever rows it is computed with, so a hit is the cold run.",
         )  # fmt: skip
 
     def kvpress(self) -> None:

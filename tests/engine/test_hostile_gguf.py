@@ -1,12 +1,10 @@
-"""Every file of hostile_gguf.py is refused with a clear error, soon and in bounded memory."""
+"""Every file of hostile_gguf.py is refused with a clear error in bounded memory, before a signal ends its process."""
 
 import hostile_gguf
 import pytest
 from limited_process import outcomes_of
 
 pytestmark = pytest.mark.no_level
-
-SOON = 15  # seconds of CPU time
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +15,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", hostile_gguf.CASES)
 def test_refused(outcomes, name):
-    error, message, seconds = outcomes[name]
+    error, message, _ = outcomes[name]
     if "terabyte" in name:
         assert error == "OutOfMemoryError"
     elif name == "a directory":  # a checkpoint directory of that name
@@ -26,7 +24,6 @@ def test_refused(outcomes, name):
         assert error in ("CheckpointError", "FileNotFoundError"), message
         assert message.count("x.gguf") == 1
     assert 0 < len(message) < 1500
-    assert seconds < SOON
 
 
 def test_mutants(outcomes):
@@ -37,4 +34,3 @@ def test_mutants(outcomes):
     refused = [message for error, message, _ in found if error == "CheckpointError"]
     assert len(refused) > hostile_gguf.MUTANTS / 4
     assert all(message.count("x.gguf: ") == 1 and "expected" in message for message in refused)
-    assert max(seconds for _, _, seconds in found) < SOON
