@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from bench.engine import engine_rivals
 from bench.support.checkpoints import Size, write_gguf
 
 __all__ = ["GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
-
-Tokens = npt.NDArray[np.uint32]
 
 GGUF_FILES = {"f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15}  # llama.cpp's numbers of the file types
 
@@ -43,10 +38,8 @@ def write_files(size: Size, folder: Path) -> None:
             target.unlink(missing_ok=True)
 
 
-class LlamaCpp:
+class LlamaCpp(engine_rivals.LlamaCpp):
     """llama.cpp through llama-cpp-python, with flash attention and float16 K and V, its defaults but for the former."""
-
-    name = "llama.cpp"
 
     def __init__(self, path: Path, threads: int) -> None:
         import llama_cpp
@@ -57,32 +50,8 @@ class LlamaCpp:
         )  # fmt: skip
         self._held = 0
 
-    @staticmethod
-    def version() -> str:
-        import llama_cpp
 
-        return str(llama_cpp.__version__)
-
-    def prefill(self, tokens: Tokens) -> None:
-        """Run a prompt with an empty cache."""
-        self._llama.reset()
-        self._llama.eval(tokens.tolist())
-        self._held = len(tokens)
-
-    def rewind(self) -> None:
-        """Go back to the prompt: `eval` drops the tokens after it."""
-        self._llama.n_tokens = self._held
-
-    def decode(self, steps: int) -> None:
-        """Run greedy decode steps."""
-        token = 3
-        for _ in range(steps):
-            self._llama.eval([token])
-            logits = np.ctypeslib.as_array(self._llama._ctx.get_logits(), shape=(self._llama.n_vocab(),))
-            token = int(logits.argmax())
-
-
-class OpenVino:
+class OpenVino(engine_rivals.OpenVino):
     """OpenVINO GenAI's pipeline for one request, with the defaults of the CPU plugin: bf16 where the CPU has it."""
 
     name = "OpenVINO"
@@ -97,30 +66,6 @@ class OpenVino:
         self._pipeline = openvino_genai.LLMPipeline(
             str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
         )
-        self._prompt: Tokens = np.zeros(1, np.uint32)
-        self._turn = 0
-
-    @staticmethod
-    def version() -> str:
-        import openvino_genai
-
-        return str(openvino_genai.__version__)
-
-    def _generate(self, tokens: Tokens, new: int) -> Any:
-        import openvino
-
-        ids = openvino.Tensor(tokens.astype(np.int64)[None])
-        mask = openvino.Tensor(np.ones((1, len(tokens)), np.int64))
-        settings = self._genai.GenerationConfig(max_new_tokens=new, ignore_eos=True)
-        return self._pipeline.generate(self._genai.TokenizedInputs(ids, mask), settings).perf_metrics
-
-    def first_token(self, tokens: Tokens) -> float:
-        """Seconds from the prompt to the first token, by OpenVINO's own clock."""
-        return float(self._generate(tokens, 1).get_ttft().mean) / 1e3
-
-    def step(self, tokens: Tokens, steps: int) -> float:
-        """Seconds per token behind this prompt, by OpenVINO's own clock."""
-        return float(self._generate(tokens, steps + 1).get_tpot().mean) / 1e3
 
 
 RIVALS = (LlamaCpp, OpenVino)
