@@ -16,8 +16,9 @@ from libc.stdlib cimport free, malloc
 
 from kvcache.core.arguments import as_count, as_instance, short
 from kvcache.core.kernels cimport (
-    KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes,
-    matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
+    KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix, kvc_matrix_format, kvc_matrix_format_of, matmul,
+    matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads,
+    quantise_weights,
 )
 
 __all__ = ["MATRIX_FORMATS", "Matrix", "MatrixFormat"]
@@ -50,7 +51,7 @@ cdef class Matrix:
         format: the name of the format.
     """
 
-    def __init__(self, rows, columns, format, memory=None):
+    def __cinit__(self, rows, columns, format, memory=None):
         rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
         size = self.num_bytes(rows, columns, format)
         memory = np.zeros(size, np.uint8) if memory is None else as_instance(memory, np.ndarray, "memory")
@@ -77,9 +78,9 @@ cdef class Matrix:
         padded = -(-rows // 16) * 16 * (-(-columns // 64) * 64)
         if padded > 2 ** 58:
             raise ValueError(f"rows, columns: expected less than 2**58 weights, got {rows} x {columns}")
-        cdef Matrix some = Matrix.__new__(Matrix)
-        matrix_init(&some.c, number, rows, columns)
-        return some.c.panels * <object>some.c.panel_bytes + _LINE
+        cdef kvc_matrix some
+        matrix_init(&some, number, rows, columns)
+        return some.panels * <object>some.panel_bytes + _LINE
 
     @property
     def shape(self):
