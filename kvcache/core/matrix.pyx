@@ -17,8 +17,8 @@ from libc.stdlib cimport free, malloc
 from kvcache.core.arguments import as_count, as_instance, short
 from kvcache.core.kernels cimport (
     KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix, kvc_matrix_format, kvc_matrix_format_of, matmul,
-    matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads,
-    quantise_weights,
+    matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words,
+    num_threads, quantise_weights,
 )
 
 __all__ = ["MATRIX_FORMATS", "Matrix", "MatrixFormat"]
