@@ -6,15 +6,38 @@ queries for a shorter distance to the sinks.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Attend", "Logits", "Model", "NetworkConfig", "StreamingModel"]
+__all__ = ["Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "StreamingModel", "layer_attention"]
 
 Float32 = NDArray[np.float32]
 Logits = Literal["last", "all", "none"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """How one layer attends, beyond causal attention; the defaults change nothing.
+
+    Attributes:
+        scale: of the scores; None: `head_dim**-0.5`.
+        window: a query sees itself and the `window - 1` tokens before it; None: all tokens before it.
+        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
+        sinks: `(num_heads,)`, a logit per query head that joins the normaliser of the softmax; None: there are none.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float32 | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `PagedKvCache.attention` that differ from its defaults."""
+        values = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class NetworkConfig(Protocol):
@@ -58,7 +81,10 @@ class Attend(Protocol):
 
 
 class Model(Protocol):
-    """A network whose caller computes the attention."""
+    """A network whose caller computes the attention.
+
+    The optional attribute `attention`, one `LayerAttention` for each layer, is read too.
+    """
 
     @property
     def config(self) -> NetworkConfig: ...
@@ -105,3 +131,9 @@ class StreamingModel(Protocol):
                 may then exceed `max_position_embeddings`; distances do not.
         """
         ...
+
+
+def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
+    """How each layer of a network attends."""
+    found = getattr(model, "attention", None)
+    return (LayerAttention(),) * model.config.num_layers if found is None else tuple(found)

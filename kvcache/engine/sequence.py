@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.engine.protocols import Attend, Float32, Logits, Model
+from kvcache.engine.protocols import Attend, Float32, Logits, Model, layer_attention
 from kvcache.engine.residual import Residual
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
@@ -139,6 +139,7 @@ class LiveSequence(ModelSequence):
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, residual_length: int = 0) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
+        self._options = [attention.options() for attention in layer_attention(model)]
         if residual_length:  # a piece is not longer than a text
             most = min(chunk, model.config.max_position_embeddings)
             self.residual = Residual(model.config, cache, residual_length, most)
@@ -220,12 +221,13 @@ class LiveSequence(ModelSequence):
 
                 return self._forward(tokens, pos, attend_both, logits)
         seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # made once, not in every layer
+        options = self._options
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
         ) -> Float32:
             cache.write(layer, seq_id, keys, values)
-            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens)
+            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens, **options[layer])
             return mixed
 
         return self._forward(tokens, pos, attend, logits)
