@@ -57,12 +57,13 @@ class _Group:
         return Pages(self.layers.first_seen(stop) // self.size * self.size, np.array(blocks, np.int32))
 
     def keep(self, tokens: Tokens, place: Place, namespace: Hashable) -> None:
-        """Cache the full pages of the window of `tokens`, which the text at `place` has."""
+        """Cache the full pages of the window of `tokens`, the text at `place`, as far as it has them."""
         stop = len(tokens) // self.size * self.size
         blocks = self.layers.cache.block_table([place.seq_id]).block_ids
         page = (self.layers.first_seen(stop) - place.first) // self.size
-        for i, (ids, name) in enumerate(self._window(tokens[:stop], stop, namespace), page):
-            self.cache.adopt(ids, blocks[i : i + 1], name)
+        for i, (ids, name) in enumerate(self._window(tokens, stop, namespace), page):
+            if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
+                self.cache.adopt(ids, blocks[i : i + 1], name)
 
     def _window(self, tokens: Tokens, stop: int, namespace: Hashable) -> Iterator[tuple[Tokens, Hashable]]:
         return _pages(tokens[:stop], self.size, self.layers.first_seen(stop) // self.size, namespace)

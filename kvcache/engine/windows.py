@@ -73,7 +73,7 @@ class LayerGroups(NamedTuple):
         """The groups of a network. If every layer has a window, those of the largest keep all tokens, since prefixes
         are found by them.
 
-        A group has blocks for the window before a change, and for that of the change and one of its pieces.
+        A group has blocks for two windows and two pieces: those before a change, and those of the change.
         """
         positions, layers = model.config.max_position_embeddings, dict[int, list[int]]()
         for layer, each in enumerate(layer_attention(model)):
@@ -81,7 +81,7 @@ class LayerGroups(NamedTuple):
         whole = layers.pop(max(layers))
         piece, most = -(-chunk // block_size) + 1, 2 * (-(-positions // block_size) + 1)
         plans = [
-            GroupPlan(window, tuple(layers[window]), min(2 * _num_kept(window, block_size) + piece, most))
+            GroupPlan(window, tuple(layers[window]), min(2 * (_num_kept(window, block_size) + piece), most))
             for window in sorted(layers)
         ]
         return cls(tuple(whole), tuple(plans))
@@ -123,7 +123,7 @@ class WindowLayers:
 
     def expect(self, place: Place, pos: int) -> None:
         """Raise InvalidOperationError if a token that the query at `pos` sees has left."""
-        if self.first_seen(pos) < place.first:
+        if pos and self.first_seen(pos) < place.first:
             raise InvalidOperationError(
                 f"pos: expected at least {place.first + self.window - 1}, got {pos}: the layers with a window of "
                 f"{self.window} keep the tokens from {place.first} on; go back to 0 or reset, and run the text again"
