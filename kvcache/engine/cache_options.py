@@ -10,9 +10,9 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.protocols import Model
 from kvcache.engine.residual import residual_bytes
 from kvcache.engine.sequence import ModelSequence
+from kvcache.networks.protocols import Model
 
 __all__ = ["cache_options", "num_cache_blocks"]
 

@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_instance
-from kvcache.engine.protocols import Float32, Logits, Model
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
+from kvcache.networks.protocols import Float32, Logits, Model
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
