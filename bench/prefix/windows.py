@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from bench.prefix.workloads import Trace
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine.protocols import Attend, LayerAttention, Logits
 from kvcache.engine.windows import num_pages
+from kvcache.networks.protocols import Attend, LayerAttention, Logits
 
 __all__ = ["NETWORKS", "hit_rates"]
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvcache.engine.protocols import LayerAttention
+from kvcache.networks.protocols import LayerAttention
 
 HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY, TOKENS = 4, 2, 16, 2, 50, 400
 KINDS = 997

@@ -3,7 +3,7 @@
 from recording_network import RecordingNetwork
 
 from kvcache.engine import SamplingParams
-from kvcache.engine.protocols import LayerAttention
+from kvcache.networks.protocols import LayerAttention
 
 FULL = LayerAttention()
 FOUR = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
