@@ -49,6 +49,7 @@ cdef class Matrix:
 
     Attributes:
         format: the name of the format.
+        scratch_bytes: the most bytes of prepared rows that a product has taken so far, and gave back when it ended.
     """
 
     def __cinit__(self, rows, columns, format, memory=None):
@@ -255,9 +256,11 @@ cdef class Matrix:
             args.bias = &c_bias[0]
         args.out = &c_out[0, 0]
         args.digits = 2 if exact else 1
-        args.prepared = <unsigned char *>malloc(matmul_scratch_bytes(&args))
+        cdef size_t size = matmul_scratch_bytes(&args)
+        args.prepared = <unsigned char *>malloc(size)
         if args.prepared == NULL:
-            raise MemoryError
+            raise MemoryError(f"no memory for {size} bytes of prepared rows")
+        self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
             matmul(&args, num_threads())
             free(args.prepared)

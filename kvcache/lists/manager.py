@@ -119,14 +119,15 @@ class CacheManager:
         return sum(entries.nbytes for entries in self._layers.values())
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all slots, used or not, and "bookkeeping", the lists of entries.
+        """Bytes: "kv" of all slots, used or not, "bookkeeping" of the lists of entries, "scratch" of attention.
 
         A list has slots for its share of `max_seq_len` when it is added, and the share shrinks when others are added.
         """
         with self._lock:
             lists = self._layers.values()
             kv = sum(entries.store.nbytes for entries in lists)
-            return {"kv": kv, "bookkeeping": sum(entries.nbytes for entries in lists) - kv}
+            bookkeeping = sum(entries.nbytes for entries in lists) - kv
+            return {"kv": kv, "bookkeeping": bookkeeping, "scratch": sum(entries.scratch_bytes for entries in lists)}
 
     def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
         """The maximum number of entries of `layer_idx` out of `total_layers` layers under PyramidKV.

@@ -402,8 +402,9 @@ class PagedKvCache:
             return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all blocks, and "bookkeeping", block tables, pool and eviction order."""
-        return {"kv": self._store.nbytes, "bookkeeping": self.stats().bookkeeping_bytes}
+        """Bytes: "kv" of all blocks, "bookkeeping" of block tables, pool and eviction order, "scratch" of attention."""
+        scratch = self._attention.scratch_bytes
+        return {"kv": self._store.nbytes, "bookkeeping": self.stats().bookkeeping_bytes, "scratch": scratch}
 
     _repr_html_ = as_html
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

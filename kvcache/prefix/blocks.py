@@ -322,12 +322,13 @@ class PrefixCache(IndexedCache):
         return len(self) * self._store.block_bytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all blocks of the pool, and "bookkeeping", the index and the pool's records.
+        """Bytes: "kv" of all blocks of the pool, "bookkeeping" of the index and the pool's records, and "scratch": 0.
 
         Over the blocks of a `PagedKvCache` "kv" is 0: `memory` of that cache counts them.
         """
         with self._lock:
-            return {"kv": 0 if self._shared else self._store.nbytes, "bookkeeping": self._bookkeeping()}
+            kv = 0 if self._shared else self._store.nbytes
+            return {"kv": kv, "bookkeeping": self._bookkeeping(), "scratch": 0}
 
     def _bookkeeping(self) -> int:
         return self._index.nbytes + (0 if self._shared else self._pool.nbytes + self._store.bookkeeping)

@@ -382,8 +382,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return self
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", the two arrays, and "bookkeeping", which is 0."""
-        return {"kv": self._keys.nbytes + self._values.nbytes, "bookkeeping": 0}
+        """Bytes: "kv" of the two arrays; "bookkeeping" and "scratch" are 0."""
+        return {"kv": self._keys.nbytes + self._values.nbytes, "bookkeeping": 0, "scratch": 0}
 
     def stats(self) -> CacheHandleStats:
         """Memory and tokens; `last_access` is the number of tokens written, since a `KvCache` has no other clock."""

@@ -214,7 +214,7 @@ class PrefixKvCache(IndexedCache):
             return self._cached.used_bytes()
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all slots, those that wait for tokens included, and "bookkeeping", the index.
+        """Bytes: "kv" of all slots, those that wait for tokens included, "bookkeeping" of the index, and "scratch": 0.
 
         Slots double as they are needed, up to `max_memory_bytes`; of quantised formats they come in blocks of 64. The
         system maps their memory at the first write.
