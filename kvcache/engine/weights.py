@@ -129,7 +129,7 @@ class Weights:
 
     @property
     def scratch_bytes(self) -> int:
-        """The most bytes that a product with one of the matrices has taken so far, and gave back when it ended."""
+        """The most bytes that a product with one of the matrices has taken so far, and freed when it ended."""
         return max(array.scratch_bytes for array in self.arrays() if not isinstance(array, np.ndarray))
 
 
