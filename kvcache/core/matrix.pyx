@@ -100,6 +100,10 @@ cdef class Matrix:
     def __len__(self):
         return self.c.rows
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError("Matrix: expected no copy and no pickle of it, got a call for one; "
+                        "load it again, or `put` its rows into another one")
+
     def __repr__(self):
         return f"Matrix({self.c.rows}, {self.c.columns}, {self.format!r})"
 

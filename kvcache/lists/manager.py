@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Literal as L
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from kvcache.core.arguments import (
 )
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.strip import bar
 from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.lists.config import KVCacheConfig
 from kvcache.lists.kept_tokens import add_to_all, evict_from_all
@@ -234,14 +236,25 @@ class CacheManager:
             entries = self._layers.get(index)
             return np.empty(0, np.int64) if entries is None else entries.kept.positions()
 
+    @overload
     def attention(
-        self,
-        queries: npt.ArrayLike,
-        layer_idx: int = 0,
-        return_scores: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Any:
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: L[False] = False, *, scale: float | None = None
+    ) -> Float32: ...
+    @overload
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int = 0, *, return_scores: L[True], scale: float | None = None
+    ) -> tuple[Float32, Float32]: ...
+    @overload
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int, return_scores: L[True], *, scale: float | None = None
+    ) -> tuple[Float32, Float32]: ...
+    @overload
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None
+    ) -> Float32 | tuple[Float32, Float32]: ...
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None
+    ) -> Float32 | tuple[Float32, Float32]:
         """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
         Causal: the last query has the position of the last entry, the query before it that of the entry before, and so
@@ -367,6 +380,10 @@ class CacheManager:
                 self._layers[i].check(self._policy.rule(share))
 
     __reduce_ex__ = refuse_copies("append its entries to another manager")
+
+    def _repr_html_(self) -> str:
+        """The entries of all lists."""
+        return bar(repr(self), "entries", len(self), self._config.max_seq_len)
 
     def __repr__(self) -> str:
         c = self._config

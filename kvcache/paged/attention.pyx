@@ -35,7 +35,7 @@ cdef class SequenceAttention:
         self.lock, self.table, self.attention = lock, table, Attention(store)
 
     @property
-    def scratch_bytes(self):
+    def nbytes(self):
         """Bytes of scratch that are kept from call to call."""
         return self.attention.nbytes
 

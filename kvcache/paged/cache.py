@@ -6,7 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ __all__ = ["PagedKvCache"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Self = TypeVar("Self", bound="PagedKvCache")
+Pair = TypeVar("Pair", bound=tuple[Any, Any])
 
 
 class PagedKvCache:
@@ -226,9 +227,11 @@ class PagedKvCache:
         ids = as_seq_ids(seq_ids)
         self._sequences.write_batch(as_integer(layer, "layer"), ids, *self._blocks.as_rows(keys, values))
 
-    def read(
-        self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: tuple[Any, Any] | None = None
-    ) -> tuple[Any, Any]:
+    @overload
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]: ...
+    @overload
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Pair) -> Pair: ...
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Any = None) -> Any:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
 
         `out` is a pair of such arrays, as for `attention`: written and returned.
@@ -403,8 +406,8 @@ class PagedKvCache:
 
     def memory(self) -> dict[str, int]:
         """Bytes: "kv" of all blocks, "bookkeeping" of block tables, pool and eviction order, "scratch" of attention."""
-        scratch = self._attention.scratch_bytes
-        return {"kv": self._store.nbytes, "bookkeeping": self.stats().bookkeeping_bytes, "scratch": scratch}
+        kv, scratch = self._store.nbytes, self._attention.nbytes
+        return {"kv": kv, "bookkeeping": self.stats().bookkeeping_bytes, "scratch": scratch}
 
     _repr_html_ = as_html
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_count, as_flat, as_floats, as_integer
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.strip import bar
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 
@@ -372,6 +373,10 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return clone
 
     __reduce_ex__ = refuse_copies("`snapshot` copies its content")
+
+    def _repr_html_(self) -> str:
+        """The tokens that are written."""
+        return bar(repr(self), "tokens", self.seq_len, self.max_seq_len)
 
     def __repr__(self) -> str:
         tokens = f"{self.seq_len} of {self.max_seq_len} tokens"
