@@ -209,14 +209,14 @@ class PagedKvCache:
 
         Args:
             keys, values: `(num_tokens, num_heads, head_dim)`: an array, or a tensor with the buffer protocol or DLPack.
-                C-contiguous float32 is read in place, also where an axis of length 1 has another stride. Other strides
-                (head-major rows of several tokens), float16, float64 and bfloat16 (of DLPack or ml_dtypes) are copied
-                to float32 first, as queries are.
+                float32, float16, float64 and bfloat16 (of DLPack or ml_dtypes) are read in place, with any strides of
+                tokens and heads (head-major too), and converted a few tokens at a time. Only what has the channels of
+                a head apart is copied first.
             start: index of the first token; by default they are the sequence's last tokens.
         """
-        k, v = self._blocks.as_rows(keys, values)
+        rows = self._blocks.as_rows(keys, values)
         layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
-        self._sequences.write(layer, as_seq_id(seq_id), first, k, v)
+        self._sequences.write(layer, as_seq_id(seq_id), first, rows)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """`write` of the last token of each of many sequences, none of them empty, all or nothing.
@@ -225,7 +225,7 @@ class PagedKvCache:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
         """
         ids = as_seq_ids(seq_ids)
-        self._sequences.write_batch(as_integer(layer, "layer"), ids, *self._blocks.as_rows(keys, values))
+        self._sequences.write_batch(as_integer(layer, "layer"), ids, self._blocks.as_rows(keys, values))
 
     @overload
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]: ...
