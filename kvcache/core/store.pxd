@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from kvcache.core.kernels cimport kvc_layout, kvc_run
+from kvcache.core.kvrows cimport KvRows
 
 
 cdef class BlockStore:
@@ -21,7 +22,9 @@ cdef class BlockStore:
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
     cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
-    cdef int check_values_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
+    cdef int check_values_(self, KvRows rows) except -1                  # shape and values, or ValueError
+    # Store rows of values that were checked, as many as the runs have slots.
+    cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil
 
     cdef object new_rows(self, int64_t n)      # float32 (n, num_heads, head_dim), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks

@@ -11,6 +11,7 @@ from libc.string cimport memcmp, memcpy
 
 from kvcache.core cimport kernels
 from kvcache.core.kernels cimport kvc_format, kvc_run
+from kvcache.core.kvrows cimport STEP, KvRows
 
 import numpy as np
 
@@ -140,7 +141,7 @@ cdef class BlockStore:
         Raises:
             ValueError: NaN, an infinity, or a magnitude that the format cannot hold; names where.
         """
-        self.check_values_(keys, values)
+        self.check_values_(KvRows(keys, values))
 
     def write(self, layer, runs, keys, values):
         """Store rows at `runs`.
@@ -148,21 +149,19 @@ cdef class BlockStore:
         Args:
             layer: in [0, num_layers).
             runs: dtype `RUN` `(r,)`.
-            keys, values: float32 `(n, num_heads, head_dim)`, n the slots in `runs`.
+            keys, values: `(n, num_heads, head_dim)` as `KvRows` takes them, n the slots in `runs`.
 
         Raises:
             IndexError, ValueError: no such layer; runs outside the arena, another number of rows; values that
                 the format cannot hold.
         """
         cdef const kvc_run[::1] view = self.runs_(runs, keys.shape[0])
-        cdef const float[:, :, ::1] k = keys
-        cdef const float[:, :, ::1] v = values
+        cdef KvRows rows = KvRows(keys, values)
         cdef unsigned char *base = self.layer_base(layer)
-        self.check_values_(k, v)
+        self.check_values_(rows)
         if view.shape[0]:
-            self.note_written_(&view[0], view.shape[0])
             with nogil:
-                kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+                self.write_(base, &view[0], view.shape[0], rows)
 
     def read(self, layer, runs):
         """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32 `(n, num_heads, head_dim)` each.
@@ -317,27 +316,41 @@ cdef class BlockStore:
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
-    cdef int check_values_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
-        cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
-        if keys.shape[0] != values.shape[0] or keys.shape[1] != self.layout.num_heads \
-                or keys.shape[2] != self.layout.head_dim or values.shape[1] != keys.shape[1] \
-                or values.shape[2] != keys.shape[2]:
+    cdef int check_values_(self, KvRows rows) except -1:
+        cdef int64_t bad, row
+        cdef kvc_format format
+        cdef int side
+        if rows.num_heads != self.layout.num_heads or rows.head_dim != self.layout.head_dim:
             raise ValueError(f"rows: expected shape (n, {self.layout.num_heads}, {self.layout.head_dim}) of both, got "
-                             f"{np.shape(keys)} and {np.shape(values)}")
-        if n == 0:
+                             f"{np.shape(rows.keys)} and {np.shape(rows.values)}")
+        if rows.count == 0:
             return 0
-        for what, name in ((0, "keys"), (1, "values")):
+        for side in range(2):
+            format = self.layout.value_format if side else self.layout.key_format
             with nogil:
-                if what == 0:
-                    bad = kernels.check_representable(&keys[0, 0, 0], n, self.layout.key_format)
-                else:
-                    bad = kernels.check_representable(&values[0, 0, 0], n, self.layout.value_format)
+                bad = rows.first_bad(side, format)
             if bad >= 0:
-                row = bad // (keys.shape[1] * keys.shape[2])
-                value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
-                dtype = self.key_dtype if what == 0 else self.value_dtype
-                most = kernels.kvc_format_of(
-                    self.layout.key_format if what == 0 else self.layout.value_format).largest.decode()
+                row = bad // (self.layout.num_heads * self.layout.head_dim)
+                value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.layout.head_dim)]
+                name, dtype = ("values", self.value_dtype) if side else ("keys", self.key_dtype)
+                most = kernels.kvc_format_of(format).largest.decode()
                 raise ValueError(f"{name}: expected values that {dtype} can hold, up to {most}, "
-                                 f"got {value} in row {row}")
+                                 f"got {np.float32(value)} in row {row}")
         return 0
+
+    cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil:
+        cdef kvc_run part
+        cdef int64_t i, n, row = 0
+        self.note_written_(runs, num_runs)
+        if rows.plain:
+            kernels.write_runs(&self.layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
+                               rows.rows(1, 0, rows.count))
+            return
+        for i in range(num_runs):    # in pieces that end with tiles
+            part = runs[i]
+            while part.first < runs[i].stop:
+                part.stop = <uint16_t>min(<int>runs[i].stop, (part.first // STEP + 1) * STEP)
+                n = part.stop - part.first
+                kernels.write_runs(&self.layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n))
+                row += n
+                part.first = part.stop

@@ -284,7 +284,7 @@ class InferenceEngine:
         return None if self._text is None else self._text.chat_template
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "weights" (0 for a model that does not say), "kv" (cache and residual), and "bookkeeping"."""
+        """Bytes: "weights" (0 for a model that does not say), "kv" (cache, residual), "bookkeeping" and "scratch"."""
         weights = getattr(getattr(self.model, "weights", None), "nbytes", 0)
         return {"weights": weights, **self._sequence.memory()}
 

@@ -167,7 +167,7 @@ class PrefixCachedEngine:
         return self.windows.counted(self.prefix_cache.stats())
 
     def memory(self) -> dict[str, int]:
-        """Bytes of "weights", of K and V, "kv", and of the "bookkeeping", those of the engine included.
+        """Bytes of "weights", of K and V, "kv", of "bookkeeping" and of "scratch", those of the engine included.
 
         "kv" has the cached blocks, which lie in the engine's cache, and the unpacked groups.
         """

@@ -128,7 +128,7 @@ class Residual:
         return self._groups.read(layer, self._id)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of K and V, "kv", and of the "bookkeeping"."""
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
         return total(self._groups.memory(), self._piece_groups.memory())
 
     def check(self) -> None:

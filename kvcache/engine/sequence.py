@@ -51,8 +51,9 @@ class ModelSequence(ABC):
         """The sequence's id in the cache. Raises InvalidOperationError if each layer has its own sequence."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of K and V, "kv", and of the "bookkeeping": those of the cache, and of the residual."""
-        return total(self.cache.memory(), {} if self.residual is None else self.residual.memory())
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch": of the cache, the residual and the products."""
+        products = {"scratch": getattr(getattr(self.model, "weights", None), "scratch_bytes", 0)}
+        return total(self.cache.memory(), {} if self.residual is None else self.residual.memory(), products)
 
     @abstractmethod
     def check(self) -> None:

@@ -34,6 +34,11 @@ cdef class SequenceAttention:
     def __cinit__(self, CallLock lock not None, BlockStore store not None, BlockTables table not None):
         self.lock, self.table, self.attention = lock, table, Attention(store)
 
+    @property
+    def nbytes(self):
+        """Bytes of scratch that are kept from call to call."""
+        return self.attention.nbytes
+
     def over(self, int64_t layer, queries, seq_ids, query_lens, scale, sink_queries, out, bint return_scores,
              context_lens, bint return_lse):
         """Causal attention of several sequences in one call; counts as an access.

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_indices
+from kvcache.core.arguments import as_indices, as_stored
+from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
 from kvcache.core.store import BlockStore
@@ -15,7 +16,6 @@ from kvcache.errors import BlockNotFoundError
 
 __all__ = ["PagedBlocks"]
 
-Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 
@@ -49,10 +49,10 @@ class PagedBlocks:
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
 
-    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> tuple[Float32, Float32]:
-        """K and V as float32 `(n, num_heads, head_dim)`. TypeError, ValueError: not such arrays."""
+    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
+        """K and V `(n, num_heads, head_dim)` as they are. TypeError, ValueError: not such arrays of floats."""
         shape = None, self.store.num_heads, self.store.head_dim
-        return as_floats(keys, shape, "keys"), as_floats(values, shape, "values")
+        return KvRows(as_stored(keys, shape, "keys"), as_stored(values, shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """See `PagedKvCache.copy_blocks`."""

@@ -6,7 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ __all__ = ["PagedKvCache"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Self = TypeVar("Self", bound="PagedKvCache")
+Pair = TypeVar("Pair", bound=tuple[Any, Any])
 
 
 class PagedKvCache:
@@ -208,14 +209,14 @@ class PagedKvCache:
 
         Args:
             keys, values: `(num_tokens, num_heads, head_dim)`: an array, or a tensor with the buffer protocol or DLPack.
-                C-contiguous float32 is read in place, also where an axis of length 1 has another stride. Other strides
-                (head-major rows of several tokens), float16, float64 and bfloat16 (of DLPack or ml_dtypes) are copied
-                to float32 first, as queries are.
+                float32, float16, float64 and bfloat16 (of DLPack or ml_dtypes) are read in place, with any strides of
+                tokens and heads (head-major too), and converted a few tokens at a time. Only what has the channels of
+                a head apart is copied first.
             start: index of the first token; by default they are the sequence's last tokens.
         """
-        k, v = self._blocks.as_rows(keys, values)
+        rows = self._blocks.as_rows(keys, values)
         layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
-        self._sequences.write(layer, as_seq_id(seq_id), first, k, v)
+        self._sequences.write(layer, as_seq_id(seq_id), first, rows)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """`write` of the last token of each of many sequences, none of them empty, all or nothing.
@@ -224,11 +225,13 @@ class PagedKvCache:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
         """
         ids = as_seq_ids(seq_ids)
-        self._sequences.write_batch(as_integer(layer, "layer"), ids, *self._blocks.as_rows(keys, values))
+        self._sequences.write_batch(as_integer(layer, "layer"), ids, self._blocks.as_rows(keys, values))
 
-    def read(
-        self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: tuple[Any, Any] | None = None
-    ) -> tuple[Any, Any]:
+    @overload
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]: ...
+    @overload
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Pair) -> Pair: ...
+    def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Any = None) -> Any:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
 
         `out` is a pair of such arrays, as for `attention`: written and returned.
@@ -402,8 +405,9 @@ class PagedKvCache:
             return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all blocks, and "bookkeeping", block tables, pool and eviction order."""
-        return {"kv": self._store.nbytes, "bookkeeping": self.stats().bookkeeping_bytes}
+        """Bytes: "kv" of all blocks, "bookkeeping" of block tables, pool and eviction order, "scratch" of attention."""
+        kv, scratch = self._store.nbytes, self._attention.nbytes
+        return {"kv": kv, "bookkeeping": self.stats().bookkeeping_bytes, "scratch": scratch}
 
     _repr_html_ = as_html
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

@@ -6,6 +6,7 @@ A change of the tables and what it means for the bytes are one compiled call: no
 from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.core.locks cimport CallLock
+from kvcache.core.kvrows cimport KvRows
 from kvcache.core.store cimport BlockStore
 from kvcache.paged.tables cimport BlockTables
 
@@ -24,4 +25,4 @@ cdef class PagedSequences:
     # Raises unless rows of `count` tokens can be written to both.
     cdef int _check_outputs(self, object keys, object values, int64_t count) except -1
     cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,
-                    const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1
+                    KvRows rows) except -1

@@ -7,6 +7,7 @@ from libc.stdint cimport int64_t, uint64_t
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.locks cimport CallLock
+from kvcache.core.kvrows cimport KvRows
 from kvcache.core.store cimport BlockStore
 from kvcache.paged.records cimport Sequence
 from kvcache.paged.run_lists cimport RunLists
@@ -165,17 +166,16 @@ cdef class PagedSequences:
 
     # -- K and V --------------------------------------------------------------------------------------------
 
-    def write(self, int64_t layer, uint64_t seq_id, start, const float[:, :, ::1] keys, const float[:, :, ::1] values):
+    def write(self, int64_t layer, uint64_t seq_id, start, KvRows rows not None):
         """Store rows at tokens `start`.. of a sequence, None: at its last ones; an access."""
-        cdef int64_t first = 0 if start is None else start, count = keys.shape[0]
+        cdef int64_t first = 0 if start is None else start, count = rows.count
         self.lock.enter()
         try:
-            self._write(layer, &seq_id, NULL if start is None else &first, &count, 1, keys, values)
+            self._write(layer, &seq_id, NULL if start is None else &first, &count, 1, rows)
         finally:
             self.lock.leave()
 
-    def write_batch(self, int64_t layer, seq_ids, const float[:, :, ::1] keys, const float[:, :, ::1] values,
-                    const int64_t[::1] counts=None):
+    def write_batch(self, int64_t layer, seq_ids, KvRows rows not None, const int64_t[::1] counts=None):
         """Store `counts[i]` rows each, None: one, at the last tokens of many sequences; an access to each, in order.
 
         All or nothing, but for copies of shared blocks, which change no sequence's content.
@@ -184,7 +184,7 @@ cdef class PagedSequences:
         cdef const int64_t *numbers = counts_of(counts, ids.shape[0], "counts")
         self.lock.enter()
         try:
-            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, numbers, ids.shape[0], keys, values)
+            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, numbers, ids.shape[0], rows)
         finally:
             self.lock.leave()
 
@@ -243,13 +243,13 @@ cdef class PagedSequences:
         return 0
 
     cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,
-                    const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
+                    KvRows rows) except -1:
         cdef BlockTables table = self.table
         cdef BlockStore store = self.store
         cdef RunLists lists = table.run_lists
         cdef unsigned char *base = store.layer_base(layer)
         cdef Sequence *seq
-        cdef int64_t i, start, count = 1, rows = 0
+        cdef int64_t i, start, count = 1, total = 0
         table.pick_(ids, n)
         for i in range(n):
             seq = &table.records.seqs[table.picked[i]]
@@ -260,10 +260,10 @@ cdef class PagedSequences:
             start = seq.num_tokens - count if starts == NULL else starts[i]
             if count < 0 or start < 0 or start > seq.num_tokens - count:
                 raise IndexError(f"start: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
-            rows += count
-        if keys.shape[0] != rows:
-            raise ValueError(f"keys: expected {rows} rows for {n} sequences, got {keys.shape[0]}")
-        store.check_values_(keys, values)
+            total += count
+        if rows.count != total:
+            raise ValueError(f"keys: expected {total} rows for {n} sequences, got {rows.count}")
+        store.check_values_(rows)
         lists.num_cut = 0
         for i in range(n):
             seq = &table.records.seqs[table.picked[i]]
@@ -273,10 +273,8 @@ cdef class PagedSequences:
             self._copy_blocks()
             lists.slice_(seq, start, start + count)
         if lists.num_cut:
-            # A sequence may have adopted slots of a block that were never noted as written.
-            store.note_written_(lists.cut, lists.num_cut)
             with nogil:
-                kernels.write_runs(&store.layout, base, lists.cut, lists.num_cut, &keys[0, 0, 0], &values[0, 0, 0])
+                store.write_(base, lists.cut, lists.num_cut, rows)
         for i in range(n):
             table.victims.touched(table.picked[i])
         return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from kvcache.prefix.block_rows import checked_rows
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
 from kvcache.prefix.indexed import IndexedCache
-from kvcache.prefix.lookups import FoundBlocks, cached_block
+from kvcache.prefix.lookups import FoundBlocks, Lookup, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.source import Source
 from kvcache.trie.policy import Policy
@@ -117,11 +116,11 @@ class PrefixCache(IndexedCache):
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
-    def lookup(self, token_ids: Any, namespace: Hashable = None) -> tuple[int, Sequence[CacheBlock]]:
+    def lookup(self, token_ids: Any, namespace: Hashable = None) -> Lookup:
         """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
 
         Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
-        asked for.
+        asked for. `with cache.lookup(tokens) as blocks:` releases them all at its end, and `release` none of them.
         """
         ids = as_tokens(token_ids)
         with self._lock:
@@ -129,7 +128,7 @@ class PrefixCache(IndexedCache):
             claim = self._cached.index.claim(ids, namespace, whole=True)
             blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
             claim.hold_each()
-            return len(blocks) * self.block_size, blocks
+            return Lookup(len(blocks) * self.block_size, blocks)
 
     def release(self, index: int) -> None:
         """Release a block that `lookup` returned; during another call of this thread, when that call ends.
@@ -331,12 +330,13 @@ class PrefixCache(IndexedCache):
         return len(self) * self._store.block_bytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all blocks of the pool, and "bookkeeping", the index and the pool's records.
+        """Bytes: "kv" of all blocks of the pool, "bookkeeping" of the index and the pool's records, and "scratch": 0.
 
         Over the blocks of a `PagedKvCache` "kv" is 0: `memory` of that cache counts them.
         """
         with self._lock:
-            return {"kv": 0 if self._shared else self._store.nbytes, "bookkeeping": self._bookkeeping()}
+            kv = 0 if self._shared else self._store.nbytes
+            return {"kv": kv, "bookkeeping": self._bookkeeping(), "scratch": 0}
 
     def _bookkeeping(self) -> int:
         return self._index.nbytes + (0 if self._shared else self._pool.nbytes + self._store.bookkeeping)
@@ -347,7 +347,7 @@ class PrefixCache(IndexedCache):
             index = self._index
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
-                index.hit_tokens, index.lookup_tokens, MappingProxyType(index.reasons),
+                index.hit_tokens, index.lookup_tokens, index.reasons,
                 self._bookkeeping(),
             )  # fmt: skip
 

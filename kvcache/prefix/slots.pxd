@@ -66,6 +66,7 @@ cdef class Slots:
     # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
     cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
+    cdef void end_lookup(self, int32_t id) noexcept          # the hold of one lookup on a page
     cdef void end_claim(self, claim_t *claim) noexcept       # release its pages and its pin
     cdef void unpin(self, int32_t page) noexcept
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept

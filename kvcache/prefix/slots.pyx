@@ -251,8 +251,18 @@ cdef class Slots:
         """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
         if not self.is_looked_up(page):
             raise InvalidOperationError(f"expected a block that a lookup holds, got {page}")
-        cdef page_t *record = &self.pages[page]
-        cdef int32_t id = <int32_t>page
+        self.end_lookup(<int32_t>page)
+
+    def release_each(self, int32_t[::1] pages):
+        """`release` of every page that a lookup holds; each becomes -1 in `pages`, so a second call does nothing."""
+        cdef Py_ssize_t i
+        for i in range(pages.shape[0]):
+            if self.is_looked_up(pages[i]):
+                self.end_lookup(pages[i])
+            pages[i] = -1
+
+    cdef void end_lookup(self, int32_t id) noexcept:
+        cdef page_t *record = &self.pages[id]
         record.lookups -= 1
         if record.lookup_pins:
             record.lookup_pins -= 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvcache import EvictionStrategy, PagedKvCache
+from kvcache.core.kvrows import KvRows
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SequenceNotFoundError
 from kvcache.paged.seq_ids import as_seq_ids
 
@@ -106,7 +107,7 @@ def test_batches_with_counts_are_their_single_calls(rng, dtype):
             assert (error.available, error.requested > free) == (free, True)
             assert state(many) == state(single)
             break
-        many._sequences.write_batch(0, ids, *rows, counts)
+        many._sequences.write_batch(0, ids, KvRows(*rows), counts)
         ends = np.cumsum(counts)
         for i, seq_id in enumerate(ids.tolist()):
             single.append(seq_id, int(counts[i]))
@@ -124,7 +125,7 @@ def test_batches_with_counts_are_their_single_calls(rng, dtype):
             many._sequences.append_batch(np.array([1, 2], np.uint64), np.array(wrong))
         assert state(many) == before
     with pytest.raises(ValueError, match="keys: expected 3 rows"):
-        many._sequences.write_batch(0, np.array([1, 3], np.uint64), *rows[:, :0], np.array([1, 2]))
+        many._sequences.write_batch(0, np.array([1, 3], np.uint64), KvRows(*rows[:, :0]), np.array([1, 2]))
 
 
 def test_empty_batches_do_nothing(cache):
