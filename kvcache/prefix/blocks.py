@@ -154,6 +154,15 @@ class PrefixCache(IndexedCache):
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 
+    def peek(self, token_ids: Any, namespace: Hashable = None) -> int:
+        """How many of the first tokens are cached, those of a block that matches in part included.
+
+        Neither a use of the blocks nor counted in `stats`; a `source` is not asked.
+        """
+        ids = as_tokens(token_ids)
+        with self._lock:
+            return int(self._cached.index.find(ids, namespace).length)
+
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; during another call, when that call ends. A second call does nothing."""
         if not isinstance(session, CacheSession):
