@@ -65,11 +65,11 @@ cdef class SequenceAttention:
                                 ("context_lens", shown)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
-        cdef unsigned char *base = attention.store.layer_base(layer)
         self.lock.enter()
         try:
-            return self._attend(base, q, sinks, ids, lens, shown, factor, result, result if out is None else out,
-                                return_scores, return_lse)
+            # With the lock held: growing moves the blocks.
+            return self._attend(attention.store.layer_base(layer), q, sinks, ids, lens, shown, factor, result,
+                                result if out is None else out, return_scores, return_lse)
         finally:
             self.lock.leave()
 

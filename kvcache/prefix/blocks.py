@@ -88,8 +88,8 @@ class PrefixCache(IndexedCache):
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
         """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
 
-        `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
-        needs room.
+        `max_blocks`, by default all, also those that `grow` adds, is the most that it may name; evict them with
+        `evict` when the paged cache needs room.
 
         Raises:
             TypeError, ValueError: not an integer; negative.
@@ -97,11 +97,14 @@ class PrefixCache(IndexedCache):
         if not isinstance(paged, PagedKvCache):
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
-        most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
-        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
+        most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
+        with paged._blocks.lock:  # no `grow` before the records of its blocks are known
+            cache._own(paged._blocks, paged.head_dim, most, policy, shared=True)
         return cache
 
-    def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool) -> None:
+    def _own(
+        self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None, *, shared: bool
+    ) -> None:
         self._cached, self._blocks, self._shared = CachedBlocks(blocks, head_dim, max_blocks, policy), blocks, shared
         self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
 
