@@ -42,6 +42,14 @@ typedef struct kvc_layout {
     size_t block_bytes;      /* all heads, K and V, rounded up to 64 */
 } kvc_layout;
 
+/* Rows of K or V as a caller has them, (tokens, heads, dim): the channels of a head lie together. */
+typedef enum kvc_element { KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64 } kvc_element;
+typedef struct kvc_tensor {
+    const unsigned char *data;         /* aligned for its elements, as the strides are */
+    int64_t token_stride, head_stride; /* bytes, of any sign */
+    kvc_element element;
+} kvc_tensor;
+
 /* One sequence of an attention call. Query j of num_queries has the position of token num_tokens - num_queries + j. It
  * sees the tokens up to that position, except the last hidden_tokens of the sequence, which no query sees. Scores of
  * the first sink_tokens tokens use the sink queries. */
@@ -96,7 +104,9 @@ typedef struct kvc_kernels {
     /* Float rows (sum of run lengths, heads, dim) into the slots of the runs; NULL: not written. */
     void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
                        const float *keys, const float *values);
-    /* The inverse: slots of the runs into float rows. */
+    /* Tokens [first, first + count) of a tensor as float rows (count, heads, dim); doubles are rounded. */
+    void (*gather_rows)(const kvc_tensor *, int64_t first, int64_t count, int heads, int dim, float *rows);
+    /* The inverse of write_runs: slots of the runs into float rows. */
     void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
                       float *keys, float *values);
     /* Index of the first value that is not finite or that the format cannot hold (kvc_formats.h), or -1. */

@@ -54,6 +54,11 @@ INLINE void keep(tile *t, const sums16 *sums) {
     }
 }
 
+/* All but the results, which an initialiser would fill with zeros for every tile. */
+INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int64_t panel, int64_t panel_stop) {
+    t->first = first, t->panel = panel, t->existing = panel_stop - panel, t->cold = args->n <= COLD_ROWS;
+}
+
 /* The lines of `out` that a tile will write: fetched while it computes. */
 INLINE void expect(const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels) {
     for (int i = 0; i < rows; i++) {
@@ -227,7 +232,8 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int rows = kvc_block_rows(most, stop - row);
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
-                    tile t = {.first = row, .panel = q, .existing = panel_stop - q, .cold = args->n <= COLD_ROWS};
+                    tile t;
+                    begin(&t, args, row, q, panel_stop);
                     expect(args, row, rows, q, step);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
                     give(args, &t, 0, args->bias);
@@ -321,7 +327,8 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t p
         const int rows = kvc_block_rows(KVC_FLOAT_ROWS, args->n - row);
         const int64_t step = PANELS(rows);
         for (int64_t q = panel; q < panel_stop; q += step) {
-            tile t = {.first = row, .panel = q, .existing = panel_stop - q, .cold = args->n <= COLD_ROWS};
+            tile t;
+            begin(&t, args, row, q, panel_stop);
             expect(args, row, rows, q, step);
             float_tiles[args->matrix->format][rows](args->matrix, k, k + channels, x + row * channels, &t);
             give(args, &t, k > 0, k + channels == columns ? args->bias : NULL);

@@ -1,4 +1,4 @@
-/* kvc_rows.c - writes float rows to slots and reads them, and checks that a format can hold them. */
+/* kvc_rows.c - writes float rows to slots and reads them, makes float rows of others, checks that a format can hold them. */
 #include "kvc_kernels.h"
 
 #include <math.h>
@@ -60,6 +60,30 @@ void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kv
                          first, count, v);
             v += (size_t)count * row_stride;
         }
+    }
+}
+
+/* One row of a tensor. The loops over words and doubles are for the compiler to vectorise. */
+static void gather_row(const kvc_tensor *tensor, const unsigned char *from, int dim, float *to) {
+    const uint16_t *words = (const uint16_t *)from;
+    switch (tensor->element) {
+    case KVC_ELEMENT_F32: memcpy(to, from, (size_t)dim * sizeof(float)); break;
+    case KVC_ELEMENT_F16:
+        for (int d = 0; d < dim; d += KVC_LANES) store_dims(to, d, dim, load_dims_half(words, d, dim));
+        break;
+    case KVC_ELEMENT_BF16:
+        for (int d = 0; d < dim; d++) to[d] = kvc_float_of_bits((uint32_t)words[d] << 16);
+        break;
+    case KVC_ELEMENT_F64:
+        for (int d = 0; d < dim; d++) to[d] = (float)((const double *)from)[d];
+        break;
+    }
+}
+
+void KVC_FN(gather_rows)(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim, float *rows) {
+    for (int64_t i = first; i < first + count; i++) {
+        const unsigned char *token = tensor->data + i * tensor->token_stride;
+        for (int h = 0; h < heads; h++, rows += dim) gather_row(tensor, token + h * tensor->head_stride, dim, rows);
     }
 }
 

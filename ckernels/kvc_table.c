@@ -3,6 +3,7 @@
 
 void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
                         const float *);
+void KVC_FN(gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *);
 void KVC_FN(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *);
 int64_t KVC_FN(check_representable)(const float *, int64_t, kvc_format);
 void KVC_FN(attend_item)(const kvc_attend_args *, const kvc_item *, void *);
@@ -20,6 +21,7 @@ extern const kvc_kernels KVC_FN(kernels);
 const kvc_kernels KVC_FN(kernels) = {
     .name = KVC_STR(KVC_LEVEL),
     .write_runs = KVC_FN(write_runs),
+    .gather_rows = KVC_FN(gather_rows),
     .read_runs = KVC_FN(read_runs),
     .check_representable = KVC_FN(check_representable),
     .attend_item = KVC_FN(attend_item),

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_integer
+from kvcache.core.copying import refuse_copies
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]
@@ -113,6 +114,8 @@ class LiveBlockTable(BlockTable):
         self.block_size = block_size
         self._read = read
         self._resize = resize
+
+    __reduce_ex__ = refuse_copies("`block_table` is a copy of it")
 
     @property
     def physical_blocks(self) -> list[int]:  # type: ignore[override]

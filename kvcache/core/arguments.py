@@ -21,7 +21,7 @@ from kvcache.core import dlpack
 __all__ = [
     "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices",
     "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows", "as_scores",
-    "as_share", "check_integers", "checked_scores", "is_integer", "plain_int", "short",
+    "as_share", "as_stored", "check_integers", "checked_scores", "is_integer", "plain_int", "short",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
@@ -31,6 +31,7 @@ Kind = TypeVar("Kind")
 REQUIRED: Any = None
 
 _INT64 = 2**63 - 1
+_BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # its words
 _UNITS = {"B": 1} | {f"{c}{i}B": (1024 if i else 1000) ** n for n, c in enumerate("KMGT", 1) for i in ("", "i")}
 _BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
 _shortened = reprlib.Repr()
@@ -63,6 +64,12 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
         TypeError: what NumPy cannot read as an array.
         ValueError: an array with masked values, or a list of those; lists of different lengths.
     """
+    array = _as_it_is(x, name)
+    return _widened(array["bfloat16"]) if array.dtype == _BFLOAT16 else array
+
+
+def _as_it_is(x: Any, name: str) -> npt.NDArray[Any]:
+    """As `as_array`, but bfloat16 tensors of DLPack are arrays of `_BFLOAT16` over their memory."""
     if type(x) is np.ndarray and x.dtype.isnative:
         return x
     if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
@@ -93,7 +100,7 @@ def _from_dlpack(x: Any, name: str) -> npt.NDArray[Any]:
             words = dlpack.bfloat16_words(x)
         if words is None:
             raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
-        return _widened(words)
+        return words.view(_BFLOAT16)
 
 
 def _widened(words: npt.NDArray[np.uint16]) -> Float32:
@@ -125,23 +132,37 @@ def as_floats(x: Any, shape: tuple[int | None, ...], name: str) -> Float32:
         TypeError: not an array of floats.
         ValueError: another shape.
     """
-    array = as_array(x, name)
+    array = as_stored(x, shape, name)
+    if array.dtype == np.uint16:
+        array = _widened(array)
+    elif array.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32, order="C")
+    return np.ascontiguousarray(array)
+
+
+def as_stored(x: Any, shape: tuple[int | None, ...], name: str) -> npt.NDArray[Any]:
+    """`x` as `as_floats` takes it, in place: float16, float32, float64 of any strides, or words of bfloat16 (uint16).
+
+    Raises as `as_floats`. Floats of other sizes are converted to float64.
+    """
+    array = _as_it_is(x, name)
     if array.dtype != np.float32:
         # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
-        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        if array.dtype == _BFLOAT16 or array.dtype.name == "bfloat16":
+            array = array.view(np.uint16)
+        elif array.dtype.kind != "f":
             raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")
-        if array.dtype.name == "bfloat16":
-            array = _widened(array.view(np.uint16))
-        else:
+        elif array.dtype not in (np.float16, np.float64):
             with np.errstate(over="ignore"):
-                array = array.astype(np.float32, order="C")
+                array = array.astype(np.float64)
     fits = array.ndim == len(shape)
     for want, got in zip(shape, array.shape, strict=False):
         fits &= want is None or want == got
     if not fits:
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"{name}: expected shape {wanted}, got {array.shape}")
-    return np.ascontiguousarray(array)
+    return array
 
 
 def as_output(x: Any) -> Any:

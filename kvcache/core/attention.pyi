@@ -10,6 +10,8 @@ Float32 = npt.NDArray[np.float32]
 
 class Attention:
     def __init__(self, store: BlockStore) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
     def over_runs(
         self,
         layer: int,

@@ -34,6 +34,11 @@ cdef class Attention:
         free(self.scratch)
         free(self.seqs)
 
+    @property
+    def nbytes(self):
+        """Bytes of scratch that are kept from call to call."""
+        return self.scratch_bytes + <size_t>self.seqs_capacity * sizeof(kvc_seq)
+
     def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
         """Causal attention over the tokens at one list of runs, the last query on the last token.
 

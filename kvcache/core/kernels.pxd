@@ -40,6 +40,15 @@ cdef extern from "kvc.h" nogil:
         size_t value_head_bytes
         size_t block_bytes          # all heads, K and V; a multiple of 64
 
+    ctypedef enum kvc_element:
+        KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64
+
+    ctypedef struct kvc_tensor:     # rows (tokens, heads, head_dim), channels together
+        const unsigned char *data
+        int64_t token_stride        # in bytes, of any sign
+        int64_t head_stride
+        kvc_element element
+
     ctypedef struct kvc_seq:        # one sequence of an attention call
         const kvc_run *runs
         int64_t num_runs
@@ -90,6 +99,9 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
 # alone.
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
                      int64_t num_runs, const float *keys, const float *values) noexcept nogil
+# Tokens of a tensor of any element kind and strides as float rows.
+cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,
+                      float *rows) noexcept nogil
 cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
                     int64_t num_runs, float *keys, float *values) noexcept nogil
 

@@ -35,6 +35,7 @@ cdef extern from "kvc.h" nogil:
         const char *name
         void (*write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
                            const float *) noexcept nogil
+        void (*gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *) noexcept nogil
         void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *,
                           float *) noexcept nogil
         int64_t (*check_representable)(const float *, int64_t, kvc_format) noexcept nogil
@@ -103,6 +104,11 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
                      int64_t num_runs, const float *keys, const float *values) noexcept nogil:
     _active.write_runs(layout, arena, runs, num_runs, keys, values)
+
+
+cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,
+                      float *rows) noexcept nogil:
+    _active.gather_rows(tensor, first, count, heads, dim, rows)
 
 
 cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,

@@ -9,4 +9,5 @@ cdef class Matrix:
     cdef kvc_matrix c
     cdef object memory      # uint8 array that holds the panels
     cdef readonly str format
+    cdef readonly size_t scratch_bytes    # the most that a product has taken; each frees it when it ends
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1

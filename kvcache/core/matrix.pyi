@@ -17,6 +17,7 @@ MATRIX_FORMATS: dict[str, MatrixFormat]
 
 class Matrix:
     format: str
+    scratch_bytes: int
     def __init__(self, rows: int, columns: int, format: str, memory: npt.NDArray[np.uint8] | None = None) -> None: ...
     @staticmethod
     def num_bytes(rows: int, columns: int, format: str) -> int: ...

@@ -11,10 +11,12 @@ from collections import namedtuple
 
 import numpy as np
 
+cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t
 from libc.stdlib cimport free, malloc
 
 from kvcache.core.arguments import as_count, as_instance, short
+from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.kernels cimport (
     KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix, kvc_matrix_format, kvc_matrix_format_of, matmul,
     matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words,
@@ -22,6 +24,8 @@ from kvcache.core.kernels cimport (
 )
 
 __all__ = ["MATRIX_FORMATS", "Matrix", "MatrixFormat"]
+
+cnp.import_array()
 
 MatrixFormat = namedtuple("MatrixFormat", ("name", "bits", "packed", "has_minima", "zero"))
 
@@ -49,6 +53,7 @@ cdef class Matrix:
 
     Attributes:
         format: the name of the format.
+        scratch_bytes: the most bytes of prepared rows that a product has taken so far, and freed when it ended.
     """
 
     def __cinit__(self, rows, columns, format, memory=None):
@@ -94,6 +99,10 @@ cdef class Matrix:
 
     def __len__(self):
         return self.c.rows
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("Matrix: expected no copy and no pickle of it, got a call for one; "
+                        "load it again, or `put` its rows into another one")
 
     def __repr__(self):
         return f"Matrix({self.c.rows}, {self.c.columns}, {self.format!r})"
@@ -224,12 +233,13 @@ cdef class Matrix:
         Args:
             x: float32.
             bias: float32, or None.
-            out: float32 `(n, rows)`, contiguous, for the result; a new array by default.
+            out: float32 `(n, rows)`, C-contiguous, for the result, which shares no memory with x, bias or the weights;
+                a new array by default.
             exact: how x meets packed weights: rounded to 8 bits per group of 32 channels, or to two digits of 8 bits at
                 twice the arithmetic. Weights in floats are always multiplied in float32.
 
         Raises:
-            ValueError: another shape.
+            ValueError: another shape; an `out` of another kind, or that overlaps what is read.
         """
         cdef const float[:, ::1] c_x = np.ascontiguousarray(x, dtype=np.float32)
         cdef const float[::1] c_bias = None
@@ -239,11 +249,16 @@ cdef class Matrix:
             c_bias = np.ascontiguousarray(bias, dtype=np.float32)
             if c_bias.shape[0] != self.c.rows:
                 raise ValueError(f"bias: expected ({self.c.rows},), got ({c_bias.shape[0]},)")
+        shape = (c_x.shape[0], self.c.rows)
         if out is None:
-            out = np.empty((c_x.shape[0], self.c.rows), np.float32)
+            out = np.empty(shape, np.float32)
+        elif not is_plain(out, cnp.NPY_FLOAT32, 2) or out.shape != shape or not cnp.PyArray_ISWRITEABLE(out):
+            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {shape}, got {short(out)}")
+        else:
+            for name, other in (("x", c_x), ("bias", c_bias), ("the weights", self.memory)):
+                if other is not None and overlap(out, np.asarray(other)):
+                    raise ValueError(f"out: expected memory apart from {name}, got the same memory")
         cdef float[:, ::1] c_out = out
-        if c_out.shape[0] != c_x.shape[0] or c_out.shape[1] != self.c.rows:
-            raise ValueError(f"out: expected {(c_x.shape[0], self.c.rows)}, got {(c_out.shape[0], c_out.shape[1])}")
         cdef kvc_matmul_args args
         args.n = c_x.shape[0]
         if args.n == 0:
@@ -255,9 +270,11 @@ cdef class Matrix:
             args.bias = &c_bias[0]
         args.out = &c_out[0, 0]
         args.digits = 2 if exact else 1
-        args.prepared = <unsigned char *>malloc(matmul_scratch_bytes(&args))
+        cdef size_t size = matmul_scratch_bytes(&args)
+        args.prepared = <unsigned char *>malloc(size)
         if args.prepared == NULL:
-            raise MemoryError
+            raise MemoryError(f"no memory for {size} bytes of prepared rows")
+        self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
             matmul(&args, num_threads())
             free(args.prepared)

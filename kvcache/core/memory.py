@@ -1,4 +1,15 @@
-"""How many blocks a limit in bytes allows, and sums of what `memory()` of several objects says."""
+"""How many blocks a limit in bytes allows, and sums of what `memory()` of several objects says.
+
+`memory()` of every engine and cache has the same keys, in bytes:
+
+    weights      engines alone: all matrices and vectors, once
+    kv           K and V of all slots, used or not
+    bookkeeping  tables, pools, orders of eviction, indexes
+    scratch      work memory of the kernels: what attention keeps from call to call, as much as its largest call took,
+                 and of engines the rows that the largest product so far prepared, which it freed when it ended
+
+Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted.
+"""
 
 from __future__ import annotations
 

@@ -6,30 +6,23 @@ Values are checked here, once, before the first byte changes.
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
 from kvcache.core cimport kernels
 from kvcache.core.kernels cimport kvc_format, kvc_run
+from kvcache.core.kvrows cimport STEP, KvRows
+from kvcache.core.mapped cimport MappedMemory
 
 import numpy as np
 
 from kvcache.core.arguments import as_count, as_integer, short
 from kvcache.core.runs import RUN
-from kvcache.errors import OutOfMemoryError
 
 __all__ = ["BlockStore"]
 
 cdef object MOST = 2**31 - 1    # of layers, blocks and heads
 
 cnp.import_array()
-
-cdef extern from "sys/mman.h" nogil:
-    void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
-    int munmap(void *addr, size_t length)
-    int madvise(void *addr, size_t length, int advice)
-    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MADV_HUGEPAGE
-    void *MAP_FAILED
 
 
 def _rotation(rotate, head_dim, quantised):
@@ -58,8 +51,8 @@ cdef class BlockStore:
         OutOfMemoryError: the system refuses the memory (in bytes).
     """
 
-    def __init__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
-                 value_dtype="f32", rotate="auto"):
+    def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
+                  value_dtype="f32", rotate="auto"):
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
         cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
         # Python ints: products of NumPy's wrap around or raise OverflowError.
@@ -74,26 +67,9 @@ cdef class BlockStore:
                                _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
                                _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:
             raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}")
-        self.num_layers, self.num_blocks = num_layers, num_blocks
+        self.num_layers = num_layers
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
-        size = int(self.layout.block_bytes) * num_blocks * num_layers
-        cdef void *arena = MAP_FAILED
-        if size < 1 << 62:
-            self.arena_bytes = size
-            # Zero bytes cannot be mapped; a store without blocks is allowed.
-            arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-        if arena == MAP_FAILED:
-            raise OutOfMemoryError(size, 0, "bytes")
-        madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
-        self.arena = <unsigned char *>arena
-        self.written_slots = <uint16_t *>calloc(max(num_blocks, 1), sizeof(uint16_t))
-        if self.written_slots == NULL:
-            raise OutOfMemoryError(2 * num_blocks, 0, "bytes")
-
-    def __dealloc__(self):
-        if self.arena != NULL:
-            munmap(self.arena, max(self.arena_bytes, <size_t>1))
-        free(self.written_slots)
+        self._take(self.memory_for(num_blocks), num_blocks)
 
     # -- shape ----------------------------------------------------------------------------------------------
 
@@ -140,7 +116,7 @@ cdef class BlockStore:
         Raises:
             ValueError: NaN, an infinity, or a magnitude that the format cannot hold; names where.
         """
-        self.check_values_(keys, values)
+        self.check_values_(KvRows(keys, values))
 
     def write(self, layer, runs, keys, values):
         """Store rows at `runs`.
@@ -148,21 +124,19 @@ cdef class BlockStore:
         Args:
             layer: in [0, num_layers).
             runs: dtype `RUN` `(r,)`.
-            keys, values: float32 `(n, num_heads, head_dim)`, n the slots in `runs`.
+            keys, values: `(n, num_heads, head_dim)` as `KvRows` takes them, n the slots in `runs`.
 
         Raises:
             IndexError, ValueError: no such layer; runs outside the arena, another number of rows; values that
                 the format cannot hold.
         """
         cdef const kvc_run[::1] view = self.runs_(runs, keys.shape[0])
-        cdef const float[:, :, ::1] k = keys
-        cdef const float[:, :, ::1] v = values
+        cdef KvRows rows = KvRows(keys, values)
         cdef unsigned char *base = self.layer_base(layer)
-        self.check_values_(k, v)
+        self.check_values_(rows)
         if view.shape[0]:
-            self.note_written_(&view[0], view.shape[0])
             with nogil:
-                kernels.write_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+                self.write_(base, &view[0], view.shape[0], rows)
 
     def read(self, layer, runs):
         """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32 `(n, num_heads, head_dim)` each.
@@ -240,7 +214,7 @@ cdef class BlockStore:
         cdef cnp.npy_intp shape[2]
         shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layout.block_bytes
         cdef cnp.ndarray view = cnp.PyArray_SimpleNewFromData(2, shape, cnp.NPY_UINT8, self.layer_base(layer))
-        cnp.set_array_base(view, self)
+        cnp.set_array_base(view, self.memory)
         view.flags.writeable = False
         return view
 
@@ -257,12 +231,37 @@ cdef class BlockStore:
         views = []
         for layer in range(self.num_layers):
             view = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_UINT8, self.layer_base(layer) + block * size)
-            cnp.set_array_base(view, self)
+            cnp.set_array_base(view, self.memory)
             views.append(view)
         self.written_slots[block] = <uint16_t>self.layout.block_size
         return views
 
     # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef MappedMemory memory_for(self, num_blocks):
+        num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
+        return MappedMemory(self.block_bytes * num_blocks + int(sizeof(uint16_t)) * num_blocks)
+
+    cdef void _take(self, MappedMemory memory, int32_t num_blocks):
+        self.memory, self.arena, self.num_blocks = memory, memory.bytes, num_blocks
+        # Behind the blocks, whose sizes are even.
+        self.written_slots = <uint16_t *>(
+            memory.bytes + <size_t>self.num_layers * <size_t>num_blocks * self.layout.block_bytes)
+
+    cdef void move_to(self, MappedMemory memory, int32_t num_blocks):
+        cdef MappedMemory old = self.memory
+        cdef const uint16_t *written = self.written_slots
+        cdef size_t size = self.layout.block_bytes, old_bytes = self.num_blocks * size, offset
+        cdef int32_t layer, block, count = self.num_blocks
+        self._take(memory, num_blocks)
+        with nogil:
+            for layer in range(self.num_layers):
+                for block in range(count):
+                    if written[block]:    # the others are zero
+                        offset = block * size
+                        memcpy(self.layer_base_(layer) + offset, old.bytes + layer * old_bytes + offset, size)
+                old.give_back(layer * old_bytes, (layer + 1) * old_bytes)
+            memcpy(self.written_slots, written, count * sizeof(uint16_t))
 
     cdef object new_rows(self, int64_t n):
         return np.empty((n, self.layout.num_heads, self.layout.head_dim), np.float32)
@@ -284,6 +283,9 @@ cdef class BlockStore:
     cdef unsigned char *layer_base(self, int64_t layer) except NULL:
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer: expected an int in [0, {self.num_layers}), got {layer}")
+        return self.layer_base_(layer)
+
+    cdef unsigned char *layer_base_(self, int64_t layer) noexcept nogil:
         return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
 
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil:
@@ -317,27 +319,41 @@ cdef class BlockStore:
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
-    cdef int check_values_(self, const float[:, :, ::1] keys, const float[:, :, ::1] values) except -1:
-        cdef int64_t n = keys.shape[0] * keys.shape[1] * keys.shape[2], bad = -1, row
-        if keys.shape[0] != values.shape[0] or keys.shape[1] != self.layout.num_heads \
-                or keys.shape[2] != self.layout.head_dim or values.shape[1] != keys.shape[1] \
-                or values.shape[2] != keys.shape[2]:
+    cdef int check_values_(self, KvRows rows) except -1:
+        cdef int64_t bad, row
+        cdef kvc_format format
+        cdef int side
+        if rows.num_heads != self.layout.num_heads or rows.head_dim != self.layout.head_dim:
             raise ValueError(f"rows: expected shape (n, {self.layout.num_heads}, {self.layout.head_dim}) of both, got "
-                             f"{np.shape(keys)} and {np.shape(values)}")
-        if n == 0:
+                             f"{np.shape(rows.keys)} and {np.shape(rows.values)}")
+        if rows.count == 0:
             return 0
-        for what, name in ((0, "keys"), (1, "values")):
+        for side in range(2):
+            format = self.layout.value_format if side else self.layout.key_format
             with nogil:
-                if what == 0:
-                    bad = kernels.check_representable(&keys[0, 0, 0], n, self.layout.key_format)
-                else:
-                    bad = kernels.check_representable(&values[0, 0, 0], n, self.layout.value_format)
+                bad = rows.first_bad(side, format)
             if bad >= 0:
-                row = bad // (keys.shape[1] * keys.shape[2])
-                value = np.asarray(keys if what == 0 else values).reshape(-1)[bad]
-                dtype = self.key_dtype if what == 0 else self.value_dtype
-                most = kernels.kvc_format_of(
-                    self.layout.key_format if what == 0 else self.layout.value_format).largest.decode()
+                row = bad // (self.layout.num_heads * self.layout.head_dim)
+                value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.layout.head_dim)]
+                name, dtype = ("values", self.value_dtype) if side else ("keys", self.key_dtype)
+                most = kernels.kvc_format_of(format).largest.decode()
                 raise ValueError(f"{name}: expected values that {dtype} can hold, up to {most}, "
-                                 f"got {value} in row {row}")
+                                 f"got {np.float32(value)} in row {row}")
         return 0
+
+    cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil:
+        cdef kvc_run part
+        cdef int64_t i, n, row = 0
+        self.note_written_(runs, num_runs)
+        if rows.plain:
+            kernels.write_runs(&self.layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
+                               rows.rows(1, 0, rows.count))
+            return
+        for i in range(num_runs):    # in pieces that end with tiles
+            part = runs[i]
+            while part.first < runs[i].stop:
+                part.stop = <uint16_t>min(<int>runs[i].stop, (part.first // STEP + 1) * STEP)
+                n = part.stop - part.first
+                kernels.write_runs(&self.layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n))
+                row += n
+                part.first = part.stop

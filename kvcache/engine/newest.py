@@ -59,7 +59,7 @@ class NewestGroups:
         return num_blocks * residual.empty_cache(0, size).block_memory_bytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes of K and V, "kv", and of the "bookkeeping"."""
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
         return total(self._paged.memory(), self.cache.memory())
 
     def keep(self, text: Tokens, namespace: Hashable) -> None:

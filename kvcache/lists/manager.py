@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Literal as L
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from kvcache.core.arguments import (
 )
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.strip import bar
 from kvcache.eviction import MAX_LAYERS, pyramid_budgets
 from kvcache.lists.config import KVCacheConfig
 from kvcache.lists.kept_tokens import add_to_all, evict_from_all
@@ -119,14 +121,15 @@ class CacheManager:
         return sum(entries.nbytes for entries in self._layers.values())
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all slots, used or not, and "bookkeeping", the lists of entries.
+        """Bytes: "kv" of all slots, used or not, "bookkeeping" of the lists of entries, "scratch" of attention.
 
         A list has slots for its share of `max_seq_len` when it is added, and the share shrinks when others are added.
         """
         with self._lock:
             lists = self._layers.values()
             kv = sum(entries.store.nbytes for entries in lists)
-            return {"kv": kv, "bookkeeping": sum(entries.nbytes for entries in lists) - kv}
+            bookkeeping = sum(entries.nbytes for entries in lists) - kv
+            return {"kv": kv, "bookkeeping": bookkeeping, "scratch": sum(entries.scratch_bytes for entries in lists)}
 
     def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
         """The maximum number of entries of `layer_idx` out of `total_layers` layers under PyramidKV.
@@ -233,14 +236,25 @@ class CacheManager:
             entries = self._layers.get(index)
             return np.empty(0, np.int64) if entries is None else entries.kept.positions()
 
+    @overload
     def attention(
-        self,
-        queries: npt.ArrayLike,
-        layer_idx: int = 0,
-        return_scores: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Any:
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: L[False] = False, *, scale: float | None = None
+    ) -> Float32: ...
+    @overload
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int = 0, *, return_scores: L[True], scale: float | None = None
+    ) -> tuple[Float32, Float32]: ...
+    @overload
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int, return_scores: L[True], *, scale: float | None = None
+    ) -> tuple[Float32, Float32]: ...
+    @overload
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None
+    ) -> Float32 | tuple[Float32, Float32]: ...
+    def attention(
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None
+    ) -> Float32 | tuple[Float32, Float32]:
         """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
         Causal: the last query has the position of the last entry, the query before it that of the entry before, and so
@@ -366,6 +380,10 @@ class CacheManager:
                 self._layers[i].check(self._policy.rule(share))
 
     __reduce_ex__ = refuse_copies("append its entries to another manager")
+
+    def _repr_html_(self) -> str:
+        """The entries of all lists."""
+        return bar(repr(self), "entries", len(self), self._config.max_seq_len)
 
     def __repr__(self) -> str:
         c = self._config

@@ -54,6 +54,11 @@ class TokenList:
         """Bytes of all slots, used or not, and of the entries."""
         return self.store.nbytes + self.kept.nbytes
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that attention keeps from call to call."""
+        return self._attention.nbytes
+
     def append(self, keys: Float32, values: Float32, rule: Rule) -> None:
         """Add rows `(n, num_heads, head_dim)`; each is followed by the evictions it makes necessary.
 

@@ -40,6 +40,11 @@ class MatrixStack:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The most bytes that a product of one part has taken so far."""
+        return max(part.scratch_bytes for part in self.parts)
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -6,7 +6,7 @@ queries for a shorter distance to the sinks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -141,6 +141,10 @@ class StreamingModel(Protocol):
 
 
 def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
-    """How each layer of a network attends."""
+    """How each layer of a network attends. A window of all positions or more is none."""
+    config = model.config
     found = getattr(model, "attention", None)
-    return (LayerAttention(),) * model.config.num_layers if found is None else tuple(found)
+    if found is None:
+        return (LayerAttention(),) * config.num_layers
+    most = config.max_position_embeddings
+    return tuple(replace(each, window=None) if each.window and each.window >= most else each for each in found)

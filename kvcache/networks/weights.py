@@ -149,6 +149,11 @@ class Weights:
         """Bytes of all weights; those that two names share count once."""
         return sum({id(array): array.nbytes for array in self.arrays()}.values())
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The most bytes that a product with one of the matrices has taken so far, and freed when it ended."""
+        return max(array.scratch_bytes for array in self.arrays() if not isinstance(array, np.ndarray))
+
 
 class _Loader:
     """One load: plans all matrices, allocates them together, and fills one after another."""

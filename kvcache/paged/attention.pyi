@@ -8,6 +8,8 @@ from kvcache.paged.tables import BlockTables
 
 class SequenceAttention:
     def __init__(self, lock: CallLock, store: BlockStore, table: BlockTables) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
     def over(
         self,
         layer: int,

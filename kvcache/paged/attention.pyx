@@ -34,6 +34,11 @@ cdef class SequenceAttention:
     def __cinit__(self, CallLock lock not None, BlockStore store not None, BlockTables table not None):
         self.lock, self.table, self.attention = lock, table, Attention(store)
 
+    @property
+    def nbytes(self):
+        """Bytes of scratch that are kept from call to call."""
+        return self.attention.nbytes
+
     def over(self, int64_t layer, queries, seq_ids, query_lens, scale, sink_queries, out, bint return_scores,
              context_lens, bint return_lse):
         """Causal attention of several sequences in one call; counts as an access.
@@ -60,11 +65,11 @@ cdef class SequenceAttention:
                                 ("context_lens", shown)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
-        cdef unsigned char *base = attention.store.layer_base(layer)
         self.lock.enter()
         try:
-            return self._attend(base, q, sinks, ids, lens, shown, factor, result, result if out is None else out,
-                                return_scores, return_lse)
+            # With the lock held: growing moves the blocks.
+            return self._attend(attention.store.layer_base(layer), q, sinks, ids, lens, shown, factor, result,
+                                result if out is None else out, return_scores, return_lse)
         finally:
             self.lock.leave()
 

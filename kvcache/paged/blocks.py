@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_indices
+from kvcache.core.arguments import as_indices, as_stored
+from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
 from kvcache.core.store import BlockStore
@@ -15,7 +16,6 @@ from kvcache.errors import BlockNotFoundError
 
 __all__ = ["PagedBlocks"]
 
-Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 
@@ -28,6 +28,8 @@ class PagedBlocks:
     Attributes:
         holders: what holds references on the blocks (sequences, prefix caches), each a function that counts them,
             `() -> int32 (num_blocks,)`.
+        reserves: what keeps records of the blocks (prefix caches), each a function that makes room for the records of
+            so many blocks before the pool grows; MemoryError: nothing has changed.
     """
 
     def __init__(self, store: BlockStore) -> None:
@@ -35,6 +37,7 @@ class PagedBlocks:
         self.pool = BlockPool(store.num_blocks)
         self.lock = CallLock()
         self.holders: list[Callable[[], Int32]] = []
+        self.reserves: list[Callable[[int], None]] = []
 
     def as_ids(self, block_ids: npt.ArrayLike, name: str = "block_ids") -> Int32:
         """Block ids as int32 `(n,)`.
@@ -49,10 +52,10 @@ class PagedBlocks:
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
 
-    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> tuple[Float32, Float32]:
-        """K and V as float32 `(n, num_heads, head_dim)`. TypeError, ValueError: not such arrays."""
+    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
+        """K and V `(n, num_heads, head_dim)` as they are. TypeError, ValueError: not such arrays of floats."""
         shape = None, self.store.num_heads, self.store.head_dim
-        return as_floats(keys, shape, "keys"), as_floats(values, shape, "values")
+        return KvRows(as_stored(keys, shape, "keys"), as_stored(values, shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """See `PagedKvCache.copy_blocks`."""

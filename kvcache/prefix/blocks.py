@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from kvcache.prefix.block_rows import checked_rows
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
 from kvcache.prefix.indexed import IndexedCache
-from kvcache.prefix.lookups import FoundBlocks, cached_block
+from kvcache.prefix.lookups import FoundBlocks, Lookup, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.source import Source
 from kvcache.trie.policy import Policy
@@ -89,8 +88,8 @@ class PrefixCache(IndexedCache):
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
         """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
 
-        `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
-        needs room.
+        `max_blocks`, by default all, also those that `grow` adds, is the most that it may name; evict them with
+        `evict` when the paged cache needs room.
 
         Raises:
             TypeError, ValueError: not an integer; negative.
@@ -98,11 +97,14 @@ class PrefixCache(IndexedCache):
         if not isinstance(paged, PagedKvCache):
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
-        most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
-        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
+        most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
+        with paged._blocks.lock:  # no `grow` before the records of its blocks are known
+            cache._own(paged._blocks, paged.head_dim, most, policy, shared=True)
         return cache
 
-    def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool) -> None:
+    def _own(
+        self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None, *, shared: bool
+    ) -> None:
         self._cached, self._blocks, self._shared = CachedBlocks(blocks, head_dim, max_blocks, policy), blocks, shared
         self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
 
@@ -117,11 +119,11 @@ class PrefixCache(IndexedCache):
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
-    def lookup(self, token_ids: Any, namespace: Hashable = None) -> tuple[int, Sequence[CacheBlock]]:
+    def lookup(self, token_ids: Any, namespace: Hashable = None) -> Lookup:
         """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
 
         Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
-        asked for.
+        asked for. `with cache.lookup(tokens) as blocks:` releases them all at its end, and `release` none of them.
         """
         ids = as_tokens(token_ids)
         with self._lock:
@@ -129,7 +131,7 @@ class PrefixCache(IndexedCache):
             claim = self._cached.index.claim(ids, namespace, whole=True)
             blocks = FoundBlocks(self._cached, ids, claim) if claim.num_held else []
             claim.hold_each()
-            return len(blocks) * self.block_size, blocks
+            return Lookup(len(blocks) * self.block_size, blocks)
 
     def release(self, index: int) -> None:
         """Release a block that `lookup` returned; during another call of this thread, when that call ends.
@@ -150,6 +152,15 @@ class PrefixCache(IndexedCache):
             claim = self._cached.index.claim(ids, namespace)
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
+
+    def peek(self, token_ids: Any, namespace: Hashable = None) -> int:
+        """How many of the first tokens are cached, those of a block that matches in part included.
+
+        Neither a use of the blocks nor counted in `stats`; a `source` is not asked.
+        """
+        ids = as_tokens(token_ids)
+        with self._lock:
+            return int(self._cached.index.find(ids, namespace).length)
 
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; during another call, when that call ends. A second call does nothing."""
@@ -322,12 +333,13 @@ class PrefixCache(IndexedCache):
         return len(self) * self._store.block_bytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all blocks of the pool, and "bookkeeping", the index and the pool's records.
+        """Bytes: "kv" of all blocks of the pool, "bookkeeping" of the index and the pool's records, and "scratch": 0.
 
         Over the blocks of a `PagedKvCache` "kv" is 0: `memory` of that cache counts them.
         """
         with self._lock:
-            return {"kv": 0 if self._shared else self._store.nbytes, "bookkeeping": self._bookkeeping()}
+            kv = 0 if self._shared else self._store.nbytes
+            return {"kv": kv, "bookkeeping": self._bookkeeping(), "scratch": 0}
 
     def _bookkeeping(self) -> int:
         return self._index.nbytes + (0 if self._shared else self._pool.nbytes + self._store.bookkeeping)
@@ -338,7 +350,7 @@ class PrefixCache(IndexedCache):
             index = self._index
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
-                index.hit_tokens, index.lookup_tokens, MappingProxyType(index.reasons),
+                index.hit_tokens, index.lookup_tokens, index.reasons,
                 self._bookkeeping(),
             )  # fmt: skip
 

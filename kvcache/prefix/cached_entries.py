@@ -84,7 +84,8 @@ class CachedEntries:
         """See `PrefixKvCache.memory`."""
         kinds = [kind for kind in self.index.kinds if isinstance(kind, RowSlots)]
         records = sum(pool.nbytes for kind in kinds for pool in kind.pools)
-        return {"kv": sum(kind.rows.nbytes for kind in kinds), "bookkeeping": self.index.nbytes + records}
+        kv = sum(kind.rows.nbytes for kind in kinds)
+        return {"kv": kv, "bookkeeping": self.index.nbytes + records, "scratch": 0}
 
     def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:
         """OutOfMemoryError unless `n` tokens, `old` of them stored, fit after every other entry is evicted."""

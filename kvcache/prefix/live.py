@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_count, as_flat, as_floats, as_integer
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.strip import bar
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 
@@ -373,6 +374,10 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     __reduce_ex__ = refuse_copies("`snapshot` copies its content")
 
+    def _repr_html_(self) -> str:
+        """The tokens that are written."""
+        return bar(repr(self), "tokens", self.seq_len, self.max_seq_len)
+
     def __repr__(self) -> str:
         tokens = f"{self.seq_len} of {self.max_seq_len} tokens"
         return f"KvCache({self.num_layers} layers, {tokens}, kv_dim {self.kv_dim}, num_heads {self.num_heads})"
@@ -382,8 +387,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return self
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", the two arrays, and "bookkeeping", which is 0."""
-        return {"kv": self._keys.nbytes + self._values.nbytes, "bookkeeping": 0}
+        """Bytes: "kv" of the two arrays; "bookkeeping" and "scratch" are 0."""
+        return {"kv": self._keys.nbytes + self._values.nbytes, "bookkeeping": 0, "scratch": 0}
 
     def stats(self) -> CacheHandleStats:
         """Memory and tokens; `last_access` is the number of tokens written, since a `KvCache` has no other clock."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.copying import refuse_copies
 from kvcache.errors import BlockNotFoundError
 from kvcache.prefix.block_rows import read_block
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.sessions import CacheBlock
 from kvcache.prefix.slots import Claim
 
-__all__ = ["FoundBlocks", "cached_block"]
+__all__ = ["FoundBlocks", "Lookup", "cached_block"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -58,13 +59,23 @@ class FoundBlocks(Sequence[CacheBlock]):
 
     def __init__(self, cached: CachedBlocks, tokens: npt.NDArray[np.uint32], claim: Claim) -> None:
         self._cached, self._clock = cached, cached.index.clock
-        self._indices = claim.pages[: claim.num_held]
+        self._indices = claim.pages[: claim.num_held].copy()
+        self._to_release = self._indices.copy()
         self._tokens = tokens[: len(self._indices) * cached.store.block_size].copy()
         self._made: dict[int, CacheBlock] = {}
         self._held: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    def release(self) -> None:
+        """End this lookup's hold on every block; a second call does nothing."""
+        self._cached.lock.when_free(lambda: self._cached.slots.release_each(self._to_release))
+
+    __reduce_ex__ = refuse_copies("a list of its blocks can be copied")
+
+    def __repr__(self) -> str:
+        return f"FoundBlocks({len(self)} blocks of {self._cached.store.block_size} tokens)"
 
     @overload
     def __getitem__(self, i: int) -> CacheBlock: ...
@@ -82,3 +93,22 @@ class FoundBlocks(Sequence[CacheBlock]):
                     self._held = self._cached.slots.counts()[self._indices]
             self._made[i] = block_of(self._cached, index, int(self._held[i]), self._clock, tokens)
         return self._made[i]
+
+
+class Lookup(NamedTuple):
+    """What a lookup found, and a context manager: `with` gives `blocks`, which it releases at its end.
+
+    Attributes:
+        matched_len: tokens of the blocks.
+        blocks: in the order of the prompt.
+    """
+
+    matched_len: int
+    blocks: Sequence[CacheBlock]
+
+    def __enter__(self) -> Sequence[CacheBlock]:
+        return self.blocks
+
+    def __exit__(self, *exception: object) -> None:
+        if isinstance(self.blocks, FoundBlocks):
+            self.blocks.release()

@@ -75,6 +75,9 @@ class LeasedState(CachedKvState):
     def values(self) -> list[Float32]:
         return self._read(1)
 
+    def __reduce__(self) -> tuple[type[CachedKvState], tuple[list[Float32], list[Float32], int]]:
+        return CachedKvState, (self.keys, self.values, self.seq_len)
+
     def _read(self, side: int) -> list[Float32]:
         """Read-only: views that keep the claim where the rows lie there as float32 together, else copies."""
         layers, slots, rows = [], self._claim.pages, self._rows

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +71,10 @@ class CacheBlock:
     def memory_bytes(self) -> int:
         """Bytes of K and V of all layers as float32."""
         return 2 * 4 * self._floats
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._content()  # a copy has K and V of its own; BlockNotFoundError as by `keys`
+        return {name: value for name, value in self.__dict__.items() if name != "_read"}
 
     def __repr__(self) -> str:
         return f"CacheBlock(index={self.index}, {len(self.token_ids)} tokens, {self.memory_bytes} bytes)"
@@ -171,3 +177,10 @@ class PrefixCacheStats:
     lookup_tokens: int
     miss_reasons: Mapping[str, int]
     bookkeeping_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "miss_reasons", MappingProxyType(dict(self.miss_reasons)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self), tuple((content | {"miss_reasons": dict(self.miss_reasons)}).values())

@@ -54,10 +54,10 @@ cdef class Slots:
     cdef readonly int32_t page_size    # tokens
     cdef readonly Py_ssize_t num_waiting
     cdef public object source          # what pages that wait are fetched from; None: none waits
-    cdef page_t *pages                 # (num_pages,)
-    cdef uint32_t *tokens              # (num_pages, page_size) what each page covers
-    cdef int32_t *table                # (groups, num_pages) slots, -1 is none; NULL with one group
-    cdef Py_ssize_t num_pages
+    cdef page_t *pages                 # (num_records,)
+    cdef uint32_t *tokens              # (num_records, page_size) what each page covers
+    cdef int32_t *table                # (groups, pool.num_blocks) slots, -1 is none; NULL with one group
+    cdef Py_ssize_t num_records        # at least the pages of the pool
     cdef claim_t *claims
     cdef claim_t *dropped
     cdef TokenTrie trie                # the trie of the parked leaves
@@ -66,6 +66,7 @@ cdef class Slots:
     # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
     cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
+    cdef void end_lookup(self, int32_t id) noexcept          # the hold of one lookup on a page
     cdef void end_claim(self, claim_t *claim) noexcept       # release its pages and its pin
     cdef void unpin(self, int32_t page) noexcept
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept

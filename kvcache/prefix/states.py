@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_bytes, as_integer
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock
+from kvcache.core.strip import bar
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError
 from kvcache.prefix.cached_entries import CachedEntries
@@ -214,7 +215,7 @@ class PrefixKvCache(IndexedCache):
             return self._cached.used_bytes()
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv", K and V of all slots, those that wait for tokens included, and "bookkeeping", the index.
+        """Bytes: "kv" of all slots, those that wait for tokens included, "bookkeeping" of the index, and "scratch": 0.
 
         Slots double as they are needed, up to `max_memory_bytes`; of quantised formats they come in blocks of 64. The
         system maps their memory at the first write.
@@ -223,6 +224,10 @@ class PrefixKvCache(IndexedCache):
             return self._cached.memory()
 
     __reduce_ex__ = refuse_copies("`save` writes its entries to a file")
+
+    def _repr_html_(self) -> str:
+        """The bytes of K and V that entries and states take."""
+        return bar(repr(self), "bytes", self.memory_usage, int(self.config.max_memory_bytes))
 
     def __repr__(self) -> str:
         stats, limits = self.stats(), self.config

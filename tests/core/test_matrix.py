@@ -260,6 +260,7 @@ def test_sizes():
 
 
 F16 = np.ones((2, 2), np.float16)
+ONE = np.ones((1, 64), np.float32)
 MISTAKES = [
     (lambda m: Matrix(0, 1, "f32"), ValueError, "rows: expected"),
     (lambda m: Matrix(1, 2**62, "q8_0"), ValueError, r"rows, columns: expected less than 2\*\*58 weights"),
@@ -278,7 +279,16 @@ MISTAKES = [
     (lambda m: m.put_codes(0, np.ones((1, 64), np.uint8), F16[:1], None), TypeError, "minima: expected"),
     (lambda m: m.multiply(np.ones((1, 63), np.float32)), ValueError, r"x: expected \(n, 64\), got \(1, 63\)"),
     (lambda m: m.multiply(np.ones((1, 64), np.float32), np.ones(3, np.float32)), ValueError, r"bias: expected \(2,\)"),
-    (lambda m: m.multiply(np.ones((1, 64), np.float32), out=np.ones((1, 3), np.float32)), ValueError, "out: expected"),
+    *(
+        (lambda m, out=out: m.multiply(ONE, out=out), ValueError, r"out: expected C-contiguous, writeable float32 of ")
+        for out in (
+            np.ones((1, 3), np.float32),
+            np.ones((2, 1), np.float32).T[:, ::-1],
+            np.ones((1, 2)),
+            np.broadcast_to(np.float32(0), (1, 2)),
+            [[1.0, 1.0]],
+        )
+    ),
 ]
 
 
@@ -299,3 +309,29 @@ def test_minima_of_a_format_without(format):
         Matrix(1, 64, format).put_codes(0, np.ones((1, 64), np.int8), F16[:1], F16[:1])
     with pytest.raises(ValueError, match="codes: expected a matrix of a packed format, got f32"):
         Matrix(1, 64, "f32").codes(0)
+
+
+@pytest.mark.parametrize("format", MATRIX_FORMATS)
+def test_results_over_what_is_read(rng, format):
+    """Refused, and nothing is written; next to it they are written."""
+    n, rows, columns = 3, 32, 64
+    buffer = rng.standard_normal(n * rows + n * columns + rows).astype(np.float32)
+    out, rest = buffer[: n * rows].reshape(n, rows), buffer[n * rows :]
+    x, bias = rest[: n * columns].reshape(n, columns), rest[n * columns :]
+    matrix = matrix_of(normal(rng, rows, columns), format)
+    want = matrix.multiply(x, bias)
+    assert matrix.multiply(x, bias, out=out) is out
+    np.testing.assert_array_equal(out, want)
+    before = buffer.copy()
+    for name, begin in (("x", n * rows - 1), ("x", 0), ("bias", n * rows)):
+        over = buffer[begin : begin + n * columns].reshape(n, columns) if name == "x" else x
+        other = bias if name == "x" else buffer[n * rows - rows : n * rows]
+        with pytest.raises(ValueError, match=f"^out: expected memory apart from {name}, got the same memory$"):
+            matrix.multiply(over, other, out=out)
+    np.testing.assert_array_equal(buffer, before)
+    memory = np.zeros(Matrix.num_bytes(rows, columns, format), np.uint8)
+    matrix = Matrix(rows, columns, format, memory=memory)
+    inside = memory[-4 * rows :].view(np.float32).reshape(1, rows)
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from the weights, got the same memory$"):
+        matrix.multiply(np.ones((1, columns), np.float32), out=inside)
+    assert not memory.any()

@@ -49,6 +49,21 @@ def test_case_1_a_new_block() -> None:
     assert not np.any(block.keys[1])
 
 
+def test_blocks_of_a_lookup_are_released_at_the_end_of_with() -> None:
+    cache = small()
+    cache.store(EIGHT, 0, [pair(), pair()])
+    lookup = cache.lookup(EIGHT)
+    with lookup as blocks:
+        assert (lookup.matched_len, len(blocks), cache.pinned_blocks) == (8, 2, 2)
+    assert cache.pinned_blocks == 0
+    cache.lookup(A)
+    with lookup:  # released already: what the other lookup holds stays held
+        pass
+    assert cache.pinned_blocks == 1
+    with cache.lookup(B) as none:
+        assert none == []
+
+
 def test_case_2_and_4_insert_and_lookup() -> None:
     cache = small()
     assert cache.insert(EIGHT, 0, *pair()) == 0

@@ -140,6 +140,14 @@ class SharedBlocksMachine(RuleBasedStateMachine):
             self.naive.pins.append((root, head))
             self.held.append(Held(root, head, [block.index], (root, head), block=block))
 
+    @rule(root=ROOTS, tokens=TEXT)
+    def lookup_inside_with(self, root: int, tokens: Tokens) -> None:
+        blocks = self.matched(root, tokens)
+        with self.cache.lookup(tokens, NAMES[root]) as found:
+            assert [block.index for block in found] == blocks
+            counts = self.cache._slots.counts()[blocks]
+        np.testing.assert_array_equal(self.cache._slots.counts()[blocks], counts - 1)
+
     @precondition(lambda self: self.held)
     @rule(choice=PICK, drop=st.booleans())
     def let_go(self, choice: int, drop: bool) -> None:

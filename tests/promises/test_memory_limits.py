@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from contents import pairs, state
+from kvcache.engine.linear import MatrixStack
 from prefix_engines import GREEDY, prompt
 
 from kvcache import (
@@ -22,8 +23,9 @@ from kvcache import (
 )
 from kvcache.core.arguments import as_bytes
 from kvcache.core.kernels import FORMATS
+from kvcache.core.matrix import MATRIX_FORMATS, Matrix
 
-KEYS = {"kv", "bookkeeping"}
+KEYS = {"kv", "bookkeeping", "scratch"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_a_manager_within_a_number_of_bytes(bits, head_dim, rng):
     limit = 3 * block - 1
     config = KVCacheConfig(num_heads=2, head_dim=head_dim, quantization_bits=bits, max_memory_bytes=limit)
     manager = CacheManager(config)
-    assert (config.max_seq_len, manager.memory()) == (128, {"kv": 0, "bookkeeping": 0})
+    assert (config.max_seq_len, manager.memory()) == (128, dict.fromkeys(KEYS, 0))
     manager.append(*row)
     assert len(manager) == 128
     assert manager.memory()["kv"] == manager.memory_bytes == 2 * block <= limit
@@ -178,12 +180,13 @@ def test_states_within_bytes_beside_a_config():
 def test_bookkeeping_of_a_prefix_cache():
     own = PrefixCache(8, 4, 2, 1, 8)
     own.store(range(32), 0, pairs(None, np.arange(32), 4, 1, 8))
-    assert own.memory() == {"kv": 8 * 4 * 8 * 4 * 2 * 2, "bookkeeping": own.stats().bookkeeping_bytes}
+    assert own.memory() == {"kv": 8 * 4 * 8 * 4 * 2 * 2, "bookkeeping": own.stats().bookkeeping_bytes, "scratch": 0}
     pool = PagedKvCache(8, 4, 1, 8)
     over = PrefixCache.over(pool)
-    assert pool.memory() == {"kv": pool.total_memory_bytes, "bookkeeping": pool.stats().bookkeeping_bytes}
-    assert over.memory() == {"kv": 0, "bookkeeping": over.stats().bookkeeping_bytes}
-    assert KvCache(2, 5, 8).memory() == {"kv": 2 * 5 * 8 * 4 * 2, "bookkeeping": 0}
+    bookkeeping = pool.stats().bookkeeping_bytes
+    assert pool.memory() == {"kv": pool.total_memory_bytes, "bookkeeping": bookkeeping, "scratch": 0}
+    assert over.memory() == {"kv": 0, "bookkeeping": over.stats().bookkeeping_bytes, "scratch": 0}
+    assert KvCache(2, 5, 8).memory() == {"kv": 2 * 5 * 8 * 4 * 2, "bookkeeping": 0, "scratch": 0}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
@@ -256,5 +259,35 @@ def test_every_engine_and_cache_has_the_same_keys(network):
     assert memory["weights"] == alone["weights"]
     assert memory["kv"] > alone["kv"] + 64 * cached.inner.cache.block_memory_bytes
     assert memory["bookkeeping"] > inner.memory()["bookkeeping"] + cached.cache_stats().bookkeeping_bytes
+    assert memory["scratch"] >= network.weights.scratch_bytes > 0  # attention of the engine's own cache beside it
     others = (paged(num_blocks=2), blocks(num_blocks=2), PrefixKvCache(), KvCache(1, 2, 8))
     assert all(set(each.memory()) == KEYS for each in (*others, CacheManager(KVCacheConfig(4, 1, 8))))
+
+
+def test_scratch_is_what_attention_keeps(rng):
+    cache = PagedKvCache(64, 16, num_heads=2, head_dim=64)
+    cache.allocate_batch([1, 2], [100, 900])
+    sizes = [cache.memory()["scratch"]]
+    for seq_id, queries in ((1, 1), (2, 1), (2, 256), (1, 1)):
+        cache.attention(0, rng.standard_normal((queries, 8, 64), np.float32), [seq_id], query_lens=[queries])
+        sizes.append(cache.memory()["scratch"])
+    assert sizes == sorted(sizes)  # it grows to the largest call, and is kept
+    assert 0 == sizes[0] < sizes[1] < sizes[3] == sizes[4]
+    manager = CacheManager(KVCacheConfig(64, 2, 64))
+    manager.append(*rng.standard_normal((2, 5, 128), np.float32))
+    assert manager.memory()["scratch"] == 0
+    manager.attention(rng.standard_normal((1, 2, 64), np.float32))
+    assert manager.memory()["scratch"] > 0
+
+
+@pytest.mark.parametrize("format", MATRIX_FORMATS)
+def test_scratch_of_products_is_that_of_the_largest(format, rng):
+    one, two = Matrix(16, 64, format), Matrix(32, 64, format)
+    stack = MatrixStack([one, two])
+    assert (one.scratch_bytes, stack.scratch_bytes) == (0, 0)
+    for rows in (1, 7, 3):
+        stack.multiply(rng.standard_normal((rows, 64), np.float32))
+    most = 7 * (2 * (32 + 8) if MATRIX_FORMATS[format].packed else 64 * 4)
+    assert one.scratch_bytes == stack.scratch_bytes == most
+    one.multiply(rng.standard_normal((20, 64), np.float32))
+    assert one.scratch_bytes == stack.scratch_bytes > two.scratch_bytes == most

@@ -27,7 +27,7 @@ from kvcache import (
     PrefixCachedEngine,
     PrefixKvCache,
 )
-from kvcache.core.strip import strip
+from kvcache.core.strip import bar, strip
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -84,7 +84,9 @@ def test_reprs(paged, state, entries, live, network):
     assert repr(cached.prefix_cache).startswith("PrefixAwarePrefill(")
     with cached.prefix_cache.prepare([*range(36), 0])[0] as session:
         assert repr(session) == "CacheSession(32 tokens in 2 blocks, 4 tokens of block 2)"
-    _, (block, *_) = cached.prefix_cache.cache.lookup(range(20))
+    _, found = cached.prefix_cache.cache.lookup(range(20))
+    assert repr(found) == "FoundBlocks(1 blocks of 16 tokens)"
+    (block,) = found
     assert repr(block) == f"CacheBlock(index={block.index}, 16 tokens, {block.memory_bytes} bytes)"
 
 
@@ -119,32 +121,71 @@ def test_dir_shows_the_public_names():
     assert set(dir(kvcache)) == {*kvcache.__all__, "__version__"}
 
 
-@pytest.mark.parametrize("kind", ["paged", "handle", "entries", "live", "manager", "engine", "cached", "session"])
-def test_live_objects_refuse_to_be_copied(kind, request, network):
-    if kind == "handle":
-        it = request.getfixturevalue("paged").handle(7)
-    elif kind == "engine":
-        it = InferenceEngine(network)
-    elif kind == "cached":
-        it = PrefixCachedEngine(InferenceEngine(network), 4)
-    elif kind == "session":
-        it = request.getfixturevalue("blocks").open_session([1, 2, 3])
-    else:
-        it = request.getfixturevalue(kind)
-    for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda x: pickle.dumps(x, 0)):
-        with pytest.raises(TypeError, match=f"^{type(it).__name__}: expected no copy and no pickle of it, got"):
-            attempt(it)
+def test_caches_without_blocks_show_their_share(entries, live, manager):
+    for layer in (0, 1):
+        live.store_kv(layer, *np.ones((2, 32), np.float32))
+    live.advance()
+    manager.append(*np.ones((2, 3, 8), np.float32))
+    for cache, used, total, unit in (
+        (entries, 3072, 1 << 29, "bytes"),
+        (live, live.seq_len, 8, "tokens"),
+        (manager, 3, 8, "entries"),
+    ):
+        shown = cache._repr_html_()
+        ElementTree.fromstring(shown.replace("&nbsp;", " "))
+        assert repr(cache).split("(")[0] in shown
+        assert f"{used}&nbsp;{unit} used" in shown
+        assert f"{total - used}&nbsp;{unit} free" in shown
+        assert sum(width for width, _ in bars(shown)) == pytest.approx(512, abs=1)
+    assert bars(bar("none", "bytes", 0, 0)) == []
+    assert len(bars(bar("full", "bytes", 9, 8))) == 1  # over its limit
 
 
-def test_values_are_copied_and_pickled(paged, state):
-    values = [
-        kvcache.SamplingParams(stop="x"), kvcache.EvictionPolicy.H2O(), paged.stats(), kvcache.SeqId(3), LFU(5),
-        kvcache.Completion([1], "a", "stop", [kvcache.TokenLogprobs(-1.0, {1: -1.0})], 0), KVCacheConfig(8, 1, 8),
+@pytest.fixture
+def objects(paged, state, entries, blocks, live, manager, network):
+    """Instances of every public class, and of those that public calls return."""
+    handle, engine = paged.handle(7), InferenceEngine(network)
+    tokens = kvcache.TokenLogprobs(-1.0, {1: -1.0})
+    live_objects = [
+        paged, handle, handle.block_table_mut(), entries, blocks, live, manager, engine, PrefixCachedEngine(engine, 4),
+        blocks.open_session([1, 2, 3]), blocks.lookup([1, 2])[1], network.weights.embedding,
     ]  # fmt: skip
-    for value in values:
+    values = [
+        LFU(5), LRU(), kvcache.BlockId(3), kvcache.SeqId(3), kvcache.BlockNotFoundError(3),
+        kvcache.CheckpointError("x"),
+        kvcache.InvalidOperationError("x"), kvcache.KvCacheError("x"), kvcache.OutOfMemoryError(3, 2, "bytes"),
+        kvcache.SequenceNotFoundError(4), kvcache.SnapshotError("x"), handle.block_table, handle.stats(), handle.device,
+        blocks.get_block(0), paged.stats(), state, entries.lookup([1, 2, 3, 4])[1],
+        kvcache.Completion([1], "a", "stop", [tokens], 0), tokens, paged.block_table([7, 8]), paged.get_sequence(7),
+        kvcache.EvictionPolicy.H2O(), kvcache.EvictionStrategy.LRU(), KVCacheConfig(8, 1, 8), entries.config,
+        entries.stats(), blocks.stats(), kvcache.SamplingParams(stop="x", logit_bias={1: 2.0}),
+    ]  # fmt: skip
+    return live_objects, values
+
+
+def test_live_objects_refuse_to_be_copied(objects):
+    for it in objects[0]:
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda x: pickle.dumps(x, 0)):
+            with pytest.raises(TypeError, match=f"^{type(it).__name__}: expected no copy and no pickle of it, got"):
+                attempt(it)
+
+
+def test_values_are_copied_and_pickled(objects, state):
+    for value in objects[1]:
         for other in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-            assert repr(other) == repr(value)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(state)).keys, state.keys)
+            assert repr(other) == repr(value).replace("LeasedState", "CachedKvState")
+            for name in ("keys", "values"):
+                for ours, theirs in zip(getattr(value, name, ()), getattr(other, name, ()), strict=True):
+                    np.testing.assert_array_equal(ours, theirs)
+    *_, stats, _ = objects[1]
+    assert pickle.loads(pickle.dumps(stats)) == stats
+
+
+def test_every_public_class_is_copied_or_refused(objects):
+    seen = {type(it).__name__ for them in objects for it in them}
+    classes = {name for name in kvcache.__all__ if inspect.isclass(getattr(kvcache, name))}
+    # Interfaces; and an object of two others.
+    assert classes - seen == {"KvCacheAccess", "KvCacheHandle", "PrefixAwarePrefill"}
 
 
 def test_no_public_class_has_the_repr_of_object():

@@ -1,0 +1,23 @@
+"""K and V of some tokens as a caller has them: what is stored is read from there, without a copy of the whole."""
+
+cimport numpy as cnp
+from libc.stdint cimport int64_t
+
+from kvcache.core.kernels cimport kvc_format, kvc_tensor
+
+
+cdef class KvRows:
+    cdef readonly int64_t count           # tokens
+    cdef int num_heads, head_dim
+    cdef cnp.ndarray keys, values         # (count, num_heads, head_dim) each
+    cdef bint plain                       # both are C-contiguous float32
+    cdef kvc_tensor tensors[2]            # of K and of V
+    cdef float *staged                    # not plain: (2, STEP, num_heads, head_dim), K before V
+
+    # K (side 0) or V of tokens [first, first + n) as float32 rows; n is at most STEP, unless `plain`.
+    cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil
+    # The first value, counted from the first of the first row, that the format cannot hold; -1: it can hold all.
+    cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil
+
+cdef enum:
+    STEP = 16    # tokens of a tile, which are packed together

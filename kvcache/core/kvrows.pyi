@@ -1,0 +1,7 @@
+from typing import Any
+
+import numpy.typing as npt
+
+class KvRows:
+    count: int
+    def __init__(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None: ...

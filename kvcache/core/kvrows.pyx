@@ -1,0 +1,102 @@
+"""K and V of some tokens as a caller has them; see core/kvrows.pxd."""
+
+cimport numpy as cnp
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+
+from kvcache.core cimport kernels
+from kvcache.core.arguments cimport is_plain
+from kvcache.core.kernels cimport (
+    KVC_ELEMENT_BF16, KVC_ELEMENT_F16, KVC_ELEMENT_F32, KVC_ELEMENT_F64, kvc_format, kvc_tensor,
+)
+
+import numpy as np
+
+__all__ = ["KvRows"]
+
+cnp.import_array()
+
+
+cdef class KvRows:
+    """K and V of some tokens, converted to float32 a few tokens at a time where they are not float32 already.
+
+    Args:
+        keys, values: `(n, num_heads, head_dim)` of the same shape, of float32, float16, float64, or words of bfloat16
+            (uint16). An array whose channels do not lie together, or that is not aligned, is copied.
+
+    Raises:
+        ValueError: shapes that differ.
+        MemoryError: no memory for the converted rows of a few tokens.
+    """
+
+    def __cinit__(self, cnp.ndarray keys not None, cnp.ndarray values not None):
+        if keys.ndim != 3 or not cnp.PyArray_SAMESHAPE(keys, values):
+            raise ValueError(f"values: expected shape {np.shape(keys)}, as of keys, got {np.shape(values)}")
+        self.count, self.num_heads, self.head_dim = keys.shape[0], <int>keys.shape[1], <int>keys.shape[2]
+        self.plain = is_plain(keys, cnp.NPY_FLOAT32, 3) and is_plain(values, cnp.NPY_FLOAT32, 3)
+        self.keys, self.values = _together(keys), _together(values)
+        self.tensors[0], self.tensors[1] = _tensor(self.keys), _tensor(self.values)
+        if self.plain:
+            return
+        cdef size_t size = 2 * STEP * sizeof(float) * <size_t>self.num_heads * <size_t>self.head_dim
+        self.staged = <float *>malloc(size)
+        if self.staged == NULL:
+            raise MemoryError(f"no memory for {size} bytes of converted rows")
+
+    def __dealloc__(self):
+        free(self.staged)
+
+    cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil:
+        cdef int64_t row = <int64_t>self.num_heads * self.head_dim
+        cdef float *staged = self.staged + side * STEP * row
+        if self.plain:
+            return <const float *>self.tensors[side].data + first * row
+        kernels.gather_rows(&self.tensors[side], first, n, self.num_heads, self.head_dim, staged)
+        return staged
+
+    cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil:
+        cdef const kvc_tensor *tensor = &self.tensors[side]
+        cdef int64_t row = <int64_t>self.num_heads * self.head_dim, bad = -1, first = 0, n
+        cdef int head
+        if self.plain:
+            return kernels.check_representable(self.rows(side, 0, self.count), self.count * row, format)
+        while first < self.count:
+            if tensor.element == KVC_ELEMENT_F32:    # as it lies there
+                n = 1
+                for head in range(self.num_heads):
+                    bad = kernels.check_representable(<const float *>(
+                        tensor.data + first * tensor.token_stride + head * tensor.head_stride), self.head_dim, format)
+                    if bad >= 0:
+                        return first * row + head * self.head_dim + bad
+            else:
+                n = min(<int64_t>STEP, self.count - first)
+                bad = kernels.check_representable(self.rows(side, first, n), n * row, format)
+                if bad >= 0:
+                    return first * row + bad
+            first += n
+        return -1
+
+
+cdef cnp.ndarray _together(cnp.ndarray x):
+    """x, or a copy, aligned and with the channels of a head one behind another."""
+    if cnp.PyArray_ISALIGNED(x) and (x.shape[2] == 1 or cnp.PyArray_STRIDE(x, 2) == cnp.PyArray_ITEMSIZE(x)):
+        return x
+    return np.ascontiguousarray(x)
+
+
+cdef kvc_tensor _tensor(cnp.ndarray x) except *:
+    cdef kvc_tensor tensor
+    cdef int number = cnp.PyArray_TYPE(x)
+    if number == cnp.NPY_FLOAT32:
+        tensor.element = KVC_ELEMENT_F32
+    elif number == cnp.NPY_FLOAT16:
+        tensor.element = KVC_ELEMENT_F16
+    elif number == cnp.NPY_UINT16:
+        tensor.element = KVC_ELEMENT_BF16
+    elif number == cnp.NPY_FLOAT64:
+        tensor.element = KVC_ELEMENT_F64
+    else:
+        raise TypeError(f"rows: expected float32, float16, float64 or words of bfloat16, got {x.dtype}")
+    tensor.data = <const unsigned char *>cnp.PyArray_DATA(x)
+    tensor.token_stride, tensor.head_stride = cnp.PyArray_STRIDE(x, 0), cnp.PyArray_STRIDE(x, 1)
+    return tensor

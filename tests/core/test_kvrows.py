@@ -1,0 +1,116 @@
+"""`KvRows`: rows of every float type and any strides are stored as their float32 copies would be."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from blocks import copy_guarded
+from tensors import Bfloat16, floats_of, words_of
+
+from kvcache import PagedKvCache
+from kvcache.core.kernels import FORMATS
+from kvcache.core.kvrows import KvRows
+from kvcache.core.runs import RUN
+from kvcache.core.store import BlockStore
+
+HEADS, DIM, SIZE = 3, 24, 40
+TYPES = ("f32", "f16", "bf16", "f64")
+LAYOUTS = {
+    "C": lambda x: x,
+    "head-major": lambda x: np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1),
+    "tokens backwards": lambda x: x[::-1].copy()[::-1],
+    "every second token": lambda x: np.repeat(x, 2, 0)[::2],
+    "a slice of heads": lambda x: np.concatenate([x, x], 1)[:, : x.shape[1]],
+    "channels apart": lambda x: np.repeat(x, 2, 2)[:, :, ::2],
+    "Fortran": np.asfortranarray,
+}
+
+
+def stored(type_, floats):
+    """Rows of this type, and the floats that they are."""
+    if type_ == "bf16":
+        words = words_of(floats)
+        return words, floats_of(words)
+    rows = floats.astype({"f32": np.float32, "f16": np.float16, "f64": np.float64}[type_])
+    return rows, rows.astype(np.float32)
+
+
+def bytes_after(rows, runs, dtypes):
+    store = BlockStore(1, 6, SIZE, HEADS, DIM, *dtypes)
+    store.write(0, runs, *rows)
+    return store.raw(0).copy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("type_", TYPES)
+def test_rows_of_any_kind_store_the_bytes_of_their_floats(simd, rng, type_, layout):
+    runs = np.array([(4, 3, 5), (1, 0, SIZE), (0, 15, 18), (5, 39, 40), (2, 7, 33)], RUN)
+    n = int((runs["stop"].astype(int) - runs["first"]).sum())
+    (keys, key_floats), (values, value_floats) = (
+        stored(type_, rng.standard_normal((n, HEADS, DIM)).astype(np.float32)) for _ in range(2)
+    )
+    rows = LAYOUTS[layout](keys), LAYOUTS[layout](values)
+    mixed = LAYOUTS[layout](keys), value_floats
+    for dtypes in zip(FORMATS, reversed(FORMATS), strict=True):
+        want = bytes_after((key_floats, value_floats), runs, dtypes)
+        np.testing.assert_array_equal(bytes_after(rows, runs, dtypes), want)
+        np.testing.assert_array_equal(bytes_after(mixed, runs, dtypes), want)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("type_", TYPES)
+def test_nothing_beside_the_rows_is_read(simd, rng, type_, at_end):
+    for n, heads, dim in ((1, 1, 8), (17, 2, 8), (5, 3, 24)):
+        rows, floats = stored(type_, rng.standard_normal((heads, n, dim)).astype(np.float32))
+        rows = copy_guarded(rows, at_end=at_end).swapaxes(0, 1)  # head-major
+        store = BlockStore(1, 1, 32, heads, dim)
+        runs = np.array([(0, 0, n)], RUN)
+        store.write(0, runs, rows, rows)
+        np.testing.assert_array_equal(store.read(0, runs)[0], floats.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_value_that_cannot_be_stored_is_named(rng, type_, side):
+    store = BlockStore(1, 2, SIZE, HEADS, DIM, "f16", "f16")
+    runs = np.array([(0, 0, SIZE)], RUN)
+    pair = [stored(type_, rng.standard_normal((SIZE, HEADS, DIM)).astype(np.float32))[0] for _ in range(2)]
+    pair[side][29, 1, 5] = 0x7F80 if type_ == "bf16" else np.inf
+    pair[side] = LAYOUTS["head-major"](pair[side])
+    pair[side][37, 0, 0] = pair[side][29, 1, 5]
+    name = ("keys", "values")[side]
+    with pytest.raises(ValueError, match=f"^{name}: expected values that f16 can hold.*, got inf in row 29$"):
+        store.write(0, runs, *pair)
+    assert not store.raw(0).any()
+
+
+def test_doubles_beyond_float32_are_refused():
+    cache = PagedKvCache(2, 16, 1, 8, dtype="f32")
+    cache.allocate(1, 1)
+    rows = np.full((1, 1, 8), 1e300)
+    with pytest.raises(ValueError, match=r"^keys: expected values that f32 can hold.* got inf in row 0$"):
+        cache.write(0, 1, rows, rows)
+
+
+def test_the_whole_is_not_copied(rng):
+    """A prompt of 8 MiB in each type: what a write takes is a few tokens."""
+    cache = PagedKvCache(128, 16, 8, 64, dtype="q8")
+    cache.allocate(1, 2048)
+    words = words_of(rng.standard_normal((8, 2048, 64))).swapaxes(0, 1)
+    head_major = floats_of(np.ascontiguousarray(words.swapaxes(0, 1))).swapaxes(0, 1)
+    for rows in (Bfloat16(words), head_major, head_major.astype(np.float16), head_major.astype(np.float64)):
+        tracemalloc.start()
+        cache.write(0, 1, rows, rows)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100_000
+
+
+def test_mistakes():
+    floats = np.zeros((2, 1, 8), np.float32)
+    with pytest.raises(ValueError, match=r"^values: expected shape \(2, 1, 8\), as of keys, got \(1, 1, 8\)$"):
+        KvRows(floats, floats[:1])
+    with pytest.raises(TypeError, match=r"^rows: expected float32, float16, float64 or words of bfloat16, got int64$"):
+        KvRows(floats.astype(np.int64), floats.astype(np.int64))
