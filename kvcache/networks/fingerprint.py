@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from kvcache.networks.model import Transformer
-from kvcache.networks.weights import LayerWeights
 
 __all__ = ["fingerprint"]
 
@@ -41,8 +40,8 @@ def fingerprint(model: Any) -> str:
         digest.update(repr((packed, model.activations)).encode())
     _add(digest, weights.embedding)
     for layer in weights.layers:
-        for field in fields(LayerWeights):
-            _add(digest, getattr(layer, field.name))
+        for array in layer.arrays():
+            _add(digest, array)
     _add(digest, weights.norm)
     _add(digest, weights.head)
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest.hexdigest()}"

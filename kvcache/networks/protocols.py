@@ -83,7 +83,14 @@ class Attend(Protocol):
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    The optional attribute `attention`, one `LayerAttention` for each layer, is read too.
+    Two optional attributes are read too:
+
+    - `attention`, one `LayerAttention` for each layer.
+    - `regime`, a function of the number of tokens of a text, the tokens that are still to come from this call
+      included. It says by an int which weights of position the text has; it does not fall as a text grows. K and V of
+      one regime are of no use to another: where a text enters another regime, it runs again from its start, and a
+      cached prefix serves texts of its own regime alone. `forward` is then called with the keyword `regime`. A
+      network without the attribute has one regime.
     """
 
     @property

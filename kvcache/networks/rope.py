@@ -29,18 +29,19 @@ class Rope:
     """The rotary embedding of a checkpoint. Fields that a kind does not use keep their defaults.
 
     Attributes:
-        kind: "default", "linear", "llama3", "yarn" or "divided".
+        kind: "default", "linear", "llama3", "yarn", "divided" or "longrope".
         theta: base of the wavelengths.
         factor: by how much the context was stretched.
-        original_positions: context length before stretching (llama3, yarn).
+        original_positions: context length before stretching (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: bounds of the blended band (llama3).
         beta_fast, beta_slow: rotations over the original context that bound the blended band (yarn).
-        attention_factor: multiplies cosines and sines (yarn; 1 for the others).
+        attention_factor: multiplies cosines and sines (yarn, longrope; 1 for the others).
         truncate: whether the yarn band is widened to whole channels.
-        divisors: what the frequency of each channel pair is divided by, highest frequency first (divided).
+        divisors: what the frequency of each channel pair is divided by, highest frequency first (divided, longrope).
+        long_divisors: the same for a text of more than `original_positions` tokens (longrope).
     """
 
-    kind: Literal["default", "linear", "llama3", "yarn", "divided"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "divided", "longrope"] = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_positions: int = 0
@@ -51,9 +52,15 @@ class Rope:
     attention_factor: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
-    def frequencies(self, head_dim: int) -> Float64:
-        """Radians per position of each channel pair, float64 `(head_dim // 2,)`, highest first."""
+    def frequencies(self, head_dim: int, regime: int = 0) -> Float64:
+        """Radians per position of each channel pair, float64 `(head_dim // 2,)`, highest first.
+
+        Args:
+            head_dim: channels that are turned.
+            regime: as `regime_of` says; 0 or 1.
+        """
         base: Float64 = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.kind == "linear":
             return base / self.factor
@@ -61,10 +68,14 @@ class Rope:
             return self._llama3(base)
         if self.kind == "yarn":
             return self._yarn(base, head_dim)
-        if self.kind == "divided":
-            divided: Float64 = base / np.array(self.divisors)
+        if self.kind in ("divided", "longrope"):
+            divided: Float64 = base / np.array(self.long_divisors if regime else self.divisors)
             return divided
         return base
+
+    def regime_of(self, num_tokens: int) -> int:
+        """1 for a text whose number of tokens asks for the long divisors of longrope, else 0."""
+        return int(self.kind == "longrope" and num_tokens > self.original_positions)
 
     def _llama3(self, base: Float64) -> Float64:
         """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.
@@ -105,13 +116,13 @@ class RopeTable:
     at `max_positions`. Positions beyond it (StreamingLLM) are computed on every call.
 
     Attributes:
-        head_dim: channels of a head; pairs are `(i, i + head_dim // 2)`.
+        head_dim: channels of a head that are turned, the first ones; pairs are `(i, i + head_dim // 2)`.
     """
 
-    def __init__(self, rope: Rope, head_dim: int, max_positions: int) -> None:
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int, regime: int = 0) -> None:
         self.head_dim = head_dim
         self._max_positions = max_positions
-        self._frequencies = rope.frequencies(head_dim)
+        self._frequencies = rope.frequencies(head_dim, regime)
         self._scale = rope.attention_factor
         self._table = self._rows(np.arange(0))
 
@@ -130,8 +141,11 @@ class RopeTable:
         return cos[positions], sin[positions]
 
     def rotate(self, heads: Float32, rows: tuple[Float32, Float32]) -> Float32:
-        """Turn `heads` `(n, num_heads, head_dim)` by the table rows of their positions; a new array."""
-        return rotate(heads, *rows)
+        """Turn `heads` `(n, num_heads, channels)` by the table rows of their positions; a new array."""
+        if heads.shape[2] == self.head_dim:
+            return rotate(heads, *rows)
+        turned = rotate(np.ascontiguousarray(heads[:, :, : self.head_dim]), *rows)
+        return np.concatenate([turned, heads[:, :, self.head_dim :]], axis=2)
 
     def _rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float64)[:, None] * self._frequencies

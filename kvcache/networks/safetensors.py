@@ -99,10 +99,12 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
     def rows(self, name: str, first: int, stop: int) -> NDArray[Any]:
         """Rows [first, stop) of a matrix as they are stored: float32, or 16-bit words of F16 and BF16.
 
+        A tensor of more axes counts as one matrix: all but the last axis are rows.
+
         Raises CheckpointError as `read` does.
         """
         info = self[name]
-        columns, size = info.shape[1], _BITS[info.dtype] // 8
+        columns, size = info.shape[-1], _BITS[info.dtype] // 8
         stored = self._stored(name, info.start + first * columns * size, (stop - first) * columns)
         return (stored.view(np.uint16) if size == 2 else stored).reshape(stop - first, columns)
 

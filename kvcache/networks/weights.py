@@ -21,10 +21,12 @@ from kvcache.core.matrix import Matrix
 from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.folder import FolderTensors
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
+from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, ROUTER, matrices_of, tensors_of
 from kvcache.networks.tensors import Tensors
 
-__all__ = ["FORMATS", "LayerWeights", "Progress", "Weight", "Weights"]
+__all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
 
 Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack
@@ -42,9 +44,20 @@ FORMATS = {
 }
 _BAND_BYTES = 1 << 20  # of float32 values, read and converted at a time: fits the second-level cache
 
-_QKV = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
-_MATRICES = (_QKV, ("self_attn.o_proj.",), ("mlp.gate_proj.", "mlp.up_proj."), ("mlp.down_proj.",))
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlpWeights:
+    """The weights of an MLP, or of one expert: matrices `(out, in)`, vectors in float32. Absent biases are None.
+
+    Attributes:
+        gate_up: `(2 * intermediate, hidden)`: gate above up.
+        down: `(hidden, intermediate)`.
+    """
+
+    gate_up: Weight
+    gate_up_bias: Float32 | None
+    down: Weight
+    down_bias: Float32 | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,27 +65,36 @@ class LayerWeights:
     """The weights of one layer: matrices `(out, in)`, vectors in float32. Absent biases and norms are None.
 
     Attributes:
-        input_norm: `(hidden,)`, before attention.
+        input_norm, output_norm: `(hidden,)`, before attention, and of what it adds.
         qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked.
         qkv_bias: one value per row of `qkv`.
         qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
+        sinks: `(num_heads,)`, see `LayerAttention`.
         output: `(hidden, num_heads * head_dim)`.
-        mlp_norm: `(hidden,)`, before the MLP.
-        gate_up: `(2 * intermediate, hidden)`: gate above up.
-        down: `(hidden, intermediate)`.
+        mlp_norm, down_norm: `(hidden,)`, before the MLP, and of what it adds.
+        router, router_bias: `(experts, hidden)` and `(experts,)`; None without experts.
+        mlps: the MLP, or those of the experts.
     """
 
-    input_norm: Float32
+    input_norm: Float32 | None
     qkv: Weight
     qkv_bias: Float32 | None
     qk_norm: Float32 | None
+    sinks: Float32 | None
     output: Weight
     output_bias: Float32 | None
-    mlp_norm: Float32
-    gate_up: Weight
-    gate_up_bias: Float32 | None
-    down: Weight
-    down_bias: Float32 | None
+    output_norm: Float32 | None
+    mlp_norm: Float32 | None
+    router: Weight | None
+    router_bias: Float32 | None
+    mlps: tuple[MlpWeights, ...]
+    down_norm: Float32 | None
+
+    def arrays(self) -> Iterator[Float32 | Weight | None]:
+        """Every vector and matrix, None for an absent one."""
+        yield from (getattr(self, field.name) for field in fields(self) if field.name != "mlps")
+        for mlp in self.mlps:
+            yield from (getattr(mlp, field.name) for field in fields(mlp))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +111,7 @@ class Weights:
         cls, directory: str | Path, config: ModelConfig, weights: str = "auto", progress: Progress | None = None
     ) -> Weights:
         """Load the weights of the network that `config` describes from a checkpoint directory; see `read`."""
-        return cls.read(Checkpoint(directory), config, weights, progress)
+        return cls.read(FolderTensors(Checkpoint(directory), config), config, weights, progress)
 
     @classmethod
     def read(
@@ -113,14 +135,14 @@ class Weights:
         """
         if weights not in FORMATS:
             raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}")
-        checkpoint.require(_expected(config), optional=_is_redundant)
+        checkpoint.require(tensors_of(config), optional=_is_redundant)
         return _Loader(checkpoint, config, weights, progress or (lambda *_: None)).load()
 
     def arrays(self) -> Iterator[Float32 | Weight]:
         """Every vector and matrix; one that two names share comes twice."""
         yield from (self.embedding, self.norm, self.head)
         for layer in self.layers:
-            yield from (array for field in fields(layer) if (array := getattr(layer, field.name)) is not None)
+            yield from (array for array in layer.arrays() if array is not None)
 
     @property
     def nbytes(self) -> int:
@@ -138,16 +160,16 @@ class _Loader:
 
     def __init__(self, checkpoint: Tensors, config: ModelConfig, weights: str, progress: Progress) -> None:
         self._checkpoint, self._config, self._progress = checkpoint, config, progress
-        self._shapes = dict(_expected(config))
+        self._shapes = dict(tensors_of(config))
         layers, head = FORMATS[weights]
-        self._plans = [
-            self._parts([f"model.layers.{i}.{name}weight" for name in names], layers)
-            for i in range(config.num_layers)
-            for names in _MATRICES
-        ]
-        self._plans.append(self._parts([_EMBEDDING], head))
+        self._plans = [self._parts([EMBEDDING], head)]
+        for i in range(config.num_layers):
+            for names in matrices_of(config):
+                # A router stays as it is stored: it is small, and its errors would choose other experts.
+                kind = "" if names == ROUTER else layers
+                self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], kind))
         if not config.tie_word_embeddings:
-            self._plans.append(self._parts([_HEAD], head))
+            self._plans.append(self._parts([HEAD], head))
 
     def _parts(self, names: list[str], format: str) -> list[tuple[list[str], tuple[int, int, str]]]:
         """The names above each other that one matrix can hold, with its rows, columns and format ("": as stored)."""
@@ -166,16 +188,10 @@ class _Loader:
         if size > memory:
             raise OutOfMemoryError(size, memory, "bytes")
         try:
-            matrices = self._fill(iter(empty_matrices(shapes)), size)
-            layers, each = self._config.num_layers, len(_MATRICES)
-            weights = Weights(
-                embedding=matrices[layers * each],
-                layers=tuple(
-                    self._layer(f"model.layers.{i}.", *matrices[each * i : each * (i + 1)]) for i in range(layers)
-                ),
-                norm=self._vector("model.norm.weight"),
-                head=matrices[-1],
-            )
+            matrices = iter(self._fill(iter(empty_matrices(shapes)), size))
+            embedding = next(matrices)
+            layers = tuple(self._layer(f"model.layers.{i}.", matrices) for i in range(self._config.num_layers))
+            weights = Weights(embedding, layers, self._vector(NORM), next(matrices, embedding))
         except MemoryError:
             raise OutOfMemoryError(size, 0, "bytes") from None
         for array in weights.arrays():
@@ -212,60 +228,53 @@ class _Loader:
     def _vector(self, *names: str) -> Float32:
         return np.concatenate([self._checkpoint.read(name) for name in names])
 
-    def _layer(self, prefix: str, qkv: Weight, output: Weight, gate_up: Weight, down: Weight) -> LayerWeights:
+    def _layer(self, prefix: str, matrices: Iterator[Weight]) -> LayerWeights:
         config = self._config
 
-        def vector(*names: str) -> Float32:
-            return self._vector(*[prefix + name for name in names])
+        def vector(*names: str | None) -> Float32:
+            return self._vector(*[f"{prefix}{name}" for name in names])
 
-        qk_norm = None
-        if config.qk_norm:
-            query, key = vector("self_attn.q_norm.weight"), vector("self_attn.k_norm.weight")
-            qk_norm = np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
+        before, after, before_mlp, after_mlp = (
+            None if name is None else vector(f"{name}.weight") for name in NORMS[config.norms]
+        )
+        experts = bool(config.num_experts)
         return LayerWeights(
-            input_norm=vector("input_layernorm.weight"),
-            qkv=qkv,
-            qkv_bias=vector(*[name + "bias" for name in _QKV]) if config.qkv_bias else None,
-            qk_norm=qk_norm,
-            output=output,
+            input_norm=before,
+            qkv=next(matrices),
+            qkv_bias=vector(*[f"self_attn.{name}_proj.bias" for name in "qkv"]) if config.qkv_bias else None,
+            qk_norm=self._qk_norm(vector) if config.qk_norm else None,
+            sinks=vector("self_attn.sinks") if config.sinks else None,
+            output=next(matrices),
             output_bias=vector("self_attn.o_proj.bias") if config.output_bias else None,
-            mlp_norm=vector("post_attention_layernorm.weight"),
-            gate_up=gate_up,
-            gate_up_bias=vector("mlp.gate_proj.bias", "mlp.up_proj.bias") if config.mlp_bias else None,
-            down=down,
-            down_bias=vector("mlp.down_proj.bias") if config.mlp_bias else None,
+            output_norm=after,
+            mlp_norm=before_mlp,
+            router=next(matrices) if experts else None,
+            router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
+            mlps=tuple(self._mlps(prefix + ("mlp.experts." if experts else "mlp."), matrices)),
+            down_norm=after_mlp,
         )
 
+    def _qk_norm(self, vector: Callable[..., Float32]) -> Float32:
+        config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        if config.qk_norm == "all":
+            return vector(*names).reshape(-1, config.head_dim)
+        query, key = (vector(name) for name in names)
+        return np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
 
-def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of the network with its shape."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        layer = f"model.layers.{i}."
-        yield layer + "input_layernorm.weight", (hidden,)
-        yield layer + "post_attention_layernorm.weight", (hidden,)
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", queries, hidden, config.qkv_bias),
-            ("self_attn.k_proj", pairs, hidden, config.qkv_bias),
-            ("self_attn.v_proj", pairs, hidden, config.qkv_bias),
-            ("self_attn.o_proj", hidden, queries, config.output_bias),
-            ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
-            ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
-            ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
-        ):
-            yield f"{layer}{name}.weight", (rows, columns)
-            if bias:
-                yield f"{layer}{name}.bias", (rows,)
-        if config.qk_norm:
-            yield layer + "self_attn.q_norm.weight", (config.head_dim,)
-            yield layer + "self_attn.k_norm.weight", (config.head_dim,)
-    yield "model.norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+    def _mlps(self, prefix: str, matrices: Iterator[Weight]) -> Iterator[MlpWeights]:
+        """The MLP of a layer, or its experts, whose biases are rows."""
+        count = max(self._config.num_experts, 1)
+        gate_up: list[Float32 | None] = [None] * count
+        down: list[Float32 | None] = [None] * count
+        if self._config.mlp_bias:
+            parts = [
+                self._checkpoint.read(f"{prefix}{name}_proj.bias").reshape(count, -1) for name in ("gate", "up", "down")
+            ]
+            gate_up, down = list(np.concatenate(parts[:2], axis=1)), list(parts[2])
+        for i in range(count):
+            yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i])
 
 
 def _is_redundant(name: str) -> bool:
     """Whether a tensor is redundant, as in older files: RoPE frequencies, a second copy of tied weights."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    return name == HEAD or name.endswith("rotary_emb.inv_freq")

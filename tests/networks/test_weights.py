@@ -44,7 +44,7 @@ def test_round_trip_in_another_dtype(checkpoint):
     for name in list(tensors):
         tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
     model, golden = Transformer.from_pretrained(save()), Transformer.from_pretrained(GOLDEN / "llama_biases")
-    mine, theirs = (of.weights.layers[1].gate_up for of in (model, golden))
+    mine, theirs = (of.weights.layers[1].mlps[0].gate_up for of in (model, golden))
     assert (mine.format, theirs.format) == ("bf16", "bf16")
     np.testing.assert_array_equal(mine.to_float32(), theirs.to_float32())
 
@@ -69,6 +69,9 @@ def test_billions_of_layers(checkpoint):
     folder, _, save = checkpoint
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2**31 - 1}))
+    with pytest.raises(CheckpointError, match="num_hidden_layers: expected a positive whole number up to 65536"):
+        Transformer.from_pretrained(save())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 65536}))
     with pytest.raises(CheckpointError, match=r"expected the tensors model.layers.3.*and more"):
         Transformer.from_pretrained(save())
 
@@ -257,12 +260,11 @@ def test_every_golden_tensor_is_used():
         found = model.weights
         arrays = [found.embedding, found.norm] + ([] if config.tie_word_embeddings else [found.head])
         for layer in found.layers:
-            arrays += [
-                layer.input_norm, layer.qkv, layer.qkv_bias, layer.output, layer.output_bias,
-                layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias,
-            ]  # fmt: skip
-            if layer.qk_norm is not None:
+            arrays += [array for array in layer.arrays() if array is not layer.qk_norm]
+            if config.qk_norm == "head":
                 arrays += [layer.qk_norm[0], layer.qk_norm[-1]]
+            else:
+                arrays.append(layer.qk_norm)
         assert sum(math.prod(array.shape) for array in arrays if array is not None) == stored
 
 
@@ -279,14 +281,13 @@ def test_formats(weights, layers, head):
     engine = InferenceEngine.from_pretrained(GOLDEN / "llama_biases", weights=weights, activations="exact")
     found = engine.model.weights
     assert {found.head.format, found.embedding.format} == {head}
-    assert {getattr(layer, name).format for layer in found.layers for name in MATRICES} == {layers}
+    matrices = [m for layer in found.layers for m in layer.arrays() if m is not None and not isinstance(m, np.ndarray)]
+    assert len(matrices) == 4 * len(found.layers)
+    assert {matrix.format for matrix in matrices} == {layers}
     prompt = np.arange(3, 40)
     mine, stored = engine.prefill_from_pos(prompt, 0), exact.prefill_from_pos(prompt, 0)
     near = {"auto": 0.0, "f32": 1e-5, "f16": 1e-2, "bf16": 0.0, "q8": 0.05, "q4": 0.6}[weights]
     assert np.abs(mine - stored).max() <= near * np.abs(stored).max()
-
-
-MATRICES = ("qkv", "output", "gate_up", "down")
 
 
 def test_unknown_formats_and_activations():
