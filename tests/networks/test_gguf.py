@@ -234,7 +234,10 @@ REFUSED = {
     ),
     "longrope": ({"llama.rope.scaling.type": (STRING, "longrope")}, "scaling.type: expected none, linear or yarn"),
     "a factor of texts": ({"llama.rope.scaling.factor": (STRING, "2")}, r"rope_scaling.factor: expected a finite.*'2'"),
-    "no layers": ({"llama.block_count": (U32, 0)}, "llama.block_count: expected a positive whole number up to 65536, got 0"),
+    "no layers": (
+        {"llama.block_count": (U32, 0)},
+        "llama.block_count: expected a positive whole number up to 65536, got 0",
+    ),
     "NaN": (
         {"llama.rope.freq_base": (F32, float("nan"))},
         "llama.rope.freq_base: expected a finite number .*, got nan",
