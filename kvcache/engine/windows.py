@@ -177,8 +177,7 @@ class WindowLayers:
     def restore(self, place: Place, stop: int) -> None:
         """Return to the place of a text of `stop` tokens; may be called at any time, and takes no memory."""
         self._free(1 - place.seq_id)
-        held = self.cache.get_sequence(place.seq_id)
-        if held is not None and held.num_tokens > stop - place.first:
+        if place.seq_id in self.cache:
             self.cache.truncate(place.seq_id, stop - place.first)
 
     def piece(self, place: Place, count: int) -> AttendPiece:
