@@ -8,10 +8,11 @@ import shutil
 import numpy as np
 import pytest
 from dense_runs import run_dense
+from golden_networks import SERVED
 from oracle_engine import DenseKvCache
 from places import GOLDEN
 
-from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer
+from kvcache.engine import InferenceEngine, SamplingParams, Transformer
 from kvcache.networks.families import FAMILIES
 
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -20,12 +21,6 @@ CHUNKS = (1, 7, 16, 64, 512)
 TOLERANCE = 1e-4
 NOISE = 1e-5  # of the largest logit: transformers computes angles and attention in float32
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
-
-
-def is_plain(name):
-    """Whether all layers attend in the same way to all tokens, at the same angles."""
-    config = ModelConfig.from_pretrained(GOLDEN / name)
-    return not (any(config.windows) or config.attention_softcap or config.sinks or config.rope.kind == "longrope")
 
 
 class DenseEngine(InferenceEngine):
@@ -43,7 +38,7 @@ def network(request):
         return Transformer.from_pretrained(folder), dict(arrays)
 
 
-@pytest.fixture(scope="module", params=filter(is_plain, MODELS))
+@pytest.fixture(scope="module", params=SERVED)
 def golden(request):
     """A loaded network and its reference arrays."""
     folder = GOLDEN / request.param
