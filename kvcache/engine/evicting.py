@@ -134,6 +134,11 @@ class EvictingSequence(ModelSequence):
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, budgets: Budgets) -> None:
         super().__init__(model, cache, budgets.piece(chunk, model.config.max_position_embeddings))
         self.budgets = budgets
+        if self.several_regimes:
+            raise ValueError(
+                f"eviction_policy: expected none for a network whose positions depend on the length of the text, "
+                f"got {budgets.policy}"
+            )
         self._layers = range(len(budgets.rules))
         self._options = [attention.options() for attention in layer_attention(model)]
         self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # made once, not in every call

@@ -239,11 +239,12 @@ class PrefixCachedEngine:
         """Run a request that has its turn. If it fails and is `whole`, the sequence is empty afterwards."""
         engine, requests, tokens = self.inner, self.inner._requests, request.tokens
         text = tokens.tolist()
-        with self.prefix_cache.prepare(tokens, namespace)[0] as session:
+        key = requests.regimes.key(namespace, requests.regimes.of(len(tokens)))
+        with self.prefix_cache.prepare(tokens, key)[0] as session:
             try:
                 with requests.lock:
                     before = requests.num_prefilled
-                    logits = self._prefill(tokens, session, namespace)
+                    logits = self._prefill(tokens, session, key)
                     request.cached_tokens = len(tokens) - (requests.num_prefilled - before)
                     turn.leave(engine.version)
                     self._store(text, namespace)
@@ -264,7 +265,7 @@ class PrefixCachedEngine:
 
     def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
         """Start the sequence with the cached blocks and run the rest; returns the logits after the prompt."""
-        engine = self.inner
+        engine, whole = self.inner, len(tokens)
         # The last token always runs, since logits are not cached.
         start = min(session.num_tokens, len(tokens) - 1)
         count = 0
@@ -284,17 +285,18 @@ class PrefixCachedEngine:
 
             self._sequence.clear()
             self._sequence.replace(share, pages)
+            engine._requests.regimes.know(tokens[:found], engine._requests.regimes.of(whole))
         if self._sequence.residual is not None and count:
             self._sequence.residual.resume(rows)
         parted, start = start // engine.cache.block_size * engine.cache.block_size, found
         if found < parted < len(tokens):
             # Two texts part here, and the window has left. Keep it for the next such text.
-            engine._requests.prefill(tokens[found:parted], found)
+            engine._requests.prefill(tokens[found:parted], found, whole)
             self.windows.keep(tokens[:parted], self._sequence.places, namespace)
             start = parted
         if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
             # Two texts diverge in this group, as after a shared system prompt. Keep it for the next such text.
-            engine._requests.prefill(tokens[start:end], start)
+            engine._requests.prefill(tokens[start:end], start, whole)
             self.newest.keep(tokens[:end], namespace)
             start = end
         if session.num_tokens == len(tokens) == start + 1:
@@ -304,6 +306,7 @@ class PrefixCachedEngine:
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Insert the full blocks of the sequence into the trie, by reference."""
         engine, cache = self.inner, self.prefix_cache.cache
+        namespace = engine._requests.regimes.key(namespace, engine._requests.regimes.current)
         tokens = np.array(text[: engine.num_tokens], np.uint32)
         full = len(tokens) // cache.block_size
         blocks = engine.cache.block_table([engine.seq_id]).block_ids

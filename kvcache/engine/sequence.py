@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,8 @@ class ModelSequence(ABC):
         version: increases with every change, so that an iterator can detect changes by other calls.
         reclaim: see `InferenceEngine`.
         residual: the newest tokens unpacked; None: there is no residual.
+        regime: of the tokens that run next, see `Model`.
+        several_regimes: whether the network has more than one.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int) -> None:
@@ -44,6 +47,13 @@ class ModelSequence(ABC):
         self.version = 0
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
         self.residual: Residual | None = None
+        self.regime = 0
+        self.several_regimes = self.regime_of(1) != self.regime_of(model.config.max_position_embeddings)
+
+    def regime_of(self, num_tokens: int) -> int:
+        """The regime of a text of `num_tokens`; 0 for a network that does not say."""
+        regime: Callable[[int], int] | None = getattr(self.model, "regime", None)
+        return 0 if regime is None else regime(num_tokens)
 
     @property
     @abstractmethod
@@ -111,10 +121,12 @@ class ModelSequence(ABC):
         """Append tokens to a sequence that holds `pos` of them and run them through the network."""
 
     def _forward(
-        self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits, **places: NDArray[np.int64]
+        self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits, **places: Any
     ) -> Float32:
         """Call the network and check the shape of its logits; `places` are keyword arguments of `StreamingModel`."""
         count = len(tokens)
+        if self.several_regimes:
+            places["regime"] = self.regime
         rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits, **places)
         expected = ({"last": 1, "all": count, "none": 0}[logits], self.model.config.vocab_size)
         if rows.shape != expected:
