@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import replace
 
 import gguf
@@ -20,6 +19,7 @@ from gguf_files import (
     I32,
     STRING,
     U32,
+    as_converted,
     convert,
     entries_of,
     name_of,
@@ -40,27 +40,12 @@ from kvcache.networks.gguf import GgufCheckpoint
 
 pytestmark = pytest.mark.no_level
 
-# llama.cpp has no windows in these networks.
-MODELS = sorted({path.parent.name for path in GOLDEN.glob("*/config.json")} - {"mistral_window", "qwen2_windows"})
+MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 SIMPLE = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # types that the gguf package can make
 
 
 # Types that a matrix keeps without loss; the others are off by at most this share of the largest weight of a group.
 LOST = {"Q5_1": 1 / 240, "Q5_K": 1 / 240, "Q6_K": 1 / 240, "Q4_K": 2.0**-10}
-
-
-def as_converted(name, tmp_path):
-    """A golden folder, changed where llama.cpp has one variant of a network alone."""
-    changes = {
-        "gemma2": {"query_pre_attn_scalar": 24}, "gemma3": {"query_pre_attn_scalar": 24},  # the size of a head
-        "mixtral": {"sliding_window": None}, "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
-    }  # fmt: skip
-    if name not in changes:
-        return GOLDEN / name
-    shutil.copytree(GOLDEN / name, tmp_path / name)
-    path = tmp_path / name / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes[name]))
-    return tmp_path / name
 
 
 def float32(array):
@@ -76,7 +61,7 @@ def assert_same_weights(found, expected, lost=0.0):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_network(tmp_path, name):
     """Every golden network: weights bit for bit, configuration, logits."""
-    folder = as_converted(name, tmp_path)
+    folder = as_converted(GOLDEN / name, tmp_path / name)
     expected = Transformer.from_pretrained(folder)
     found = Transformer.from_pretrained(convert(folder, tmp_path / "x.gguf"))
     assert_same_weights(found, expected)

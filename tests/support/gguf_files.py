@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import struct
 
 import gguf
@@ -196,6 +197,8 @@ def tensors_of(folder, config, kind="F32"):
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     found, quantised = {}, gguf.GGMLQuantizationType[kind]
     for name, values in _converted(Checkpoint(folder), model_type, config):
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
         fits = values.ndim > 1 and not values.shape[-1] % gguf.GGML_QUANT_SIZES[quantised][0]
         if fits and kind != "F32" and not name.endswith(".bias"):
             values = gguf.quants.quantize(values, quantised), kind
@@ -206,6 +209,23 @@ def tensors_of(folder, config, kind="F32"):
         found["rope_factors_short.weight"] = np.array(config.rope.divisors, np.float32)
         found["rope_factors_long.weight"] = np.array(config.rope.long_divisors, np.float32)
     return found
+
+
+# What files of llama.cpp do not say: each network has the one value that its checkpoints have.
+_ASSUMED = {
+    "gemma2": {"query_pre_attn_scalar": 24}, "gemma3": {"query_pre_attn_scalar": 24},  # the size of a head
+    "mistral_window": {"sliding_window": None}, "mixtral": {"sliding_window": None},
+    "qwen2_windows": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
+    "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
+}  # fmt: skip
+
+
+def as_converted(golden, folder, **changes):
+    """A copy of a golden folder, changed where llama.cpp has one variant of a network alone."""
+    shutil.copytree(golden, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | _ASSUMED.get(golden.name, {}) | changes))
+    return folder
 
 
 def convert(folder, path, kind="F32", **more):
