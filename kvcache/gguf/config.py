@@ -20,16 +20,32 @@ class Architecture(NamedTuple):
     Attributes:
         model_type: of the Hugging Face library.
         permuted: whether rows of q and k are in the order of interleaved RoPE.
+        windows: whether the entry of a window is honoured.
+        understood: entries of `NEUTRAL` that may have other values.
+        fixed: keys of `config.json` that files do not say.
     """
 
     model_type: str
     permuted: bool
+    windows: bool = False
+    understood: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = {}
 
 
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 ARCHITECTURES = {
-    "llama": Architecture("llama", True),  # Mistral and SmolLM2 too
+    "llama": Architecture("llama", True, understood=("expert_count",)),  # Mistral, Mixtral and SmolLM2 too
     "qwen2": Architecture("qwen2", False),
     "qwen3": Architecture("qwen3", False),
+    "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
+    "gemma2": Architecture("gemma2", False, True, _CAPS),
+    "gemma3": Architecture("gemma3_text", False, True, _CAPS),
+    "phi3": Architecture("phi3", False, True, ("rope.scaling.attn_factor",)),
+    "smollm3": Architecture("smollm3", True),
+    "granite": Architecture("granite", True, understood=_SCALES),
+    "olmo2": Architecture("olmo2", False, True),  # OLMo 3 too
+    "gpt-oss": Architecture("gpt_oss", False, True, ("expert_count",)),
 }
 
 # From the keys of config.json to those of a file, after the architecture and a dot.
@@ -44,11 +60,24 @@ KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "rope_local_base_freq": "rope.freq_base_swa",
 }
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
 # Options that change the result and are not implemented, and the value that has no effect.
 NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
+    "expert_shared_count": 0,
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -94,28 +123,70 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     _refuse(file, "split.count", 1, 0)
     read = _Entries(file)
     for key, neutral in NEUTRAL.items():
-        read.refuse(key, neutral)
-    found: dict[str, Any] = {"model_type": architecture.model_type, "architectures": None}
+        if key not in architecture.understood:
+            read.refuse(key, neutral)
+    found: dict[str, Any] = {"architectures": None, "rope_theta": 10000.0}
     for key, name in KEYS.items():
         value = read.get(name)
         if value is None and key in _REQUIRED:
             read.fail(name, "a number")
-        if value is not None:
+        if value is not None and not (value == 0 and name in _DEFAULT_WHERE_ZERO):
             found[key] = value
-    heads, hidden = found["num_attention_heads"], found.get("hidden_size")
-    if "head_dim" not in found and type(heads) is int and type(hidden) is int and heads > 0:
-        found["head_dim"] = hidden // heads
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if read.get(name) not in (None, found.get("head_dim")):
-            read.fail(name, f"{short(found.get('head_dim'))} as in every head")
-    if found.get("sliding_window") == 0:
-        del found["sliding_window"]
-    found["use_sliding_window"] = "sliding_window" in found
+    found |= {**architecture.fixed, "model_type": _model_type(architecture, found)}
+    _set_heads(read, architecture, found)
+    _set_windows(read, architecture, found)
     found["tie_word_embeddings"] = "output.weight" not in file
     if "token_embd.weight" in file:
         found["vocab_size"] = file["token_embd.weight"].shape[0]
-    found["rope_scaling"] = _scaling(read)
+    if found["model_type"] == "gpt_oss" and "moe_intermediate_size" in found:
+        found["intermediate_size"] = found["moe_intermediate_size"]
+    found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
+    if found["model_type"] == "gpt_oss" and found["rope_scaling"] is not None:
+        found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
     return found
+
+
+def _model_type(architecture: Architecture, found: Mapping[str, Any]) -> str:
+    """The networks that share an architecture of llama.cpp, told apart."""
+    if architecture.model_type == "llama" and "num_local_experts" in found:
+        return "mixtral"
+    if architecture.model_type == "olmo2" and found.get("sliding_window"):
+        return "olmo3"
+    return architecture.model_type
+
+
+def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]) -> None:
+    """The size of a head, the part of it that RoPE turns, and the scale of the scores."""
+    heads, hidden = found["num_attention_heads"], found.get("hidden_size")
+    if "head_dim" not in found and type(heads) is int and type(hidden) is int and heads > 0:
+        found["head_dim"] = hidden // heads
+    size = found.get("head_dim")
+    if read.get("attention.value_length") not in (None, size):
+        read.fail("attention.value_length", f"{short(size)} as in every head")
+    turned = read.get("rope.dimension_count")
+    if turned not in (None, size):
+        if architecture.permuted or type(turned) is not int or type(size) is not int or not 0 < turned < size:
+            read.fail("rope.dimension_count", f"{short(size)} as in every head")
+        found["partial_rotary_factor"] = (turned + 0.5) / size  # which is rounded down to channels
+    if architecture.model_type in ("gemma2", "gemma3_text"):
+        # Files do not say it; the largest network of each family scales by another size than its heads have.
+        largest = found.get("num_hidden_layers") == {"gemma2": 46, "gemma3_text": 62}[architecture.model_type]
+        found["query_pre_attn_scalar"] = hidden // heads if largest and type(hidden) is int else size
+
+
+def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, Any]) -> None:
+    """The window, and which layers have it."""
+    window, positions = found.get("sliding_window"), found.get("max_position_embeddings")
+    if not window:
+        found["sliding_window"] = None
+    elif not architecture.windows and type(window) is int and type(positions) is int and window < positions:
+        read.fail(_WINDOW, f"none, or at least all {positions} positions")
+    found["use_sliding_window"] = bool(window)
+    pattern = read.either(_PATTERN)
+    if isinstance(pattern, np.ndarray) and window:
+        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]
+    elif type(pattern) is int and pattern > 0:
+        found["sliding_window_pattern"] = pattern
 
 
 class _Entries:
@@ -131,6 +202,10 @@ class _Entries:
         if isinstance(found, (list, np.ndarray)):
             raise CheckpointError(f"{self.prefix}{name}: expected one value for all layers, got {short(found)}")
         return found
+
+    def either(self, name: str) -> Any:
+        """The value of an entry, which may be an array with a value for each layer."""
+        return self._file.metadata.get(self.prefix + name)
 
     def refuse(self, name: str, *neutral: Any) -> None:
         _refuse(self._file, self.prefix + name, *neutral)
@@ -148,11 +223,11 @@ def _refuse(file: GgufFile, key: str, *neutral: Any) -> None:
         raise CheckpointError(f"{key}: expected {neutral[0]}, got {short(found)}")
 
 
-def _scaling(read: _Entries) -> Mapping[str, Any] | None:
-    """`rope_scaling` of a `config.json`."""
+def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any] | None:
+    """`rope_scaling` of a `config.json`; that of longrope is in tensors."""
     factor = read.get("rope.scaling.factor", read.get("rope.scale_linear"))
     kind = read.get("rope.scaling.type", "linear")
-    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
+    if kind == "none" or (kind == "longrope" and has_factors) or (kind == "linear" and factor in (None, 0, 1)):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER
+from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, stored_tensors
 from kvcache.networks.tensors import StoredRows, Tensors
 
 __all__ = ["FolderTensors"]
@@ -19,14 +18,6 @@ __all__ = ["FolderTensors"]
 Float32 = NDArray[np.float32]
 
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
-
-
-class _Place(NamedTuple):
-    """Where a tensor is: in which one of the file, from which row on, and that one's shape (None: the same)."""
-
-    name: str
-    first: int = 0
-    shape: tuple[int, ...] | None = None
 
 
 class FolderTensors:
@@ -51,14 +42,7 @@ class FolderTensors:
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
-
-        def stored() -> Iterator[tuple[str, tuple[int, ...]]]:
-            for name, shape in expected:
-                place = self._place(name)
-                if not place.first:  # the first part of a tensor stands for all of it
-                    yield place.name, place.shape or shape
-
-        self._checkpoint.require(stored(), optional)
+        self._checkpoint.require(stored_tensors(expected, self._place), optional)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -95,42 +79,33 @@ class FolderTensors:
         values = slab.values[:, columns.get(part, slice(first, stop))]
         return StoredRows(slab.format, np.ascontiguousarray(values.T))
 
-    def _place(self, name: str) -> _Place:
+    def _place(self, name: str) -> Place:
         inside = LAYER.fullmatch(name)
         if not inside:
-            return _Place(name)
+            return Place(name)
         layer, part = name[: inside.start(2)], inside[2]
-        place = self._fused(part) if self._family.fused else self._expert(part) if self._family.experts else None
-        return _Place(name) if place is None else place._replace(name=layer + place.name)
+        place = self._expert(part) if self._family.experts else None
+        if self._family.fused:
+            place = fused_place(self._config, part, "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
+        return Place(name) if place is None else place._replace(name=layer + place.name)
 
-    def _fused(self, part: str) -> _Place | None:
-        config = self._config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        if found := re.fullmatch(r"self_attn\.([qkv])_proj\.weight", part):
-            first = {"q": 0, "k": queries, "v": queries + pairs}[found[1]]
-            return _Place("self_attn.qkv_proj.weight", first, (queries + 2 * pairs, hidden))
-        if found := re.fullmatch(r"mlp\.(gate|up)_proj\.weight", part):
-            return _Place("mlp.gate_up_proj.weight", inner if found[1] == "up" else 0, (2 * inner, hidden))
-        return None
-
-    def _expert(self, part: str) -> _Place | None:
+    def _expert(self, part: str) -> Place | None:
         config, expert = self._config, EXPERT.fullmatch(part)
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         if self._family.experts == "mixtral":
             if expert:
-                return _Place(f"block_sparse_moe.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
-            return _Place("block_sparse_moe.gate.weight") if part == "mlp.gate.weight" else None
+                return Place(f"block_sparse_moe.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
+            return Place("block_sparse_moe.gate.weight") if part == "mlp.gate.weight" else None
         if self._family.experts == "gpt_oss":
             if expert and expert[2] == "down":
-                return _Place("mlp.experts.down_proj", int(expert[1]), (experts, inner, hidden))
+                return Place("mlp.experts.down_proj", int(expert[1]), (experts, inner, hidden))
             if expert:
                 turn = 2 * int(expert[1]) + (expert[2] == "up")
-                return _Place("mlp.experts.gate_up_proj", turn, (experts, hidden, 2 * inner))
+                return Place("mlp.experts.gate_up_proj", turn, (experts, hidden, 2 * inner))
             if part in ("mlp.gate.weight", "mlp.gate.bias"):
-                return _Place(part.replace("gate", "router"))
+                return Place(part.replace("gate", "router"))
             if found := re.fullmatch(r"mlp\.experts\.(gate|up|down)_proj\.bias", part):
                 if found[1] == "down":
-                    return _Place("mlp.experts.down_proj_bias")
-                return _Place("mlp.experts.gate_up_proj_bias", found[1] == "up", (experts, 2 * inner))
+                    return Place("mlp.experts.down_proj_bias")
+                return Place("mlp.experts.gate_up_proj_bias", found[1] == "up", (experts, 2 * inner))
         return None

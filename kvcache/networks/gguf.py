@@ -18,7 +18,11 @@ from kvcache.gguf.config import KEYS, architecture_of, config_of
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.entries import Entries
+from kvcache.networks.families import FAMILIES
+from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, stored_tensors
 from kvcache.networks.rope import Rope
+from kvcache.networks.rope_entries import long_attention_factor
 from kvcache.networks.tensors import StoredRows, require
 
 __all__ = ["GgufCheckpoint", "is_gguf"]
@@ -26,7 +30,7 @@ __all__ = ["GgufCheckpoint", "is_gguf"]
 Float32 = NDArray[np.float32]
 
 _MAX_DIVISOR = 1e9  # of RoPE frequencies
-_ROPE = "rope_freqs.weight"
+_ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -37,11 +41,17 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 # The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
@@ -49,8 +59,6 @@ _FORMATS = {
     "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
 }  # fmt: skip
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a checkpoint's path names a GGUF file: it ends in .gguf, in any case, and is no directory."""
@@ -60,8 +68,9 @@ def is_gguf(path: str | Path) -> bool:
 class GgufCheckpoint:
     """The tensors of a GGUF file, under the names and in the row order of a Hugging Face checkpoint.
 
-    In files of the architecture `llama`, rows of q and k are ordered for interleaved RoPE: row `2 i + j` of a head is
-    row `i + j * head_dim / 2` of the original. They are put back as they are read.
+    In files of the architecture `llama` and some others, rows of q and k are ordered for interleaved RoPE: row
+    `2 i + j` of a head is row `i + j * head_dim / 2` of the original. They are put back as they are read. The experts
+    of a layer are stacked.
 
     Raises FileNotFoundError, or CheckpointError that names the file and the fault.
     """
@@ -89,27 +98,47 @@ class GgufCheckpoint:
             config,
             qkv_bias=config.qkv_bias or has_bias("attn_q"),
             output_bias=has_bias("attn_output"),
-            mlp_bias=has_bias("ffn_down"),
+            mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
         )
 
     def _rope(self, config: ModelConfig) -> Rope:
-        """The rotary embedding: that of the metadata, and the divisors of `rope_freqs.weight` where it is there."""
+        """The rotary embedding: that of the metadata, and the divisors in tensors where these are there."""
+        if _SHORT in self.file or _LONG in self.file:
+            prefix = f"{self.file.metadata['general.architecture']}.rope.scaling."
+            read = Entries(self.file.metadata, f"{self.file.path}: ")
+            positions = config.max_position_embeddings
+            original = read.size(f"{prefix}original_context_length", positions)
+            factor = max(positions / original, 1.0)
+            return Rope(
+                "longrope",
+                config.rope.theta,
+                factor,
+                original,
+                attention_factor=read.number(f"{prefix}attn_factor", long_attention_factor(factor, original)),
+                divisors=self._divisors(_SHORT, config),
+                long_divisors=self._divisors(_LONG, config),
+            )
         if _ROPE not in self.file:
             return config.rope
-        path, info = self.file.path, self.file[_ROPE]
-        if info.shape != (config.head_dim // 2,) or info.dtype != "F32":
-            raise CheckpointError(
-                f"{path}: {_ROPE}: expected F32 ({config.head_dim // 2},), got {info.dtype} {info.shape}"
-            )
+        return Rope("divided", config.rope.theta, divisors=self._divisors(_ROPE, config))
+
+    def _divisors(self, name: str, config: ModelConfig) -> tuple[float, ...]:
+        """What a tensor says that the frequencies are divided by."""
+        path, size = self.file.path, config.rotary_dim // 2
+        info = self.file.get(name)
+        if info is None:
+            raise CheckpointError(f"{path}: expected the tensor {name}, got none")
+        if info.shape != (size,) or info.dtype != "F32":
+            raise CheckpointError(f"{path}: {name}: expected F32 ({size},), got {info.dtype} {info.shape}")
         if config.rope.kind != "default":
-            raise CheckpointError(f"{path}: {_ROPE}: expected no other scaling beside it, got {config.rope.kind}")
+            raise CheckpointError(f"{path}: {name}: expected no other scaling beside it, got {config.rope.kind}")
         divisors = np.empty(info.shape, "<f4")
-        self.file.read([divisors], info.start, _ROPE)
+        self.file.read([divisors], info.start, name)
         if not ((divisors > 0) & (divisors <= _MAX_DIVISOR)).all():
             worst = divisors[~((divisors > 0) & (divisors <= _MAX_DIVISOR))][0]
-            raise CheckpointError(f"{path}: {_ROPE}: expected positive numbers up to {_MAX_DIVISOR:g}, got {worst}")
-        return Rope("divided", config.rope.theta, divisors=tuple(divisors.tolist()))
+            raise CheckpointError(f"{path}: {name}: expected positive numbers up to {_MAX_DIVISOR:g}, got {worst}")
+        return tuple(divisors.tolist())
 
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
@@ -120,34 +149,36 @@ class GgufCheckpoint:
                 raise CheckpointError(
                     f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
                 )
-        named = ((_name(name), shape) for name, shape in expected)
-        require(self.file, self.file.path, LOADABLE, named, lambda name: name == _ROPE or optional(name))
+        stored = stored_tensors(expected, self._place)
+        known = (_ROPE, _SHORT, _LONG)
+        require(self.file, self.file.path, LOADABLE, stored, lambda name: name in known or optional(name))
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
-        info = self.file[_name(name)]
+        info = self.file[self._place(name).name]
         return values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""
-        return _FORMATS[self.file[_name(name)].dtype]
+        return _FORMATS[self.file[self._place(name).name].dtype]
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
         """See `Tensors.rows`. The scales and minima of Q4_K are float32; a matrix rounds them to f16."""
-        info = self.file[_name(name)]
-        raw = self._rows(name, first, stop)
+        info = self.file[self._place(name).name]
+        raw, columns = self._rows(name, first, stop), _columns(info.shape)
         if info.dtype in ("F16", "BF16"):
             return StoredRows(self.format(name), raw.view(np.uint16))
         if info.dtype not in CODED:
-            return StoredRows("f32", values(info.dtype, raw, info.shape[1]))
-        return StoredRows(self.format(name), *codes(info.dtype, raw, info.shape[1]))
+            return StoredRows("f32", values(info.dtype, raw, columns))
+        return StoredRows(self.format(name), *codes(info.dtype, raw, columns))
 
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""
-        translated = _name(name)
-        info = self.file[translated]
+        place = self._place(name)
+        translated, info = place.name, self.file[place.name]
         size = row_bytes(info.dtype, _columns(info.shape))
         head = self._head(translated)
+        first, stop = first + place.first, stop + place.first
         begin, end = first // head * head, -(-stop // head) * head  # whole heads
         stored = np.empty((end - begin, size), np.uint8)
         self.file.read([stored], info.start + begin * size, translated)
@@ -161,15 +192,35 @@ class GgufCheckpoint:
         rotated = re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name)
         return self.config.head_dim if self._permuted and rotated else 1
 
+    def _place(self, name: str) -> Place:
+        """Where the tensor of a Hugging Face name is."""
+        inside = LAYER.fullmatch(name)
+        if not inside:
+            return Place(_named(name))
+        config, block, part = self.config, f"blk.{inside[1]}.", inside[2]
+        if expert := EXPERT.fullmatch(part):
+            sizes = (config.intermediate_size, config.hidden_size)
+            rows, columns = sizes[::-1] if expert[2] == "down" else sizes
+            whole = (config.num_experts, rows, columns)
+            return Place(f"{block}ffn_{expert[2]}_exps.weight", int(expert[1]) * rows, whole)
+        if FAMILIES[config.architecture].fused:
+            fused = fused_place(config, part, f"{block}attn_qkv.weight", f"{block}ffn_up.weight")
+            if fused is not None:
+                return fused
+        if part == "self_attn.sinks":
+            return Place(f"{block}attn_sinks.weight")
+        # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`; not so in gpt-oss.
+        after = config.norms != "before" or config.sinks
+        if part == "post_attention_layernorm.weight" and after:
+            return Place(f"{block}post_attention_norm.weight")
+        return Place(f"{block}{_named(part)}")
+
 
 def _columns(shape: tuple[int, ...]) -> int:
-    """Values per row; the values of a vector are rows."""
-    return shape[1] if len(shape) == 2 else 1
+    """Values per row: of the last axis; the values of a vector are rows."""
+    return shape[-1] if len(shape) > 1 else 1
 
 
-def _name(name: str) -> str:
-    """The name in a file of a tensor with this Hugging Face name."""
-    inside = _LAYER.fullmatch(name)
-    layer, part = (f"blk.{inside[1]}.", inside[2]) if inside else ("", name)
-    stem, _, kind = part.rpartition(".")
-    return f"{layer}{_NAMES[stem]}.{kind}"
+def _named(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    return f"{_NAMES[stem]}.{kind}"

@@ -6,11 +6,25 @@ Files may use other names, stack tensors or transpose them; `FolderTensors` and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from kvcache.networks.config import ModelConfig
 
-__all__ = ["EMBEDDING", "EXPERT", "HEAD", "LAYER", "NORM", "NORMS", "ROUTER", "matrices_of", "tensors_of"]
+__all__ = [
+    "EMBEDDING",
+    "EXPERT",
+    "HEAD",
+    "LAYER",
+    "NORM",
+    "NORMS",
+    "ROUTER",
+    "Place",
+    "fused_place",
+    "matrices_of",
+    "stored_tensors",
+    "tensors_of",
+]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -29,6 +43,36 @@ NORMS = {
 }
 ROUTER = ("mlp.gate.weight",)
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+
+
+class Place(NamedTuple):
+    """Where a tensor is: in which one of the file, from which row on, and that one's shape (None: the same)."""
+
+    name: str
+    first: int = 0
+    shape: tuple[int, ...] | None = None
+
+
+def stored_tensors(
+    expected: Iterable[tuple[str, tuple[int, ...]]], place: Callable[[str], Place]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a file for `expected` ones, each once, with their shapes."""
+    for name, shape in expected:
+        found = place(name)
+        if not found.first:  # the first part of a tensor stands for all of it
+            yield found.name, found.shape or shape
+
+
+def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place | None:
+    """Where a matrix of a layer is in files that store queries, keys and values as one, and gate and up as another."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if found := re.fullmatch(r"self_attn\.([qkv])_proj\.weight", part):
+        first = {"q": 0, "k": queries, "v": queries + pairs}[found[1]]
+        return Place(qkv, first, (queries + 2 * pairs, hidden))
+    if found := re.fullmatch(r"mlp\.(gate|up)_proj\.weight", part):
+        return Place(gate_up, inner if found[1] == "up" else 0, (2 * inner, hidden))
+    return None
 
 
 def matrices_of(config: ModelConfig) -> Iterator[tuple[str, ...]]:

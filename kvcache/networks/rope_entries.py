@@ -12,7 +12,7 @@ from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family
 from kvcache.networks.rope import Rope
 
-__all__ = ["Ropes", "ropes_of"]
+__all__ = ["Ropes", "long_attention_factor", "ropes_of"]
 
 _LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wavelengths finite
 _FULL, _SLIDING = "full_attention", "sliding_attention"

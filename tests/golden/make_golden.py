@@ -175,7 +175,7 @@ VARIANTS = {
     ),
     "smollm3": Variant(
         SmolLM3Config(
-            **COMMON | {"num_hidden_layers": 4}, no_rope_layer_interval=3, tie_word_embeddings=False,
+            **COMMON | {"num_hidden_layers": 4}, no_rope_layer_interval=4, tie_word_embeddings=False,
             rope_parameters=DEFAULT_ROPE,
         ),
         torch.bfloat16,

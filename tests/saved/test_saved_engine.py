@@ -106,16 +106,19 @@ def test_what_a_fingerprint_sees(network):
     same = dataclasses.replace(network.config, eos_token_ids=(7,))
     assert fingerprint(Transformer(same, network.weights)) in names
     weights = network.weights
-    for field in dataclasses.fields(weights.layers[1]):
-        array = getattr(weights.layers[1], field.name)
-        if array is not None:
-            moved = dataclasses.replace(weights.layers[1], **{field.name: array * np.float32(1.001)})
-            layers = (weights.layers[0], moved, *weights.layers[2:])
-            names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, layers=layers))))
+    layer = weights.layers[1]
+    for part in (layer, layer.mlps[0]):
+        for field in dataclasses.fields(part):
+            array = getattr(part, field.name)
+            if array is not None and field.name != "mlps":
+                moved = dataclasses.replace(part, **{field.name: array * np.float32(1.001)})
+                moved = moved if part is layer else dataclasses.replace(layer, mlps=(moved,))
+                layers = (weights.layers[0], moved, *weights.layers[2:])
+                names.add(fingerprint(Transformer(network.config, dataclasses.replace(weights, layers=layers))))
     for name in ("embedding", "norm", "head"):
         moved = dataclasses.replace(weights, **{name: getattr(weights, name) * np.float32(1.001)})
         names.add(fingerprint(Transformer(network.config, moved)))
-    arrays = sum(getattr(weights.layers[1], field.name) is not None for field in dataclasses.fields(weights.layers[1]))
+    arrays = sum(array is not None for array in layer.arrays())
     assert len(names) == 1 + 3 + arrays + 3
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import struct
 
 import gguf
@@ -14,13 +16,13 @@ from kvcache.networks.weights import Checkpoint
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
-_LETTERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_TENSORS = {
-    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
-    "o_proj": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up", "down_proj": "ffn_down",
+# The architecture of each model type, and those whose rows of q and k llama.cpp orders for interleaved RoPE.
+_LETTERS = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
+    "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
 }  # fmt: skip
+_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 
 
 def string(text):
@@ -61,11 +63,16 @@ def with_rows_for_llama(rows, num_heads):
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
-def name_of(name):
-    """The name in a GGUF file of a tensor of a Hugging Face checkpoint."""
-    parts = name.split(".")
-    layer = f"blk.{parts[2]}." if parts[1] == "layers" else ""
-    return f"{layer}{_TENSORS[parts[-2]]}.{parts[-1]}"
+def name_of(name, model_type="llama"):
+    """The name in a GGUF file of a tensor of a Hugging Face checkpoint, by the gguf package."""
+    names = {letters: arch for arch, letters in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(names[_LETTERS[model_type]], 16)
+    stem, _, kind = name.rpartition(".")
+    if stem == "lm_head":  # which the list of Gemma 2 leaves out
+        return "output.weight"
+    if kind in ("weight", "bias"):
+        return f"{known.get_name(stem)}.{kind}"
+    return f"{known.get_name(name)}.weight"  # sinks
 
 
 def write(path, architecture, entries, tensors):
@@ -90,7 +97,8 @@ def write(path, architecture, entries, tensors):
 def entries_of(config, folder_config):
     """The entries of a network, as llama.cpp's converter writes them."""
     letters = _LETTERS[folder_config["model_type"]]
-    rope = folder_config["rope_parameters"]
+    kind, rope = folder_config["model_type"], folder_config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     found = {
         "block_count": (U32, config.num_layers),
         "context_length": (U32, config.max_position_embeddings),
@@ -101,9 +109,9 @@ def entries_of(config, folder_config):
         "attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps),
         "rope.freq_base": (F32, config.rope.theta),
         "vocab_size": (U32, config.vocab_size),
-        "rope.dimension_count": (U32, config.head_dim),
+        "rope.dimension_count": (U32, config.rotary_dim),
     }
-    if config.head_dim * config.num_heads != config.hidden_size:
+    if config.head_dim * config.num_heads != config.hidden_size or "gemma" in letters:
         found["attention.key_length"] = found["attention.value_length"] = (U32, config.head_dim)
     if rope["rope_type"] in ("linear", "yarn"):
         found["rope.scaling.type"] = (STRING, rope["rope_type"])
@@ -112,6 +120,28 @@ def entries_of(config, folder_config):
         found["rope.scaling.original_context_length"] = (U32, rope["original_max_position_embeddings"])
         found["rope.scaling.yarn_beta_fast"] = (F32, rope["beta_fast"])
         found["rope.scaling.yarn_beta_slow"] = (F32, rope["beta_slow"])
+    if any(config.windows):
+        found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
+    if kind == "olmo3":
+        found["attention.sliding_window_pattern"] = (ARRAY, [window is not None for window in config.windows], BOOL)
+    if kind == "gemma3_text":
+        found["attention.sliding_window_pattern"] = (U32, config.windows.index(None) + 1)
+    for key, cap in (("attn_", config.attention_softcap), ("final_", config.logit_softcap)):
+        if cap:
+            found[f"{key}logit_softcapping"] = (F32, cap)
+    if kind == "granite":
+        found["embedding_scale"] = (F32, config.embedding_scale)
+        found["residual_scale"] = (F32, config.residual_scale)
+        found["attention.scale"] = (F32, config.attention_scale)
+        found["logit_scale"] = (F32, 1 / config.logit_scale)
+    if config.num_experts:
+        found["expert_count"] = (U32, config.num_experts)
+        found["expert_used_count"] = (U32, config.experts_per_token)
+        if kind != "mixtral":
+            found["expert_feed_forward_length"] = (U32, config.intermediate_size)
+    if rope["rope_type"] == "longrope":
+        found["rope.scaling.attn_factor"] = (F32, config.rope.attention_factor)
+        found["rope.scaling.original_context_length"] = (U32, config.rope.original_positions)
     return letters, {f"{letters}.{key}": content for key, content in found.items()}
 
 
@@ -131,23 +161,71 @@ def llama3_divisors(config):
     return np.array(divisors, np.float32)
 
 
-def tensors_of(folder, config, kind="F32"):
-    """The tensors of a checkpoint folder; matrices in type `kind` (one that the gguf package can make)."""
-    checkpoint, found = Checkpoint(folder), {}
+def _converted(checkpoint, model_type, config):
+    """The tensors of a checkpoint folder as the converter changes them, by Hugging Face names."""
+    stacks = {}
     for name in checkpoint._files:
         values = checkpoint.read(name)
-        if config.architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
-            if ".q_proj." in name:
-                values = with_rows_for_llama(values, config.num_heads)
-            if ".k_proj." in name:
-                values = with_rows_for_llama(values, config.num_kv_heads)
-        fits = values.ndim == 2 and not values.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-        if fits and kind != "F32":
-            values = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]), kind
-        found[name_of(name)] = values
+        if model_type in _INTERLEAVED and ".q_proj." in name:
+            values = with_rows_for_llama(values, config.num_heads)
+        if model_type in _INTERLEAVED and ".k_proj." in name:
+            values = with_rows_for_llama(values, config.num_kv_heads)
+        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if found := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name):
+            part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[3], found[3])
+            stack = f"{found[1].replace('block_sparse_moe', 'mlp')}{part}.weight"
+            stacks.setdefault(stack, {})[int(found[2])] = values
+        elif ".experts." in name:  # of gpt-oss: (experts, in, out), gate and up in turn
+            weight = not name.endswith("_bias")
+            values = values.swapaxes(1, 2) if weight else values
+            stem = name.removesuffix("_bias")
+            kind = "weight" if weight else "bias"
+            if stem.endswith("gate_up_proj"):
+                yield stem.replace("gate_up", "gate") + f".{kind}", np.ascontiguousarray(values[:, 0::2])
+                yield stem.replace("gate_up", "up") + f".{kind}", np.ascontiguousarray(values[:, 1::2])
+            else:
+                yield f"{stem}.{kind}", np.ascontiguousarray(values)
+        else:
+            yield name, values
+    for name, parts in stacks.items():
+        yield name, np.stack([parts[i] for i in range(len(parts))])
+
+
+def tensors_of(folder, config, kind="F32"):
+    """The tensors of a checkpoint folder; matrices in type `kind` (one that the gguf package can make)."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    found, quantised = {}, gguf.GGMLQuantizationType[kind]
+    for name, values in _converted(Checkpoint(folder), model_type, config):
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        fits = values.ndim > 1 and not values.shape[-1] % gguf.GGML_QUANT_SIZES[quantised][0]
+        if fits and kind != "F32" and not name.endswith(".bias"):
+            values = gguf.quants.quantize(values, quantised), kind
+        found[name_of(name, model_type)] = values
     if config.rope.kind == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config)
+    if config.rope.kind == "longrope":
+        found["rope_factors_short.weight"] = np.array(config.rope.divisors, np.float32)
+        found["rope_factors_long.weight"] = np.array(config.rope.long_divisors, np.float32)
     return found
+
+
+# What files of llama.cpp do not say: each network has the one value that its checkpoints have.
+_ASSUMED = {
+    "gemma2": {"query_pre_attn_scalar": 24}, "gemma3": {"query_pre_attn_scalar": 24},  # the size of a head
+    "mistral_window": {"sliding_window": None}, "mixtral": {"sliding_window": None},
+    "qwen2_windows": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
+    "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
+}  # fmt: skip
+
+
+def as_converted(golden, folder, **changes):
+    """A copy of a golden folder, changed where llama.cpp has one variant of a network alone."""
+    shutil.copytree(golden, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | _ASSUMED.get(golden.name, {}) | changes))
+    return folder
 
 
 def convert(folder, path, kind="F32", **more):

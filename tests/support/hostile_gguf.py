@@ -104,7 +104,7 @@ for key in ("llama.block_count", "llama.embedding_length", "llama.attention.head
         more = {key.replace(".", "__"): (kind, content)}
         case(shown, lambda path, _, more=more: gguf_files.convert(GOLDEN / "llama", path, **more))
 KEYS = [*config.KEYS.values(), *config.NEUTRAL, "rope.dimension_count", "attention.value_length", "rope.scaling.type"]
-KEYS = [f"llama.{key}" for key in [*KEYS, "rope.scaling.factor", "rope.scale_linear"]]
+KEYS = [f"llama.{key}" for key in [*dict.fromkeys(KEYS), "rope.scaling.factor", "rope.scale_linear"]]
 KEYS += [key.replace("__", ".") for key in TOKENS if "tokens" not in key and "merges" not in key]
 KEYS += [f"tokenizer.ggml.{key}" for key in ("bos_token_id", "unknown_token_id", "eot_token_id", "add_bos_token")]
 for key in [*KEYS, "split.count"]:
