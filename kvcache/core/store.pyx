@@ -56,7 +56,7 @@ cdef class BlockStore:
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
         cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
         # Python ints: products of NumPy's wrap around or raise OverflowError.
-        num_layers = as_count(num_layers, "num_layers", 1, MOST)
+        num_layers = as_count(num_layers, "num_layers", 0, MOST)
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
         num_heads = as_count(num_heads, "num_heads", 1, MOST)
         block_size = as_count(block_size, "block_size", 1, 256)

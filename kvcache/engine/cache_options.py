@@ -96,7 +96,7 @@ def num_cache_blocks(sequence: LiveSequence, num_blocks: int | None, max_memory_
                 f"max_memory_bytes: expected at least {needed(1)}, the bytes of one block and of the engine's K and V, "
                 f"got {limit}"
             )
-        most = bisect_right(range(limit // cache.block_memory_bytes + 1), limit, key=needed) - 1
+        most = bisect_right(range(limit // max(1, cache.block_memory_bytes) + 1), limit, key=needed) - 1
         count = most if count is None else min(count, most)
     assert count is not None
     return count

@@ -70,15 +70,14 @@ class LayerGroups(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, block_size: int, chunk: int) -> LayerGroups:
-        """The groups of a network. If every layer has a window, those of the largest keep all tokens, since prefixes
-        are found by them.
+        """The groups of a network. Where every layer has a window, a cache without layers keeps the tokens of prefixes.
 
         A group has blocks for two windows and two pieces: those before a change, and those of the change.
         """
         positions, layers = model.config.max_position_embeddings, dict[int, list[int]]()
         for layer, each in enumerate(layer_attention(model)):
-            layers.setdefault(each.window or positions, []).append(layer)
-        whole = layers.pop(max(layers))
+            layers.setdefault(each.window or 0, []).append(layer)
+        whole = layers.pop(0, [])
         piece, most = -(-chunk // block_size) + 1, 2 * (-(-positions // block_size) + 1)
         plans = [
             GroupPlan(window, tuple(layers[window]), min(2 * (_num_kept(window, block_size) + piece), most))
@@ -177,8 +176,7 @@ class WindowLayers:
     def restore(self, place: Place, stop: int) -> None:
         """Return to the place of a text of `stop` tokens; may be called at any time, and takes no memory."""
         self._free(1 - place.seq_id)
-        held = self.cache.get_sequence(place.seq_id)
-        if held is not None and held.num_tokens > stop - place.first:
+        if place.seq_id in self.cache:
             self.cache.truncate(place.seq_id, stop - place.first)
 
     def piece(self, place: Place, count: int) -> AttendPiece:

@@ -75,9 +75,10 @@ class Arena:
         """From the bytes of one; SnapshotError where they contradict each other."""
         layers, heads, dim, key, value, keys, values, layout, tokens, size = ARENA.unpack(data)
         names = {number: name for name, number in LAYOUTS.items()}
-        if layout not in names or not size or not tokens or keys > 1 or values > 1:
-            raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {size}, {layout}")
-        if not layers * heads * dim or size < tokens * layers * heads * dim * 2 * _LEAST_BITS // 8:  # K and V
+        if layout not in names or not tokens or keys > 1 or values > 1:
+            raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {layout}")
+        # Pages of no layer have no bytes.
+        if not heads * dim or bool(size) > bool(layers) or size < tokens * layers * heads * dim * 2 * _LEAST_BITS // 8:
             raise SnapshotError(f"expected pages of {layers} x {heads} x {dim} channels or more, got {size} bytes")
         key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))
         return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)

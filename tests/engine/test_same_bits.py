@@ -10,7 +10,9 @@ from kvcache import get_num_threads, set_num_threads
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 
 WEIGHTS = ("auto", "f32", "f16", "q8", "q4")
-NETWORKS = ("llama", "llama_biases", "qwen3_tied", "gemma2", "gpt_oss", "qwen3_moe", "olmo2", "phi3_longrope")
+NETWORKS = (
+    "llama", "llama_biases", "qwen3_tied", "gemma2", "gpt_oss", "qwen3_moe", "olmo2", "granite", "phi3_longrope",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

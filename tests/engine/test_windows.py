@@ -99,8 +99,9 @@ def test_layers_with_a_window_keep_little_more(kind):
         assert held[0] + SPARE - 1 <= len(positions) < held[0] + SPARE + 2 * 16
 
 
-def test_a_network_without_a_layer_that_keeps_all_keeps_its_largest_window_whole():
-    assert LayerGroups.of(network("windows alone"), 16, 24).whole == (1,)
+def test_the_groups_of_a_network():
+    groups = LayerGroups.of(network("windows alone"), 16, 24)
+    assert (groups.whole, [group.window for group in groups.windows]) == ((), [20, 50])
     groups = LayerGroups.of(network("two windows"), 16, 24)
     assert groups.whole == (1,)
     assert [(group.window, group.layers) for group in groups.windows] == [(20, (0,)), (70, (2,))]

@@ -192,7 +192,7 @@ def test_unknown_and_duplicate_ids():
         ({"block_size": 0}, "block_size"),
         ({"block_size": 257}, "block_size"),
         ({"num_heads": 0}, "num_heads"),
-        ({"num_layers": 0}, "num_layers"),
+        ({"num_layers": -1}, "num_layers"),
         ({"num_blocks": -1}, "num_blocks"),
         ({"dtype": "f64"}, "f64"),
         ({"rotate": "yes"}, "rotate"),

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 from contents import pairs, state
-from kvcache.engine.linear import MatrixStack
 from prefix_engines import GREEDY, prompt
 
 from kvcache import (
@@ -24,6 +23,7 @@ from kvcache import (
 from kvcache.core.arguments import as_bytes
 from kvcache.core.kernels import FORMATS
 from kvcache.core.matrix import MATRIX_FORMATS, Matrix
+from kvcache.networks.linear import MatrixStack
 
 KEYS = {"kv", "bookkeeping", "scratch"}
 
