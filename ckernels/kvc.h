@@ -132,8 +132,11 @@ typedef struct kvc_kernels {
     void (*rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                      float eps, float *out);
     void (*swiglu)(int64_t n, int64_t dim, const float *x, float *out);
-    void (*rotate)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
-                   const float *sin, float *out);
+    void (*geglu)(int64_t n, int64_t dim, const float *x, float *out);
+    void (*clamped_swiglu)(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out);
+    void (*softcap)(int64_t n, const float *x, float cap, float *out);
+    void (*rotate)(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
+                   const float *cos, const float *sin, float *out);
 } kvc_kernels;
 
 /* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */

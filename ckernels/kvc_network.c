@@ -46,26 +46,63 @@ void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int
     }
 }
 
-/* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim). silu(g) = g / (1 + e^-g), with a relative error below
- * (4 + max(-g, 0)) * 2^-23: the exponent is rounded once. 0 below -87, where it is less than 2^-119. */
+/* gate * sigmoid(slope). The relative error is below (4 + max(-slope, 0)) * 2^-23 for an exact slope: the exponent is rounded
+ * once. 0 where slope < -87: there it is less than 2^-119 gate. */
+INLINE f32v gated(f32v gate, f32v slope) {
+    const f32v power = f32v_exp2(f32v_min(f32v_mul(slope, f32v_set1(-1.442695041f)), f32v_set1(126.0f)));
+    return f32v_zero_below(f32v_div(gate, f32v_add(f32v_set1(1.0f), power)), slope, f32v_set1(-87.0f));
+}
+
+/* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim). silu(g) = g * sigmoid(g). */
 void KVC_FN(swiglu)(int64_t n, int64_t dim, const float *x, float *out) {
-    const f32v to_log2 = f32v_set1(-1.442695041f), most = f32v_set1(126.0f), one = f32v_set1(1.0f);
     for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
         for (int64_t d = 0; d < dim; d += KVC_LANES) {
             const f32v gate = load_some(x + d, dim - d), up = load_some(x + dim + d, dim - d);
-            const f32v power = f32v_exp2(f32v_min(f32v_mul(gate, to_log2), most));
-            const f32v silu = f32v_zero_below(f32v_div(gate, f32v_add(one, power)), gate, f32v_set1(-87.0f));
-            store_some(out + d, dim - d, f32v_mul(silu, up));
+            store_some(out + d, dim - d, f32v_mul(gated(gate, gate), up));
         }
     }
 }
 
+/* The same with GELU, by its approximation with tanh: g (1 + tanh(s)) / 2 = g * sigmoid(2 s), s = sqrt(2 / pi) (g + 0.044715
+ * g^3). 2 s has four roundings: the relative error is below (5 + 3 max(-2 s, 0)) * 2^-23. */
+void KVC_FN(geglu)(int64_t n, int64_t dim, const float *x, float *out) {
+    const f32v slope = f32v_set1(1.5957691216f), cubic = f32v_set1(0.044715f), one = f32v_set1(1.0f);
+    for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v gate = load_some(x + d, dim - d), up = load_some(x + dim + d, dim - d);
+            const f32v curve = f32v_fma(f32v_mul(gate, gate), cubic, one);
+            store_some(out + d, dim - d, f32v_mul(gated(gate, f32v_mul(f32v_mul(gate, slope), curve)), up));
+        }
+    }
+}
+
+/* The same as g * sigmoid(alpha g) * (u + 1), with g at most `limit` and u from -limit to limit. A NaN stays one. */
+void KVC_FN(clamped_swiglu)(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) {
+    const f32v most = f32v_set1(limit), least = f32v_set1(-limit), slope = f32v_set1(alpha), one = f32v_set1(1.0f);
+    for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v gate = f32v_min(most, load_some(x + d, dim - d));
+            const f32v up = f32v_max(least, f32v_min(most, load_some(x + dim + d, dim - d)));
+            store_some(out + d, dim - d, f32v_mul(gated(gate, f32v_mul(gate, slope)), f32v_add(up, one)));
+        }
+    }
+}
+
+/* out (n) = cap * tanh(x / cap). */
+void KVC_FN(softcap)(int64_t n, const float *x, float cap, float *out) {
+    const f32v factor = f32v_set1(cap), inverse = f32v_set1(1.0f / cap);
+    for (int64_t d = 0; d < n; d += KVC_LANES) {
+        const f32v tanh = f32v_tanh(f32v_mul(load_some(x + d, n - d), inverse));
+        store_some(out + d, n - d, f32v_mul(tanh, factor));
+    }
+}
+
 /* Rotary position embeddings: out (n, heads, dim) = heads of x, turned by the angles of their rows. Rows of x are x_stride
- * floats apart. cos and sin (n, dim / 2); channel i forms a pair with channel i + dim / 2. Each result is rounded as
- * a * cos - b * sin with three roundings. */
-void KVC_FN(rotate)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
-                    const float *sin, float *out) {
-    const int64_t half = dim / 2;
+ * floats apart. cos and sin (n, turned / 2); channel i forms a pair with channel i + turned / 2. Each result is rounded as
+ * a * cos - b * sin with three roundings. Channels from `turned` on stay. */
+void KVC_FN(rotate)(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
+                    const float *cos, const float *sin, float *out) {
+    const int64_t half = turned / 2;
     for (int64_t i = 0; i < n; i++, cos += half, sin += half) {
         for (int64_t h = 0; h < heads; h++, out += dim) {
             const float *head = x + i * x_stride + h * dim;
@@ -76,6 +113,7 @@ void KVC_FN(rotate)(int64_t n, int64_t heads, int64_t dim, const float *x, int64
                 store_some(out + d, left, f32v_sub(f32v_mul(a, c), f32v_mul(b, s)));
                 store_some(out + half + d, left, f32v_add(f32v_mul(b, c), f32v_mul(a, s)));
             }
+            memcpy(out + turned, head + turned, (size_t)(dim - turned) * sizeof(float));
         }
     }
 }

@@ -15,7 +15,10 @@ void KVC_FN(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
 void KVC_FN(multiply_panels)(const kvc_matmul_args *, int64_t, int64_t);
 void KVC_FN(rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float, float *);
 void KVC_FN(swiglu)(int64_t, int64_t, const float *, float *);
-void KVC_FN(rotate)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *, float *);
+void KVC_FN(geglu)(int64_t, int64_t, const float *, float *);
+void KVC_FN(clamped_swiglu)(int64_t, int64_t, const float *, float, float, float *);
+void KVC_FN(softcap)(int64_t, const float *, float, float *);
+void KVC_FN(rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *, float *);
 
 extern const kvc_kernels KVC_FN(kernels);
 const kvc_kernels KVC_FN(kernels) = {
@@ -32,5 +35,8 @@ const kvc_kernels KVC_FN(kernels) = {
     .multiply_panels = KVC_FN(multiply_panels),
     .rms_norm = KVC_FN(rms_norm),
     .swiglu = KVC_FN(swiglu),
+    .geglu = KVC_FN(geglu),
+    .clamped_swiglu = KVC_FN(clamped_swiglu),
+    .softcap = KVC_FN(softcap),
     .rotate = KVC_FN(rotate),
 };

@@ -155,8 +155,11 @@ cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                    float eps, float *out) noexcept nogil
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
-cdef void rotate(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
-                 const float *sin, float *out) noexcept nogil
+cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
+cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil
+cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
+cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
+                 const float *cos, const float *sin, float *out) noexcept nogil
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil

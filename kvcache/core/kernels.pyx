@@ -31,7 +31,10 @@ cdef extern from "kvc.h" nogil:
         void (*rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float,
                          float *) noexcept nogil
         void (*swiglu)(int64_t, int64_t, const float *, float *) noexcept nogil
-        void (*rotate)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *,
+        void (*geglu)(int64_t, int64_t, const float *, float *) noexcept nogil
+        void (*clamped_swiglu)(int64_t, int64_t, const float *, float, float, float *) noexcept nogil
+        void (*softcap)(int64_t, const float *, float, float *) noexcept nogil
+        void (*rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *,
                        float *) noexcept nogil
 
     int kvc_num_levels() noexcept
@@ -170,9 +173,21 @@ cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept no
     _active.swiglu(n, dim, x, out)
 
 
-cdef void rotate(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *cos,
-                 const float *sin, float *out) noexcept nogil:
-    _active.rotate(n, heads, dim, x, x_stride, cos, sin, out)
+cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
+    _active.geglu(n, dim, x, out)
+
+
+cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil:
+    _active.clamped_swiglu(n, dim, x, alpha, limit, out)
+
+
+cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil:
+    _active.softcap(n, x, cap, out)
+
+
+cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
+                 const float *cos, const float *sin, float *out) noexcept nogil:
+    _active.rotate(n, heads, dim, turned, x, x_stride, cos, sin, out)
 
 
 cdef int num_threads() noexcept nogil:

@@ -23,6 +23,7 @@ _ENDS = frozenset(
     {
         "</s>",
         "<EOT>",
+        "<|call|>",
         "<eos>",
         "<end_of_turn>",
         "<|end_of_text|>",
@@ -31,6 +32,7 @@ _ENDS = frozenset(
         "<|eom_id|>",
         "<|eot_id|>",
         "<|im_end|>",
+        "<|return|>",
     }
 )
 # Pre-tokenizers of files that begin a text with the token bos, if the file does not say.
@@ -200,7 +202,10 @@ def end_tokens(file: GgufFile) -> list[int] | None:
     if read.get("tokens") is not None and read.get("token_type") is not None:
         texts = read.strings("tokens")
         kinds = read.numbers("token_type", len(texts), np.dtype(np.int32), _NORMAL)
-        ids += [int(i) for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER_DEFINED)) if texts[i] in _ENDS]
+        special = {texts[i]: int(i) for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER_DEFINED))}
+        # In gpt-oss the end of a message, not that of an answer.
+        inner = {"<|end|>"} if {"<|return|>", "<|call|>"} <= special.keys() else set()
+        ids += [special[text] for text in special if text in _ENDS - inner]
     return ids or None
 
 

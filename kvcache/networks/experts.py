@@ -7,31 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["mix_experts", "top_experts"]
+__all__ = ["mix_experts"]
 
 Float32 = NDArray[np.float32]
-
-
-def top_experts(logits: Float32, count: int, normalise: bool) -> tuple[NDArray[np.int64], Float32]:
-    """The experts of each row and their weights.
-
-    Args:
-        logits: `(n, experts)`.
-        count: experts per row.
-        normalise: whether the weights of a row add up to 1; if not, they are those of the softmax over all experts.
-
-    Returns:
-        `(chosen, weights)`, each `(n, count)`, the largest first; of equal logits the lower index.
-    """
-    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :count]
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    picked = np.take_along_axis(powers, chosen, axis=1)
-    # Summed column by column: the order of additions in a row depends on nothing else.
-    parts = picked if normalise else powers
-    total = np.zeros(len(logits))
-    for i in range(parts.shape[1]):
-        total += parts[:, i]
-    return chosen, (picked / total[:, None]).astype(np.float32)
 
 
 def mix_experts(
@@ -41,7 +19,7 @@ def mix_experts(
 
     Args:
         x: `(n, hidden)`.
-        chosen, weights: `(n, count)`, see `top_experts`.
+        chosen, weights: `(n, count)`, see `kvcache.core.layers.top_experts`.
         expert: `expert(i, rows)` is what expert `i` makes of some rows; called once for each expert that has any.
 
     Returns:

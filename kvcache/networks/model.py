@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
-from kvcache.core.layers import rms_norm, swiglu
-from kvcache.networks.activations import clamped_swiglu, geglu, softcap
+from kvcache.core.layers import clamped_swiglu, geglu, rms_norm, softcap, swiglu, top_experts
 from kvcache.networks.config import ModelConfig
-from kvcache.networks.experts import mix_experts, top_experts
+from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.protocols import Attend, LayerAttention, Logits
 from kvcache.networks.rope import Rope, RopeTable

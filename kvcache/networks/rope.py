@@ -142,10 +142,7 @@ class RopeTable:
 
     def rotate(self, heads: Float32, rows: tuple[Float32, Float32]) -> Float32:
         """Turn `heads` `(n, num_heads, channels)` by the table rows of their positions; a new array."""
-        if heads.shape[2] == self.head_dim:
-            return rotate(heads, *rows)
-        turned = rotate(np.ascontiguousarray(heads[:, :, : self.head_dim]), *rows)
-        return np.concatenate([turned, heads[:, :, self.head_dim :]], axis=2)
+        return rotate(heads, *rows)
 
     def _rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float64)[:, None] * self._frequencies

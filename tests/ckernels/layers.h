@@ -9,9 +9,9 @@
 #include "runs.h"
 
 typedef struct layer {
-    int64_t n, heads, dim, stride;
+    int64_t n, heads, dim, stride, turned; /* `turned` channels of a head have an angle */
     memory x, weight, cos, sin; /* x (n, heads, dim), rows `stride` apart; of swiglu (n, 2 * dim) */
-    float eps;
+    float eps, limit; /* `limit` of the clamped gate, and the cap */
     int at_end;
 } layer;
 
@@ -35,20 +35,29 @@ static int same_bits(const float *a, const float *b, int64_t n) {
     return 1;
 }
 
-enum { RMS_NORM, SWIGLU, ROTATE, NUM_LAYERS };
-static const char *const layer_names[] = {"rms_norm", "swiglu", "rotate"};
+enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, NUM_LAYERS };
+static const char *const layer_names[] = {"rms_norm", "swiglu", "rotate", "geglu", "clamped_swiglu", "softcap"};
+
+static int is_gate(int which) { return which == SWIGLU || which == GEGLU || which == CLAMPED; }
 
 /* Rows [first, first + n). */
 static memory run_layer(const kvc_kernels *k, int which, const layer *l, int64_t first, int64_t n) {
     memory out = take((size_t)(n * l->heads * l->dim) * sizeof(float), 4, l->at_end);
     const float *x = (const float *)l->x.at + first * l->stride;
-    const int64_t angles = first * (l->dim / 2);
+    const int64_t angles = first * (l->turned / 2);
     if (which == RMS_NORM)
         k->rms_norm(n, l->heads, l->dim, x, l->stride, l->weight.at, l->eps, out.at);
     else if (which == SWIGLU)
         k->swiglu(n, l->dim, x, out.at);
+    else if (which == GEGLU)
+        k->geglu(n, l->dim, x, out.at);
+    else if (which == CLAMPED)
+        k->clamped_swiglu(n, l->dim, x, 1.702f, l->limit, out.at);
+    else if (which == SOFTCAP)
+        k->softcap(n * l->dim, x, l->limit, out.at);
     else
-        k->rotate(n, l->heads, l->dim, x, l->stride, (float *)l->cos.at + angles, (float *)l->sin.at + angles, out.at);
+        k->rotate(n, l->heads, l->dim, l->turned, x, l->stride, (float *)l->cos.at + angles, (float *)l->sin.at + angles,
+                  out.at);
     return out;
 }
 
@@ -67,20 +76,37 @@ static void expect_norm(const kvc_kernels *k, const layer *l, const float *x, co
     }
 }
 
-static void expect_gated(const kvc_kernels *k, const layer *l, const float *x, const float *out) {
+/* gate * sigmoid(slope) * up, where the slope is the gate, a cubic of it, or a multiple of it held to the limit. */
+static void expect_gated(const kvc_kernels *k, const layer *l, int which, const float *x, const float *out) {
     for (int64_t d = 0; d < l->dim; d++) {
-        const double gate = x[d], up = x[l->dim + d];
+        double gate = x[d], up = x[l->dim + d], slope = gate;
         if (!isfinite(gate) || !isfinite(up)) continue;
-        const double expected = gate < -87 ? 0 : gate / (1 + exp(-gate)) * up;
-        const double error = (4 + fmax(-gate, 0)) * 0x1p-23;
-        expect_near_double(k, "swiglu", out[d], expected, error * fabs(expected) + 0x1p-149 * (1 + fabs(up)));
+        if (which == CLAMPED) {
+            gate = fmin(gate, l->limit), up = (float)(fmax(fmin(up, l->limit), -l->limit) + 1);
+            slope = 1.702f * gate;
+        }
+        if (which == GEGLU) slope = 1.5957691216f * gate * (1 + 0.044715f * gate * gate);
+        if (fabs(slope + 87) < 1e-4) continue; /* either side of where it becomes 0 */
+        const double expected = slope < -87 ? 0 : gate / (1 + exp(-slope)) * up;
+        const double error = (5 + 3 * fmax(-slope, 0)) * 0x1p-23;
+        expect_near_double(k, layer_names[which], out[d], expected,
+                           error * fabs(expected) + 0x1p-149 * (1 + fabs(up) + fabs(gate)));
+    }
+}
+
+static void expect_capped(const kvc_kernels *k, const layer *l, const float *x, const float *out) {
+    for (int64_t d = 0; d < l->dim; d++) {
+        if (!isfinite(x[d])) continue;
+        const double expected = l->limit * tanh((double)x[d] / l->limit);
+        expect_near_double(k, "softcap", out[d], expected, 0x1p-20 * fabs(expected) + 0x1p-149 * (1 + l->limit));
     }
 }
 
 /* The same three roundings: compiled like the kernels, without contraction. */
 static void expect_rotated(const kvc_kernels *k, const layer *l, const float *x, const float *cos, const float *sin,
                            const float *out) {
-    const int64_t half = l->dim / 2;
+    const int64_t half = l->turned / 2;
+    if (!same_bits(out + l->turned, x + l->turned, l->dim - l->turned)) fail("%s: rotate moves other channels", k->name);
     for (int64_t d = 0; d < half; d++) {
         const float a = x[d], b = x[half + d], c = cos[d], s = sin[d];
         const float turned[] = {a * c - b * s, b * c + a * s};
@@ -93,14 +119,16 @@ static void expect_rotated(const kvc_kernels *k, const layer *l, const float *x,
 
 static void step_layer(source *s) {
     const int which = draw(s, NUM_LAYERS), usual = draw(s, 4) > 0;
-    layer l = {.n = draw_between(s, 1, 6), .heads = which == SWIGLU ? 1 : draw_between(s, 1, 4), .at_end = draw(s, 2)};
+    layer l = {.n = draw_between(s, 1, 6), .at_end = draw(s, 2)};
+    l.heads = is_gate(which) || which == SOFTCAP ? 1 : draw_between(s, 1, 4);
     l.dim = DRAW_OF(s, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 0, 0);
     if (!l.dim) l.dim = draw_between(s, 1, 600);
-    if (which == ROTATE) l.dim += l.dim % 2;
+    l.turned = which == ROTATE && draw(s, 2) ? 2 * draw_between(s, 0, (int)(l.dim / 2)) : l.dim / 2 * 2;
+    l.limit = ldexpf(1.0f, draw_between(s, -2, 6));
     l.eps = ldexpf(1.0f, -draw_between(s, 3, 40));
-    const int64_t row = which == SWIGLU ? 2 * l.dim : l.heads * l.dim;
-    l.stride = which == SWIGLU ? row : row + draw(s, 9);
-    const size_t angles = (size_t)(l.n * (l.dim / 2));
+    const int64_t row = is_gate(which) ? 2 * l.dim : l.heads * l.dim;
+    l.stride = is_gate(which) || which == SOFTCAP ? row : row + draw(s, 9);
+    const size_t angles = (size_t)(l.n * (l.turned / 2));
     const size_t sizes[] = {(size_t)((l.n - 1) * l.stride + row), (size_t)row, angles, angles};
     memory *const parts[] = {&l.x, &l.weight, &l.cos, &l.sin};
     say("%s of %d x %d x %d", layer_names[which], (int)l.n, (int)l.heads, (int)l.dim);
@@ -119,11 +147,13 @@ static void step_layer(source *s) {
             const float *x = (const float *)l.x.at + at * l.stride + head, *y = (const float *)out.at + i * l.dim;
             if (which == RMS_NORM)
                 expect_norm(k, &l, x, (const float *)l.weight.at + head, y);
-            else if (which == SWIGLU)
-                expect_gated(k, &l, x, y);
+            else if (is_gate(which))
+                expect_gated(k, &l, which, x, y);
+            else if (which == SOFTCAP)
+                expect_capped(k, &l, x, y);
             else
-                expect_rotated(k, &l, x, (const float *)l.cos.at + at * (l.dim / 2),
-                               (const float *)l.sin.at + at * (l.dim / 2), y);
+                expect_rotated(k, &l, x, (const float *)l.cos.at + at * (l.turned / 2),
+                               (const float *)l.sin.at + at * (l.turned / 2), y);
         }
         give_back(&out), give_back(&again);
     }

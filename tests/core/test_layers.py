@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvcache.core.layers import rms_norm, rotate, swiglu
+from kvcache.core.layers import clamped_swiglu, geglu, rms_norm, rotate, softcap, swiglu, top_experts
 
 SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
 
@@ -47,6 +47,18 @@ def test_rotate(rng, simd, dim):
     np.testing.assert_array_equal(np.concatenate(rows), rotate(whole, cos, sin))
 
 
+@pytest.mark.parametrize(("dim", "turned"), [(24, 18), (16, 2), (8, 8), (7, 6), (8, 0)])
+def test_rotate_some_channels(rng, simd, dim, turned):
+    """The first channels as a head of that size; the others stay, bit for bit."""
+    angles = rng.standard_normal((5, turned // 2)) * 10
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    whole = rng.standard_normal((5, 7, dim)).astype(np.float32)
+    for x in (whole, whole[:, :3], whole[:, ::2]):
+        out = rotate(x, cos, sin)
+        np.testing.assert_array_equal(out[..., turned:], x[..., turned:])
+        np.testing.assert_array_equal(out[..., :turned], rotate(np.ascontiguousarray(x[..., :turned]), cos, sin))
+
+
 @pytest.mark.parametrize("dim", SIZES)
 def test_swiglu(rng, simd, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
@@ -66,6 +78,69 @@ def test_swiglu_far_out(simd):
     assert (np.abs(out[:5]) < 1e-30).all()
 
 
+def gelu_tanh(gate):
+    gate = gate.astype(np.float64)
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_geglu(rng, simd, dim):
+    x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 3
+    out = geglu(x)
+    np.testing.assert_allclose(out, gelu_tanh(x[:, :dim]) * x[:, dim:], rtol=3e-6, atol=1e-6)
+    np.testing.assert_array_equal(np.concatenate([geglu(x[i : i + 1]) for i in range(5)]), out)
+
+
+def test_geglu_far_out(simd):
+    gates = np.array([-3e38, -1e13, -1000, -8, -5, -1, 0, 1, 80, 1e13, 3e38], np.float32)
+    out = geglu(np.concatenate([gates, np.ones_like(gates)])[None])[0]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[3:6], gelu_tanh(gates[3:6]), rtol=2e-5, atol=1e-12)
+    np.testing.assert_allclose(out[6:], gelu_tanh(gates[6:]), rtol=1e-6)
+    assert (out[:3] == 0).all()
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_clamped_swiglu(rng, simd, dim):
+    x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
+    x[0, :2] = -3e38, 3e38
+    gate, up = np.minimum(x[:, :dim].astype(np.float64), 2.5), np.clip(x[:, dim:].astype(np.float64), -2.5, 2.5)
+    with np.errstate(over="ignore"):
+        want = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    out = clamped_swiglu(x, 1.702, 2.5)
+    np.testing.assert_allclose(out, want, rtol=3e-6, atol=2e-7)
+    rows = [clamped_swiglu(x[i : i + 1], 1.702, 2.5) for i in range(5)]
+    np.testing.assert_array_equal(np.concatenate(rows), out)
+
+
+@pytest.mark.parametrize("gate", [swiglu, geglu, lambda x: clamped_swiglu(x, 1.702, 7.0)])
+def test_gates_keep_nan(simd, gate):
+    x = np.ones((2, 34), np.float32)
+    x[0, 3], x[1, 17 + 5] = np.nan, np.nan
+    assert np.argwhere(np.isnan(gate(x))).tolist() == [[0, 3], [1, 5]]
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_softcap(rng, simd, dim):
+    x = rng.standard_normal((5, dim)).astype(np.float32) * 30
+    x[0, 0] = 3e38
+    out = softcap(x, 30.0)
+    np.testing.assert_allclose(out, 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6)
+    np.testing.assert_array_equal(np.concatenate([softcap(x[i : i + 1], 30.0) for i in range(5)]), out)
+    assert softcap(x[:0], 30.0).shape == (0, dim)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("experts", "count"), [(1, 1), (4, 2), (5, 5), (128, 8)])
+def test_top_experts(rng, experts, count, normalise):
+    logits = rng.integers(-3, 4, (50, experts)).astype(np.float32)  # many are equal
+    chosen, weights = top_experts(logits, count, normalise)
+    powers = np.exp(logits.astype(np.float64))
+    for row, ids, found, power in zip(logits, chosen, weights, powers, strict=True):
+        assert ids.tolist() == sorted(range(experts), key=lambda i: (-row[i], i))[:count]
+        np.testing.assert_allclose(found, power[ids] / (power[ids] if normalise else power).sum(), rtol=1e-6)
+
+
 def test_mistakes():
     x = np.ones((2, 6), np.float32)
     with pytest.raises(ValueError, match=r"weight: expected \(6,\), got \(5,\)"):
@@ -75,5 +150,11 @@ def test_mistakes():
     heads, angles = np.ones((2, 3, 8), np.float32), np.ones((2, 4), np.float32)
     with pytest.raises(ValueError, match=r"sin: expected \(2, 4\), got \(2, 3\)"):
         rotate(heads, angles, np.ones((2, 3), np.float32))
-    with pytest.raises(ValueError, match="x: expected heads of an even size, got 7"):
+    with pytest.raises(ValueError, match="cos: expected at most 3 pairs of 7 channels, got 4"):
         rotate(heads[:, :, :7], angles, angles)
+    for gate in (geglu, lambda x: clamped_swiglu(x, 1.0, 1.0)):
+        with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
+            gate(np.ones((2, 5), np.float32))
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"count: expected 1 to 3 experts, got {count}"):
+            top_experts(np.ones((2, 3), np.float32), count, True)

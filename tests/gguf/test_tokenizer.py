@@ -84,6 +84,7 @@ PIECES = {
     "smollm": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
     "qwen2": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
     "llama-bpe": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "gpt-4o": ["I'LL", " say", " don't", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
     "default": ["I", "'", "LL", " say", " don", "'", "t", ":", " ", "123", "4", "  ", " x", "!?", "\n", "\n", "y"],
 }
 
@@ -188,6 +189,19 @@ def test_spaces_after_special_tokens(spm):
     plain, _ = spm(add_space_prefix=(BOOL, False))
     assert plain.encode("a<|x|>a").tokens == ["<s>", "a", "<|x|>", "a"]
     assert plain.decode(plain.encode(" a").ids) == " a"
+
+
+def test_runs_that_gemma_has_as_tokens(build):
+    """Runs of spaces and of newlines are tokens of their own kind; a text does not begin with a space."""
+    texts = ["<unk>", "<bos>", "\n\n", "   ", "▁", "a", "b", "▁a", "\n", "<start_of_turn>"]
+    kinds = [UNKNOWN, CONTROL, USER_DEFINED, USER_DEFINED, *[NORMAL] * 5, CONTROL]
+    scores = np.arange(len(texts), dtype=np.float32)
+    named = {"bos_token_id": (U32, 1), "unknown_token_id": (U32, 0), "add_space_prefix": (BOOL, False)}
+    tokenizer = build("llama", texts, kinds, scores=(ARRAY, scores.tolist(), F32), **named)
+    text = "<start_of_turn>a a\n\nb   a\nb"
+    expected = ["<bos>", "<start_of_turn>", "a", "▁a", "\n\n", "b", "   ", "a", "\n", "b"]
+    assert tokenizer.encode(text).tokens == expected
+    assert tokenizer.decode(tokenizer.encode(text).ids[1:], skip_special_tokens=False) == text
 
 
 def test_a_byte_without_a_token_is_unknown(build):

@@ -223,6 +223,20 @@ def test_end_tokens(tmp_path):
     assert Transformer.from_pretrained(path).config.eos_token_ids == (0, 1, 2, 4, 5)
 
 
+def test_end_tokens_of_harmony(tmp_path):
+    """<|end|> ends a message of gpt-oss, not its answer."""
+    texts = ["<|return|>", "<|call|>", "<|end|>", "a"]
+    for kinds, ends in (([3, 3, 3, 1], (0, 1)), ([3, 1, 3, 1], (0, 2))):
+        path = convert(
+            GOLDEN / "llama",
+            tmp_path / "x.gguf",
+            tokenizer__ggml__model=(STRING, "gpt2"),
+            tokenizer__ggml__tokens=(ARRAY, texts, STRING),
+            tokenizer__ggml__token_type=(ARRAY, kinds, I32),
+        )
+        assert Transformer.from_pretrained(path).config.eos_token_ids == ends
+
+
 REFUSED = {
     "another architecture": ({"general.architecture": "gemma4"}, r"general.architecture: expected one of llama, .*"),
     "shared experts": ({"llama.expert_shared_count": (U32, 1)}, "llama.expert_shared_count: expected 0, got 1"),

@@ -72,6 +72,20 @@ def test_networks(network, length, chunk):
     np.testing.assert_allclose(rows, expected, rtol=0, atol=NOISE * np.abs(expected).max())
 
 
+def test_a_position_that_no_text_of_the_regime_has():
+    """A text beyond the original context has the long factors from its first token on."""
+    model, _ = loaded("phi3_longrope")
+    assert [model.regime(n) for n in (1, 64, 65, 512)] == [0, 0, 1, 1]
+    tokens = np.arange(65, dtype=np.uint32)
+    short, long = run_dense(model, tokens[:64]), run_dense(model, tokens)[:64]
+    assert np.abs(short - long).max() > 0.1
+    for regime in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"regime: expected that of a text with these positions, got {regime}"):
+            run_dense(model, tokens, regime=regime)
+    with pytest.raises(ValueError, match="regime: expected that of a text"):
+        run_dense(loaded("llama")[0], tokens, regime=1)
+
+
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_networks_continue_greedily(network, length):
     """Each token is that of the text so far, in the regime of its length."""
