@@ -28,7 +28,7 @@ from bench.support.report import environment, markdown, text_table
 from kvcache import InferenceEngine, get_num_threads
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
-from kvcache.engine.weights import Weights
+from kvcache.networks.weights import Weights
 
 __all__ = ["add_arguments", "demo_gguf", "main"]
 

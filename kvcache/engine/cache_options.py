@@ -10,10 +10,10 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.protocols import Model
 from kvcache.engine.residual import residual_bytes
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.windows import LayerGroups, num_pages
+from kvcache.networks.protocols import Model
 
 __all__ = ["cache_options", "num_cache_blocks"]
 

@@ -15,19 +15,19 @@ from kvcache.core.copying import refuse_copies
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
-from kvcache.engine.gguf import is_gguf
-from kvcache.engine.model import Transformer
-from kvcache.engine.protocols import Float32, Model, NetworkConfig
 from kvcache.engine.requests import Requests
 from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
-from kvcache.engine.weights import Progress
 from kvcache.engine.windows import LayerGroups, Windows
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
+from kvcache.networks.gguf import is_gguf
+from kvcache.networks.model import Transformer
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]

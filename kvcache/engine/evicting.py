@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_instance
-from kvcache.engine.protocols import Float32, Logits, Model, layer_attention
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.engine.windows import Pages
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
+from kvcache.networks.protocols import Float32, Logits, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]

@@ -19,13 +19,13 @@ from kvcache.engine.cache_options import num_cache_blocks
 from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.prefill import PrefixAwarePrefill

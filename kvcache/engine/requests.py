@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
-from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
 from kvcache.engine.sequence import ModelSequence
 from kvcache.engine.text import TextStream
 from kvcache.engine.turns import CallInTurn, Turn, Turns
+from kvcache.networks.protocols import Float32
 
 __all__ = ["Requests", "Tokens"]
 

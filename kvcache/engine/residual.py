@@ -24,7 +24,7 @@ from kvcache.core.arguments import as_count
 from kvcache.core.kernels import FORMATS
 from kvcache.core.memory import total
 from kvcache.core.store import BlockStore
-from kvcache.engine.protocols import Float32, LayerAttention, NetworkConfig
+from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import blend
 

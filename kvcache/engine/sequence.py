@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.engine.protocols import Attend, Float32, Logits, Model, layer_attention
 from kvcache.engine.residual import Residual
 from kvcache.engine.windows import Pages, Windows
 from kvcache.errors import KvCacheError, OutOfMemoryError
+from kvcache.networks.protocols import Attend, Float32, Logits, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["LiveSequence", "ModelSequence", "Share"]

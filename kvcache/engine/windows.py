@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.memory import total
-from kvcache.engine.protocols import Float32, LayerAttention, Model, layer_attention
 from kvcache.engine.residual import AttendPiece
 from kvcache.errors import InvalidOperationError
+from kvcache.networks.protocols import Float32, LayerAttention, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["GroupPlan", "LayerGroups", "Pages", "Place", "Places", "WindowLayers", "Windows", "num_pages"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.engine.model import Transformer
-from kvcache.engine.weights import LayerWeights
+from kvcache.networks.model import Transformer
+from kvcache.networks.weights import LayerWeights
 
 __all__ = ["fingerprint"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.config import ModelConfig
-from kvcache.engine.rope import Rope
-from kvcache.engine.tensors import StoredRows, require
 from kvcache.errors import CheckpointError
 from kvcache.gguf.blocks import CODED, LOADABLE, codes, row_bytes, values
 from kvcache.gguf.config import KEYS, architecture_of, config_of
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import end_tokens
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.rope import Rope
+from kvcache.networks.tensors import StoredRows, require
 
 __all__ = ["GgufCheckpoint", "is_gguf"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvcache.core.matrix import Matrix
-from kvcache.engine.linear import MatrixStack, empty_matrices, stacked
+from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 
 SHAPES = [(16, 64, "q4_1"), (5, 64, "q8_0"), (33, 64, "bf16")]
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvcache.engine.rope import Rope, RopeTable
+from kvcache.networks.rope import Rope, RopeTable
 
 DIM = 32
 BASE = np.array([10000.0 ** (-2 * i / DIM) for i in range(DIM // 2)])

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
 from kvcache.core.matrix import Matrix
-from kvcache.engine.checkpoint import Checkpoint
-from kvcache.engine.config import ModelConfig
-from kvcache.engine.linear import MatrixStack, empty_matrices, stacked
-from kvcache.engine.tensors import Tensors
 from kvcache.errors import CheckpointError, OutOfMemoryError
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
+from kvcache.networks.tensors import Tensors
 
 __all__ = ["FORMATS", "LayerWeights", "Progress", "Weight", "Weights"]
 

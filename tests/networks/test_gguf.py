@@ -29,12 +29,12 @@ from places import GOLDEN
 from tensor_files import pack_arrays
 
 from kvcache.engine import InferenceEngine, ModelConfig, PrefixCachedEngine, Transformer
-from kvcache.engine.checkpoint import Checkpoint
-from kvcache.engine.fingerprint import fingerprint
-from kvcache.engine.gguf import GgufCheckpoint
-from kvcache.engine.weights import _expected
 from kvcache.errors import CheckpointError
 from kvcache.gguf import blocks
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.gguf import GgufCheckpoint
+from kvcache.networks.weights import _expected
 
 pytestmark = pytest.mark.no_level
 
@@ -179,7 +179,7 @@ def test_rows_of_any_range(tmp_path, rng):
 
 def test_small_bands(tmp_path, monkeypatch):
     """Bands that are no whole number of heads."""
-    monkeypatch.setattr("kvcache.engine.weights._BAND_BYTES", 7 * 64 * 4)
+    monkeypatch.setattr("kvcache.networks.weights._BAND_BYTES", 7 * 64 * 4)
     found = Transformer.from_pretrained(convert(GOLDEN / "llama", tmp_path / "x.gguf"))
     assert_same_weights(found, Transformer.from_pretrained(GOLDEN / "llama"))
 

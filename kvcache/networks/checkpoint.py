@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
-from kvcache.engine.files import MAX_JSON_BYTES, read_json
-from kvcache.engine.safetensors import SafetensorsFile
-from kvcache.engine.tensors import StoredRows, require
 from kvcache.errors import CheckpointError
+from kvcache.networks.files import MAX_JSON_BYTES, read_json
+from kvcache.networks.safetensors import SafetensorsFile
+from kvcache.networks.tensors import StoredRows, require
 
 __all__ = ["Checkpoint"]
 

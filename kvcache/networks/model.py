@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
 from kvcache.core.layers import rms_norm, swiglu
-from kvcache.engine.config import ModelConfig
-from kvcache.engine.gguf import GgufCheckpoint, is_gguf
-from kvcache.engine.protocols import Attend, Logits
-from kvcache.engine.rope import RopeTable
-from kvcache.engine.weights import LayerWeights, Progress, Weight, Weights
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.gguf import GgufCheckpoint, is_gguf
+from kvcache.networks.protocols import Attend, Logits
+from kvcache.networks.rope import RopeTable
+from kvcache.networks.weights import LayerWeights, Progress, Weight, Weights
 
 __all__ = ["Transformer"]
 

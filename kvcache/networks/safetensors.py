@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
 from kvcache.core.files import read_at
-from kvcache.engine.files import MAX_JSON_BYTES, open_file, parse_json
 from kvcache.errors import CheckpointError
+from kvcache.networks.files import MAX_JSON_BYTES, open_file, parse_json
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
 

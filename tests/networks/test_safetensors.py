@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_files import NAMES, entry, pack, pack_arrays
 
-from kvcache.engine import safetensors
-from kvcache.engine.files import MAX_JSON_BYTES
-from kvcache.engine.safetensors import SafetensorsFile
 from kvcache.errors import CheckpointError, KvCacheError
+from kvcache.networks import safetensors
+from kvcache.networks.files import MAX_JSON_BYTES
+from kvcache.networks.safetensors import SafetensorsFile
 
 pytestmark = pytest.mark.no_level
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache.core.arguments import short
-from kvcache.engine.files import read_json
-from kvcache.engine.rope import Rope
 from kvcache.errors import CheckpointError
+from kvcache.networks.files import read_json
+from kvcache.networks.rope import Rope
 
 __all__ = ["ModelConfig"]
 

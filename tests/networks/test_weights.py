@@ -16,11 +16,12 @@ import pytest
 from places import GOLDEN
 from tensor_files import pack, pack_arrays
 
-from kvcache.engine import InferenceEngine, ModelConfig, Transformer, weights
-from kvcache.engine.checkpoint import Checkpoint
-from kvcache.engine.fingerprint import fingerprint
-from kvcache.engine.safetensors import SafetensorsFile
+from kvcache.engine import InferenceEngine, ModelConfig, Transformer
 from kvcache.errors import CheckpointError, OutOfMemoryError
+from kvcache.networks import weights
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.safetensors import SafetensorsFile
 
 
 @pytest.fixture
