@@ -136,7 +136,8 @@ def test_the_id_of_a_model_in_the_local_cache(tmp_path):
     done = from_hub(tmp_path, "some-body/other")
     assert "some-body/other: expected a folder, a file, or a model in the local cache" in done.stderr
     assert "hf download some-body/other" in done.stderr
-    without = from_hub(tmp_path, "some-body/tiny.model", "import sys; sys.modules['huggingface_hub'] = None\n" + FROM_HUB)
+    hidden = "import sys; sys.modules['huggingface_hub'] = None\n"
+    without = from_hub(tmp_path, "some-body/tiny.model", hidden + FROM_HUB)
     assert "needs the package huggingface_hub: pip install" in without.stderr
 
 
