@@ -91,7 +91,7 @@ def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
 
     assert "config.json" in one_line("--model", tmp_path)
     assert "temperature: expected" in one_line("--model", folder, "--temperature", -1)
-    assert "--model: expected a checkpoint with a chat template" in one_line()
+    assert "model: expected a checkpoint with a chat template" in one_line()
     refusing = chat_folder(tmp_path / "refusing", "{{ raise_exception('not you') }}")
     assert "error of it: not you" in one_line("--model", refusing)
     assert "expected a Jinja template" in one_line("--model", chat_folder(tmp_path / "damaged", "{% if %}"))
