@@ -44,7 +44,8 @@ cdef class SequenceAttention:
         Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing.
         """
         cdef Attention attention = self.attention
-        cdef int64_t number = as_integer(layer, "layer")
+        # Called once per layer of a step.
+        cdef int64_t number = layer if type(layer) is int and -1 < layer < 2 ** 30 else as_integer(layer, "layer")
         cdef float factor = attention.scale_(scale), cap = attention.softcap_(softcap)
         cdef int64_t width = 0 if window is None else as_count(window, "window", 1)
         cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, lens = None, shown = None
@@ -70,20 +71,17 @@ cdef class SequenceAttention:
         cdef unsigned char *base = attention.store.layer_base(number)
         self.lock.enter()
         try:
-            scores, lse = self._attend(base, q, sink_q, ids, lens, shown, first, factor, width, cap, logits, result,
-                                       return_scores, return_lse)
+            return self._attend(base, q, sink_q, ids, lens, shown, first, factor, width, cap, logits, result,
+                                result if out is None else out, return_scores, return_lse)
         finally:
             self.lock.leave()
-        given = result if out is None else out
-        if return_lse:
-            return (given, scores, lse) if return_scores else (given, lse)
-        return (given, scores) if return_scores else given
 
     # -- below the shell ------------------------------------------------------------------------------------
 
     cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, float scale, int64_t window,
-                        float softcap, cnp.ndarray sinks, cnp.ndarray result, bint return_scores, bint return_lse):
+                        float softcap, cnp.ndarray sinks, cnp.ndarray result, object given, bint return_scores,
+                        bint return_lse):
         cdef int64_t i, n = ids.shape[0], tokens = 0
         cdef cnp.ndarray scores = None, lse = None
         self._describe(ids, lens, shown, starts, window, q.shape[0])
@@ -96,7 +94,9 @@ cdef class SequenceAttention:
         self.attention.attend_(base, n, q, sink_queries, scale, softcap, sinks, result, scores, lse)
         for i in range(n):
             self.table.victims.touched(self.table.picked[i])
-        return scores, lse
+        if return_lse:
+            return (given, scores, lse) if return_scores else (given, lse)
+        return (given, scores) if return_scores else given
 
     cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, int64_t window,
                        int64_t num_queries) except -1:
