@@ -240,6 +240,8 @@ class CacheManager:
         return_scores: bool = False,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None,
     ) -> Any:
         """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
@@ -254,6 +256,9 @@ class CacheManager:
             return_scores: also return each entry's attention mass, summed over queries and heads, for
                 `update_attention_scores(scores, layer_idx)`.
             scale: by default head_dim ** -0.5.
+            softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); finite, above 0.
+            sinks: `(num_query_heads,)`, finite: a logit per query head that joins the normaliser of the softmax alone.
+                There is no window: a policy, such as StreamingLLM's, says which tokens stay.
 
         Returns:
             float32, shaped like `queries`; with `return_scores` a pair with float32 `(n,)`.
@@ -269,6 +274,10 @@ class CacheManager:
         if not np.isfinite(q).all():
             raise ValueError("queries: expected finite numbers, got NaN or infinity")
         scale = config.head_dim**-0.5 if scale is None else as_finite(scale, "scale")
+        cap = None if softcap is None else as_finite(softcap, "softcap", 0.0, above=True)
+        logits = None if sinks is None else as_floats(sinks, (q.shape[1],), "sinks")
+        if logits is not None and not np.isfinite(logits).all():
+            raise ValueError("sinks: expected finite numbers, got NaN or infinity")
         index = self._layer_index(layer_idx)
         if self._padding:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
@@ -278,7 +287,7 @@ class CacheManager:
             if len(q) > n:
                 raise ValueError(f"queries: expected at most {n}, one per entry, got {len(q)}")
             scores = np.zeros(n, np.float32)
-            out = q if entries is None else entries.attend(q, scale, scores if return_scores else None)
+            out = q if entries is None else entries.attend(q, scale, scores if return_scores else None, cap, logits)
         if self._padding:
             out = np.ascontiguousarray(out[..., : config.head_dim])
         return (out, scores) if return_scores else out

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import REQUIRED, as_finite, as_indices, as_integer, as_output, as_pair
+from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
@@ -283,14 +283,20 @@ class PagedKvCache:
         return_scores: bool = False,
         context_lens: npt.ArrayLike | None = None,
         return_lse: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None,
+        starts: npt.ArrayLike | None = None,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
         Causal: the last query of a sequence has the position of its last token, the one before it the position before.
 
         A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
-        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees
-        and the SIMD level; in quantised formats also on the slots of these tokens within their blocks.
+        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees,
+        their text positions and the SIMD level; in quantised formats also on the slots of these tokens within their
+        blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
+        tokens before a window are stored.
 
         Args:
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads;
@@ -298,28 +304,26 @@ class PagedKvCache:
             seq_ids: the sequences whose tokens are attended, in the order of the queries.
             query_lens: queries of each sequence, by default one each.
             scale: by default head_dim ** -0.5.
-            sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same
-                queries under the RoPE of the shorter distance.
-            out: float32, C-contiguous, shaped like `queries`, with the buffer protocol or DLPack: written in place and
-                returned.
+            sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same queries under
+                the RoPE of the shorter distance.
+            out: float32, C-contiguous, shaped like `queries`, or a tensor such as that: written in place and returned.
             return_scores: also return each token's attention mass, summed over queries and heads.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
                 context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
                 times, with different queries. The output of a query that sees no token is 0.
             return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
+            window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
+            softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
+            sinks: `(num_query_heads,)`, logits that join the normaliser of the softmax, and the log-sum-exp, alone.
+            starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
 
         Returns:
             float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
-            `return_scores`: float32 `(total tokens seen,)`, the sequences one after another;
+            `return_scores`: float32 `(total tokens shown,)`, the sequences one after another, 0 before the windows;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        scale = None if scale is None else as_finite(scale, "scale")
-        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # called once per layer of a step
-            layer = as_integer(layer, "layer")
-        return self._attention.over(
-            layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores), context_lens,
-            bool(return_lse),
-        )  # fmt: skip
+        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores),
+                                    context_lens, bool(return_lse), window, softcap, sinks, starts)  # fmt: skip
 
     # -- eviction, which callers start: see paged/eviction.py -------------------------------------------------
 
