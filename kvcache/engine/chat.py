@@ -64,7 +64,7 @@ class Answer:
 
 
 def chat_tokens(text: CheckpointText | GgufText | None, rendered: str) -> list[int]:
-    """The token ids of a conversation that a template wrote: special tokens are those that it names, and no others.
+    """The token ids of a conversation that a template wrote. The tokenizer adds no special tokens to those in the text.
 
     Raises:
         ValueError: the engine has no tokenizer; ImportError, CheckpointError: as `InferenceEngine.tokenizer`.

@@ -298,7 +298,7 @@ class InferenceEngine:
             messages: dicts with "role", "content" and what else the template knows.
             tools: JSON schemas of functions, dicts.
             add_generation_prompt: whether the beginning of the answer follows.
-            tokenize: return token ids instead of the text. Special tokens are those that the template names.
+            tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
 
         Raises:
             TypeError, ValueError: no template or tokenizer; messages that the template does not take.
