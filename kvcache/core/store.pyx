@@ -61,13 +61,15 @@ cdef class BlockStore:
 
     def __init__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
                  value_dtype="f32", rotate="auto"):
-        cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
-        cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
+        # Callers that take one `dtype` for both give the same object twice.
+        names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
+        cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, names[0])
+        cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, names[1])
         # Python ints: products of NumPy's wrap around or raise OverflowError.
         num_layers = as_count(num_layers, "num_layers", 1, MOST)
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
-        num_heads = as_count(num_heads, "num_heads", 1, MOST)
         block_size = as_count(block_size, "block_size", 1, 256)
+        num_heads = as_count(num_heads, "num_heads", 1, MOST)
         head_dim = as_integer(head_dim, "head_dim")
         if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
             raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")

@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcache.core.arguments import described
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["PagedSequences"]
@@ -237,7 +238,7 @@ cdef class PagedSequences:
             if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                     or np.shape(out) != shape:
                 raise ValueError(f"out: expected two C-contiguous, writeable float32 arrays of shape {shape}, "
-                                 f"got {np.shape(out) if isinstance(out, np.ndarray) else type(out).__name__}")
+                                 f"got {described(out)}")
         if overlap(keys, values):
             raise ValueError("out: expected arrays with memory of their own, got the same memory twice")
         return 0
@@ -258,6 +259,8 @@ cdef class PagedSequences:
             elif seq.num_tokens == 0:
                 raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
             start = seq.num_tokens - count if starts == NULL else starts[i]
+            if starts == NULL and count > seq.num_tokens:
+                raise ValueError(f"keys: expected at most {seq.num_tokens} rows for sequence {ids[i]}, got {count}")
             if count < 0 or start < 0 or start > seq.num_tokens - count:
                 raise IndexError(f"start: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
             total += count

@@ -229,3 +229,14 @@ def test_memory_that_is_used_twice(rng):
         with pytest.raises(TypeError, match=r"^out: expected a pair of arrays, got "):
             cache.read(0, 1, out=wrong)
     assert (both == 0).all()
+
+
+def test_what_an_output_is_instead(rng):
+    cache, queries = filled(rng), rng.standard_normal((1, 4, 16)).astype(np.float32)
+    with pytest.raises(ValueError, match=r", got float64 \(1, 4, 16\)$"):
+        cache.attention(0, queries, [1], out=np.zeros((1, 4, 16)))
+    with pytest.raises(ValueError, match=r", got list$"):
+        cache.attention(0, queries, [1], out=[1])
+    rows = np.zeros((9, 2, 16), np.float32)
+    with pytest.raises(ValueError, match=r"^keys: expected at most 5 rows for sequence 1, got 9$"):
+        cache.write(0, 1, rows, rows)
