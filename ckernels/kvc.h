@@ -56,19 +56,22 @@ typedef struct kvc_tensor {
 typedef struct kvc_seq {
     const kvc_run *runs;
     int64_t num_runs;
-    int64_t num_tokens;
+    int64_t num_tokens; /* the sum of the runs */
     int64_t sink_tokens;
     int64_t num_queries;
     int64_t hidden_tokens; /* 0 to num_tokens */
+    int64_t start;         /* the text position of the first token, 0 to 2^62; the others follow it */
+    int64_t window;        /* a query at position p sees positions from p - window + 1 on; 0: from the first token on */
 } kvc_seq;
 
 /* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs.
  *
- * The bits of a row of out and lse depend on its query, the scale, the tokens that the query sees, sink_tokens, the
- * layout and the level. They do not depend on other queries and sequences of the call, on tokens that the query does
- * not see, or on the number of threads. If K and V are both tiled (kvc_quant.h), they also depend on how these tokens
- * are divided into runs, but not on the blocks' ids. scores are sums over queries and do not depend on the number of
- * threads. */
+ * The bits of a row of out and lse depend on its query, the scale, softcap and sink, the tokens that the query sees and
+ * their text positions, the position that ends the sink tokens, the layout and the level. They do not depend on other
+ * queries and sequences of the call, on tokens that the query does not see (whether they are stored or not), or on the
+ * number of threads. If K and V are both tiled (kvc_quant.h), they also depend on how these tokens are divided into
+ * runs, but not on the blocks' ids; and if runs with holes between them lie before the first of these tokens in its
+ * segment, on those runs. scores are sums over queries and do not depend on the number of threads. */
 typedef struct kvc_attend_args {
     const kvc_layout *layout;
     const unsigned char *arena; /* of one layer */
@@ -81,6 +84,8 @@ typedef struct kvc_attend_args {
     float *out;                /* the same shape */
     float *scores; /* (total seen tokens), or NULL: each token's weight, summed over queries and query heads */
     float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */
+    float softcap; /* c > 0: a score s becomes c tanh(s / c); 0: none */
+    const float *sinks; /* (num_query_heads), or NULL: a score of each head that joins the sum and has no value */
 } kvc_attend_args;
 
 /* A part of that call that runs on one thread. A row is a (query, query head of the group) pair of one KV head,
@@ -91,7 +96,7 @@ typedef struct kvc_item {
     int64_t first_score; /* of the sequence, in scores */
     int64_t row, row_stop;
     int64_t token, token_stop;
-    int64_t segments; /* of the whole context */
+    int64_t first_segment, segments; /* of all tokens that these rows see */
     int32_t head, head_stop; /* KV heads */
     int32_t part, parts; /* of the context, in whole segments; if parts > 1, combine_parts merges the results */
     float *results;      /* if parts > 1: the results of each segment of the context, as in kvc_segment.h */

@@ -5,10 +5,10 @@
  * of V. A chunk rescales both sums by alpha = 2^(old largest - new largest). Every segment of the context starts from
  * zero (kvc_segment.h).
  *
- * A row has the same bits in every call. The sequence alone determines where chunks begin. Scores and mixed values are
- * sums in an order that does not depend on the number of rows (kvc_products.h), or sums of whole numbers (kvc_tiles.h).
- * A token that a row does not see has score -inf and weight 0. A chunk or segment of such tokens has alpha = 2^0 = 1
- * and adds 0.
+ * A row has the same bits in every call. Text positions alone determine where chunks begin (tiles: and the slots of the
+ * tokens). Scores and mixed values are sums in an order that does not depend on the number of rows (kvc_products.h), or
+ * sums of whole numbers (kvc_tiles.h). A token that a row does not see has score -inf and weight 0. A chunk or segment of
+ * such tokens has alpha = 2^0 = 1 and adds 0, so that it may as well be left out.
  *
  * Error against float64 over the same K and V, f32 and f16: at most 5e-6 of the largest output, for up to 8k
  * tokens and scores of ordinary size; a score s adds its own float32 rounding, about 2^-22 |s|, to the
@@ -18,16 +18,30 @@
 
 #include <math.h>
 
+/* The token at an index from `first` on, as an index into `count` tokens. */
+INLINE int clip(int64_t token, int64_t first, int count) {
+    return token < first ? 0 : token - first < count ? (int)(token - first) : count;
+}
+
 /* Sets every lane without a visible token to -inf. */
-static void mask_row(const chunk *c, int64_t seen, int lanes, float *w) {
+static void mask_row(const chunk *c, kvc_span seen, int lanes, float *w) {
     int lane = 0;
-    for (int i = 0; i < c->pieces; i++) {
+    for (int i = 0; i < (c->even ? 1 : c->pieces); i++) {
         const piece *p = &c->piece[i];
-        const int64_t rest = seen - p->first;
-        for (; lane < p->lane; lane++) w[lane] = -INFINITY;
-        lane += rest < 0 ? 0 : rest < p->count ? (int)rest : p->count;
+        const int count = c->even ? c->count : p->count;
+        const int first = clip(seen.first, p->first, count), stop = clip(seen.stop, p->first, count);
+        for (; lane < p->lane + first; lane++) w[lane] = -INFINITY;
+        if (stop > first) lane = p->lane + stop;
     }
     for (; lane < lanes; lane++) w[lane] = -INFINITY;
+}
+
+/* Caps a row of scores in powers of two. */
+NOINLINE void cap_row(const job *j, int lanes, float *w) {
+    for (int t = 0; t < lanes; t += KVC_LANES) {
+        const f32v x = f32v_tanh(f32v_mul(f32v_load(w + t), f32v_set1(j->inverse_cap)));
+        f32v_store(w + t, f32v_mul(x, f32v_set1(j->cap)));
+    }
 }
 
 /* Turns scores into masked weights 2^(score - largest), and updates largest, sum and alpha. */
@@ -35,6 +49,7 @@ NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, 
                          float *sum) {
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
+        if (j->cap > 0.0f) cap_row(j, tokens, w);
         mask_row(c, visible(j, row + r), tokens, w);
         f32v max_v = f32v_set1(largest[r]);
         for (int t = 0; t < tokens; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
@@ -51,15 +66,29 @@ NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, 
     }
 }
 
+/* The sum and its logarithm once a score without a value has joined it. Without a token they are the sink's. */
+NOINLINE void add_sink(float sink, float largest, float sum, float *inverse, float *lse) {
+    if (!(sum > 0.0f)) {
+        *lse = sink;
+        return;
+    }
+    const double score = sink * LOG2E, most = score > largest ? score : largest, factor = exp2(largest - most);
+    const double all = sum * factor + exp2(score - most);
+    *inverse = (float)(factor / all);
+    *lse = (float)(most * LN2 + log(all));
+}
+
 /* Writes acc / sum of one (head, row) to out. Adding 0 turns -0 into 0: its sign may come from a product with the
  * weight 0 of a token that the row does not see. */
 static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
     const size_t pair = pair_index(j, head, row);
-    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f, lse = -INFINITY;
+    if (j->args->lse && sum > 0.0f) lse = largest * (float)LN2 + logf(sum);
+    if (j->args->sinks) add_sink(j->args->sinks[pair % (size_t)j->args->num_query_heads], largest, sum, &inverse, &lse);
     float *out = j->args->out + pair * (size_t)j->dim;
     for (int d = 0; d < j->dim; d++) out[d] = acc[d] * inverse + 0.0f;
     if (j->v_rows.rotated) KVC_FN(hadamard)(out, j->dim);
-    if (j->args->lse) j->args->lse[pair] = sum > 0.0f ? largest * (float)LN2 + logf(sum) : -INFINITY;
+    if (j->args->lse) j->args->lse[pair] = lse;
     if (j->item->norms) {
         j->item->norms[2 * pair] = largest;
         j->item->norms[2 * pair + 1] = inverse;
@@ -74,11 +103,11 @@ static void write_rows(const job *j, results total, int first, int stop) {
     }
 }
 
-static void begin_segment(job *j, int64_t token) {
+static void begin_segment(job *j, int64_t segment) {
     const int rows = (j->item->head_stop - j->item->head) * j->rows;
     if (j->item->parts > 1) {
         const int64_t floats = kvc_result_floats(j->layout, rows);
-        j->segment = results_at(j->item->results + token / KVC_SEGMENT * floats, rows, j->padded);
+        j->segment = results_at(j->item->results + (segment - j->item->first_segment) * floats, rows, j->padded);
     }
     clear_results(j->segment, rows, j->padded);
 }
@@ -117,17 +146,18 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
 
     chunk chunks[2];
     chunks[0].lanes = chunks[1].lanes = 0;
-    cursor at = {NULL, 0, 0};
+    cursor at = {NULL, 0, 0, 0};
+    int64_t segment = -1; /* of the chunk before */
     if (item->token < item->token_stop) {
-        at = seek(j.seq, item->token);
+        at = seek(&j, item->token);
         next_chunk(&j, &at, &chunks[0]);
     }
     for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
         const chunk *now = &chunks[turn], *next = &chunks[turn ^ 1];
-        if (begins_segment(now)) begin_segment(&j, now->piece[0].first);
+        if (now->segment != segment) begin_segment(&j, segment = now->segment);
         next_chunk(&j, &at, &chunks[turn ^ 1]);
         for (int h = 0; h < heads; h++) attend_chunk(&j, now, next, h);
-        if (!next->lanes || begins_segment(next)) end_segment(&j);
+        if (!next->lanes || next->segment != segment) end_segment(&j);
     }
     if (item->parts > 1) return;
     if (!j.merged) clear_results(j.total, heads * j.rows, j.padded);
@@ -157,6 +187,7 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
         const float *norm = j->item->norms + 2 * pair_index(j, head, row + r);
+        if (j->cap > 0.0f) cap_row(j, lanes, w);
         mask_row(c, visible(j, row + r), lanes, w);
         for (int t = 0; t < lanes; t += KVC_LANES) {
             const f32v power_v = f32v_sub(f32v_load(w + t), f32v_set1(norm[0]));
@@ -174,14 +205,18 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
     start(&j, args, item);
     take_scratch(&j, scratch);
     float *scores = args->scores + item->first_score;
-    memset(scores + item->token, 0, (size_t)(item->token_stop - item->token) * sizeof(float));
+    const int64_t zeros = item->part ? item->token : 0; /* the first part has those that no query sees, too */
+    memset(scores + zeros, 0, (size_t)(item->token_stop - zeros) * sizeof(float));
     for (int head = item->head; item->token < item->token_stop && head < item->head_stop; head++) {
         for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
             const int rows =
                 item->row_stop - row < KVC_ITEM_ROWS ? (int)(item->row_stop - row) : KVC_ITEM_ROWS;
             pack_queries(&j, head, row, rows, 0);
-            cursor at = seek(j.seq, item->token);
-            while (at.token < item->token_stop && at.token < visible(&j, row + rows - 1)) {
+            const kvc_span seen = {visible(&j, row).first, visible(&j, row + rows - 1).stop};
+            const int64_t stop = seen.stop < item->token_stop ? seen.stop : item->token_stop;
+            const int64_t token = seen.first > item->token ? seen.first : item->token;
+            if (token >= stop) continue;
+            for (cursor at = seek(&j, token); at.token < stop;) {
                 chunk c;
                 next_chunk(&j, &at, &c);
                 const int lanes = score_chunk(&j, &c, head, 0, rows, (ahead_rows){NULL, 0, 0}, NULL);

@@ -7,7 +7,7 @@
 enum {
     KVC_CHUNK =
         128, /* tokens whose scores are held at once; 256 are no faster and prefetch too far ahead */
-    KVC_SEGMENT = 1024, /* tokens of a segment, counted from the start of the sequence (kvc_segment.h) */
+    KVC_SEGMENT = 1024, /* text positions of a segment (kvc_segment.h) */
     KVC_DOT_TOKENS = 16, /* tokens that all rows read before the next ones: 8 KB, in the L1 cache */
     KVC_NEAR_VALUES = 4, /* distance in tokens at which the mixing product prefetches into the L1 cache */
     KVC_POINTERS = KVC_CHUNK + KVC_DOT_TOKENS, /* rows of a chunk, and those behind it that products prefetch */
@@ -21,14 +21,26 @@ _Static_assert(KVC_SEGMENT % KVC_CHUNK == 0, "a segment is whole chunks");
 
 static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
 
-/* Tokens that a query sees, counted from the start of its sequence. */
-static inline int64_t kvc_seen_tokens(const kvc_seq *seq, int64_t query) {
+/* The tokens that a query sees, counted from the first stored one: [first, stop). Both ascend with the query. */
+typedef struct kvc_span {
+    int64_t first, stop;
+} kvc_span;
+
+static inline kvc_span kvc_seen(const kvc_seq *seq, int64_t query) {
     const int64_t own = seq->num_tokens - seq->num_queries + query + 1;
     const int64_t shown = seq->num_tokens - seq->hidden_tokens;
-    return own < 0 ? 0 : own < shown ? own : shown;
+    const int64_t stop = own < 0 ? 0 : own < shown ? own : shown;
+    const int64_t first = seq->window && own > seq->window ? own - seq->window : 0;
+    return (kvc_span){first < stop ? first : stop, stop};
 }
 
-static inline int64_t kvc_num_segments(int64_t tokens) { return (tokens + KVC_SEGMENT - 1) / KVC_SEGMENT; }
+/* The segment of a token: of its text position, so that it is the same however many tokens before it are stored. */
+static inline int64_t kvc_segment_of(const kvc_seq *seq, int64_t token) { return (seq->start + token) / KVC_SEGMENT; }
+
+static inline int64_t kvc_num_segments(const kvc_seq *seq, kvc_span seen) {
+    if (seen.first >= seen.stop) return 0;
+    return kvc_segment_of(seq, seen.stop - 1) - kvc_segment_of(seq, seen.first) + 1;
+}
 
 /* Floats of one segment's results for `rows` rows: accumulators, maxima, sums; a multiple of 16. */
 static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) {

@@ -16,10 +16,11 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
         float *to = j->stage + p->lane * j->padded;
         KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)j->padded);
     }
+    const int first = c->piece[0].lane;
     for (int t = 0; t < KVC_POINTERS; t++) {
-        float *to = j->stage + (t < c->lanes ? t : c->lanes - 1) * j->padded;
+        float *to = j->stage + (t < first ? first : t < c->lanes ? t : c->lanes - 1) * j->padded;
         staged[t] = (const unsigned char *)to;
-        if (rows.quantised || t >= c->lanes) continue;
+        if (rows.quantised || t < first || t >= c->lanes) continue;
         const unsigned char *from =
             rows.side == KVC_KEYS ? c->k[t] + (size_t)head * k_bytes : c->v[t] + (size_t)head * v_bytes;
         for (int d = 0; d < j->dim; d += KVC_LANES)

@@ -21,15 +21,19 @@ typedef struct piece {
 /* Consecutive tokens of one segment on at most KVC_CHUNK lanes, either all sinks or none. */
 typedef struct chunk {
     int lanes, pieces, sink;
+    int even; /* 1: token piece[0].first + i is on lane piece[0].lane + i */
+    int count; /* tokens */
+    int64_t segment;
     piece piece[KVC_CHUNK];
     const unsigned char *k[KVC_POINTERS],
-        *v[KVC_POINTERS]; /* f32, f16: rows of head 0 lane by lane, the last one repeated */
+        *v[KVC_POINTERS]; /* f32, f16: rows of head 0 lane by lane, the first and the last one repeated */
 } chunk;
 
 typedef struct cursor { /* the next token of a sequence */
     const kvc_run *run;
     int64_t token;
     int slot;
+    int skipped; /* lanes, or pieces of tiles, of its chunk before this token that nobody reads */
 } cursor;
 
 typedef struct job {
@@ -44,20 +48,75 @@ typedef struct job {
     float *q, *sink_q;                /* [head][row][padded] */
     results segment, total;           /* of the current segment, and of those before it */
     int merged;                       /* segments merged into total */
+    float cap, inverse_cap;           /* of scores in powers of two; 0: none */
     float *weights, *alpha;           /* [row][KVC_CHUNK], [row] */
     float *panels, *stage;            /* [KVC_CHUNK * padded] each */
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
     unit_weights *unit_w;             /* [row], in the memory of panels and stage */
 } job;
 
-static cursor seek(const kvc_seq *seq, int64_t token) {
-    cursor at = {seq->runs, token, 0};
+/* Whether the runs fill their blocks, but for the slots before the first token and behind the last one. They do if all
+ * slots in between count as many as the tokens, since no run has more than the slots of its block. */
+static int fills_blocks(const kvc_seq *seq, int64_t size) {
+    const kvc_run *last = seq->runs + seq->num_runs - 1;
+    return seq->num_runs * size == seq->runs->first + seq->num_tokens + size - last->stop;
+}
+
+/* The run and slot of a token, from the nearer end if they are not known from its index. */
+static cursor find_token(const kvc_seq *seq, int64_t size, int64_t token) {
+    cursor at = {seq->runs, token, 0, 0};
     int64_t first = 0;
-    while (first + at.run->stop - at.run->first <= token) {
-        first += at.run->stop - at.run->first;
-        at.run++;
+    if (fills_blocks(seq, size)) {
+        first = (seq->runs->first + token) / size;
+        at.run += first;
+        at.slot = (int)(seq->runs->first + token - first * size);
+        return at;
+    }
+    if (token > seq->num_tokens / 2) {
+        at.run += seq->num_runs, first = seq->num_tokens;
+        do at.run--, first -= at.run->stop - at.run->first;
+        while (first > token);
+    } else {
+        for (; first + at.run->stop - at.run->first <= token; at.run++) first += at.run->stop - at.run->first;
     }
     at.slot = at.run->first + (int)(token - first);
+    return at;
+}
+
+/* Tiles before a slot, where slots are counted from the start of any block on; slot + a few blocks is positive. */
+static int64_t tiles_before(int64_t slot, int64_t size) {
+    return slot / size * ((size + KVC_TILE - 1) / KVC_TILE) + slot % size / KVC_TILE;
+}
+
+/* Pieces of tiles from the one that begins `count` tokens before the cursor up to the one that the cursor is in. Tokens
+ * before the first stored one count as if they filled the slots before it. */
+static int64_t pieces_before(const kvc_seq *seq, int64_t size, const cursor *at, int64_t count) {
+    const int64_t ahead = KVC_SEGMENT * size; /* whole blocks: all slots become positive */
+    int64_t pieces = 0, slot = at->slot;
+    const kvc_run *run = at->run;
+    if (!fills_blocks(seq, size) && count > slot - run->first) {
+        pieces = slot / KVC_TILE - run->first / KVC_TILE;
+        count -= slot - run->first;
+        while (run > seq->runs) {
+            run--;
+            const int64_t first = count < run->stop - run->first ? run->stop - count : run->first;
+            if (run->stop > first) pieces += (run->stop - 1) / KVC_TILE - first / KVC_TILE + 1;
+            count -= run->stop - first;
+            if (!count) return pieces;
+        }
+        slot = run->first;
+    }
+    return pieces + tiles_before(slot + ahead, size) - tiles_before(slot + ahead - count, size);
+}
+
+/* The cursor of the first token that is read. */
+static cursor seek(const job *j, int64_t token) {
+    const kvc_seq *seq = j->seq;
+    const int64_t size = j->layout->block_size, position = seq->start + token, sinks = seq->start + seq->sink_tokens;
+    cursor at = find_token(seq, size, token);
+    int64_t count = position % KVC_SEGMENT; /* tokens since chunks began to be counted */
+    if (seq->sink_tokens && sinks <= position && position - sinks < count) count = position - sinks;
+    at.skipped = (int)(j->units ? pieces_before(seq, size, &at, count) % (KVC_CHUNK / KVC_TILE) : count % KVC_CHUNK);
     return at;
 }
 
@@ -80,30 +139,40 @@ static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     c->lanes += count;
 }
 
-/* Fills a chunk with the next tokens of the item; c->lanes is 0 after the last one. Where chunks begin depends on the
- * sequence alone. Where the last one ends does not matter, since lanes that a row does not see add 0. */
+/* Fills a chunk with the next tokens of the item; c->lanes is 0 after the last one. Where chunks begin depends on text
+ * positions, and for tiles on runs of the same segment; where the item begins and ends only decides which of a chunk's
+ * lanes are left out. That does not matter, since lanes that a row does not see add 0: a sum has one part per lane of a
+ * vector, so a chunk may be shortened by whole vectors. */
 static void next_chunk(const job *j, cursor *at, chunk *c) {
-    const int64_t sinks = j->seq->sink_tokens, segment_stop = (at->token / KVC_SEGMENT + 1) * KVC_SEGMENT;
+    const int64_t sinks = j->seq->sink_tokens, first = at->token;
+    c->segment = kvc_segment_of(j->seq, first);
+    const int64_t segment_stop = (c->segment + 1) * KVC_SEGMENT - j->seq->start;
     int64_t stop = j->item->token_stop < segment_stop ? j->item->token_stop : segment_stop;
-    c->lanes = c->pieces = 0;
+    const int most = j->units ? KVC_CHUNK - at->skipped * KVC_TILE : KVC_CHUNK - at->skipped / 16 * 16;
+    const int lead = j->units ? 0 : at->skipped % 16;
+    c->lanes = lead, c->pieces = 0, c->even = 1;
     c->sink = j->args->sink_queries && at->token < sinks;
     if (at->token < sinks && stop > sinks) stop = sinks;
-    while (at->token < stop && c->lanes < KVC_CHUNK) {
+    while (at->token < stop && c->lanes < most) {
         while (at->slot == at->run->stop) at->run++, at->slot = at->run->first;
         int count = at->run->stop - at->slot;
-        const int room = j->units ? KVC_TILE - at->slot % KVC_TILE : KVC_CHUNK - c->lanes;
+        const int room = j->units ? KVC_TILE - at->slot % KVC_TILE : most - c->lanes;
         if (count > room) count = room;
         if (count > stop - at->token) count = (int)(stop - at->token);
         add_piece(j, at, count, c);
+        const piece *last = &c->piece[c->pieces - 1];
+        c->even &= last->lane - c->piece[0].lane == at->token - first;
         at->slot += count, at->token += count;
     }
+    c->count = (int)(at->token - first);
+    at->skipped = 0;
+    if (!c->count) c->lanes = 0;
+    for (int t = 0; t < lead && c->lanes; t++) c->k[t] = c->k[lead], c->v[t] = c->v[lead];
     for (int t = c->lanes; !j->units && c->lanes && t < KVC_POINTERS; t++) {
         c->k[t] = c->k[c->lanes - 1];
         c->v[t] = c->v[c->lanes - 1];
     }
 }
-
-static int begins_segment(const chunk *c) { return c->piece[0].first % KVC_SEGMENT == 0; }
 
 static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     const kvc_layout *layout = args->layout;
@@ -120,6 +189,10 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     j->v_rows = kvc_rows_of(layout, KVC_VALUES);
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
     j->v_row_bytes = kvc_row_bytes(j->v_rows);
+    if (args->softcap > 0.0f) {
+        j->cap = args->softcap * (float)LOG2E;
+        j->inverse_cap = 1.0f / j->cap;
+    }
 #if defined(KVC_HAVE_DOTS)
     j->units = j->k_rows.tiled && j->v_rows.tiled;
 #endif
@@ -169,7 +242,7 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
     }
 }
 
-/* Tokens that row r of the item sees, counted from the start of the sequence. */
-static int64_t visible(const job *j, int64_t row) { return kvc_seen_tokens(j->seq, row / j->group); }
+/* Tokens that row r of the item sees. */
+static kvc_span visible(const job *j, int64_t row) { return kvc_seen(j->seq, row / j->group); }
 
 #endif

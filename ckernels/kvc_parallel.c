@@ -1,6 +1,7 @@
 /* kvc_parallel.c - divides an attention call into items for the threads.
  *
  *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
+ *   Tokens that no row of a unit sees, before its windows, belong to none and cost nothing.
  *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
  *               too few segments, a unit of few rows has fewer heads
  *
@@ -31,7 +32,8 @@ typedef struct plan {
 } plan;
 
 typedef struct unit { /* rows and heads that share their tokens */
-    int64_t row, row_stop, tokens, segments;
+    int64_t row, row_stop, first_segment, segments;
+    kvc_span seen;
     int32_t head, head_stop, parts;
 } unit;
 
@@ -45,10 +47,16 @@ static int64_t num_pieces(const plan *p, int64_t work) {
     return p->fair_share ? ceil_div(work, p->fair_share) : 1;
 }
 
+/* What any query from `first` to `last` sees: every token of the span is seen by one of them. */
+static kvc_span seen_by(const kvc_seq *seq, int64_t first, int64_t last) {
+    return (kvc_span){kvc_seen(seq, first).first, kvc_seen(seq, last).stop};
+}
+
 /* The number of units for few rows: one with all heads, unless the context has too few segments for the threads. */
 static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
-    const int64_t tokens = kvc_seen_tokens(seq, seq->num_queries - 1), segments = kvc_num_segments(tokens);
-    const int64_t pieces = num_pieces(p, tokens * seq_rows(p, seq) * p->layout->num_heads);
+    const kvc_span seen = seen_by(seq, 0, seq->num_queries - 1);
+    const int64_t segments = kvc_num_segments(seq, seen);
+    const int64_t pieces = num_pieces(p, (seen.stop - seen.first) * seq_rows(p, seq) * p->layout->num_heads);
     if (pieces <= segments || !segments) return 1;
     const int64_t groups = ceil_div(pieces, segments);
     return groups < p->layout->num_heads ? groups : p->layout->num_heads;
@@ -58,6 +66,10 @@ static int64_t num_units(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq);
     if (rows <= KVC_FEW_ROWS) return rows > 0 ? num_head_groups(p, seq) : 0;
     return ceil_div(rows, KVC_ITEM_ROWS) * p->layout->num_heads;
+}
+
+static int64_t unit_work(const unit *u) {
+    return (u->seen.stop - u->seen.first) * (u->row_stop - u->row) * (u->head_stop - u->head);
 }
 
 static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t units) {
@@ -72,20 +84,24 @@ static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t un
         u.head = (int32_t)(p->layout->num_heads * index / units);
         u.head_stop = (int32_t)(p->layout->num_heads * (index + 1) / units);
     }
-    u.tokens = kvc_seen_tokens(seq, (u.row_stop - 1) / group);
-    u.segments = kvc_num_segments(u.tokens);
-    const int64_t pieces = num_pieces(p, u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head));
+    u.seen = seen_by(seq, u.row / group, (u.row_stop - 1) / group);
+    u.first_segment = kvc_segment_of(seq, u.seen.first);
+    u.segments = kvc_num_segments(seq, u.seen);
+    const int64_t pieces = num_pieces(p, unit_work(&u));
     const int64_t parts = pieces < u.segments ? pieces : u.segments;
     u.parts = parts < 1 ? 1 : (int32_t)parts;
     return u;
 }
 
-static int64_t num_score_parts(const plan *p, const kvc_seq *seq, int num_threads) {
-    const int64_t seen = seq->num_tokens - seq->hidden_tokens;
+/* Tokens that have scores, all those that are shown; the first of them that any query sees. */
+static int64_t num_scores(const kvc_seq *seq) { return seq->num_tokens - seq->hidden_tokens; }
+static int64_t first_scored(const kvc_seq *seq) { return seq->num_queries ? kvc_seen(seq, 0).first : 0; }
+
+static int64_t num_score_parts(const kvc_seq *seq, int num_threads) {
+    const int64_t seen = num_scores(seq) - first_scored(seq);
     const int64_t share = ceil_div(seen, (int64_t)num_threads * PIECES_PER_THREAD);
     const int64_t tokens = share < MIN_SCORE_TOKENS ? MIN_SCORE_TOKENS : share;
-    (void)p;
-    return ceil_div(seen, tokens);
+    return seen ? ceil_div(seen, tokens) : num_scores(seq) > 0;
 }
 
 /* Floats of the results of all segments of a unit in parts. */
@@ -98,10 +114,10 @@ static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num
     plan p = {layout, seqs, num_seqs, num_query_heads, 0, 0, 0, 0, 0, 0};
     for (int64_t s = 0; s < num_seqs; s++) {
         p.total_queries += seqs[s].num_queries;
-        p.num_score_items += num_score_parts(&p, &seqs[s], num_threads);
+        p.num_score_items += num_score_parts(&seqs[s], num_threads);
         for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
             const unit u = unit_at(&p, &seqs[s], i, n);
-            p.work += u.tokens * (u.row_stop - u.row) * (u.head_stop - u.head);
+            p.work += unit_work(&u);
         }
     }
     if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* otherwise units are not divided */
@@ -139,6 +155,11 @@ size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, i
            (size_t)num_threads * thread_bytes(&p);
 }
 
+/* The first token of a part's segments; it may lie before all tokens or behind them. */
+static int64_t segment_start(const kvc_seq *seq, const unit *u, int32_t part) {
+    return (u->first_segment + u->segments * part / u->parts) * KVC_SEGMENT - seq->start;
+}
+
 static void list_items(const plan *p, kvc_item *items, float *norms, float *results) {
     int64_t first_query = 0;
     for (int64_t s = 0; s < p->num_seqs; first_query += p->seqs[s].num_queries, s++) {
@@ -151,14 +172,16 @@ static void list_items(const plan *p, kvc_item *items, float *norms, float *resu
                                     .row_stop = u.row_stop,
                                     .head = u.head,
                                     .head_stop = u.head_stop,
+                                    .first_segment = u.first_segment,
                                     .segments = u.segments,
                                     .part = part,
                                     .parts = u.parts,
                                     .results = u.parts > 1 ? results : NULL,
                                     .norms = norms};
-                const int64_t stop = u.segments * (part + 1) / u.parts * KVC_SEGMENT;
-                items->token = u.segments * part / u.parts * KVC_SEGMENT;
-                items->token_stop = stop < u.tokens ? stop : u.tokens;
+                const int64_t first = segment_start(&p->seqs[s], &u, part);
+                const int64_t stop = segment_start(&p->seqs[s], &u, part + 1);
+                items->token = first > u.seen.first ? first : u.seen.first;
+                items->token_stop = stop < u.seen.stop ? stop : u.seen.stop;
             }
             if (u.parts > 1) results += unit_floats(p, &u);
         }
@@ -169,8 +192,8 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
     int64_t first_query = 0, first_score = 0;
     for (int64_t s = 0; s < p->num_seqs; s++) {
         const kvc_seq *seq = &p->seqs[s];
-        const int64_t parts = num_score_parts(p, seq, num_threads);
-        const int64_t seen = seq->num_tokens - seq->hidden_tokens;
+        const int64_t parts = num_score_parts(seq, num_threads);
+        const int64_t first = first_scored(seq), seen = num_scores(seq) - first;
         for (int64_t part = 0; part < parts; part++, items++) {
             *items = (kvc_item){.seq = s,
                                 .first_query = first_query,
@@ -179,10 +202,11 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
                                 .head_stop = p->layout->num_heads,
                                 .parts = 1,
                                 .norms = norms};
-            items->token = seen * part / parts;
-            items->token_stop = seen * (part + 1) / parts;
+            items->token = first + seen * part / parts;
+            items->token_stop = first + seen * (part + 1) / parts;
+            items->part = (int32_t)part;
         }
-        first_query += seq->num_queries, first_score += seen;
+        first_query += seq->num_queries, first_score += num_scores(seq);
     }
 }
 

@@ -1,11 +1,12 @@
 /* kvc_segment.h - the results of one segment of the context for each row, and the merging of segments.
  *
- *   context    | segment 0: KVC_SEGMENT tokens | segment 1 | ... | the last one, maybe shorter |
+ *   context    | text positions 0 to KVC_SEGMENT - 1 | the next KVC_SEGMENT positions | ... | maybe fewer |
  *   results    acc [head][row][padded]; largest, sum [head][row]          one segment, n = heads * rows
  *
  * The online softmax of a segment starts from zero. merge_results merges segments in text order: after each segment if
  * one item has them all, at the end of the call if several items share them. So the bits of a row depend neither on the
- * threads nor on other rows. A segment of which a row sees no token does not change the row.
+ * threads nor on other rows. A segment of which a row sees no token does not change the row. So the segments before a
+ * window need not be read, nor be stored: segments are counted by text positions.
  *
  * With 1,024 tokens per segment, merging costs decode in q4, the fastest format, about 2 % at head_dim 64 and 1 % at
  * 128; with 512 tokens about 4 and 2 %. The threads still have enough pieces: decode with too few segments is also

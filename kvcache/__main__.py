@@ -11,8 +11,8 @@ import kvcache
 from kvcache.core.kernels import FORMATS
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.engine.text import TextStream
-from kvcache.engine.weights import FORMATS as WEIGHTS
-from kvcache.engine.weights import Progress
+from kvcache.networks.weights import FORMATS as WEIGHTS
+from kvcache.networks.weights import Progress
 
 __all__ = ["main"]
 

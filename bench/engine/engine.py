@@ -23,7 +23,7 @@ from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
 from bench.support.report import markdown, save_json, text_table
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine.model import Transformer
+from kvcache.networks.model import Transformer
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["add_arguments", "main"]

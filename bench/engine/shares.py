@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
-import kvcache.engine.model as network
+import kvcache.networks.model as network
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.rope import RopeTable
 from kvcache.engine.sampling import Sampler
+from kvcache.networks.rope import RopeTable
 
 __all__ = ["SHARES", "Meter", "metered", "shares_of"]
 

@@ -45,7 +45,7 @@ class LlamaCpp(engine_rivals.LlamaCpp):
         import llama_cpp
 
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=2048, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+            str(path), n_ctx=2560, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
             verbose=False,
         )  # fmt: skip
         self._held = 0
@@ -61,6 +61,7 @@ class OpenVino(engine_rivals.OpenVino):
 
         self._genai = openvino_genai
         scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = True
         scheduler.cache_size = 1
         scheduler.max_num_batched_tokens = 2048
         self._pipeline = openvino_genai.LLMPipeline(

@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.prefix.policies import POLICIES, optimal
 from bench.prefix.policies import replay as replay_policy
+from bench.prefix.windows import NETWORKS, hit_rates
 from bench.prefix.workloads import Mix, Trace, from_mooncake, synthetic
 from bench.support.plot import plot_lines
 from bench.support.report import environment, markdown, text_table, time_text
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--file", metavar="JSONL", help="a trace in Mooncake's format instead of a synthetic one")
     parser.add_argument("--requests", type=int, default=Mix.num_requests, help="requests of the synthetic trace")
+    parser.add_argument("--windows", action="store_true", help="networks with and without windows; ten minutes")
     parser.add_argument("--seeds", type=int, default=3, help="synthetic traces to average over (default 3)")
 
 
@@ -75,6 +77,8 @@ def main(options: argparse.Namespace) -> int:
     else:
         mix = Mix(num_requests=600 if options.quick else options.requests)
         traces = [synthetic(replace(mix, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
+    if options.windows:
+        return over_windows(traces[0], options)
     layout = markdown if options.markdown else text_table
     print(f"\ntrace: {traces[0].name}; {len(traces)} seed(s)")
     sizes = [trace.num_pages for trace in traces]
@@ -113,5 +117,27 @@ def main(options: argparse.Namespace) -> int:
         print(plot_lines(rates, options.plot, "Hit rate over capacity", "capacity, share of all pages", "hit rate"))
     if options.json:
         data = {"environment": environment(), "traces": [t.name for t in traces], "hit_rate": rates, "evictions": gone}
+        Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+def over_windows(trace: Trace, options: argparse.Namespace) -> int:
+    """Print the hit rates of networks with and without windows, at the same bytes of K and V."""
+    layout = markdown if options.markdown else text_table
+    print(f"\ntrace: {trace.name}; {len(trace.requests)} requests, {trace.num_pages} different pages")
+    rates: dict[str, list[str]] = {name: [] for name in NETWORKS}
+    shares = SHARES[1::2] if options.quick else SHARES[1:]
+    found = {f"{share:.0%}": hit_rates(trace, max(64, int(trace.num_pages * share))) for share in shares}
+    for column in found.values():
+        for name, outcome in column.items():
+            rates[name].append(f"{outcome['hit_rate']:.1%}")
+    first, second = NETWORKS
+    ratio = [f"{c[second]['hit_rate'] / max(c[first]['hit_rate'], 1e-9):.2f}" for c in found.values()]
+    gone = [str(column[second]["windows_gone"]) for column in found.values()]
+    rows = [*([name, *cells] for name, cells in rates.items()), ["ratio", *ratio], ["windows that had left", *gone]]
+    print("\nhit rate in tokens, by bytes of cached K and V as a share of all\n")
+    print(layout(["network", *found], rows))
+    if options.json:
+        data = {"environment": environment(), "trace": trace.name, "windows": found}
         Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     return 0

@@ -105,7 +105,8 @@ def _loaded(number: int, raw: Bytes) -> Any:
             yield Stored(name, tensor.shape, number, raw) if name == MATRIX else stored_as(name, tensor)
 
     with tempfile.TemporaryDirectory() as folder:
-        return Transformer.from_gguf(write_gguf(SIZE, Path(folder) / "one.gguf", stored=stored)).weights.layers[0].down
+        network = Transformer.from_gguf(write_gguf(SIZE, Path(folder) / "one.gguf", stored=stored))
+        return network.weights.layers[0].mlps[0].down
 
 
 def _error(found: Float32, truth: Float32) -> float:

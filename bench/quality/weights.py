@@ -29,7 +29,7 @@ from bench.support.report import environment, show
 from kvcache import InferenceEngine, get_num_threads
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
-from kvcache.engine.weights import Weights
+from kvcache.networks.weights import Weights
 
 __all__ = ["add_arguments", "demo_gguf", "main"]
 
@@ -91,7 +91,7 @@ def demo_gguf(path: Path) -> Path:
         yield stored_as("model.embed_tokens.weight", weights.embedding.to_float32())
         for i, layer in enumerate(weights.layers):
             q, k, v = np.split(layer.qkv.to_float32(), [queries, queries + pairs])
-            gate, up = np.split(layer.gate_up.to_float32(), 2)
+            gate, up = np.split(layer.mlps[0].gate_up.to_float32(), 2)
             for name, tensor in (
                 ("input_layernorm", layer.input_norm),
                 ("self_attn.q_proj", row_order_of_llama(q, c.num_heads)),
@@ -101,7 +101,7 @@ def demo_gguf(path: Path) -> Path:
                 ("post_attention_layernorm", layer.mlp_norm),
                 ("mlp.gate_proj", gate),
                 ("mlp.up_proj", up),
-                ("mlp.down_proj", layer.down.to_float32()),
+                ("mlp.down_proj", layer.mlps[0].down.to_float32()),
             ):
                 yield stored_as(f"model.layers.{i}.{name}.weight", np.asarray(tensor))
         yield stored_as("model.norm.weight", weights.norm)

@@ -21,8 +21,12 @@ cdef class Attention:
     cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries)       # `out` or a new array; ValueError
     cdef float scale_(self, object scale) except? -1                      # None: head_dim ** -0.5
+    cdef float softcap_(self, object softcap) except? -1                  # None: 0; ValueError unless finite, above 0
+    cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries)      # None, or one finite number per query head
 
     # The call
     cdef int reserve_seqs(self, int64_t count) except -1
+    cdef kvc_seq *seq_(self, int64_t index) noexcept                      # sequence `index`, all 0
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
-                     float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1
+                     float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
+                     cnp.ndarray lse) except -1

@@ -20,4 +20,6 @@ class Attention:
         scale: float | None = None,
         out: Float32 | None = None,
         return_scores: bool = False,
+        softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None,
     ) -> Any: ...

@@ -4,18 +4,24 @@ cimport numpy as cnp
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
-from kvcache.core.kernels cimport kvc_run, kvc_seq
+from kvcache.core.kernels cimport kvc_attend_args, kvc_run, kvc_seq
 from kvcache.core.store cimport BlockStore
 
 import numpy as np
 
-from kvcache.core.arguments import as_floats, described
+from kvcache.core.arguments import as_finite, as_floats, described
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
+
+# tanh(s / c) is s / c in float32 for all scores of ordinary size (below 2^40): beyond it there is no cap.
+cdef double MOST_CAP = 2.0 ** 64
+# Scores below it differ by nothing that a weight shows: a smaller cap is this one, whose inverse is a float.
+cdef double LEAST_CAP = 2.0 ** -100
 
 cnp.import_array()
 
@@ -39,7 +45,7 @@ cdef class Attention:
         """Bytes of scratch that are kept from call to call."""
         return self.scratch_bytes + <size_t>self.seqs_capacity * sizeof(kvc_seq)
 
-    def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False):
+    def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False, softcap=None, sinks=None):
         """Causal attention over the tokens at one list of runs, the last query on the last token.
 
         Args:
@@ -48,24 +54,27 @@ cdef class Attention:
             scale: a float, or None for `head_dim ** -0.5`.
             out: float32, C-contiguous, like `queries`, written; None: a new array.
             return_scores: also return each token's attention mass, float32 `(tokens,)`.
+            softcap: scores become `softcap * tanh(score / softcap)`.
+            sinks: `(num_query_heads,)`, a logit per query head that joins the normaliser of the softmax.
 
         Raises:
             IndexError, TypeError, ValueError: no such layer; other shapes or dtypes.
         """
         cdef const kvc_run[::1] view = self.store.runs_(runs, -1)
         cdef cnp.ndarray q = self.queries_(queries, "queries")
-        cdef float factor = self.scale_(scale)
+        cdef float factor = self.scale_(scale), cap = self.softcap_(softcap)
+        cdef cnp.ndarray logits = self.sinks_(sinks, q)
         cdef unsigned char *base = self.store.layer_base(layer)
         cdef cnp.ndarray result = self.result_(out, q)
         cdef int64_t tokens = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         if q.shape[0] > tokens:
             raise ValueError(f"queries: expected at most {tokens} rows, one per token, got {q.shape[0]}")
         self.reserve_seqs(1)
-        self.seqs[0].runs = &view[0] if view.shape[0] else NULL
-        self.seqs[0].num_runs, self.seqs[0].num_tokens = view.shape[0], tokens
-        self.seqs[0].sink_tokens, self.seqs[0].num_queries, self.seqs[0].hidden_tokens = 0, q.shape[0], 0
+        cdef kvc_seq *seq = self.seq_(0)
+        seq.runs = &view[0] if view.shape[0] else NULL
+        seq.num_runs, seq.num_tokens, seq.num_queries = view.shape[0], tokens, q.shape[0]
         cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if return_scores else None
-        self.attend_(base, 1, q, None, factor, result, scores, None)
+        self.attend_(base, 1, q, None, factor, cap, logits, result, scores, None)
         return (result, scores) if return_scores else result
 
     # -- below the shell ------------------------------------------------------------------------------------
@@ -89,8 +98,23 @@ cdef class Attention:
         return out
 
     cdef float scale_(self, object scale) except? -1:
-        cdef double factor = 1.0 / sqrt(<double>self.store.layout.head_dim) if scale is None else scale
-        return <float>factor
+        if scale is None:
+            return <float>(1.0 / sqrt(<double>self.store.layout.head_dim))
+        return <float><double>as_finite(scale, "scale")
+
+    cdef float softcap_(self, object softcap) except? -1:
+        if softcap is None:
+            return 0.0
+        cdef double cap = as_finite(softcap, "softcap", 0.0, above=True)
+        return <float>max(cap, LEAST_CAP) if cap <= MOST_CAP else 0.0
+
+    cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries):
+        if sinks is None:
+            return None
+        cdef cnp.ndarray found = as_floats(sinks, (queries.shape[1],), "sinks")
+        if not np.isfinite(found).all():
+            raise ValueError("sinks: expected finite numbers, got NaN or infinity")
+        return found
 
     cdef int reserve_seqs(self, int64_t count) except -1:
         cdef kvc_seq *seqs
@@ -101,8 +125,14 @@ cdef class Attention:
             self.seqs, self.seqs_capacity = seqs, count
         return 0
 
+    cdef kvc_seq *seq_(self, int64_t index) noexcept:
+        memset(&self.seqs[index], 0, sizeof(kvc_seq))
+        return &self.seqs[index]
+
     cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
-                     float scale, cnp.ndarray out, cnp.ndarray scores, cnp.ndarray lse) except -1:
+                     float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
+                     cnp.ndarray lse) except -1:
+        cdef kvc_attend_args args
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0
@@ -114,18 +144,18 @@ cdef class Attention:
             if self.scratch == NULL:
                 raise OutOfMemoryError(size, 0, "bytes")
             self.scratch_bytes = size
-        cdef const float *q = <const float *>cnp.PyArray_DATA(queries)
-        cdef const float *sinks = NULL
-        cdef float *mass = NULL
-        cdef float *logs = NULL
+        memset(&args, 0, sizeof(kvc_attend_args))
+        args.layout, args.arena, args.seqs, args.num_seqs = &self.store.layout, base, self.seqs, num_seqs
+        args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
+        args.queries, args.out = <const float *>cnp.PyArray_DATA(queries), <float *>cnp.PyArray_DATA(out)
         if sink_queries is not None:
-            sinks = <const float *>cnp.PyArray_DATA(sink_queries)
+            args.sink_queries = <const float *>cnp.PyArray_DATA(sink_queries)
+        if sinks is not None:
+            args.sinks = <const float *>cnp.PyArray_DATA(sinks)
         if scores is not None:
-            mass = <float *>cnp.PyArray_DATA(scores)
+            args.scores = <float *>cnp.PyArray_DATA(scores)
         if lse is not None:
-            logs = <float *>cnp.PyArray_DATA(lse)
-        cdef float *to = <float *>cnp.PyArray_DATA(out)
+            args.lse = <float *>cnp.PyArray_DATA(lse)
         with nogil:
-            kernels.attend(&self.store.layout, base, self.seqs, num_seqs, heads, scale, q, sinks, to, mass, logs,
-                           self.scratch, threads)
+            kernels.attend(&args, self.scratch, threads)
         return 0

@@ -30,6 +30,10 @@ def attend(
     scores: _Floats | None = None,
     lse: _Floats | None = None,
     hidden_tokens: int = 0,
+    starts: Sequence[int] | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: _Floats | None = None,
     threads: int = 1,
     scratch: Callable[[int], _Bytes] | None = None,
 ) -> Any: ...

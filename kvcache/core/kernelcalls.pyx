@@ -4,9 +4,10 @@ import numpy as np
 
 from libc.stdint cimport int64_t, uint16_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memset
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport Layout, kvc_format, kvc_run, kvc_seq
+from kvcache.core.kernels cimport Layout, kvc_attend_args, kvc_format, kvc_run, kvc_seq
 
 
 cdef struct _Runs:
@@ -116,11 +117,13 @@ def clear(Layout layout, arena, int block, int slot, int count):
 
 
 def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
-           hidden_tokens=0, int threads=1, scratch=None):
+           hidden_tokens=0, starts=None, window=0, softcap=0.0, sinks=None, int threads=1, scratch=None):
     """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
 
+    starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none.
     scratch: a function of a number of bytes that gives a uint8 array, np.empty by default.
     """
+    cdef kvc_attend_args args
     cdef Py_ssize_t count = len(sequences), i
     cdef int64_t total_queries = 0, total_tokens = 0
     if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
@@ -132,8 +135,8 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
     cdef kvc_seq *seqs = <kvc_seq *>malloc((count + 1) * sizeof(kvc_seq))
     if seqs == NULL:
         raise MemoryError
-    for i in range(count):
-        seqs[i].runs = NULL
+    memset(seqs, 0, (count + 1) * sizeof(kvc_seq))
+    memset(&args, 0, sizeof(kvc_attend_args))
     try:
         for i, (runs, num_queries, sink_tokens) in enumerate(sequences):
             seqs[i].runs = _runs_of(layout, arena, runs, &seqs[i].num_tokens)
@@ -141,6 +144,8 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
             seqs[i].num_queries = num_queries
             seqs[i].sink_tokens = sink_tokens
             seqs[i].hidden_tokens = min(hidden_tokens, seqs[i].num_tokens)
+            seqs[i].start = 0 if starts is None else starts[i]
+            seqs[i].window = window
             total_queries += num_queries
             total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
         shape = (total_queries, heads, layout.c.head_dim)
@@ -148,10 +153,12 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
         space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
         if len(space) < need:
             raise ValueError(f"scratch: expected {need} bytes, got {len(space)}")
-        kernels.attend(&layout.c, base, seqs, count, heads, scale, _floats(queries, shape),
-                       _floats(sink_queries, shape), <float *>_floats(out, shape),
-                       <float *>_floats(scores, (total_tokens,)), <float *>_floats(lse, shape[:2]), _bytes(space),
-                       threads)
+        args.layout, args.arena, args.seqs, args.num_seqs = &layout.c, base, seqs, count
+        args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
+        args.queries, args.sink_queries = _floats(queries, shape), _floats(sink_queries, shape)
+        args.out, args.scores = <float *>_floats(out, shape), <float *>_floats(scores, (total_tokens,))
+        args.lse, args.sinks = <float *>_floats(lse, shape[:2]), _floats(sinks, (heads,))
+        kernels.attend(&args, _bytes(space), threads)
     finally:
         for i in range(count):
             free(<void *>seqs[i].runs)

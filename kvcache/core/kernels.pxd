@@ -56,6 +56,23 @@ cdef extern from "kvc.h" nogil:
         int64_t sink_tokens         # these first tokens meet the sink queries
         int64_t num_queries         # standing on the last tokens
         int64_t hidden_tokens       # of which so many are seen by nobody
+        int64_t start               # the text position of the first token
+        int64_t window              # 0, or positions that a query sees, its own included
+
+    ctypedef struct kvc_attend_args:    # softmax(q K^T * scale) V
+        const kvc_layout *layout
+        const unsigned char *arena      # of one layer
+        const kvc_seq *seqs
+        int64_t num_seqs
+        int32_t num_query_heads
+        float scale
+        const float *queries            # (total_queries, num_query_heads, head_dim)
+        const float *sink_queries       # the same shape, or NULL
+        float *out                      # the same shape
+        float *scores                   # (total shown tokens), or NULL
+        float *lse                      # (total_queries, num_query_heads), or NULL
+        float softcap                   # 0: none
+        const float *sinks              # (num_query_heads), or NULL
 
 
 cdef extern from "kvc_matrix.h" nogil:
@@ -117,14 +134,10 @@ cdef void copy_slots(const kvc_layout *layout, const unsigned char *src_arena, i
 cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,
                       int count) noexcept nogil
 
-# softmax(q K^T * scale) V, causal, over the arena of one layer. queries, sink_queries, out: (total_queries,
-# num_query_heads, head_dim). scores: (total seen tokens), each token's weight summed over queries and query heads.
-# lse: (total_queries, num_query_heads), the logarithm of the sum of exp(score). sink_queries, scores, lse may be NULL.
+# Attention; scratch has attend_scratch_bytes.
 cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
                                  int num_query_heads, int num_threads) noexcept nogil
-cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
-                 int num_query_heads, float scale, const float *queries, const float *sink_queries,
-                 float *out, float *scores, float *lse, void *scratch, int num_threads) noexcept nogil
+cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil
 
 # Products with weights: kvc_matrix.h. quantise_weights fills codes (count, columns), scales and minima (count, groups).
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil

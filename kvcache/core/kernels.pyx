@@ -18,19 +18,6 @@ from kvcache.core.arguments import as_count
 from kvcache.core.cpus import available_cpus
 
 cdef extern from "kvc.h" nogil:
-    ctypedef struct kvc_attend_args:
-        const kvc_layout *layout
-        const unsigned char *arena
-        const kvc_seq *seqs
-        int64_t num_seqs
-        int32_t num_query_heads
-        float scale
-        const float *queries
-        const float *sink_queries
-        float *out
-        float *scores
-        float *lse
-
     ctypedef struct kvc_kernels:
         const char *name
         void (*write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
@@ -136,22 +123,8 @@ cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, 
     return kvc_attend_scratch_bytes(layout, seqs, num_seqs, num_query_heads, num_threads)
 
 
-cdef void attend(const kvc_layout *layout, const unsigned char *arena, const kvc_seq *seqs, int64_t num_seqs,
-                 int num_query_heads, float scale, const float *queries, const float *sink_queries,
-                 float *out, float *scores, float *lse, void *scratch, int num_threads) noexcept nogil:
-    cdef kvc_attend_args args
-    args.layout = layout
-    args.arena = arena
-    args.seqs = seqs
-    args.num_seqs = num_seqs
-    args.num_query_heads = num_query_heads
-    args.scale = scale
-    args.queries = queries
-    args.sink_queries = sink_queries
-    args.out = out
-    args.scores = scores
-    args.lse = lse
-    kvc_attend(_active, &args, scratch, num_threads)
+cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil:
+    kvc_attend(_active, args, scratch, num_threads)
 
 
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil:

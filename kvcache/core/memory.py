@@ -53,7 +53,7 @@ def num_blocks_within(
             raise ValueError(
                 f"max_memory_bytes: expected at least {beside + size}, the bytes of one block{also}, got {limit}"
             )
-        most = min((limit - beside) // size, _MOST)
+        most = min((limit - beside) // size, _MOST) if size else _MOST
         count = most if count is None else min(count, most)
     assert count is not None
     return count

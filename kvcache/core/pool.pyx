@@ -145,7 +145,7 @@ cdef class BlockPool:
         refs, ring, marks = (np.zeros(num_blocks, dtype) for dtype in (np.int32, np.int32, np.uint8))
         refs[:old] = self.refs
         ring[: self.num_free] = np.asarray(self.ring)[(self.head + np.arange(self.num_free)) % max(old, 1)]
-        ring[self.num_free : self.num_free + num_blocks - old] = np.arange(old, num_blocks)
+        ring[self.num_free : self.num_free + num_blocks - old] = np.arange(old, num_blocks, dtype=np.int32)
         cdef int32_t[::1] new_refs = refs, new_ring = ring
         cdef unsigned char[::1] new_marks = marks
         self.refs, self.ring, self.marks, self.head = new_refs, new_ring, new_marks, 0

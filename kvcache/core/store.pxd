@@ -5,14 +5,15 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from kvcache.core.kernels cimport kvc_layout, kvc_run
 from kvcache.core.kvrows cimport KvRows
+from kvcache.core.mapped cimport MappedMemory
 
 
 cdef class BlockStore:
     cdef kvc_layout layout
     cdef readonly int32_t num_layers
     cdef readonly int32_t num_blocks
+    cdef MappedMemory memory           # of the next two; views of the bytes keep it
     cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
-    cdef size_t arena_bytes
     # (num_blocks,) slots from here on are zero and unused. Every write raises it, also in a block that no sequence
     # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
@@ -21,6 +22,7 @@ cdef class BlockStore:
 
     # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
+    cdef unsigned char *layer_base_(self, int64_t layer) noexcept nogil   # of a layer in range
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
     cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
     cdef int check_values_(self, KvRows rows) except -1                  # shape and values, or ValueError
@@ -34,3 +36,9 @@ cdef class BlockStore:
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks
     # The last `count` slots of these runs are new tokens: they read as zeros until they are written.
     cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil
+
+    # Growing takes two steps: what can fail, then what cannot. `move_to` copies blocks that were ever written, layer by
+    # layer, and gives the old layer back to the system: at most one layer is there twice. Views of the bytes are void.
+    cdef MappedMemory memory_for(self, num_blocks)       # of a store of so many blocks; or OutOfMemoryError, ValueError
+    cdef void move_to(self, MappedMemory memory, int32_t num_blocks)
+    cdef void _take(self, MappedMemory memory, int32_t num_blocks)

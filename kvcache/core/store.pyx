@@ -6,31 +6,23 @@ Values are checked here, once, before the first byte changes.
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
 from kvcache.core cimport kernels
 from kvcache.core.kernels cimport kvc_format, kvc_run
 from kvcache.core.kvrows cimport STEP, KvRows
+from kvcache.core.mapped cimport MappedMemory
 
 import numpy as np
 
 from kvcache.core.arguments import as_count, as_integer, short
 from kvcache.core.runs import RUN
-from kvcache.errors import OutOfMemoryError
 
 __all__ = ["BlockStore"]
 
 cdef object MOST = 2**31 - 1    # of layers, blocks and heads
 
 cnp.import_array()
-
-cdef extern from "sys/mman.h" nogil:
-    void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
-    int munmap(void *addr, size_t length)
-    int madvise(void *addr, size_t length, int advice)
-    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MADV_HUGEPAGE
-    void *MAP_FAILED
 
 
 def _rotation(rotate, head_dim, quantised):
@@ -59,14 +51,14 @@ cdef class BlockStore:
         OutOfMemoryError: the system refuses the memory (in bytes).
     """
 
-    def __init__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
-                 value_dtype="f32", rotate="auto"):
+    def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
+                  value_dtype="f32", rotate="auto"):
         # Callers that take one `dtype` for both give the same object twice.
         names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, names[0])
         cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, names[1])
         # Python ints: products of NumPy's wrap around or raise OverflowError.
-        num_layers = as_count(num_layers, "num_layers", 1, MOST)
+        num_layers = as_count(num_layers, "num_layers", 0, MOST)
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
         block_size = as_count(block_size, "block_size", 1, 256)
         num_heads = as_count(num_heads, "num_heads", 1, MOST)
@@ -77,26 +69,9 @@ cdef class BlockStore:
                                _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
                                _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:
             raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}")
-        self.num_layers, self.num_blocks = num_layers, num_blocks
+        self.num_layers = num_layers
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
-        size = int(self.layout.block_bytes) * num_blocks * num_layers
-        cdef void *arena = MAP_FAILED
-        if size < 1 << 62:
-            self.arena_bytes = size
-            # Zero bytes cannot be mapped; a store without blocks is allowed.
-            arena = mmap(NULL, max(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-        if arena == MAP_FAILED:
-            raise OutOfMemoryError(size, 0, "bytes")
-        madvise(arena, max(self.arena_bytes, <size_t>1), MADV_HUGEPAGE)
-        self.arena = <unsigned char *>arena
-        self.written_slots = <uint16_t *>calloc(max(num_blocks, 1), sizeof(uint16_t))
-        if self.written_slots == NULL:
-            raise OutOfMemoryError(2 * num_blocks, 0, "bytes")
-
-    def __dealloc__(self):
-        if self.arena != NULL:
-            munmap(self.arena, max(self.arena_bytes, <size_t>1))
-        free(self.written_slots)
+        self._take(self.memory_for(num_blocks), num_blocks)
 
     # -- shape ----------------------------------------------------------------------------------------------
 
@@ -235,7 +210,7 @@ cdef class BlockStore:
         cdef cnp.npy_intp shape[2]
         shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layout.block_bytes
         cdef cnp.ndarray view = cnp.PyArray_SimpleNewFromData(2, shape, cnp.NPY_UINT8, self.layer_base(layer))
-        cnp.set_array_base(view, self)
+        cnp.set_array_base(view, self.memory)
         view.flags.writeable = False
         return view
 
@@ -252,12 +227,37 @@ cdef class BlockStore:
         views = []
         for layer in range(self.num_layers):
             view = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_UINT8, self.layer_base(layer) + block * size)
-            cnp.set_array_base(view, self)
+            cnp.set_array_base(view, self.memory)
             views.append(view)
         self.written_slots[block] = <uint16_t>self.layout.block_size
         return views
 
     # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef MappedMemory memory_for(self, num_blocks):
+        num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
+        return MappedMemory(self.block_bytes * num_blocks + int(sizeof(uint16_t)) * num_blocks)
+
+    cdef void _take(self, MappedMemory memory, int32_t num_blocks):
+        self.memory, self.arena, self.num_blocks = memory, memory.bytes, num_blocks
+        # Behind the blocks, whose sizes are even.
+        self.written_slots = <uint16_t *>(
+            memory.bytes + <size_t>self.num_layers * <size_t>num_blocks * self.layout.block_bytes)
+
+    cdef void move_to(self, MappedMemory memory, int32_t num_blocks):
+        cdef MappedMemory old = self.memory
+        cdef const uint16_t *written = self.written_slots
+        cdef size_t size = self.layout.block_bytes, old_bytes = self.num_blocks * size, offset
+        cdef int32_t layer, block, count = self.num_blocks
+        self._take(memory, num_blocks)
+        with nogil:
+            for layer in range(self.num_layers):
+                for block in range(count):
+                    if written[block]:    # the others are zero
+                        offset = block * size
+                        memcpy(self.layer_base_(layer) + offset, old.bytes + layer * old_bytes + offset, size)
+                old.give_back(layer * old_bytes, (layer + 1) * old_bytes)
+            memcpy(self.written_slots, written, count * sizeof(uint16_t))
 
     cdef object new_rows(self, int64_t n):
         return np.empty((n, self.layout.num_heads, self.layout.head_dim), np.float32)
@@ -279,6 +279,9 @@ cdef class BlockStore:
     cdef unsigned char *layer_base(self, int64_t layer) except NULL:
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer: expected an int in [0, {self.num_layers}), got {layer}")
+        return self.layer_base_(layer)
+
+    cdef unsigned char *layer_base_(self, int64_t layer) noexcept nogil:
         return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
 
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil:

@@ -10,9 +10,10 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.protocols import Model
 from kvcache.engine.residual import residual_bytes
-from kvcache.engine.sequence import ModelSequence
+from kvcache.engine.sequence import LiveSequence
+from kvcache.engine.windows import LayerGroups, num_pages
+from kvcache.networks.protocols import Model
 
 __all__ = ["cache_options", "num_cache_blocks"]
 
@@ -30,14 +31,15 @@ def cache_options(
     residual_length: int,
     dtypes: tuple[str, str],
     rotate: bool | str,
+    groups: LayerGroups,
 ) -> dict[str, Any]:
-    """The arguments of `PagedKvCache` for an engine over `model`.
+    """The arguments of `PagedKvCache` for an engine over `model`, for the layers that keep all tokens.
 
-    With `budgets`, each layer has sequences of its own in a cache of one layer. `max_memory_bytes` bound the cache and
-    the residual together.
+    With `budgets`, each layer has sequences of its own in a cache of one layer. `max_memory_bytes` bound this cache,
+    those of the windows and the residual together.
     """
     config = model.config
-    num_layers, positions = config.num_layers if budgets is None else 1, config.max_position_embeddings
+    num_layers, positions = len(groups.whole) if budgets is None else 1, config.max_position_embeddings
     if num_blocks is None and budgets is not None:
         num_blocks = budgets.peak_blocks(block_size, prefill_chunk, positions)
     elif num_blocks is None:
@@ -48,7 +50,9 @@ def cache_options(
     if max_memory_bytes is not None:
         settings = block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
         BlockStore(num_layers, 0, *settings)  # raises for a format that is not supported
-        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions))
+        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions)) + sum(
+            group.num_blocks * BlockStore(len(group.layers), 0, *settings).block_bytes for group in groups.windows
+        )
         num_blocks = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings, beside=beside)
     return {
         "num_blocks": num_blocks,
@@ -62,10 +66,11 @@ def cache_options(
     }
 
 
-def num_cache_blocks(sequence: ModelSequence, num_blocks: int | None, max_memory_bytes: int | str | None) -> int:
+def num_cache_blocks(sequence: LiveSequence, num_blocks: int | None, max_memory_bytes: int | str | None) -> int:
     """The blocks of a prefix cache before the engine of `sequence`: `num_blocks`, or what `max_memory_bytes` allow.
 
-    The bytes bound K and V of the engine's cache, its residual, the blocks and the unpacked groups together.
+    The bytes bound K and V of the engine's caches, its residual, the blocks, the pages of windows and the unpacked
+    groups together.
 
     Raises:
         TypeError: neither is given; another kind.
@@ -80,14 +85,18 @@ def num_cache_blocks(sequence: ModelSequence, num_blocks: int | None, max_memory
 
         def needed(blocks: int) -> int:
             unpacked = blocks and residual and NewestGroups.kv_bytes(residual, cache.block_size, blocks)
-            return before + blocks * cache.block_memory_bytes + (unpacked or 0)
+            pages = sum(
+                num_pages(group.window, cache.block_size, blocks) * group.cache.block_memory_bytes
+                for group in sequence.windows.groups
+            )
+            return before + blocks * cache.block_memory_bytes + pages + (unpacked or 0)
 
         if limit < needed(1):
             raise ValueError(
                 f"max_memory_bytes: expected at least {needed(1)}, the bytes of one block and of the engine's K and V, "
                 f"got {limit}"
             )
-        most = bisect_right(range(limit // cache.block_memory_bytes + 1), limit, key=needed) - 1
+        most = bisect_right(range(limit // max(1, cache.block_memory_bytes) + 1), limit, key=needed) - 1
         count = most if count is None else min(count, most)
     assert count is not None
     return count

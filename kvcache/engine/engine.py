@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from kvcache.core.copying import refuse_copies
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
-from kvcache.engine.gguf import is_gguf
-from kvcache.engine.model import Transformer
-from kvcache.engine.protocols import Float32, Model, NetworkConfig
 from kvcache.engine.requests import Requests
 from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
-from kvcache.engine.weights import Progress
+from kvcache.engine.windows import LayerGroups, Windows
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
+from kvcache.networks.gguf import is_gguf
+from kvcache.networks.model import Transformer
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]
@@ -98,14 +100,17 @@ class InferenceEngine:
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         positions = None if budgets is not None and budgets.policy.endless else model.config.max_position_embeddings
         dtypes = (key_dtype or dtype, value_dtype or dtype)
-        self._residual_length = as_length(residual_length, *dtypes, evicts=budgets is not None)
+        groups = LayerGroups.of(model, block_size, prefill_chunk)
+        without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
+        self._residual_length = as_length(residual_length, *dtypes, without=without)
         self._cache_options = cache_options(
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
             prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
+            groups=groups,
         )  # fmt: skip
-        cache = self._make_cache(**self._cache_options)
+        cache, make = self._make_cache(**self._cache_options), partial(self._make_cache, **self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, self._residual_length)
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), self._residual_length)
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )
@@ -176,7 +181,7 @@ class InferenceEngine:
         more = as_count(blocks, "blocks", most=None)
         with self._requests.call:
             total = self.cache.total_blocks + more
-            self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}))
+            self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}), more)
 
     # ---------------------------------------------------------------- state
 

@@ -18,7 +18,7 @@ rotates a second set of queries to their index in the cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -26,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_instance
-from kvcache.engine.protocols import Float32, Logits, Model
 from kvcache.engine.sequence import ModelSequence, Share
+from kvcache.engine.windows import Pages
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
+from kvcache.networks.protocols import Float32, Logits, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
@@ -66,6 +67,11 @@ class Budgets:
         num_layers = model.config.num_layers
         if policy is None and kv_budget is None:
             return None
+        if windows := [each.window for each in layer_attention(model) if each.window is not None]:
+            raise ValueError(
+                f"eviction_policy: expected none for a network with layers that have a window (of {windows[0]}), "
+                f"got {policy}"
+            )
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")
         as_instance(policy, EvictionPolicy, "eviction_policy")
@@ -128,7 +134,13 @@ class EvictingSequence(ModelSequence):
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int, budgets: Budgets) -> None:
         super().__init__(model, cache, budgets.piece(chunk, model.config.max_position_embeddings))
         self.budgets = budgets
+        if self.several_regimes:
+            raise ValueError(
+                f"eviction_policy: expected none for a network whose positions depend on the length of the text, "
+                f"got {budgets.policy}"
+            )
         self._layers = range(len(budgets.rules))
+        self._options = [attention.options() for attention in layer_attention(model)]
         self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # made once, not in every call
         self._alive = [_NO_TOKENS] * len(self._layers)
         self._before: tuple[list[_Alive], int] | None = None  # during a call: the state that the forks restore
@@ -190,13 +202,13 @@ class EvictingSequence(ModelSequence):
         if layer in self.cache:
             self.cache.free(layer)
 
-    def move(self, cache: PagedKvCache) -> None:
+    def move(self, cache: PagedKvCache, more_blocks: int) -> None:
         for layer in self._layers:
             cache.allocate(layer, 0)
         self.cache, self._alive, self.num_tokens = cache, [_NO_TOKENS] * len(self._layers), 0
         self.version += 1
 
-    def replace(self, share: Share) -> None:
+    def replace(self, share: Share, pages: Sequence[Pages] = ()) -> None:
         raise InvalidOperationError("an engine that evicts has one sequence per layer, which cannot be replaced by one")
 
     def positions(self, layer: int) -> Int64:
@@ -236,9 +248,13 @@ class EvictingSequence(ModelSequence):
             seq_ids = self._ids[layer]
             cache.write(0, layer, keys, values)
             if not by_score:
-                mixed: Float32 = cache.attention(0, queries, seq_ids, query_lens=query_lens, sink_queries=sink_queries)
+                mixed: Float32 = cache.attention(
+                    0, queries, seq_ids, query_lens=query_lens, sink_queries=sink_queries, **self._options[layer]
+                )
                 return mixed
-            mixed, drawn[layer] = cache.attention(0, queries, seq_ids, query_lens=query_lens, return_scores=True)
+            mixed, drawn[layer] = cache.attention(
+                0, queries, seq_ids, query_lens=query_lens, return_scores=True, **self._options[layer]
+            )
             return mixed
 
         rows = self._forward(tokens, pos, attend, logits, **places)

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.engine.protocols import Float32
 from kvcache.engine.residual import Residual
 from kvcache.errors import SequenceNotFoundError
+from kvcache.networks.protocols import Float32
 from kvcache.prefix.blocks import PrefixCache
 
 __all__ = ["NewestGroups"]

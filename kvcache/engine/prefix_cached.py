@@ -16,14 +16,16 @@ from kvcache.core.arguments import as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import total
 from kvcache.engine.cache_options import num_cache_blocks
+from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.fingerprint import fingerprint
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.protocols import Float32
 from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.prefill import PrefixAwarePrefill
@@ -63,6 +65,7 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
+        windows: the cached windows of layers that keep a window alone, `CachedWindows`.
         newest: the unpacked groups; None: the engine has no residual.
         strict: see above.
     """
@@ -81,13 +84,17 @@ class PrefixCachedEngine:
         as_instance(engine, InferenceEngine, "engine")
         if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
             raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
-        max_cache_blocks = num_cache_blocks(engine._sequence, max_cache_blocks, max_memory_bytes)
+        sequence = engine._sequence
+        assert isinstance(sequence, LiveSequence)
+        self._sequence = sequence
+        max_cache_blocks = num_cache_blocks(sequence, max_cache_blocks, max_memory_bytes)
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)
         self.inner = engine
         self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
-        residual = engine._sequence.residual
+        self.windows = CachedWindows(sequence.windows, max_cache_blocks)
+        residual = sequence.residual
         self.newest: NewestGroups | None = None
         if residual is not None and residual.length > 1 and max_cache_blocks:
             self.newest = NewestGroups(residual, engine.cache.block_size, max_cache_blocks)
@@ -152,8 +159,12 @@ class PrefixCachedEngine:
         return self.inner._request(prompt, params, with_text=with_text, or_empty=not with_text)
 
     def cache_stats(self) -> PrefixCacheStats:
-        """A snapshot of the prefix cache's counters."""
-        return self.prefix_cache.stats()
+        """A snapshot of the prefix cache's counters.
+
+        For a network with windows, `miss_reasons` also counts "window": a prefix was cached, but not the window of its
+        last tokens. `hit_tokens` are those that did not run again.
+        """
+        return self.windows.counted(self.prefix_cache.stats())
 
     def memory(self) -> dict[str, int]:
         """Bytes of "weights", of K and V, "kv", of "bookkeeping" and of "scratch", those of the engine included.
@@ -161,11 +172,12 @@ class PrefixCachedEngine:
         "kv" has the cached blocks, which lie in the engine's cache, and the unpacked groups.
         """
         newest = {} if self.newest is None else self.newest.memory()
-        return total(self.inner.memory(), self.prefix_cache.cache.memory(), newest)
+        return total(self.inner.memory(), self.prefix_cache.cache.memory(), self.windows.memory(), newest)
 
     def clear_cache(self) -> None:
         """Drop every cached block; counters and the engine's own sequence are kept."""
         self.prefix_cache.cache.clear()
+        self.windows.clear()
         if self.newest is not None:
             self.newest.cache.clear()
 
@@ -190,13 +202,14 @@ class PrefixCachedEngine:
         Raises:
             as `PrefixCache.load`: SnapshotError for the file of another model or a damaged one.
         """
-        if self.newest is not None and self.prefix_cache.cache.is_empty:
-            self.newest.cache.clear()  # drop groups whose texts are no longer cached
+        if self.prefix_cache.cache.is_empty:
+            for cache in self._beside():  # drop what belongs to texts that are no longer cached
+                cache.clear()
         return self.prefix_cache.cache.load(path, self._name(model), beside=self._beside())
 
     def _beside(self) -> list[PrefixCache]:
         """The caches that are saved in one file with the prefix cache."""
-        return [] if self.newest is None else [self.newest.cache]
+        return self.windows.caches + ([] if self.newest is None else [self.newest.cache])
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.inner.model) if model is None else model
@@ -211,6 +224,7 @@ class PrefixCachedEngine:
         """Verify the invariants of the engine and of the prefix cache; AssertionError names the broken one."""
         self.inner.check()
         self.prefix_cache.cache.check()
+        self.windows.check()
         if self.newest is not None:
             self.newest.check()
 
@@ -225,18 +239,19 @@ class PrefixCachedEngine:
         """Run a request that has its turn. If it fails and is `whole`, the sequence is empty afterwards."""
         engine, requests, tokens = self.inner, self.inner._requests, request.tokens
         text = tokens.tolist()
-        with self.prefix_cache.prepare(tokens, namespace)[0] as session:
+        key = requests.regimes.key(namespace, requests.regimes.of(len(tokens)))
+        with self.prefix_cache.prepare(tokens, key)[0] as session:
             try:
                 with requests.lock:
                     before = requests.num_prefilled
-                    logits = self._prefill(tokens, session, namespace)
+                    logits = self._prefill(tokens, session, key)
                     request.cached_tokens = len(tokens) - (requests.num_prefilled - before)
                     turn.leave(engine.version)
                     self._store(text, namespace)
                 yield from requests.decode(logits, request, turn, text)
             except BaseException:
                 if whole:
-                    requests.lock.when_free(engine._sequence.clear)
+                    requests.lock.when_free(self._sequence.clear)
                 raise
             finally:
                 # The computed tokens are valid however the stream ended.
@@ -250,7 +265,7 @@ class PrefixCachedEngine:
 
     def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
         """Start the sequence with the cached blocks and run the rest; returns the logits after the prompt."""
-        engine = self.inner
+        engine, whole = self.inner, len(tokens)
         # The last token always runs, since logits are not cached.
         start = min(session.num_tokens, len(tokens) - 1)
         count = 0
@@ -261,19 +276,27 @@ class PrefixCachedEngine:
             if self.newest is not None:
                 count, rows = self.newest.recall(tokens[:start], namespace)
             start += count - begun
-        blocks = session.shared_blocks[: -(-start // engine.cache.block_size)]
+        with self.windows.hold(tokens, start, namespace) as (found, pages):
+            blocks = session.shared_blocks[: -(-found // engine.cache.block_size)]
 
-        def share(cache: PagedKvCache, seq_id: int) -> int:
-            cache.adopt(seq_id, blocks, start)
-            return start
+            def share(cache: PagedKvCache, seq_id: int) -> int:
+                cache.adopt(seq_id, blocks, found)
+                return found
 
-        engine._sequence.clear()
-        engine._sequence.replace(share)
-        if engine._sequence.residual is not None and count:
-            engine._sequence.residual.resume(rows)
+            self._sequence.clear()
+            self._sequence.replace(share, pages)
+            engine._requests.regimes.know(tokens[:found], engine._requests.regimes.of(whole))
+        if self._sequence.residual is not None and count:
+            self._sequence.residual.resume(rows)
+        parted, start = start // engine.cache.block_size * engine.cache.block_size, found
+        if found < parted < len(tokens):
+            # Two texts part here, and the window has left. Keep it for the next such text.
+            engine._requests.prefill(tokens[found:parted], found, whole)
+            self.windows.keep(tokens[:parted], self._sequence.places, namespace)
+            start = parted
         if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
             # Two texts diverge in this group, as after a shared system prompt. Keep it for the next such text.
-            engine._requests.prefill(tokens[start:end], start)
+            engine._requests.prefill(tokens[start:end], start, whole)
             self.newest.keep(tokens[:end], namespace)
             start = end
         if session.num_tokens == len(tokens) == start + 1:
@@ -283,9 +306,11 @@ class PrefixCachedEngine:
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Insert the full blocks of the sequence into the trie, by reference."""
         engine, cache = self.inner, self.prefix_cache.cache
+        namespace = engine._requests.regimes.key(namespace, engine._requests.regimes.current)
         tokens = np.array(text[: engine.num_tokens], np.uint32)
         full = len(tokens) // cache.block_size
         blocks = engine.cache.block_table([engine.seq_id]).block_ids
         cached = cache.adopt(tokens, blocks[:full], namespace)
+        self.windows.keep(tokens, self._sequence.places, namespace)
         if self.newest is not None and cached == full:
             self.newest.keep(tokens, namespace)

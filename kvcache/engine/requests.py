@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
-from kvcache.engine.protocols import Float32
+from kvcache.engine.regimes import Regimes
 from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
 from kvcache.engine.sequence import ModelSequence
 from kvcache.engine.text import TextStream
 from kvcache.engine.turns import CallInTurn, Turn, Turns
+from kvcache.networks.protocols import Float32
 
 __all__ = ["Requests", "Tokens"]
 
@@ -38,6 +39,7 @@ class Requests:
         turns: the turns of streams, over the version of the sequence.
         call: a context manager for one call that changes the sequence: holds a turn and the lock.
         num_prefilled: tokens prefilled so far.
+        regimes: extends the sequence in the regime of its text.
     """
 
     def __init__(self, sequence: ModelSequence, max_positions: int | None, seed: int) -> None:
@@ -47,6 +49,7 @@ class Requests:
         self.turns = Turns()
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
+        self.regimes = Regimes(sequence)
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
@@ -105,18 +108,21 @@ class Requests:
 
     # ---------------------------------------------------------------- steps, with the lock held, in a turn
 
-    def prefill(self, tokens: Tokens, pos: int) -> Float32:
+    def prefill(self, tokens: Tokens, pos: int, whole: int = 0) -> Float32:
         """Do what `extend` does, and count the tokens as prefilled."""
-        logits = self.extend(tokens, pos)
+        logits = self.extend(tokens, pos, whole)
         self.num_prefilled += len(tokens)
         return logits
 
-    def extend(self, tokens: Tokens, pos: int) -> Float32:
-        """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token."""
+    def extend(self, tokens: Tokens, pos: int, whole: int = 0) -> Float32:
+        """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token.
+
+        `whole` is the length of the whole text, where more tokens are to follow.
+        """
         if pos > self.sequence.num_tokens:
             raise ValueError(f"pos: expected at most the {self.sequence.num_tokens} tokens in the cache, got {pos}")
         self.check_span(tokens, pos)
-        logits: Float32 = self.sequence.extend(tokens, pos)[0]
+        logits: Float32 = self.regimes.extend(tokens, pos, "last", whole)[0]
         return logits
 
     # ---------------------------------------------------------------- whole requests
@@ -177,7 +183,7 @@ class Requests:
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]
-                    logits = self.sequence.extend(piece, start, "all")
+                    logits = self.regimes.extend(piece, start, "all", len(scores))
                     targets = tokens[start + 1 : start + 1 + len(piece)]
                     scores[start : start + len(piece)] = _log_probabilities(logits, targets)
             except BaseException:

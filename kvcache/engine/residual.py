@@ -24,7 +24,7 @@ from kvcache.core.arguments import as_count
 from kvcache.core.kernels import FORMATS
 from kvcache.core.memory import total
 from kvcache.core.store import BlockStore
-from kvcache.engine.protocols import Float32, NetworkConfig
+from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import blend
 
@@ -44,13 +44,20 @@ def default_length(key_dtype: str, value_dtype: str) -> int:
     return max(LENGTHS.get(dtype, 0) if isinstance(dtype, str) else 0 for dtype in (key_dtype, value_dtype))
 
 
-def as_length(length: int | None, key_dtype: str, value_dtype: str, *, evicts: bool) -> int:
-    """An engine's `residual_length`, or its default. ValueError: not 0 to 256, or not 0 in an engine that evicts."""
+def as_length(length: int | None, key_dtype: str, value_dtype: str, *, without: str = "") -> int:
+    """An engine's `residual_length`, or its default.
+
+    Args:
+        without: what excludes a residual; empty: nothing does.
+
+    Raises:
+        ValueError: not 0 to 256; not 0 where it is excluded.
+    """
     if length is None:
-        return 0 if evicts else default_length(key_dtype, value_dtype)
+        return 0 if without else default_length(key_dtype, value_dtype)
     length = as_count(length, "residual_length", 0, 256)
-    if evicts and length:
-        raise ValueError(f"residual_length: expected 0 or none with an eviction_policy, got {length}")
+    if without and length:
+        raise ValueError(f"residual_length: expected 0 or none with {without}, got {length}")
     return length
 
 
@@ -84,12 +91,19 @@ class Residual:
         cache: the cache of the sequence.
         length: tokens of a group, 1 to 256.
         chunk: maximum number of tokens of one piece.
+        attention: how each layer attends; none of them has a window.
     """
 
-    def __init__(self, config: NetworkConfig, cache: PagedKvCache, length: int, chunk: int) -> None:
+    def __init__(
+        self, config: NetworkConfig, cache: PagedKvCache, length: int, chunk: int,
+        attention: Sequence[LayerAttention] = (),
+    ) -> None:  # fmt: skip
         self.length = length
         self.first = self.stop = 0
         self._config = config
+        self._near = [each.options() for each in attention or [LayerAttention()] * config.num_layers]
+        # The sinks join the normaliser once, with the query's own group.
+        self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
         dtypes = (cache.key_dtype, cache.value_dtype)
         self._dtypes = _unpacked(*dtypes)
         groups, piece_groups = _num_groups(length, chunk)
@@ -212,10 +226,13 @@ class Residual:
 
         def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
             self._groups.write(layer, self._id, keys, values)
-            near = self._groups.attention(layer, queries, unpacked, query_lens=query_lens, return_lse=True)
-            far = cache.attention(
-                layer, queries, packed, query_lens=query_lens, context_lens=context_lens, return_lse=True
+            near = self._groups.attention(
+                layer, queries, unpacked, query_lens=query_lens, return_lse=True, **self._near[layer]
             )
+            far = cache.attention(
+                layer, queries, packed, query_lens=query_lens, context_lens=context_lens, return_lse=True,
+                **self._far[layer],
+            )  # fmt: skip
             return _merged(far, near)
 
         return attend
@@ -234,8 +251,12 @@ class Residual:
             for group, (start, stop) in enumerate(zip(np.maximum(starts, pos) - pos, stops - pos, strict=True)):
                 self._piece_groups.write(0, group, keys[start:stop], values[start:stop])
             self._groups.write(layer, following, keys[start:stop], values[start:stop])
-            near = self._piece_groups.attention(0, queries, groups, query_lens=query_lens, return_lse=True)
-            far = cache.attention(layer, queries, packed, query_lens=query_lens, context_lens=starts, return_lse=True)
+            near = self._piece_groups.attention(
+                0, queries, groups, query_lens=query_lens, return_lse=True, **self._near[layer]
+            )
+            far = cache.attention(
+                layer, queries, packed, query_lens=query_lens, context_lens=starts, return_lse=True, **self._far[layer]
+            )
             return _merged(far, near)
 
         return attend

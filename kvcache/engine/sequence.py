@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.engine.protocols import Attend, Float32, Logits, Model, layer_attention
 from kvcache.engine.residual import Residual
+from kvcache.engine.windows import Pages, Windows
 from kvcache.errors import KvCacheError, OutOfMemoryError
+from kvcache.networks.protocols import Attend, Float32, Logits, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["LiveSequence", "ModelSequence", "Share"]
@@ -33,6 +35,8 @@ class ModelSequence(ABC):
         version: increases with every change, so that an iterator can detect changes by other calls.
         reclaim: see `InferenceEngine`.
         residual: the newest tokens unpacked; None: there is no residual.
+        regime: of the tokens that run next, see `Model`.
+        several_regimes: whether the network has more than one.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache, chunk: int) -> None:
@@ -43,6 +47,13 @@ class ModelSequence(ABC):
         self.version = 0
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
         self.residual: Residual | None = None
+        self.regime = 0
+        self.several_regimes = self.regime_of(1) != self.regime_of(model.config.max_position_embeddings)
+
+    def regime_of(self, num_tokens: int) -> int:
+        """The regime of a text of `num_tokens`; 0 for a network that does not say."""
+        regime: Callable[[int], int] | None = getattr(self.model, "regime", None)
+        return 0 if regime is None else regime(num_tokens)
 
     @property
     @abstractmethod
@@ -67,14 +78,17 @@ class ModelSequence(ABC):
         """Become an empty sequence. Cannot run out of blocks: an empty sequence has none."""
 
     @abstractmethod
-    def move(self, cache: PagedKvCache) -> None:
-        """Become an empty sequence in another cache."""
+    def move(self, cache: PagedKvCache, more_blocks: int) -> None:
+        """Become an empty sequence in another cache, which has so many blocks more."""
 
     @abstractmethod
-    def replace(self, share: Share) -> None:
+    def replace(self, share: Share, pages: Sequence[Pages] = ()) -> None:
         """Become the sequence that `share(cache, id)` creates; `share` returns its number of tokens.
 
         The old sequence is freed afterwards. Raises what `share` raises, and ValueError if its result is wrong.
+
+        Args:
+            pages: the newest tokens of each group of layers with a window. InvalidOperationError: too few of them.
         """
 
     @abstractmethod
@@ -107,10 +121,12 @@ class ModelSequence(ABC):
         """Append tokens to a sequence that holds `pos` of them and run them through the network."""
 
     def _forward(
-        self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits, **places: NDArray[np.int64]
+        self, tokens: NDArray[np.uint32], pos: int, attend: Attend, logits: Logits, **places: Any
     ) -> Float32:
         """Call the network and check the shape of its logits; `places` are keyword arguments of `StreamingModel`."""
         count = len(tokens)
+        if self.several_regimes:
+            places["regime"] = self.regime
         rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits, **places)
         expected = ({"last": 1, "all": count, "none": 0}[logits], self.model.config.vocab_size)
         if rows.shape != expected:
@@ -134,16 +150,23 @@ class LiveSequence(ModelSequence):
     Arguments and attributes are those of `ModelSequence`, and:
 
     Args:
-        residual_length: tokens per group of the `Residual`; 0: no residual.
+        cache: K and V of the layers that no group of `windows` has, in their order.
+        windows: the layers that keep a window alone.
+        residual_length: tokens per group of the `Residual`; 0: no residual. With windows it must be 0.
     """
 
-    def __init__(self, model: Model, cache: PagedKvCache, chunk: int, residual_length: int = 0) -> None:
+    def __init__(
+        self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows, residual_length: int = 0
+    ) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
-        self._options = [attention.options() for attention in layer_attention(model)]
+        self.windows, self.places = windows, windows.working
+        whole = [layer for layer in range(model.config.num_layers) if layer not in windows]
+        attention = layer_attention(model)
+        self._options = {layer: (own, attention[layer].options()) for own, layer in enumerate(whole)}
         if residual_length:  # a piece is not longer than a text
             most = min(chunk, model.config.max_position_embeddings)
-            self.residual = Residual(model.config, cache, residual_length, most)
+            self.residual = Residual(model.config, cache, residual_length, most, attention)
         cache.allocate(0, 0)
 
     @property
@@ -161,9 +184,13 @@ class LiveSequence(ModelSequence):
         if self.residual is not None:
             self.residual.check()
             assert self.residual.stop == self.num_tokens, f"the residual ends at {self.residual.stop}"
+        self.windows.check(self.places, self.num_tokens)
+
+    def memory(self) -> dict[str, int]:
+        return total(super().memory(), self.windows.memory())
 
     def mend(self) -> None:
-        # `seq_id` and `num_tokens` are valid: they change in one step, after everything that can fail.
+        # `seq_id`, `places` and `num_tokens` are valid: they change in one step, after everything that can fail.
         if self.cache.get_sequence(1 - self.seq_id) is not None:
             self.cache.free(1 - self.seq_id)
         held = self.cache.get_sequence(self.seq_id)
@@ -171,17 +198,19 @@ class LiveSequence(ModelSequence):
             self.cache.truncate(self.seq_id, self.num_tokens)
         if self.residual is not None:
             self.residual.mend(self.num_tokens)
+        self.windows.restore(self.places, self.num_tokens)
 
     def clear(self) -> None:
         self.replace(_allocate_empty)
 
-    def move(self, cache: PagedKvCache) -> None:
+    def move(self, cache: PagedKvCache, more_blocks: int) -> None:
+        windows = self.windows.enlarged(more_blocks)
         cache.allocate(self.seq_id, 0)
-        self.__dict__.update(cache=cache, num_tokens=0)  # in one step, for `mend`
+        self.__dict__.update(cache=cache, num_tokens=0, windows=windows, places=windows.working)  # in one step
         self.version += 1
         self._restart_residual()
 
-    def replace(self, share: Share) -> None:
+    def replace(self, share: Share, pages: Sequence[Pages] = ()) -> None:
         fresh = 1 - self.seq_id
         try:
             num_tokens = share(self.cache, fresh)
@@ -189,7 +218,9 @@ class LiveSequence(ModelSequence):
             if made is None or made.num_tokens != num_tokens:
                 held = "no sequence" if made is None else f"{made.num_tokens} tokens"
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
+            self.windows.adopt(self.places, pages, num_tokens)
         except Exception:
+            self.windows.restore(self.places, self.num_tokens)
             with suppress(KvCacheError):  # `share` may have failed before it created the sequence
                 self.cache.free(fresh)
             raise
@@ -197,6 +228,7 @@ class LiveSequence(ModelSequence):
         self._restart_residual()
 
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
+        self.windows.expect(self.places, pos)
         if pos < self.num_tokens:
             self._make_room(pos, len(tokens))
         changing = nullcontext() if self.residual is None else self.residual.changing(pos)
@@ -221,20 +253,24 @@ class LiveSequence(ModelSequence):
                     return attend_piece(layer, queries, keys, values)
 
                 return self._forward(tokens, pos, attend_both, logits)
+        self.windows.extend(self.places, pos, count)
         seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # made once, not in every layer
-        options = self._options
+        windowed = self.windows.piece(count)
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
         ) -> Float32:
-            cache.write(layer, seq_id, keys, values)
-            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=query_lens, **options[layer])
+            if layer in windowed:
+                return windowed[layer](layer, queries, keys, values)
+            own, options = self._options[layer]
+            cache.write(own, seq_id, keys, values)
+            mixed: Float32 = cache.attention(own, queries, seq_ids, query_lens=query_lens, **options)
             return mixed
 
         return self._forward(tokens, pos, attend, logits)
 
     def positions(self, layer: int) -> NDArray[np.int64]:
-        return np.arange(self.num_tokens)
+        return np.arange(self.windows.first(self.places, layer), self.num_tokens)
 
     def _make_room(self, pos: int, count: int) -> None:
         """Make sure that `count` tokens fit from `pos` on; drop the old tokens from `pos` on if only that makes room.
@@ -255,8 +291,8 @@ class LiveSequence(ModelSequence):
             if not self._fits_in_place(pos, count):
                 raise
         self.cache.truncate(self.seq_id, pos)
-        self.num_tokens = pos
-        self.version += 1
+        self.windows.begin(self.places, self.num_tokens, pos)
+        self._become(self.seq_id, pos)
         if self.residual is not None:
             with self.residual.changing(pos):
                 pass
@@ -279,20 +315,23 @@ class LiveSequence(ModelSequence):
         """
         if pos == self.num_tokens:
             try:
+                self.windows.begin(self.places, pos, pos)
                 yield self.seq_id
             except Exception:
                 self.cache.truncate(self.seq_id, pos)
+                self.windows.restore(self.places, pos)
                 raise
-            self.version += 1
-            self.num_tokens = end
+            self._become(self.seq_id, end)
             return
         fork = 1 - self.seq_id
         self.cache.fork(self.seq_id, fork)
         try:
             self.cache.truncate(fork, pos)
+            self.windows.begin(self.places, self.num_tokens, pos)
             yield fork
         except Exception:
             self.cache.free(fork)
+            self.windows.restore(self.places, self.num_tokens)
             raise
         self._become(fork, end)
 
@@ -301,9 +340,13 @@ class LiveSequence(ModelSequence):
             self.residual.restart(self.num_tokens)
 
     def _become(self, seq_id: int, num_tokens: int) -> None:
+        old = self._seq_id
         self.version += 1
-        self.__dict__.update(_seq_id=seq_id, num_tokens=num_tokens)  # in one step, for `mend`
-        self.cache.free(1 - seq_id)
+        # In one step, for `mend`.
+        self.__dict__.update(_seq_id=seq_id, num_tokens=num_tokens, places=self.windows.working)
+        if old != seq_id:
+            self.cache.free(old)
+        self.windows.restore(self.places, num_tokens)
 
 
 def _allocate_empty(cache: PagedKvCache, seq_id: int) -> int:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.core.arguments import short
-from kvcache.engine.files import read_file, read_json
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.tokenizer import build_tokenizer
 from kvcache.gguf.vocabulary import chat_template
+from kvcache.networks.files import read_file, read_json
 
 __all__ = ["CheckpointText", "GgufText"]
 

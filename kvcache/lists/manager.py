@@ -238,23 +238,28 @@ class CacheManager:
 
     @overload
     def attention(
-        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: L[False] = False, *, scale: float | None = None
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: L[False] = False, *,
+        scale: float | None = None, softcap: float | None = None, sinks: npt.ArrayLike | None = None,
     ) -> Float32: ...
     @overload
     def attention(
-        self, queries: npt.ArrayLike, layer_idx: int = 0, *, return_scores: L[True], scale: float | None = None
+        self, queries: npt.ArrayLike, layer_idx: int = 0, *, return_scores: L[True], scale: float | None = None,
+        softcap: float | None = None, sinks: npt.ArrayLike | None = None,
     ) -> tuple[Float32, Float32]: ...
     @overload
     def attention(
-        self, queries: npt.ArrayLike, layer_idx: int, return_scores: L[True], *, scale: float | None = None
+        self, queries: npt.ArrayLike, layer_idx: int, return_scores: L[True], *, scale: float | None = None,
+        softcap: float | None = None, sinks: npt.ArrayLike | None = None,
     ) -> tuple[Float32, Float32]: ...
     @overload
     def attention(
-        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None,
+        softcap: float | None = None, sinks: npt.ArrayLike | None = None,
     ) -> Float32 | tuple[Float32, Float32]: ...
     def attention(
-        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None
-    ) -> Float32 | tuple[Float32, Float32]:
+        self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None,
+        softcap: float | None = None, sinks: npt.ArrayLike | None = None,
+    ) -> Float32 | tuple[Float32, Float32]:  # fmt: skip
         """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
         Causal: the last query has the position of the last entry, the query before it that of the entry before, and so
@@ -268,6 +273,9 @@ class CacheManager:
             return_scores: also return each entry's attention mass, summed over queries and heads, for
                 `update_attention_scores(scores, layer_idx)`.
             scale: by default head_dim ** -0.5.
+            softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); finite, above 0.
+            sinks: `(num_query_heads,)`, finite: a logit per query head that joins the normaliser of the softmax alone.
+                There is no window: a policy, such as StreamingLLM's, says which tokens stay.
 
         Returns:
             float32, shaped like `queries`; with `return_scores` a pair with float32 `(n,)`.
@@ -283,6 +291,10 @@ class CacheManager:
         if not np.isfinite(q).all():
             raise ValueError("queries: expected finite numbers, got NaN or infinity")
         scale = config.head_dim**-0.5 if scale is None else as_finite(scale, "scale")
+        cap = None if softcap is None else as_finite(softcap, "softcap", 0.0, above=True)
+        logits = None if sinks is None else as_floats(sinks, (q.shape[1],), "sinks")
+        if logits is not None and not np.isfinite(logits).all():
+            raise ValueError("sinks: expected finite numbers, got NaN or infinity")
         index = self._layer_index(layer_idx)
         if self._padding:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padding)))
@@ -292,7 +304,7 @@ class CacheManager:
             if len(q) > n:
                 raise ValueError(f"queries: expected at most {n}, one per entry, got {len(q)}")
             scores = np.zeros(n, np.float32)
-            out = q if entries is None else entries.attend(q, scale, scores if return_scores else None)
+            out = q if entries is None else entries.attend(q, scale, scores if return_scores else None, cap, logits)
         if self._padding:
             out = np.ascontiguousarray(out[..., : config.head_dim])
         return (out, scores) if return_scores else out

@@ -80,21 +80,26 @@ class TokenList:
         keys[order], values[order] = self.store.read(0, runs_of(slots[order], BLOCK_SIZE))
         return keys, values
 
-    def attend(self, queries: Float32, scale: float, scores: Float32 | None) -> Float32:
+    def attend(
+        self, queries: Float32, scale: float, scores: Float32 | None, softcap: float | None, sinks: Float32 | None
+    ) -> Float32:
         """softmax(q K^T scale) V, causal; the last query has the position of the last entry.
 
         Args:
             queries: `(n, num_query_heads, head_dim)`, n at most `len(self)`.
             scores: float32 `(len(self),)`, filled with each entry's attention mass; or None.
+            softcap, sinks: as of `Attention.over_runs`.
         """
         # Softmax does not depend on the order: entries that all queries see are read in slot order, the rest in text
         # order.
         order = self.kept.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
         if scores is None:
-            out: Float32 = self._attention.over_runs(0, runs, queries, scale)
+            out: Float32 = self._attention.over_runs(0, runs, queries, scale, softcap=softcap, sinks=sinks)
             return out
-        out, mass = self._attention.over_runs(0, runs, queries, scale, return_scores=True)
+        out, mass = self._attention.over_runs(
+            0, runs, queries, scale, return_scores=True, softcap=softcap, sinks=sinks
+        )
         by_slot = np.empty(self.kept.slots_used, np.float32)
         by_slot[order] = mass
         np.take(by_slot, self.kept.slots(), out=scores)

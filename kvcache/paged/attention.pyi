@@ -22,4 +22,8 @@ class SequenceAttention:
         return_scores: bool,
         context_lens: npt.ArrayLike | None,
         return_lse: bool,
+        window: int | None,
+        softcap: float | None,
+        sinks: npt.ArrayLike | None,
+        starts: npt.ArrayLike | None,
     ) -> Any: ...

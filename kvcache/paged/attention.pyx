@@ -15,11 +15,14 @@ from kvcache.paged.tables cimport BlockTables
 
 import numpy as np
 
-from kvcache.core.arguments import as_indices, as_output
+from kvcache.core.arguments import as_count, as_indices, as_integer, as_output
 
 __all__ = ["SequenceAttention"]
 
 cnp.import_array()
+
+# Text positions: so many that no sum with a number of tokens overflows.
+cdef int64_t MOST_START = 2 ** 62
 
 
 cdef class SequenceAttention:
@@ -39,65 +42,73 @@ cdef class SequenceAttention:
         """Bytes of scratch that are kept from call to call."""
         return self.attention.nbytes
 
-    def over(self, int64_t layer, queries, seq_ids, query_lens, scale, sink_queries, out, bint return_scores,
-             context_lens, bint return_lse):
+    def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, bint return_scores,
+             context_lens, bint return_lse, window, softcap, sinks, starts):
         """Causal attention of several sequences in one call; counts as an access.
 
         Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing.
         """
         cdef Attention attention = self.attention
-        cdef float factor = attention.scale_(scale)
-        cdef cnp.ndarray q = attention.queries_(queries, "queries"), sinks = None, lens = None, shown = None
-        cdef cnp.ndarray ids = uint64_ids(seq_ids)
+        cdef int64_t number = as_integer(layer, "layer")
+        cdef float factor = attention.scale_(scale), cap = attention.softcap_(softcap)
+        cdef int64_t width = 0 if window is None else as_count(window, "window", 1)
+        cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, lens = None, shown = None
+        cdef cnp.ndarray ids = uint64_ids(seq_ids), first = None, logits = attention.sinks_(sinks, q)
         if sink_queries is not None:
-            sinks = attention.queries_(sink_queries, "sink_queries")
+            sink_q = attention.queries_(sink_queries, "sink_queries")
         if query_lens is not None:
             lens = as_indices(query_lens, "query_lens")
         if context_lens is not None:
             shown = as_indices(context_lens, "context_lens")
+        if starts is not None:
+            first = as_indices(starts, "starts")
         to = as_output(out)
         # All is converted: from here on only the library's own code runs.
-        if sinks is not None and not cnp.PyArray_SAMESHAPE(sinks, q):
-            raise ValueError(f"sink_queries: expected shape {np.shape(q)}, as of queries, got {np.shape(sinks)}")
+        if sink_q is not None and not cnp.PyArray_SAMESHAPE(sink_q, q):
+            raise ValueError(f"sink_queries: expected shape {np.shape(q)}, as of queries, got {np.shape(sink_q)}")
         cdef cnp.ndarray result = attention.result_(to, q)
         if out is not None:
-            for name, other in (("queries", q), ("sink_queries", sinks), ("seq_ids", ids), ("query_lens", lens),
-                                ("context_lens", shown)):
+            for name, other in (("queries", q), ("sink_queries", sink_q), ("seq_ids", ids), ("query_lens", lens),
+                                ("context_lens", shown), ("sinks", logits), ("starts", first)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
-        cdef unsigned char *base = attention.store.layer_base(layer)
         self.lock.enter()
         try:
-            return self._attend(base, q, sinks, ids, lens, shown, factor, result, result if out is None else out,
-                                return_scores, return_lse)
+            # With the lock held: growing moves the blocks.
+            scores, lse = self._attend(attention.store.layer_base(number), q, sink_q, ids, lens, shown, first, factor,
+                                       width, cap, logits, result, return_scores, return_lse)
         finally:
             self.lock.leave()
+        given = result if out is None else out
+        if return_lse:
+            return (given, scores, lse) if return_scores else (given, lse)
+        return (given, scores) if return_scores else given
 
     # -- below the shell ------------------------------------------------------------------------------------
 
-    cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sinks, cnp.ndarray ids, cnp.ndarray lens,
-                        cnp.ndarray shown, float scale, cnp.ndarray result, object given, bint return_scores,
-                        bint return_lse):
+    cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
+                        cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, float scale, int64_t window,
+                        float softcap, cnp.ndarray sinks, cnp.ndarray result, bint return_scores, bint return_lse):
         cdef int64_t i, n = ids.shape[0], tokens = 0
         cdef cnp.ndarray scores = None, lse = None
-        self._describe(ids, lens, shown, q.shape[0])
+        self._describe(ids, lens, shown, starts, window, q.shape[0])
         if return_scores:
             for i in range(n):
                 tokens += self.attention.seqs[i].num_tokens - self.attention.seqs[i].hidden_tokens
             scores = np.zeros(tokens, np.float32)
         if return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        self.attention.attend_(base, n, q, sinks, scale, result, scores, lse)
+        self.attention.attend_(base, n, q, sink_queries, scale, softcap, sinks, result, scores, lse)
         for i in range(n):
             self.table.victims.touched(self.table.picked[i])
-        if return_lse:
-            return (given, scores, lse) if return_scores else (given, lse)
-        return (given, scores) if return_scores else given
+        return scores, lse
 
-    cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, int64_t num_queries) except -1:
+    cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, int64_t window,
+                       int64_t num_queries) except -1:
         cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
         cdef const int64_t *show = NULL
         cdef const int64_t *length = NULL
+        cdef const int64_t *first = NULL
         cdef int64_t i, n = ids.shape[0], total = 0
         cdef Sequence *seq
         cdef kvc_seq *out
@@ -109,13 +120,21 @@ cdef class SequenceAttention:
             if shown.shape[0] != n:
                 raise ValueError(f"context_lens: expected {n} numbers, one per sequence, got {shown.shape[0]}")
             show = <const int64_t *>cnp.PyArray_DATA(shown)
+        if starts is not None:
+            if starts.shape[0] != n:
+                raise ValueError(f"starts: expected {n} numbers, one per sequence, got {starts.shape[0]}")
+            first = <const int64_t *>cnp.PyArray_DATA(starts)
         self.attention.reserve_seqs(n)
         self.table.find_(id, n)
         for i in range(n):
             seq = &self.table.records.seqs[self.table.picked[i]]
-            out = &self.attention.seqs[i]
+            out = self.attention.seq_(i)
             out.runs, out.num_runs, out.num_tokens = seq.runs, seq.num_runs, seq.num_tokens
-            out.sink_tokens, out.hidden_tokens = seq.sink_tokens, 0
+            out.sink_tokens, out.window = seq.sink_tokens, window
+            if first != NULL:
+                if not 0 <= first[i] <= MOST_START:
+                    raise ValueError(f"starts: expected 0 to 2**62 for sequence {id[i]}, got {first[i]}")
+                out.start = first[i]
             out.num_queries = 1 if length == NULL else length[i]
             if show != NULL:
                 if not 0 <= show[i] <= seq.num_tokens:

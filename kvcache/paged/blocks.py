@@ -28,6 +28,8 @@ class PagedBlocks:
     Attributes:
         holders: what holds references on the blocks (sequences, prefix caches), each a function that counts them,
             `() -> int32 (num_blocks,)`.
+        reserves: what keeps records of the blocks (prefix caches), each a function that makes room for the records of
+            so many blocks before the pool grows; MemoryError: nothing has changed.
     """
 
     def __init__(self, store: BlockStore) -> None:
@@ -35,6 +37,7 @@ class PagedBlocks:
         self.pool = BlockPool(store.num_blocks)
         self.lock = CallLock()
         self.holders: list[Callable[[], Int32]] = []
+        self.reserves: list[Callable[[int], None]] = []
 
     def as_ids(self, block_ids: npt.ArrayLike, name: str = "block_ids") -> Int32:
         """Block ids as int32 `(n,)`.

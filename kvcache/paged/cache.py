@@ -11,17 +11,18 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import REQUIRED, as_finite, as_indices, as_integer, as_output, as_pair, as_share
+from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
+from kvcache.paged import eviction, reports
 from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, read_only
+from kvcache.paged.reports import read_only
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.shown import as_html, describe, describe_settings
@@ -31,7 +32,6 @@ __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
-Self = TypeVar("Self", bound="PagedKvCache")
 Pair = TypeVar("Pair", bound=tuple[Any, Any])
 
 
@@ -170,13 +170,33 @@ class PagedKvCache:
         """Add `num_new_tokens` tokens, which read as zeros until written; a shared tail block is copied first."""
         self._sequences.append(as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
 
-    def append_batch(self, seq_ids: npt.ArrayLike) -> None:
-        """Add one token to each of many sequences, all or nothing."""
-        self._sequences.append_batch(as_seq_ids(seq_ids))
+    def append_batch(self, seq_ids: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> None:
+        """`append` for many sequences, all or nothing: `counts[i]` tokens each, 0 allowed, by default one."""
+        if counts is None:
+            self._sequences.append_batch(as_seq_ids(seq_ids))
+        else:
+            self._sequences.append_batch(as_seq_ids(seq_ids).copy(), as_indices(counts, "counts").copy())
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding."""
         self._sequences.truncate(as_seq_id(seq_id), as_integer(num_tokens, "num_tokens"))
+
+    def truncate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
+        """`truncate` for many sequences, to `num_tokens[i]` tokens each, all or nothing."""
+        self._sequences.truncate_batch(as_seq_ids(seq_ids).copy(), as_indices(num_tokens, "num_tokens").copy())
+
+    def reorder(self, seq_ids: npt.ArrayLike, rows: npt.ArrayLike) -> None:
+        """Give each sequence `seq_ids[i]` the tokens that `seq_ids[rows[i]]` has, as a step of beam search does.
+
+        All or nothing. Blocks are shared until one of their holders writes to them, so this needs no free ones, and
+        tokens that no row names are gone. Ids, handles, priorities, pins and accesses stay with the sequences.
+
+        Args:
+            seq_ids: each sequence once.
+            rows: integers `(len(seq_ids),)`, indices of `seq_ids`; some may repeat, others be left out. IndexError:
+                one is out of range.
+        """
+        self._sequences.reorder(as_seq_ids(seq_ids).copy(), as_indices(rows, "rows").copy())
 
     def keep_tokens(self, seq_id: int, indices: npt.ArrayLike) -> None:
         """Evict all tokens of a sequence but those at `indices` (ascending, among those alive).
@@ -219,13 +239,24 @@ class PagedKvCache:
         self._sequences.write(layer, as_seq_id(seq_id), first, rows)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """`write` of the last token of each of many sequences, none of them empty, all or nothing.
+        """`write_ragged` of the last token of each of many sequences, none of them empty.
 
         Args:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
         """
         ids = as_seq_ids(seq_ids)
         self._sequences.write_batch(as_integer(layer, "layer"), ids, self._blocks.as_rows(keys, values))
+
+    def write_ragged(
+        self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike
+    ) -> None:
+        """`write` of the last `lens[i]` tokens of each of many sequences, 0 allowed, all or nothing.
+
+        Args:
+            keys, values: `(sum(lens), num_heads, head_dim)`, the sequences one after another.
+        """
+        ids, counts = as_seq_ids(seq_ids).copy(), as_indices(lens, "lens").copy()
+        self._sequences.write_batch(as_integer(layer, "layer"), ids, self._blocks.as_rows(keys, values), counts)
 
     @overload
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]: ...
@@ -255,14 +286,20 @@ class PagedKvCache:
         return_scores: bool = False,
         context_lens: npt.ArrayLike | None = None,
         return_lse: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None,
+        starts: npt.ArrayLike | None = None,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
         Causal: the last query of a sequence has the position of its last token, the one before it the position before.
 
         A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
-        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees
-        and the SIMD level; in quantised formats also on the slots of these tokens within their blocks.
+        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees,
+        their text positions and the SIMD level; in quantised formats also on the slots of these tokens within their
+        blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
+        tokens before a window are stored.
 
         Args:
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads;
@@ -270,79 +307,49 @@ class PagedKvCache:
             seq_ids: the sequences whose tokens are attended, in the order of the queries.
             query_lens: queries of each sequence, by default one each.
             scale: by default head_dim ** -0.5.
-            sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same
-                queries under the RoPE of the shorter distance.
-            out: float32, C-contiguous, shaped like `queries`, with the buffer protocol or DLPack: written in place and
-                returned.
+            sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same queries under
+                the RoPE of the shorter distance.
+            out: float32, C-contiguous, shaped like `queries`, or a tensor such as that: written in place and returned.
             return_scores: also return each token's attention mass, summed over queries and heads.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
                 context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
                 times, with different queries. The output of a query that sees no token is 0.
             return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
+            window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
+            softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
+            sinks: `(num_query_heads,)`, logits that join the normaliser of the softmax, and the log-sum-exp, alone.
+            starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
 
         Returns:
             float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
-            `return_scores`: float32 `(total tokens seen,)`, the sequences one after another;
+            `return_scores`: float32 `(total tokens shown,)`, the sequences one after another, 0 before the windows;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        scale = None if scale is None else as_finite(scale, "scale")
-        if type(layer) is not int or not 0 <= layer < self._store.num_layers:  # called once per layer of a step
-            layer = as_integer(layer, "layer")
-        return self._attention.over(
-            layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores), context_lens,
-            bool(return_lse),
-        )  # fmt: skip
+        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores),
+                                    context_lens, bool(return_lse), window, softcap, sinks, starts)  # fmt: skip
 
-    # -- eviction, which callers start -----------------------------------------------------------------------
+    # -- eviction, which callers start: see paged/eviction.py -------------------------------------------------
 
     eviction_strategy = read_only(lambda self: self._evictor.strategy, "Which sequence is evicted first.")
     eviction_threshold = read_only(lambda self: self._threshold, "See `needs_eviction`.")
     needs_eviction = read_only(
         lambda self: self.utilization >= self._threshold, "Whether `utilization` is at least `eviction_threshold`."
     )
-
-    def with_eviction_strategy(self: Self, strategy: EvictionStrategy) -> Self:
-        """Choose which sequence is evicted first; returns the cache."""
-        if not isinstance(strategy, EvictionStrategy):
-            raise TypeError(f"strategy: expected an EvictionStrategy, got {type(strategy).__name__}")
-        self._evictor.order_by(strategy)
-        return self
-
-    def with_eviction_threshold(self: Self, threshold: float) -> Self:
-        """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache."""
-        self._threshold = min(1.0, max(0.0, as_share(threshold, "threshold")))
-        return self
-
-    def set_priority(self, seq_id: int, priority: int) -> None:
-        """Set a priority in [0, levels): under `EvictionStrategy.Priority(levels)` the lowest is evicted first."""
-        self._evictor.set_priority(as_seq_id(seq_id), as_integer(priority, "priority"))
-
-    def pin(self, seq_id: int) -> None:
-        """Never evict this sequence until it was unpinned as often as pinned."""
-        self._evictor.pin(as_seq_id(seq_id))
-
-    def unpin(self, seq_id: int) -> None:
-        """Undo one `pin`; InvalidOperationError if the sequence is not pinned."""
-        self._evictor.unpin(as_seq_id(seq_id))
-
-    def select_eviction_target(self) -> SeqId | None:
-        """The sequence that `evict` would take; None when there is none that is not pinned."""
-        seq_id = self._evictor.victim()
-        return None if seq_id is None else SeqId(seq_id)
-
-    def evict(self) -> SeqId:
-        """Free the eviction target and return its id; InvalidOperationError if all sequences are pinned."""
-        return SeqId(self._evictor.evict())
-
-    def evict_to_threshold(self, target_util: float) -> list[SeqId]:
-        """Evict until `utilization` is at most `target_util`; the evicted ids, in order.
-
-        Sequences whose blocks are all shared would free nothing and are evicted last. Pinned ones always stay, so the
-        utilization may remain above the target.
-        """
-        return list(map(SeqId, self._evictor.evict_to(as_share(target_util, "target_util")).tolist()))
+    with_eviction_strategy, with_eviction_threshold = eviction.with_eviction_strategy, eviction.with_eviction_threshold
+    set_priority, pin, unpin = eviction.set_priority, eviction.pin, eviction.unpin
+    select_eviction_target, evict = eviction.select_eviction_target, eviction.evict
+    evict_to_threshold = eviction.evict_to_threshold
 
     # -- blocks ---------------------------------------------------------------------------------------------
+
+    def grow(self, num_blocks: int) -> None:
+        """Add `num_blocks` free blocks; sequences, forks, handles and prefix caches over this cache stay as they are.
+
+        Every block keeps its id and its K and V, bit for bit. It costs a copy of the blocks that were ever written,
+        layer by layer, during which other calls wait; each old layer is given back to the system once it is copied, so
+        the memory in use rises by one layer at most. OutOfMemoryError, MemoryError: nothing has changed.
+        """
+        self._sequences.grow(as_integer(num_blocks, "num_blocks"), self._blocks.reserves)
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
@@ -364,7 +371,7 @@ class PagedKvCache:
             self._blocks.check()
             self._table.check()
 
-    # -- reports --------------------------------------------------------------------------------------------
+    # -- reports: see paged/reports.py ----------------------------------------------------------------------
 
     num_sequences = read_only(lambda self: len(self._table), "Sequences alive.")
 
@@ -374,23 +381,6 @@ class PagedKvCache:
         with self._lock:
             return seq_id in self._table
 
-    def sequence_ids(self) -> list[SeqId]:
-        """Every id, ascending."""
-        with self._lock:
-            return list(map(SeqId, self._table.seq_ids()))
-
-    def get_sequence(self, seq_id: int) -> SequenceInfo | None:
-        """A snapshot of one sequence, or None; not an access."""
-        seq_id = as_seq_id(seq_id)
-        with self._lock:
-            return SequenceInfo.of(self._table, seq_id)
-
-    def block_table(self, seq_ids: npt.ArrayLike) -> CsrBlockTable:
-        """The block tables of several sequences as CSR arrays, with FlashInfer's names and layout."""
-        ids = as_seq_ids(seq_ids)
-        with self._lock:
-            return CsrBlockTable(*self._table.csr(ids))
-
     def handle(self, seq_id: int) -> PagedKvCacheHandle:
         """A handle on one sequence."""
         seq_id = as_seq_id(seq_id)
@@ -399,16 +389,8 @@ class PagedKvCache:
                 raise SequenceNotFoundError(seq_id)
             return PagedKvCacheHandle(self, seq_id, self._table.uid(seq_id))
 
-    def stats(self) -> CacheStats:
-        """The counters now."""
-        with self._lock:
-            return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes: "kv" of all blocks, "bookkeeping" of block tables, pool and eviction order, "scratch" of attention."""
-        kv, scratch = self._store.nbytes, self._attention.nbytes
-        return {"kv": kv, "bookkeeping": self.stats().bookkeeping_bytes, "scratch": scratch}
-
+    sequence_ids, get_sequence, block_table = reports.sequence_ids, reports.get_sequence, reports.block_table
+    stats, memory = reports.stats, reports.memory
     _repr_html_ = as_html
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")
 

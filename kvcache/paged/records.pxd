@@ -67,7 +67,7 @@ cdef class SequenceRecords:
 
     # Room for `num_runs` runs in all.
     cdef int reserve_(self, Sequence *seq, int64_t num_runs) except -1
-    # Other arrays in place of the ones there were, each of `capacity` runs.
+    # Other arrays in place of the ones there were, each of `capacity` runs; `positions` may be NULL.
     cdef void replace_room_(self, Sequence *seq, kvc_run *runs, int64_t *positions, int64_t capacity) noexcept nogil
 
     cdef int _grow(self) except -1

@@ -112,7 +112,7 @@ cdef class SequenceRecords:
         return 0
 
     cdef void replace_room_(self, Sequence *seq, kvc_run *runs, int64_t *positions, int64_t capacity) noexcept nogil:
-        self.run_room += 2 * capacity - seq.capacity * (1 + (seq.positions != NULL))
+        self.run_room += capacity * (1 + (positions != NULL)) - seq.capacity * (1 + (seq.positions != NULL))
         free(seq.runs)
         free(seq.positions)
         seq.runs, seq.positions, seq.capacity = runs, positions, capacity

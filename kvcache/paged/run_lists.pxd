@@ -30,6 +30,9 @@ cdef class RunLists:
 
     # Reading
     cdef bint shares_all(self, const Sequence *seq) noexcept nogil            # dropping it would free nothing
+    cdef bint cut_is_shared(self) noexcept nogil                              # a block of `cut` is another holder's too
+    # Blocks of these tokens that are shared; then `change` is added to the references on each of their blocks.
+    cdef int64_t drop_(self, const Sequence *seq, int64_t start, int64_t stop, int32_t change) noexcept nogil
     cdef int slice_(self, const Sequence *seq, int64_t start, int64_t stop) except -1    # these tokens, onto `cut`
     cdef object copy_runs(self, const Sequence *seq)                          # RUN (num_runs,)
     cdef object copy_positions(self, const Sequence *seq)                     # int64 (num_runs,)
@@ -43,7 +46,8 @@ cdef class RunLists:
     cdef void adopt_(self, Sequence *seq, const int32_t *blocks, int64_t num_tokens) noexcept nogil
     cdef void share_(self, const Sequence *source, Sequence *target) noexcept nogil      # into reserved room
     cdef void truncate_(self, Sequence *seq, int64_t num_tokens) noexcept nogil
-    cdef int own_(self, Sequence *seq, int64_t start, int64_t stop) except -1            # copy-on-write of these tokens
+    # Copy-on-write of these tokens, into free blocks and reserved copies.
+    cdef void own_(self, Sequence *seq, int64_t start, int64_t stop) noexcept nogil
     cdef int keep_(self, Sequence *seq, const int64_t *indices, int64_t n) except -1     # these tokens alone
     cdef int stream_(self, Sequence *seq, int64_t sink_tokens, int64_t window_tokens) except -1    # first and last ones
     cdef object compact_(self, Sequence *seq)                                 # int32 (n, 5), the moves to carry out

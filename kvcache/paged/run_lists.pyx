@@ -191,8 +191,7 @@ cdef class RunLists:
         if source.positions != NULL:
             memcpy(target.positions, source.positions, source.num_runs * sizeof(int64_t))
         target.num_runs, target.num_tokens = source.num_runs, source.num_tokens
-        target.next_position, target.sink_tokens = source.next_position, source.sink_tokens
-        target.dense, target.priority = source.dense, source.priority
+        target.next_position, target.sink_tokens, target.dense = source.next_position, source.sink_tokens, source.dense
         if target.num_runs:
             self.pool.retain_each(&target.runs[0].block, target.num_runs, RUN_STRIDE)
 
@@ -206,23 +205,30 @@ cdef class RunLists:
             self.copy_src, self.copy_dst = src, dst
         return 0
 
-    cdef int own_(self, Sequence *seq, int64_t start, int64_t stop) except -1:
-        cdef int64_t before, end, i, run = self._run_at(seq, start, &before), first = run, blocks = 0
-        end = before
+    cdef bint cut_is_shared(self) noexcept nogil:
+        cdef int64_t i
+        for i in range(self.num_cut):
+            if self.pool.refs[self.cut[i].block] > 1:
+                return True
+        return False
+
+    cdef int64_t drop_(self, const Sequence *seq, int64_t start, int64_t stop, int32_t change) noexcept nogil:
+        cdef int64_t end, run = self._run_at(seq, start, &end), first = run, blocks = 0
         while start < stop and end < stop:
-            if first == run or seq.runs[first].block != seq.runs[first - 1].block:
-                blocks += self.pool.refs[seq.runs[first].block] > 1
-            end += run_length(seq.runs[first])
-            first += 1
-        if blocks == 0:
-            return 0
-        if blocks > self.pool.num_free:
-            raise OutOfMemoryError(blocks, self.pool.num_free)
-        self.reserve_copies_(blocks)
-        for i in range(run, first):
-            if self.pool.refs[seq.runs[i].block] > 1:
-                self._copy_on_write(seq, i)
-        return 0
+            if run == first or seq.runs[run].block != seq.runs[run - 1].block:
+                blocks += self.pool.refs[seq.runs[run].block] > 1
+                self.pool.refs[seq.runs[run].block] += change
+            end += run_length(seq.runs[run])
+            run += 1
+        return blocks
+
+    cdef void own_(self, Sequence *seq, int64_t start, int64_t stop) noexcept nogil:
+        cdef int64_t end, run = self._run_at(seq, start, &end)
+        while start < stop and end < stop:
+            if self.pool.refs[seq.runs[run].block] > 1:
+                self._copy_on_write(seq, run)
+            end += run_length(seq.runs[run])
+            run += 1
 
     cdef void _copy_on_write(self, Sequence *seq, int64_t run) noexcept nogil:
         """A fresh block in place of a run's block, in all runs of it."""

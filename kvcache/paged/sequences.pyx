@@ -6,11 +6,14 @@ from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.core.locks cimport CallLock
 from kvcache.core.kvrows cimport KvRows
+from kvcache.core.mapped cimport MappedMemory
+from kvcache.core.pool cimport BlockPool
 from kvcache.core.store cimport BlockStore
 from kvcache.paged.records cimport Sequence
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
-from kvcache.paged.tables cimport BlockTables, counts_of
+from kvcache.paged.sharing cimport own_runs, reorder_runs
+from kvcache.paged.tables cimport BlockTables, count_at, counts_of, start_at
 
 from functools import partial
 
@@ -135,6 +138,18 @@ cdef class PagedSequences:
         finally:
             self.lock.leave()
 
+    def truncate_batch(self, seq_ids, num_tokens):
+        """Keep the first `num_tokens[i]` tokens of each of many sequences."""
+        with self.lock:
+            self.table.truncate_batch(seq_ids, num_tokens)
+
+    def reorder(self, seq_ids, const int64_t[::1] rows not None):
+        """Sequence `seq_ids[i]` gets the tokens of `seq_ids[rows[i]]`."""
+        cdef cnp.ndarray ids = uint64_ids(seq_ids)
+        cdef const int64_t *row = counts_of(rows, ids.shape[0], "rows")
+        with self.lock:
+            reorder_runs(self.table, <const uint64_t *>cnp.PyArray_DATA(ids), row, ids.shape[0])
+
     def resize(self, uint64_t seq_id, int64_t num_tokens, int64_t uid):
         """`append` or `truncate` to this length, of the sequence with this uid."""
         cdef int64_t old, more
@@ -163,6 +178,23 @@ cdef class PagedSequences:
         with self.lock:
             self.store.move_slots(self.table.compact_(seq_id))
 
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def grow(self, int64_t num_blocks, reserves):
+        """`num_blocks` more blocks, after every function of `reserves` has made room for so many in all."""
+        cdef BlockPool pool = self.table.pool
+        cdef MappedMemory memory
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks: expected a count >= 0, got {num_blocks}")
+        with self.lock:
+            total = pool.num_blocks + num_blocks
+            memory = self.store.memory_for(total)
+            for reserve in reserves:
+                reserve(total)
+            pool.grow(total)
+            self.store.move_to(memory, total)
+            self.table.records.most_idle = total
+
     # -- K and V --------------------------------------------------------------------------------------------
 
     def write(self, int64_t layer, uint64_t seq_id, start, KvRows rows not None):
@@ -170,20 +202,17 @@ cdef class PagedSequences:
         cdef int64_t first = 0 if start is None else start, count = rows.count
         self.lock.enter()
         try:
-            self._write(layer, &seq_id, NULL if start is None else &first, &count, 1, rows)
+            self._write(layer, &seq_id, NULL if start is None else &first, &count, 1, rows, "start")
         finally:
             self.lock.leave()
 
     def write_batch(self, int64_t layer, seq_ids, KvRows rows not None, const int64_t[::1] counts=None):
-        """Store `counts[i]` rows each, None: one, at the last tokens of many sequences; an access to each, in order.
-
-        All or nothing, but for copies of shared blocks, which change no sequence's content.
-        """
+        """Store `counts[i]` rows each, None: one, at the last tokens of many sequences; an access to each, in order."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef const int64_t *numbers = counts_of(counts, ids.shape[0], "counts")
+        cdef const int64_t *numbers = counts_of(counts, ids.shape[0], "lens")
         self.lock.enter()
         try:
-            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, numbers, ids.shape[0], rows)
+            self._write(layer, <const uint64_t *>cnp.PyArray_DATA(ids), NULL, numbers, ids.shape[0], rows, "lens")
         finally:
             self.lock.leave()
 
@@ -238,37 +267,38 @@ cdef class PagedSequences:
         return 0
 
     cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,
-                    KvRows rows) except -1:
+                    KvRows rows, str name) except -1:
         cdef BlockTables table = self.table
         cdef BlockStore store = self.store
         cdef RunLists lists = table.run_lists
         cdef unsigned char *base = store.layer_base(layer)
         cdef Sequence *seq
-        cdef int64_t i, start, count = 1, total = 0
+        cdef int64_t i, start, count, total = 0
         table.pick_(ids, n)
+        lists.num_cut = 0
         for i in range(n):
             seq = &table.records.seqs[table.picked[i]]
-            if counts != NULL:
-                count = counts[i]
-            elif seq.num_tokens == 0:
+            if counts == NULL and seq.num_tokens == 0:
                 raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
-            start = seq.num_tokens - count if starts == NULL else starts[i]
-            if starts == NULL and count > seq.num_tokens:
+            count = count_at(counts, i)
+            start = start_at(seq, starts, i, count)
+            if name == "start" and starts == NULL and count > seq.num_tokens:
                 raise ValueError(f"keys: expected at most {seq.num_tokens} rows for sequence {ids[i]}, got {count}")
             if count < 0 or start < 0 or start > seq.num_tokens - count:
-                raise IndexError(f"start: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
+                raise IndexError(f"{name}: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
+            lists.slice_(seq, start, start + count)
             total += count
         if rows.count != total:
             raise ValueError(f"keys: expected {total} rows for {n} sequences, got {rows.count}")
         store.check_values_(rows)
-        lists.num_cut = 0
-        for i in range(n):
-            seq = &table.records.seqs[table.picked[i]]
-            count = 1 if counts == NULL else counts[i]
-            start = seq.num_tokens - count if starts == NULL else starts[i]
-            lists.own_(seq, start, start + count)
+        if lists.cut_is_shared():
+            own_runs(table, starts, counts, n)
             self._copy_blocks()
-            lists.slice_(seq, start, start + count)
+            lists.num_cut = 0
+            for i in range(n):    # the same tokens in blocks of their own, into room that is there
+                seq = &table.records.seqs[table.picked[i]]
+                start = start_at(seq, starts, i, count_at(counts, i))
+                lists.slice_(seq, start, start + count_at(counts, i))
         if lists.num_cut:
             with nogil:
                 store.write_(base, lists.cut, lists.num_cut, rows)
@@ -282,7 +312,7 @@ cdef class PagedSequences:
         self._copy_blocks()
         for i in range(n):
             seq = &self.table.records.seqs[self.table.picked[i]]
-            self.store.clear_new_(seq.runs, seq.num_runs, 1 if counts == NULL else counts[i])
+            self.store.clear_new_(seq.runs, seq.num_runs, count_at(counts, i))
 
     cdef void _copy_blocks(self) noexcept:
         cdef RunLists lists = self.table.run_lists

@@ -7,13 +7,22 @@ Integers only: the bytes are those of paged/sequences.pyx.
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvcache.core.pool cimport BlockPool
-from kvcache.paged.records cimport SequenceRecords
+from kvcache.paged.records cimport Sequence, SequenceRecords
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.victims cimport VictimOrder
 
 
 # The numbers of an array of n counts, NULL of None; or ValueError.
 cdef const int64_t *counts_of(const int64_t[::1] counts, int64_t n, str name) except? NULL
+
+
+# Of the tokens that a call is about: how many of the i-th sequence, NULL: one; and the first, NULL: of its last ones.
+cdef inline int64_t count_at(const int64_t *counts, int64_t i) noexcept nogil:
+    return 1 if counts == NULL else counts[i]
+
+
+cdef inline int64_t start_at(const Sequence *seq, const int64_t *starts, int64_t i, int64_t count) noexcept nogil:
+    return seq.num_tokens - count if starts == NULL else starts[i]
 
 
 cdef class BlockTables:
@@ -40,7 +49,7 @@ cdef class BlockTables:
     cdef bint end_(self, int32_t row) noexcept nogil          # True: a block has one reference left
     cdef object compact_(self, uint64_t seq_id)               # int32 (n, 5), the moves to carry out
 
-    cdef int64_t _blocks_for(self, int64_t num_tokens) except -1     # or ValueError
+    cdef int64_t _blocks_for(self, int64_t num_tokens, str name=*) except -1     # or ValueError
     cdef int _make_room(self, int64_t n) except -1
     # New rows in `picked`: for counts[i] tokens each, or, NULL, for the runs of picked[n + i].
     cdef int _start(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1

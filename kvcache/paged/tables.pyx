@@ -164,6 +164,11 @@ cdef class BlockTables:
         self.fork_(numbers(olds), numbers(news), olds.shape[0])
         return olds.shape[0]
 
+    def truncate_batch(self, seq_ids, const int64_t[::1] num_tokens not None):
+        """The first `num_tokens[i]` tokens alone of each of `seq_ids`."""
+        cdef cnp.ndarray ids = uint64_ids(seq_ids)
+        self.truncate_(numbers(ids), counts_of(num_tokens, ids.shape[0], "num_tokens"), ids.shape[0])
+
     def free_batch(self, seq_ids):
         """Drop every block of all these sequences."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
@@ -249,9 +254,9 @@ cdef class BlockTables:
             self.picked[i] = row
         return 0
 
-    cdef int64_t _blocks_for(self, int64_t num_tokens) except -1:
+    cdef int64_t _blocks_for(self, int64_t num_tokens, str name="num_tokens") except -1:
         if num_tokens < 0:
-            raise ValueError(f"num_tokens: expected a count >= 0, got {num_tokens}")
+            raise ValueError(f"{name}: expected a count >= 0, got {num_tokens}")
         return blocks_of(num_tokens, self.block_size)
 
     cdef int _start(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
@@ -310,7 +315,7 @@ cdef class BlockTables:
         self.pick_(ids, n)
         if counts != NULL:
             for i in range(n):
-                self._blocks_for(counts[i])
+                self._blocks_for(counts[i], "counts")
         blocks = self._blocks_to_append(counts, n)
         if blocks > self.pool.num_free:
             raise OutOfMemoryError(blocks, self.pool.num_free)
@@ -365,6 +370,8 @@ cdef class BlockTables:
 
     cdef int fork_(self, const uint64_t *sources, const uint64_t *targets, int64_t n) except -1:
         cdef int64_t i
+        cdef Sequence *source
+        cdef Sequence *target
         for i in range(n):
             self.records.refuse_taken(targets[i])
         self._make_room(2 * n)
@@ -372,7 +379,9 @@ cdef class BlockTables:
             self.picked[n + i] = self.records.find(sources[i])
         self._start(targets, NULL, n)
         for i in range(n):
-            self.run_lists.share_(&self.records.seqs[self.picked[n + i]], &self.records.seqs[self.picked[i]])
+            source, target = &self.records.seqs[self.picked[n + i]], &self.records.seqs[self.picked[i]]
+            self.run_lists.share_(source, target)
+            target.priority = source.priority
             self.victims.entered(self.picked[i])
         self.forks += n
         return 0

@@ -96,8 +96,8 @@ class PrefixCache(IndexedCache):
             paged.append(seq_id, len(prompt) - n)  # `write` and `attention` follow for these tokens
             cache.adopt(prompt, paged.block_table([seq_id]).indices)  # when they are written
 
-        `max_blocks`, by default all, is the most that it may name; evict them with `evict` when the paged cache
-        needs room.
+        `max_blocks`, by default all, also those that `grow` adds, is the most that it may name; evict them with
+        `evict` when the paged cache needs room.
 
         Raises:
             TypeError, ValueError: not an integer; negative.
@@ -105,11 +105,14 @@ class PrefixCache(IndexedCache):
         if not isinstance(paged, PagedKvCache):
             raise TypeError(f"paged: expected a PagedKvCache, got {type(paged).__name__}")
         cache = cls.__new__(cls)
-        most = paged.total_blocks if max_blocks is None else as_count(max_blocks, "max_blocks")
-        cache._own(paged._blocks, paged.head_dim, min(most, paged.total_blocks), policy, shared=True)
+        most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
+        with paged._blocks.lock:  # no `grow` before the records of its blocks are known
+            cache._own(paged._blocks, paged.head_dim, most, policy, shared=True)
         return cache
 
-    def _own(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None, *, shared: bool) -> None:
+    def _own(
+        self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None, *, shared: bool
+    ) -> None:
         self._cached, self._blocks, self._shared = CachedBlocks(blocks, head_dim, max_blocks, policy), blocks, shared
         self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
 
@@ -157,6 +160,15 @@ class PrefixCache(IndexedCache):
             claim = self._cached.index.claim(ids, namespace)
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
+
+    def peek(self, token_ids: Any, namespace: Hashable = None) -> int:
+        """How many of the first tokens are cached, those of a block that matches in part included.
+
+        Neither a use of the blocks nor counted in `stats`; a `source` is not asked.
+        """
+        ids = as_tokens(token_ids)
+        with self._lock:
+            return int(self._cached.index.find(ids, namespace).length)
 
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; during another call, when that call ends. A second call does nothing."""

@@ -30,20 +30,26 @@ class CachedBlocks:
     Args:
         blocks: the store, the pool and the lock.
         head_dim: channels of K and V; the store may have more.
-        max_blocks: the most that the index may name.
+        max_blocks: the most that the index may name; None: all that there are.
         policy: the order of eviction.
 
     Attributes:
         source: a `Source` beside the cache; None: no source.
     """
 
-    def __init__(self, blocks: PagedBlocks, head_dim: int, max_blocks: int, policy: Policy | None) -> None:
+    def __init__(self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None) -> None:
         self.store, self.pool, self.lock = blocks.store, blocks.pool, blocks.lock
-        self.head_dim, self.max_blocks = head_dim, max_blocks
+        self.head_dim, self._limit = head_dim, max_blocks
         self.slots = Slots([self.pool], self.store.block_size)
-        self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, max_blocks)
+        self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
+        blocks.reserves.append(self.index.reserve)  # first: what counts must have records of all blocks
         blocks.holders.append(partial(self.slots.counts, references=True))
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks that the index may name now: a pool may grow."""
+        return self.pool.num_blocks if self._limit is None else min(self._limit, self.pool.num_blocks)
 
     def fetch(self, ids: Tokens, name: Hashable) -> None:
         """Load the blocks of `ids` that a file or the source has, if they are good and there is room."""

@@ -42,7 +42,13 @@ cdef class PrefixIndex:
         self.kinds = [] if slots is None else [slots]
         self.spaces = Spaces()
         if most_ghosts is not None:
-            self.miss_reasons = MissReasons(slots.num_pages, trie.table.page_size, most_ghosts)
+            self.miss_reasons = MissReasons(slots.pool.num_blocks, trie.table.page_size, most_ghosts)
+
+    def reserve(self, Py_ssize_t num_pages):
+        """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
+        self.slots.reserve(num_pages)
+        if self.miss_reasons is not None:
+            self.miss_reasons.reserve(num_pages)
 
     def like(self):
         """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
@@ -326,7 +332,7 @@ cdef class PrefixIndex:
         cdef Slots slots
         cdef int32_t page
         for slots in other.kinds:
-            for page in range(<int32_t>slots.num_pages):
+            for page in range(<int32_t>slots.pool.num_blocks):
                 if slots.pages[page].named:
                     slots.unname(page)
                     slots.release_pages(&page, 1)

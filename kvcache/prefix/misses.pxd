@@ -28,6 +28,7 @@ cdef class MissReasons:
     cdef Py_ssize_t most_pages   # of ghosts
     cdef Py_ssize_t page_size
 
+    cdef int reserve(self, Py_ssize_t num_pages) except -1
     cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil    # by one page
     # Why the page of `tokens` after the first `found` pages is missing; `inside`: a cached page begins like it.
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,

@@ -23,6 +23,14 @@ cdef class MissReasons:
             self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
         self.counts, self.ghosts, self.roots = IdMap(), TokenTrie(page_size), IdMap()
 
+    cdef int reserve(self, Py_ssize_t num_pages) except -1:
+        cdef uint64_t[::1] texts
+        if num_pages > self.texts.shape[0]:
+            texts = np.zeros(num_pages, np.uint64)
+            texts[:self.texts.shape[0]] = self.texts
+            self.texts = texts
+        return 0
+
     cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
         cdef Py_ssize_t i
         cdef uint64_t page = 1

@@ -54,10 +54,10 @@ cdef class Slots:
     cdef readonly int32_t page_size    # tokens
     cdef readonly Py_ssize_t num_waiting
     cdef public object source          # what pages that wait are fetched from; None: none waits
-    cdef page_t *pages                 # (num_pages,)
-    cdef uint32_t *tokens              # (num_pages, page_size) what each page covers
-    cdef int32_t *table                # (groups, num_pages) slots, -1 is none; NULL with one group
-    cdef Py_ssize_t num_pages
+    cdef page_t *pages                 # (num_records,)
+    cdef uint32_t *tokens              # (num_records, page_size) what each page covers
+    cdef int32_t *table                # (groups, pool.num_blocks) slots, -1 is none; NULL with one group
+    cdef Py_ssize_t num_records        # at least the pages of the pool
     cdef claim_t *claims
     cdef claim_t *dropped
     cdef TokenTrie trie                # the trie of the parked leaves

@@ -45,11 +45,10 @@ cdef class Slots:
             self.pool = BlockPool(max(pool.num_blocks for pool in self.pools))
             self.table = <int32_t *>malloc(len(self.pools) * self.pool.num_blocks * sizeof(int32_t) + 1)
         self.reserve(self.pool.num_blocks)
-        self.num_pages = self.pool.num_blocks
         if len(self.pools) > 1:
             if self.table == NULL:
                 raise MemoryError("no memory for slots")
-            memset(self.table, 255, len(self.pools) * self.num_pages * sizeof(int32_t))    # -1 in every place
+            memset(self.table, 255, len(self.pools) * self.pool.num_blocks * sizeof(int32_t))    # -1 in every place
 
     def __dealloc__(self):
         cdef claim_t *claim
@@ -61,9 +60,12 @@ cdef class Slots:
         free(self.table)
 
     def reserve(self, Py_ssize_t num_pages):
-        """Allocate records for so many pages; MemoryError: nothing has changed."""
+        """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
         cdef Py_ssize_t page
-        cdef void *grown = realloc(self.pages, num_pages * sizeof(page_t) + 1)
+        cdef void *grown
+        if num_pages <= self.num_records:
+            return
+        grown = realloc(self.pages, num_pages * sizeof(page_t) + 1)
         if grown == NULL:
             raise MemoryError(f"no memory for {num_pages} pages")
         self.pages = <page_t *>grown
@@ -71,14 +73,14 @@ cdef class Slots:
         if grown == NULL:
             raise MemoryError(f"no memory for {num_pages} pages")
         self.tokens = <uint32_t *>grown
-        for page in range(self.num_pages, num_pages):
+        for page in range(self.num_records, num_pages):
             self.pages[page] = page_t(born=0, used=0, pins=0, lookups=0, lookup_pins=0, parked=-1, named=0, waits=0)
+        self.num_records = num_pages
 
     def grow(self, Py_ssize_t num_pages):
         """Make room for so many pages of a single group; MemoryError: nothing has changed."""
         self.reserve(num_pages)
         self.pool.grow(num_pages)
-        self.num_pages = num_pages
 
     # -- references -----------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ cdef class Slots:
             if not self.pool.release_(pages[i]):
                 continue
             for group in range(len(self.pools)):
-                slot = &self.table[group * self.num_pages + pages[i]]
+                slot = &self.table[group * self.pool.num_blocks + pages[i]]
                 if slot[0] >= 0:
                     (<BlockPool>self.pools[group]).release_(slot[0])
                 slot[0] = -1
@@ -164,7 +166,7 @@ cdef class Slots:
         """
         if n < 0:
             raise ValueError(f"n: expected a count of pages >= 0, got {n}")
-        cdef Py_ssize_t i, group, room = self.room(n)
+        cdef Py_ssize_t i, group, num_pages = self.pool.num_blocks, room = self.room(n)
         if room < n:
             raise OutOfMemoryError(n, room)
         cdef Claim claim = self.claim_of(n)
@@ -173,9 +175,9 @@ cdef class Slots:
             self.pool.take_each(claim.data.pages, n, 1)
         for group in range(len(self.pools) if self.table != NULL else 0):
             for i in range(n):
-                self.table[group * self.num_pages + claim.data.pages[i]] = -1
+                self.table[group * num_pages + claim.data.pages[i]] = -1
                 if not self.window_of[group] or i >= n - self.window_of[group]:
-                    self.table[group * self.num_pages + claim.data.pages[i]] = (<BlockPool>self.pools[group]).take()
+                    self.table[group * num_pages + claim.data.pages[i]] = (<BlockPool>self.pools[group]).take()
         return claim
 
     def share(self, pages):
@@ -202,7 +204,7 @@ cdef class Slots:
     cdef void forget_pins(self) noexcept:
         cdef Py_ssize_t page
         cdef claim_t *claim = self.claims
-        for page in range(self.num_pages):
+        for page in range(self.pool.num_blocks):
             self.pages[page].pins = self.pages[page].lookup_pins = 0
             self.pages[page].parked = -1
         while claim != NULL:
@@ -213,12 +215,12 @@ cdef class Slots:
         cdef Py_ssize_t group
         cdef int32_t *slots
         for group in range(len(self.pools)):
-            slots = self.table + group * self.num_pages
+            slots = self.table + group * self.pool.num_blocks
             if slots[page] < 0:
                 slots[page], slots[other] = slots[other], -1
 
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t page, group, groups = len(self.pools), best = 0
+        cdef Py_ssize_t page, group, groups = len(self.pools), num_pages = self.pool.num_blocks, best = 0
         cdef Py_ssize_t present[MOST_GROUPS]    # pages without a gap, up to the one that is looked at
         cdef bint fits
         if self.table == NULL:
@@ -228,7 +230,7 @@ cdef class Slots:
         for page in range(n):
             fits = True
             for group in range(groups):
-                present[group] = present[group] + 1 if self.table[group * self.num_pages + pages[page]] >= 0 else 0
+                present[group] = present[group] + 1 if self.table[group * num_pages + pages[page]] >= 0 else 0
                 fits &= present[group] >= min(self.window_of[group] or page + 1, page + 1)
             best = page + 1 if fits else best
         return best
@@ -240,8 +242,8 @@ cdef class Slots:
         cdef int32_t page
         for i in range(ids.shape[0]):
             page = int32s(ids)[i]
-            if not 0 <= page < self.num_pages:
-                raise IndexError(f"pages: expected pages below {self.num_pages}, got {page}")
+            if not 0 <= page < self.pool.num_blocks:
+                raise IndexError(f"pages: expected pages below {self.pool.num_blocks}, got {page}")
             self.num_waiting -= self.pages[page].waits
             self.pages[page].waits = False
         if not self.num_waiting:
@@ -271,14 +273,15 @@ cdef class Slots:
 
     def is_looked_up(self, Py_ssize_t page):
         """Whether a lookup holds a page."""
-        return 0 <= page < self.num_pages and self.pages[page].lookups > 0
+        return 0 <= page < self.pool.num_blocks and self.pages[page].lookups > 0
 
     # -- reports --------------------------------------------------------------------------------------------
 
     def records(self, pages=None):
         """The records of pages (int32 `(n,)`, in range; None: all), a copy with the fields of `page_t`."""
         cdef cnp.ndarray ids, out
-        ids = np.arange(self.num_pages, dtype=np.int32) if pages is None else np.ascontiguousarray(pages, np.int32)
+        pages = np.arange(self.pool.num_blocks) if pages is None else pages
+        ids = np.ascontiguousarray(pages, np.int32)
         out = np.empty(ids.shape[0], RECORD)
         cdef page_t *record = <page_t *>cnp.PyArray_DATA(out)
         cdef Py_ssize_t i
@@ -291,26 +294,26 @@ cdef class Slots:
         ids = np.asarray(pages, np.int32)
         if self.table == NULL:
             return ids[None].copy()
-        shape = (len(self.pools), self.num_pages)
+        shape = (len(self.pools), self.pool.num_blocks)
         return np.asarray(<int32_t[:shape[0], :shape[1]]>self.table)[:, ids]
 
     def tokens_of(self, pages):
         """The tokens that pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
-        if not self.num_pages:
+        if not self.pool.num_blocks:
             return np.empty((0, self.page_size), np.uint32)
-        return np.asarray(<uint32_t[:self.num_pages, :self.page_size]>self.tokens)[pages]
+        return np.asarray(<uint32_t[:self.pool.num_blocks, :self.page_size]>self.tokens)[pages]
 
     def counts(self, *, bint references=False):
         """How many callers hold each page; with `references`, all references of this, int32 `(num_pages,)`."""
         cdef Py_ssize_t i
-        out = np.zeros(self.num_pages, np.int32)
+        out = np.zeros(self.pool.num_blocks, np.int32)
         cdef int32_t *count = int32s(out)
         cdef claim_t *claim = self.claims
         while claim != NULL:
             for i in range(claim.n if references else claim.held):
                 count[claim.pages[i]] += 1
             claim = claim.next
-        for i in range(self.num_pages):
+        for i in range(self.pool.num_blocks):
             count[i] += self.pages[i].lookups + (references and self.pages[i].named)
         return out
 
@@ -318,20 +321,20 @@ cdef class Slots:
     def nbytes(self):
         """Bytes of the records of all pages."""
         size = sizeof(page_t) + self.page_size * sizeof(uint32_t) + (self.table != NULL) * 4 * len(self.pools)
-        return self.num_pages * size
+        return self.pool.num_blocks * size
 
     def check(self):
         """Verify every invariant but those of the trie; AssertionError names the broken one."""
         cdef Py_ssize_t page, waiting = 0
         cdef page_t *record
         self.release_dropped_()
-        held, pins = self.counts(), np.zeros(self.num_pages, np.int32)
+        held, pins = self.counts(), np.zeros(self.pool.num_blocks, np.int32)
         cdef claim_t *claim = self.claims
         while claim != NULL:
             if claim.pinned >= 0:
                 pins[claim.pinned] += 1
             claim = claim.next
-        for page in range(self.num_pages):
+        for page in range(self.pool.num_blocks):
             record = &self.pages[page]
             waiting += record.waits
             assert record.pins == pins[page] + record.lookup_pins, f"page {page}: pins do not add up"
@@ -347,7 +350,7 @@ cdef class Slots:
 
     def check_table(self):
         """Verify that every slot of every group belongs to one page in use."""
-        slots = self.of(np.arange(self.num_pages, dtype=np.int32))
+        slots = self.of(np.arange(self.pool.num_blocks, dtype=np.int32))
         for group, pool in enumerate(self.pools):
             used = slots[group][slots[group] >= 0]
             assert len(used) == len(set(used.tolist())) == pool.num_used, f"slots: group {group} has lost some"

@@ -4,17 +4,17 @@
 
 #include "runs.h"
 
-enum { MOST_SEQS = 3 };
+enum { MOST_SEQS = 3, MOST_QUERY_HEADS = 4 * 7 };
 
 typedef struct question {
     const world *world;
     sequence of[MOST_SEQS];
     kvc_seq seqs[MOST_SEQS];
     int num_seqs, query_heads, threads, offset; /* offset: of the scratch, at any alignment */
-    float scale;
+    float scale, softcap, sinks[MOST_QUERY_HEADS];
     int64_t queries, tokens;
     memory q, sink_q;
-    int has_sinks, has_scores, kind, at_end;
+    int has_sinks, has_scores, kind, at_end, has_logits; /* has_logits: sinks are given */
 } question;
 
 typedef struct answer {
@@ -43,7 +43,9 @@ static void *ask(void *to) {
                                   .sink_queries = q->has_sinks ? q->sink_q.at : NULL,
                                   .out = a->out.at,
                                   .scores = q->has_scores ? a->scores.at : NULL,
-                                  .lse = q->world->lse ? a->lse.at : NULL};
+                                  .lse = q->world->lse ? a->lse.at : NULL,
+                                  .softcap = q->softcap,
+                                  .sinks = q->has_logits ? q->sinks : NULL};
     kvc_attend(a->kernels, &args, (char *)scratch.at + q->offset, q->threads);
     give_back(&scratch);
     return NULL;
@@ -74,6 +76,24 @@ static answer ask_level(const kvc_kernels *kernels, const question *q) {
     return first;
 }
 
+/* Windows, text positions, a soft cap, sinks: half of the calls have none of these. */
+static void draw_options(const source *s, question *q) {
+    uint64_t state = q->world->options + s->at * 977 + (uint64_t)(q->queries * 31 + q->tokens);
+    if (splitmix(&state) % 2) return;
+    const int64_t windows[] = {0, 1, 2, 15, 16, 17, 33, 64, 130, 511, 1024, INT64_MAX};
+    const int64_t window = windows[splitmix(&state) % 12];
+    for (int i = 0; i < q->num_seqs; i++) {
+        q->seqs[i].window = window;
+        q->seqs[i].start = splitmix(&state) % 3 ? (int64_t)(splitmix(&state) % 3000) : 0;
+        if (splitmix(&state) % 2) q->seqs[i].sink_tokens = 0;
+    }
+    const float caps[] = {0.0f, 0.0f, 0x1p-100f, 0.5f, 20.0f, 0x1p64f};
+    q->softcap = caps[splitmix(&state) % 6];
+    q->has_logits = splitmix(&state) % 2;
+    for (int i = 0; i < q->query_heads; i++) q->sinks[i] = 3.0f * gaussian(&state);
+    if (splitmix(&state) % 8 == 0) q->sinks[0] = splitmix(&state) % 2 ? 3e38f : -3e38f;
+}
+
 static question draw_question(source *s, const world *w) {
     question q = {.world = w, .num_seqs = draw_between(s, 1, MOST_SEQS)};
     const int dim = w->layout.head_dim, usual = draw(s, 6) > 0;
@@ -92,7 +112,12 @@ static question draw_question(source *s, const world *w) {
         if (queries * each > room) queries = room / each;
         room -= queries * each;
         const int64_t hidden = tokens % 5 != 3 ? 0 : queries < tokens ? queries : tokens;
-        q.seqs[i] = (kvc_seq){q.of[i].runs.at, q.of[i].num_runs, tokens, draw(s, 40), queries, hidden};
+        q.seqs[i] = (kvc_seq){.runs = q.of[i].runs.at,
+                              .num_runs = q.of[i].num_runs,
+                              .num_tokens = tokens,
+                              .sink_tokens = draw(s, 40),
+                              .num_queries = queries,
+                              .hidden_tokens = hidden};
         q.queries += queries, q.tokens += tokens - hidden;
     }
     const size_t floats = (size_t)q.queries * (size_t)q.query_heads * (size_t)dim;
@@ -100,6 +125,7 @@ static question draw_question(source *s, const world *w) {
     q.sink_q = take(floats * sizeof(float), 4, q.at_end);
     draw_floats(s, q.kind, q.q.at, floats);
     draw_floats(s, q.kind, q.sink_q.at, floats);
+    draw_options(s, &q);
     return q;
 }
 
@@ -110,25 +136,36 @@ static int query_is_ordinary(const float *q, int dim) {
     return 1;
 }
 
+/* The tokens that a query sees, of those that are stored. */
+static int64_t stop_seen(const kvc_seq *of, int64_t query) {
+    int64_t seen = of->num_tokens - of->num_queries + query + 1;
+    if (seen > of->num_tokens - of->hidden_tokens) seen = of->num_tokens - of->hidden_tokens;
+    return seen < 0 ? 0 : seen;
+}
+static int64_t first_seen(const kvc_seq *of, int64_t query) {
+    const int64_t own = of->num_tokens - of->num_queries + query + 1, stop = stop_seen(of, query);
+    const int64_t first = of->window && own > of->window ? own - of->window : 0;
+    return first < stop ? first : stop;
+}
+
 /* Compares one (query, query head) of every level's answers with the twin; adds its weights to `total` and their errors
  * to `error`. Returns whether the row is ordinary. */
-static int expect_row(const question *q, int seq, int64_t query, int64_t first, int query_head,
+static int expect_row(const question *q, int seq, int64_t query, int64_t first_query, int query_head,
                       const answer *answers, double *weights, double *total, double *error) {
     const world *w = q->world;
     const int dim = w->layout.head_dim, head = query_head / (q->query_heads / w->layout.num_heads);
-    const size_t at = ((size_t)(first + query) * (size_t)q->query_heads + (size_t)query_head) * (size_t)dim;
+    const size_t at = ((size_t)(first_query + query) * (size_t)q->query_heads + (size_t)query_head) * (size_t)dim;
     const float *row = (const float *)q->q.at + at,
                 *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
     const kvc_seq *of = &q->seqs[seq];
-    int64_t seen = of->num_tokens - of->num_queries + query + 1;
-    if (seen > of->num_tokens - of->hidden_tokens) seen = of->num_tokens - of->hidden_tokens;
-    if (seen < 0) seen = 0;
-    const row_answer expected =
-        attend_row(w, q->of[seq].slots, seen, head, q->scale, row, sink_row, of->sink_tokens, weights);
+    const int64_t first = first_seen(of, query), seen = stop_seen(of, query) - first;
+    const double sink = q->has_logits ? q->sinks[query_head] : -INFINITY;
+    const row_answer expected = attend_row(w, q->of[seq].slots + first, seen, head, q->scale, row, sink_row,
+                                           of->sink_tokens - first, q->softcap, sink, weights);
     for (int64_t t = 0; t < seen; t++) {
-        total[t] += weights[t];
-        error[t] += fmin(expm1(2 * expected.score_error) * weights[t], 1.0) + 1e-5 * weights[t] + 1e-7;
+        total[first + t] += weights[t];
+        error[first + t] += fmin(expm1(2 * expected.score_error) * weights[t], 1.0) + 1e-5 * weights[t] + 1e-7;
     }
     double squares = 0, largest = 0;
     for (int d = 0; d < dim; d++) {
@@ -150,7 +187,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
         if (!(off <= expected.error))
             fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
         const float *lse = (const float *)answers[level].lse.at + at / (size_t)dim;
-        if (w->lse && !(seen ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
+        if (w->lse && !(seen || q->has_logits ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
             fail("%s: lse is %g, not %g, may err %g", level_at(level)->name, *lse, expected.lse,
                  expected.lse_error);
         if (plain && is_exact && most > 5e-6 * largest)
@@ -161,7 +198,39 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first, 
     return 1;
 }
 
-/* One query in a separate call, with another number of threads, has the same bits at every level. */
+/* Whether the bits of a row may depend on stored tokens before those that it sees: tiles whose runs have holes between
+ * them, or sink queries that end there. */
+static int prefix_matters(const question *q, int seq, int64_t first) {
+    const kvc_seq *of = &q->seqs[seq];
+    const int size = q->world->layout.block_size;
+    if (of->sink_tokens > 0 && of->sink_tokens <= first) return 1;
+    for (int64_t i = 0; i < of->num_runs; i++) {
+        if ((i && of->runs[i].first) || (i + 1 < of->num_runs && of->runs[i].stop != size)) return 1;
+    }
+    return 0;
+}
+
+/* Keeps tokens [first, stop) of a sequence alone: they begin at a later text position. */
+static memory keep_tokens(kvc_seq *of, int64_t first, int64_t stop) {
+    memory runs = take((size_t)of->num_runs * sizeof *of->runs, 4, 1);
+    kvc_run *to = runs.at;
+    int64_t token = 0, count = 0;
+    for (int64_t i = 0; i < of->num_runs; i++) {
+        const kvc_run run = of->runs[i];
+        const int64_t from = first > token ? first - token : 0, length = run.stop - run.first;
+        const int64_t to_here = stop - token < length ? stop - token : length;
+        token += length;
+        if (from < to_here)
+            to[count++] = (kvc_run){run.block, (uint16_t)(run.first + from), (uint16_t)(run.first + to_here)};
+    }
+    of->runs = to, of->num_runs = count;
+    of->num_tokens = stop - first, of->start += first;
+    of->sink_tokens = of->sink_tokens > first ? of->sink_tokens - first : 0;
+    return runs;
+}
+
+/* One query in a separate call, with another number of threads and maybe without the tokens that it does not see, has
+ * the same bits at every level. */
 static void expect_same_alone(const question *q, int seq, int64_t query, int64_t first, const answer *answers) {
     const int dim = q->world->layout.head_dim;
     const size_t heads = (size_t)q->query_heads, row = (size_t)(first + query) * heads;
@@ -173,6 +242,10 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     const int64_t shown = q->seqs[seq].num_tokens - of->hidden_tokens;
     of->hidden_tokens = of->num_tokens > shown ? of->num_tokens - shown : 0;
     of->num_queries = 1;
+    const int64_t unseen = first_seen(of, 0);
+    const int dropped = (q->threads + query) % 2 && unseen < of->num_tokens && !prefix_matters(q, seq, unseen);
+    memory runs = keep_tokens(of, dropped ? unseen : 0, of->num_tokens);
+    if (of->hidden_tokens > of->num_tokens) of->hidden_tokens = of->num_tokens;
     alone.num_seqs = 1, alone.queries = 1, alone.tokens = of->num_tokens - of->hidden_tokens;
     alone.threads = q->threads % 3 + 1, alone.has_scores = 0;
     alone.q.at = (float *)q->q.at + row * (size_t)dim;
@@ -184,9 +257,11 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
         const float *lse = (const float *)answers[level].lse.at + row;
         if (memcmp(again.out.at, out, heads * (size_t)dim * sizeof *out) ||
             (q->world->lse && memcmp(again.lse.at, lse, heads * sizeof *lse)))
-            fail("%s: query %d has other bits alone", again.kernels->name, (int)query);
+            fail("%s: query %d has other bits alone%s", again.kernels->name, (int)query,
+                 dropped ? ", without the tokens before its window" : "");
         give_back(&again.out), give_back(&again.scores), give_back(&again.lse);
     }
+    give_back(&runs);
 }
 
 static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score,

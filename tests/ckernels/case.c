@@ -8,7 +8,8 @@
  *   rows read        equal to the twin's bit for bit (twin.h); written rows within the format's error
  *   attention, lse   finite and within the error of twin.h if slots and queries are ordinary. Otherwise any values, but
  *                    the call ends, stays inside its memory, and does not affect other sequences
- *   one query        alone, with another number of threads: the same bits, if all tokens that it sees are ordinary
+ *   one query        alone, with another number of threads, and without the tokens before its window: the same bits, if
+ *                    all tokens that it sees are ordinary
  *   Gaussian data    error of 5e-6 of the largest output in f32 and f16, 1 % of the row in quantised formats
  *
  * Memory is exact (memory.h). With -DCALLERS=n, n threads make each attention call in parallel and must agree bit for
@@ -242,6 +243,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     w.many = (s.state >> 40) % 6 == 1; /* derived from the bytes, but consumes none */
 #endif
     w.lse = (s.state >> 32) % 2; /* likewise */
+    w.options = s.state >> 8;    /* likewise */
     try_any_shape(&s);
     draw_layout(&s, &w);
     memory arena = take(w.arena_bytes, 64, draw(&s, 2));

@@ -8,6 +8,7 @@
  *   weight   w -> w e^(+-2 score error)
  *   output   weight error of the largest |v|  +  rounding 1e-5 |v|  +  0.5 / 1791 * 128 * 2 sum(w half_v)   per channel
  *
+ *   capped score     the same, as the slope of the tangent is at most 1, and 2^-20 |score|
  *   lse      score error  +  rounding 1e-5 and 2^-20 |lse|
  *
  * where the 128 tokens of a chunk share a step, and the rotation H has norm sqrt(dim). These are worst cases: they hold
@@ -25,6 +26,7 @@ enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores within float32: fini
 
 typedef struct world {
     kvc_layout layout;
+    uint64_t options; /* of attention: what is drawn from it takes no bytes of the input */
     int lse;  /* attention returns the logarithms of its sums too */
     int many; /* 1: enough tokens that kvc_parallel.c splits a context and uses threads: at least 2^14 products */
     int num_blocks, most_floats; /* most_floats: approximate limit on the floats of K */
@@ -82,25 +84,28 @@ typedef struct row_answer {
     int plain;
 } row_answer;
 
-/* slots: of each token. weights: [seen], filled. */
+/* slots: of each token. weights: [seen], filled. cap: 0 for none. sink: -INFINITY for none. */
 static inline row_answer attend_row(const world *w, const size_t *slots, int64_t seen, int head, double scale,
-                                    const float *q, const float *sink_q, int64_t sinks, double *weights) {
+                                    const float *q, const float *sink_q, int64_t sinks, double cap, double sink,
+                                    double *weights) {
     const kvc_layout *l = &w->layout;
     const int dim = l->head_dim;
     row_answer answer = {.plain = 1};
-    double largest = -INFINITY, sum = 0, k_norm = 0, k_half = 0, v_norm = 0, v_half = 0, v_most_half = 0;
+    double largest = sink, sum = 0, most = 0, k_norm = 0, k_half = 0, v_norm = 0, v_half = 0, v_most_half = 0;
     for (int64_t t = 0; t < seen; t++) {
         const float *k = w->rows[KVC_KEYS] + slots[t] * w->row + (size_t)(head * dim);
         const float *x = sink_q && t < sinks ? sink_q : q;
         double product = 0;
         for (int d = 0; d < dim; d++) product += (double)k[d] * x[d];
-        weights[t] = product * scale;
+        weights[t] = cap > 0 ? cap * tanh(product * scale / cap) : product * scale;
+        if (cap > 0) most = fmax(most, fabs(weights[t]));
         largest = fmax(largest, weights[t]);
         k_norm = fmax(k_norm, norm_of(k, dim));
         answer.plain &= w->plain[slots[t]];
     }
     for (int64_t t = 0; t < seen; t++) sum += weights[t] = exp(weights[t] - largest);
-    answer.lse = seen ? largest + log(sum) : -INFINITY;
+    if (sink > -INFINITY) sum += exp(sink - largest);
+    answer.lse = sum > 0 ? largest + log(sum) : -INFINITY;
     for (int64_t t = 0; t < seen; t++) {
         const float *v = w->rows[KVC_VALUES] + slots[t] * w->row + (size_t)(head * dim);
         const int block = (int)(slots[t] / (size_t)l->block_size),
@@ -119,6 +124,7 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
     if (sink_q) q_norm = fmax(q_norm, norm_of(sink_q, dim));
     q_most = l->rotate_keys ? q_norm * sqrt(dim) : q_norm;
     answer.score_error = fabs(scale) * (0x1p-19 * q_norm * k_norm + 0.5 / 1791 * q_most * dim * k_half);
+    answer.score_error += 0x1p-20 * most; /* of the tangent */
     answer.lse_error = answer.score_error + 1e-5 + (seen ? 0x1p-20 * fabs(answer.lse) : 0);
     const double rotation = l->rotate_values ? sqrt(dim) : 1.0, channels = sqrt(dim);
     answer.error = fmin(expm1(2 * answer.score_error), 2.0) * v_norm;

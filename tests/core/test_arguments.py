@@ -190,6 +190,8 @@ ARRAYS = {
     "batch keys": (ROWS[:1], lambda x: paged().write_batch(0, [1], x, ROWS[:1])),
     "queries": (ROWS, lambda x: paged().attention(0, x, [1], query_lens=[4])),
     "sink queries": (ROWS, lambda x: paged().attention(0, ROWS, [1], query_lens=[4], sink_queries=x)),
+    "ragged keys": (ROWS[:1], lambda x: paged().write_ragged(0, [1], [1], x, ROWS[:1])),
+    "lens": (np.array([1]), lambda x: paged().write_ragged(0, [1], x, ROWS[:1], ROWS[:1])),
     "sequence ids": (np.array([1]), lambda x: paged().append_batch(x)),
     "uint64 ids": (np.array([1], np.uint64), lambda x: paged().block_table(x)),
     "query_lens": (np.array([4]), lambda x: paged().attention(0, ROWS, [1], query_lens=x)),

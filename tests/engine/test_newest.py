@@ -236,7 +236,7 @@ def test_clearing_drops_the_groups():
 def test_rows_are_recalled_bit_for_bit():
     """The rows of one residual, recalled for another: all dtypes, all counts."""
     rng = np.random.default_rng(0)
-    config = RecordingNetwork.config
+    config = RecordingNetwork().config
     for key_dtype, value_dtype in (("q4", "q2"), ("f32", "q4"), ("q3", "f32")):
         cache = PagedKvCache(8, 16, KV_HEADS, DIM, num_layers=LAYERS, key_dtype=key_dtype, value_dtype=value_dtype)
         for length in (12, 32):

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what is read, and what is refused. Hostile files: tests/engine/test_hostile_gguf.py."""
+"""The header of a GGUF file: what is read, and what is refused. Hostile files: tests/networks/test_hostile_gguf.py."""
 
 from __future__ import annotations
 

@@ -30,12 +30,22 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
@@ -76,6 +86,14 @@ YARN_ROPE = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.05, 1.1, 1.3, 1.5, 1.8],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+}
+GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
 
 class Variant(NamedTuple):
@@ -117,6 +135,89 @@ VARIANTS = {
         ),
         torch.float32,
     ),
+    "mistral_window": Variant(
+        MistralConfig(**COMMON, sliding_window=24, rope_parameters=DEFAULT_ROPE), torch.bfloat16
+    ),
+    "qwen2_windows": Variant(
+        Qwen2Config(
+            **COMMON | {"num_hidden_layers": 3},
+            use_sliding_window=True,
+            sliding_window=40,
+            max_window_layers=1,
+            rope_parameters=DEFAULT_ROPE,
+        ),
+        torch.bfloat16,
+    ),
+    "gemma2": Variant(
+        Gemma2Config(
+            **COMMON | {"num_hidden_layers": 3},
+            **GEMMA,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=15.0,
+            rope_parameters=DEFAULT_ROPE,
+        ),
+        torch.bfloat16,
+    ),
+    "gemma3": Variant(
+        Gemma3TextConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            **GEMMA,
+            layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        torch.bfloat16,
+    ),
+    "phi3_longrope": Variant(
+        Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=LONG_ROPE), torch.bfloat16
+    ),
+    "smollm3": Variant(
+        SmolLM3Config(
+            **COMMON | {"num_hidden_layers": 4}, no_rope_layer_interval=3, tie_word_embeddings=False,
+            rope_parameters=DEFAULT_ROPE,
+        ),
+        torch.bfloat16,
+    ),
+    "granite": Variant(
+        GraniteConfig(
+            **COMMON, embedding_multiplier=3.0, residual_multiplier=0.7, attention_multiplier=0.2, logits_scaling=0.5,
+            rope_parameters=DEFAULT_ROPE,
+        ),
+        torch.bfloat16,
+    ),
+    "olmo2": Variant(Olmo2Config(**COMMON, rope_parameters=DEFAULT_ROPE), torch.bfloat16),
+    "olmo3": Variant(
+        Olmo3Config(
+            **COMMON,
+            sliding_window=24,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"full_attention": YARN_ROPE, "sliding_attention": DEFAULT_ROPE},
+        ),
+        torch.bfloat16,
+    ),
+    "qwen3_moe": Variant(
+        Qwen3MoeConfig(
+            **COMMON, head_dim=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
+            norm_topk_prob=False, rope_parameters=DEFAULT_ROPE,
+        ),
+        torch.bfloat16,
+    ),
+    "mixtral": Variant(
+        MixtralConfig(
+            **COMMON | {"intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2, sliding_window=24,
+            rope_parameters=DEFAULT_ROPE,
+        ),
+        torch.bfloat16,
+    ),
+    "gpt_oss": Variant(
+        GptOssConfig(
+            **COMMON | {"intermediate_size": 32}, head_dim=24, num_local_experts=5, num_experts_per_tok=2,
+            sliding_window=24, swiglu_limit=1.5, rope_parameters=YARN_ROPE | {"truncate": False},
+        ),
+        torch.bfloat16,
+    ),
 }
 
 
@@ -125,21 +226,33 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
     With tied embeddings the layers get larger weights, since otherwise every token would predict itself.
     """
-    gain = 3.0 if model.config.tie_word_embeddings else 1.0
+    config = model.config
+    gain = 3.0 if config.tie_word_embeddings else 1.0
+    gemma = config.model_type.startswith("gemma")
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        # One matrix is `(out, in)`, several are `(experts, out, in)`; gpt-oss has `(experts, in, out)`.
+        inputs = parameter.shape[1 if config.model_type == "gpt_oss" and "experts" in name else -1]
         if name.endswith("norm.weight"):
-            value = 1 + 0.2 * noise
+            value = 0.2 * noise if gemma else 1 + 0.2 * noise
         elif name.endswith("bias"):
             value = 0.3 * noise
-        elif "embed_tokens" in name or "lm_head" in name:
+        elif "sinks" in name:
+            value = 1 + noise
+        elif "embed_tokens" in name:
+            value = 0.4 * noise * (config.hidden_size**-0.5 if gemma else 1)
+        elif "lm_head" in name:
             value = 0.4 * noise
         elif "q_proj" in name or "k_proj" in name:
-            value = 1.6 * noise * parameter.shape[1] ** -0.5
+            value = 1.6 * noise * inputs**-0.5
+        elif "qkv_proj" in name:
+            value = 1.4 * noise * inputs**-0.5
+        elif "router" in name or name.endswith("mlp.gate.weight"):
+            value = 2 * noise * inputs**-0.5
         elif "o_proj" in name or "down_proj" in name:
-            value = gain * noise * parameter.shape[1] ** -0.5
+            value = gain * noise * inputs**-0.5
         else:
-            value = noise * parameter.shape[1] ** -0.5
+            value = noise * inputs**-0.5
         parameter.data.copy_(value)
 
 

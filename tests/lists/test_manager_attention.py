@@ -58,3 +58,11 @@ def test_attention_of_one_layer(unquantised, rng):
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(mass, want_mass, rtol=1e-5, atol=1e-5)
     assert cache.attention(np.empty((0, 1, 8), np.float32), 0).shape == (0, 1, 8)
+    options = {"softcap": 0.5, "sinks": np.array([1.5])}
+    out, mass = cache.attention(q, 1, True, **options)
+    want, want_mass = attention(q, k[at][:, None], v[at][:, None], 8**-0.5, **options)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(mass, want_mass, rtol=1e-5, atol=1e-5)
+    for name, wrong in (("softcap", 0), ("sinks", np.ones(2)), ("sinks", "x")):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
+            cache.attention(q, 1, **{name: wrong})

@@ -18,6 +18,10 @@ def cache():
     return cache
 
 
+def rows(n):
+    return np.ones((2, n, 1, 8), np.float32)
+
+
 def state(cache):
     cache.check()
     stats = replace(cache.stats(), bookkeeping_bytes=0)  # arrays may have grown in advance
@@ -39,6 +43,28 @@ def state(cache):
         (lambda c: c.free_batch([1, 9]), SequenceNotFoundError),
         (lambda c: c.free_batch([1, 3, 1]), ValueError),
         (lambda c: c.append_batch([1, -1]), ValueError),
+        (lambda c: c.append_batch([1, 2], [1]), ValueError),
+        (lambda c: c.append_batch([1, 2], [1, -1]), ValueError),
+        (lambda c: c.append_batch([1, 2], [1, 40]), OutOfMemoryError),
+        (lambda c: c.append_batch([1, 2], [1, 2**62]), OutOfMemoryError),
+        (lambda c: c.truncate_batch([1, 9], [1, 1]), SequenceNotFoundError),
+        (lambda c: c.truncate_batch([1, 1], [1, 1]), ValueError),
+        (lambda c: c.truncate_batch([1, 3], [1]), ValueError),
+        (lambda c: c.truncate_batch([1, 3], [1, 10]), ValueError),
+        (lambda c: c.truncate_batch([1, 3], [1, -1]), ValueError),
+        (lambda c: c.reorder([1, 9], [0, 0]), SequenceNotFoundError),
+        (lambda c: c.reorder([1, 1], [0, 0]), ValueError),
+        (lambda c: c.reorder([1, 3], [0]), ValueError),
+        (lambda c: c.reorder([1, 3], [0, 2]), IndexError),
+        (lambda c: c.reorder([1, 3], [-1, 0]), IndexError),
+        (lambda c: c.write_ragged(0, [1, 9], [1, 1], *rows(2)), SequenceNotFoundError),
+        (lambda c: c.write_ragged(0, [1, 1], [1, 1], *rows(2)), ValueError),
+        (lambda c: c.write_ragged(0, [1, 3], [1], *rows(1)), ValueError),
+        (lambda c: c.write_ragged(0, [1, 3], [1, 10], *rows(11)), IndexError),
+        (lambda c: c.write_ragged(0, [1, 3], [1, -1], *rows(0)), IndexError),
+        (lambda c: c.write_ragged(0, [1, 3], [1, 2**62], *rows(1)), IndexError),
+        (lambda c: c.write_ragged(0, [1, 3], [1, 2], *rows(2)), ValueError),
+        (lambda c: c.write_ragged(1, [1, 3], [1, 2], *rows(3)), IndexError),
         (lambda c: c.append_batch([1, 2**64]), ValueError),
         (lambda c: c.append_batch([1, True]), TypeError),
         (lambda c: c.append_batch([1, 2.0]), TypeError),
@@ -132,6 +158,10 @@ def test_empty_batches_do_nothing(cache):
     before = state(cache)
     cache.allocate_batch([], [])
     cache.append_batch([])
+    cache.append_batch([], [])
+    cache.truncate_batch([], [])
+    cache.reorder([], [])
+    cache.write_ragged(0, [], [], *rows(0))
     cache.fork_batch([], [])
     cache.free_batch([])
     assert state(cache) == before
@@ -227,3 +257,70 @@ def test_forks_of_sequences_with_and_without_a_hole_go_on_where_they_should(grow
         assert table.run_positions(seq_id).tolist() == table.run_positions(seq_id + 10).tolist()
         assert cache.get_sequence(seq_id).next_position == cache.get_sequence(seq_id + 10).next_position == 22 + grow
     cache.check()
+
+
+def test_what_a_batch_of_writes_needs_is_there_or_nothing_is_copied():
+    """The last of those that share a block keeps it, so two forks of a sequence need one block less than they have."""
+    cache = PagedKvCache(4, 4, 1, 8, dtype="f32")
+    cache.allocate(1, 8)
+    cache.write(0, 1, *rows(8))
+    cache.fork_batch([1, 1], [2, 3])
+    before = state(cache)
+    with pytest.raises(OutOfMemoryError) as caught:
+        cache.write_ragged(0, [1, 2, 3], [8, 8, 8], *rows(24))
+    assert (caught.value.requested, caught.value.available) == (4, 2)
+    assert state(cache) == before
+    cache.free(3)
+    values = np.arange(16, dtype=np.float32)[:, None, None] * rows(1)[0]
+    cache.write_ragged(0, [1, 2], [8, 8], values, -values)
+    assert cache.free_block_count == 0
+    for seq, part in ((1, slice(0, 8)), (2, slice(8, 16))):
+        np.testing.assert_array_equal(cache.read(0, seq), [values[part], -values[part]])
+
+
+def test_beams_are_reordered_without_free_blocks(rng):
+    cache = PagedKvCache(3, 4, 1, 8, dtype="f32")
+    cache.allocate_batch([1, 2, 3], [3, 4, 2])
+    cache.set_priority(3, 0)
+    for seq, n in ((1, 3), (2, 4), (3, 2)):
+        cache.write(0, seq, *(seq * rows(n)))
+    handles = [cache.handle(seq) for seq in (1, 2, 3)]
+    cache.pin(3)
+    accesses = [cache.get_sequence(seq).access_count for seq in (1, 2, 3)]
+    cache.reorder([1, 2, 3], [2, 0, 2])
+    assert all(handle.is_valid for handle in handles)
+    assert [cache.get_sequence(seq).num_tokens for seq in (1, 2, 3)] == [2, 3, 2]
+    assert [cache.get_sequence(seq).access_count for seq in (1, 2, 3)] == accesses
+    assert cache.free_block_count == 1  # the block of four tokens, which no row names
+    assert [cache.read(0, seq)[0].max() for seq in (1, 2, 3)] == [3, 1, 3]
+    cache.append_batch([1, 2, 3])  # beams 1 and 3 part
+    cache.write_batch(0, [1, 2, 3], *(9 * rows(3)))
+    assert [cache.read(0, seq)[0][:, 0, 0].tolist() for seq in (1, 2, 3)] == [[3, 3, 9], [1, 1, 1, 9], [3, 3, 9]]
+    assert cache.evict() != 3
+    cache.check()
+
+
+def test_a_cycle_of_rows_moves_every_sequence_once(rng):
+    """With holes, sinks and lengths: after as many steps as the cycle is long, everything is where it was."""
+    cache = PagedKvCache(40, 4, 1, 8, dtype="f32")
+    cache.allocate_batch([1, 2, 3, 4], [22, 9, 0, 17])
+    cache.apply_streaming_llm(1, 2, 5)
+    cache.keep_tokens(4, [0, 5, 6, 16])
+    for seq in (1, 2, 4):
+        cache.write(0, seq, *rng.standard_normal((2, cache.get_sequence(seq).num_tokens, 1, 8), np.float32))
+
+    def seen():
+        table = cache._table
+        out = [(table.runs(s).tolist(), table.run_positions(s).tolist(), table.info(s)[:2], table.info(s)[-1])
+               for s in (1, 2, 3, 4)]  # fmt: skip
+        return out, cache.free_block_count
+
+    before = seen()
+    cache.reorder([1, 2, 3, 4], [1, 2, 3, 0])
+    assert seen()[0] == [*before[0][1:], before[0][0]]
+    cache.check()
+    for _ in range(3):
+        cache.reorder([1, 2, 3, 4], [1, 2, 3, 0])
+    assert seen() == before
+    cache.reorder([4, 2], [0, 1])
+    assert seen() == before

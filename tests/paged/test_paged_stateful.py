@@ -61,10 +61,44 @@ class PagedMachine(RuleBasedStateMachine):
         if seq in self.naive.sequences:
             self.both(lambda: self.real.append(seq, n), lambda: self.naive.append(seq, n))
 
-    @rule(seqs=st.lists(IDS, unique=True, max_size=6))
-    def append_batch(self, seqs):
+    @rule(seqs=st.lists(IDS, unique=True, max_size=6), counts=st.none() | st.lists(st.integers(0, 9), min_size=6))
+    def append_batch(self, seqs, counts):
         seqs = [s for s in seqs if s in self.naive.sequences]
-        self.both(lambda: self.real.append_batch(seqs), lambda: self.naive.append_batch(seqs))
+        counts = counts and counts[: len(seqs)]
+        self.both(lambda: self.real.append_batch(seqs, counts), lambda: self.naive.append_batch(seqs, counts))
+
+    def shares(self, seqs):
+        """The sequences that exist of `(id, share of its tokens)`, and these numbers of tokens."""
+        alive = self.naive.sequences
+        pairs = [(seq, round(share * len(alive[seq].content))) for seq, share in seqs if seq in alive]
+        return [seq for seq, _ in pairs], [n for _, n in pairs]
+
+    @rule(seqs=st.lists(st.tuples(IDS, st.floats(0, 1)), unique_by=lambda pair: pair[0], max_size=6))
+    def truncate_batch(self, seqs):
+        ids, counts = self.shares(seqs)
+        self.both(lambda: self.real.truncate_batch(ids, counts), lambda: self.naive.truncate_batch(ids, counts))
+
+    @rule(seqs=st.lists(IDS, unique=True, max_size=6), random=st.randoms(use_true_random=False))
+    def reorder(self, seqs, random):
+        seqs = [s for s in seqs if s in self.naive.sequences]
+        rows = [random.randrange(len(seqs)) for _ in seqs]
+        self.both(lambda: self.real.reorder(seqs, rows), lambda: self.naive.reorder(seqs, rows))
+
+    @rule(n=st.integers(0, 3))
+    def grow(self, n):
+        self.both(lambda: self.real.grow(n), lambda: self.naive.grow(n))
+
+    @rule(
+        seqs=st.lists(st.tuples(IDS, st.floats(0, 1)), unique_by=lambda pair: pair[0], max_size=6),
+        layer=st.integers(0, LAYERS - 1),
+    )
+    def write_ragged(self, seqs, layer):
+        ids, counts = self.shares(seqs)
+        k = self.rows(sum(counts))
+        self.both(
+            lambda: self.real.write_ragged(layer, ids, counts, k, -k),
+            lambda: self.naive.write_ragged(layer, ids, counts, k, -k),
+        )
 
     @rule(seqs=st.lists(st.tuples(IDS, st.integers(0, 9)), unique_by=lambda pair: pair[0], max_size=4))
     def allocate_batch(self, seqs):

@@ -68,7 +68,7 @@ class ZerosMachine(RuleBasedStateMachine):
             self.paged.check()
 
     def verify(self):
-        free = np.flatnonzero(self.paged.reference_counts(range(self.num_blocks)) == 0)
+        free = np.flatnonzero(self.paged.reference_counts(range(self.paged.total_blocks)) == 0)
         if len(free):
             runs = np.array([(block, 0, self.block_size) for block in free], RUN)
             poison = self.rows([POISON] * (len(free) * self.block_size))
@@ -119,6 +119,34 @@ class ZerosMachine(RuleBasedStateMachine):
             for layer in range(LAYERS)
         ):
             values[start : start + len(new)] = new
+        self.verify()
+
+    @rule(shares=st.lists(st.floats(0, 1), min_size=9))
+    def write_ragged(self, shares):
+        lens = [round(share * len(self.sequences[seq])) for seq, share in zip(self.sequences, shares, strict=False)]
+        ids, new = list(self.sequences), [self.fresh(n) for n in lens]
+        rows = self.rows([x for values in new for x in values])
+        if all(
+            self.room(lambda layer=layer: self.paged.write_ragged(layer, ids, lens, rows, rows))
+            for layer in range(LAYERS)
+        ):
+            for seq, values in zip(ids, new, strict=True):
+                self.sequences[seq] = self.sequences[seq][: len(self.sequences[seq]) - len(values)] + values
+        self.verify()
+
+    @rule(random=st.randoms(use_true_random=False))
+    def reorder(self, random):
+        ids = list(self.sequences)
+        rows = [random.randrange(len(ids)) for _ in ids]
+        self.paged.reorder(ids, rows)
+        old = [self.sequences[seq] for seq in ids]
+        self.sequences = {seq: list(old[row]) for seq, row in zip(ids, rows, strict=True)}
+        self.verify()
+
+    @rule(n=st.integers(0, 2))
+    def grow(self, n):
+        """The prefix cache keeps its limit; what it has named stays."""
+        self.paged.grow(n)
         self.verify()
 
     @rule(seq=IDS, other=IDS)

@@ -61,6 +61,34 @@ def test_a_million_operations_leave_the_tables_as_they_were():
     cache._table.check()
 
 
+def test_reordered_and_grown_caches_lose_no_memory():
+    cache = PagedKvCache(512, PAGE, 1, 8)
+    ids, told, taken = np.arange(16, dtype=np.uint64), [], []
+    prefixes = PrefixCache.over(cache, 8)
+    for turn in range(1_200):
+        cache.allocate_batch(ids, 1 + (ids.astype(np.int64) * 37 + turn) % 200)
+        cache.apply_streaming_llm(int(turn % 16), 4, 20)
+        for step in range(4):
+            cache.reorder(ids, (ids.astype(np.int64) * (turn + step) + turn) % 16)
+            cache.append_batch(ids, np.full(16, step))
+        cache.free_batch(ids)
+        cache.grow(0)
+        if turn % 300 == 299:
+            told.append(cache._table.nbytes)
+            taken.append(allocated())
+    assert cache.free_block_count == 512
+    assert max(told) <= min(told) + 8 * 512 + 4_096  # idle rows keep at most one run per block
+    assert max(taken) <= min(taken) + 64 * 1024
+    before, said = allocated(), cache.stats().bookkeeping_bytes + prefixes.stats().bookkeeping_bytes
+    for _ in range(64):
+        cache.grow(1_000)
+    more = cache.stats().bookkeeping_bytes + prefixes.stats().bookkeeping_bytes - said
+    # Two bytes of each block are in the memory of the K and V.
+    assert abs(allocated() - before + 2 * 64_000 - more) < 64 * 1024
+    prefixes.check()
+    cache.check()
+
+
 def test_the_prefix_cache_reports_the_bytes_of_its_index(rng):
     blocks, length = 2_048, 256
     prompts = rng.integers(0, 150_000, (2 * blocks * PAGE // length, length), dtype=np.uint32)

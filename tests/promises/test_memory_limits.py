@@ -23,7 +23,7 @@ from kvcache import (
 from kvcache.core.arguments import as_bytes
 from kvcache.core.kernels import FORMATS
 from kvcache.core.matrix import MATRIX_FORMATS, Matrix
-from kvcache.engine.linear import MatrixStack
+from kvcache.networks.linear import MatrixStack
 
 KEYS = {"kv", "bookkeeping", "scratch"}
 

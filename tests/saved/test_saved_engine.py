@@ -8,7 +8,7 @@ from places import GOLDEN
 
 from kvcache import SnapshotError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
-from kvcache.engine.fingerprint import fingerprint
+from kvcache.networks.fingerprint import fingerprint
 
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)

@@ -53,6 +53,7 @@ class Scattered:
         spread=1.0,
     ):
         value_format = value_format or key_format
+        self.formats = key_format, value_format
         self.layout = kernels.Layout(block_size, heads, dim, key_format, value_format, rotate, rotate)
         tables = [list(self._spans(rng, n, block_size, holes)) for n in lengths]
         num_blocks = sum(map(len, tables)) + 2

@@ -21,7 +21,7 @@ from places import GOLDEN
 from tensor_files import entry, pack, pack_arrays
 
 from kvcache.engine import InferenceEngine
-from kvcache.engine.files import MAX_CONFIG_BYTES, MAX_JSON_BYTES
+from kvcache.networks.files import MAX_CONFIG_BYTES, MAX_JSON_BYTES
 
 ROOM = 1 << 30  # bytes that the process may allocate in addition
 SECONDS = 60  # for one case; most take milliseconds

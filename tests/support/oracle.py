@@ -13,30 +13,47 @@ def to_format(rows, name):
     return np.asarray(rows, np.float32 if name == "f32" else np.float16).astype(np.float64)
 
 
-def attention(queries, keys, values, scale, *, sink_queries=None, sink_tokens=0):
+def attention(queries, keys, values, scale, **options):
+    """The output and the weights of `attend`."""
+    return attend(queries, keys, values, scale, **options)[:2]
+
+
+def attend(
+    queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None, sinks=None
+):
     """Attention of queries (n, query heads, dim) at the last n positions of keys, values (tokens, heads, dim).
 
-    Returns the output, shaped like queries, and each token's weight summed over queries and query heads.
+    Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position. Scores become
+    softcap * tanh(score / softcap). sinks (query heads) are scores of a token without a value.
+
+    Returns the output, shaped like queries; each shown token's weight summed over queries and query heads; and the
+    logarithm of each sum of exp(score), (n, query heads).
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
     count, query_heads, dim = queries.shape
     tokens, heads, _ = keys.shape
-    out, mass = np.zeros((count, query_heads, dim)), np.zeros(tokens)
+    shown = tokens if shown is None else shown
+    out, mass, lse = np.zeros((count, query_heads, dim)), np.zeros(shown), np.full((count, query_heads), -np.inf)
     for h in range(query_heads):
-        k, v = keys[:, h // (query_heads // heads)], values[:, h // (query_heads // heads)]
+        k, v = keys[:shown, h // (query_heads // heads)], values[:shown, h // (query_heads // heads)]
         scores = queries[:, h] @ k.T * scale
         if sink_queries is not None and sink_tokens:
             scores[:, :sink_tokens] = np.asarray(sink_queries, np.float64)[:, h] @ k[:sink_tokens].T * scale
-        unseen = np.arange(tokens)[None, :] > (tokens - count + np.arange(count))[:, None]
-        scores[unseen] = -np.inf
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         for j in range(count):
-            if unseen[j].all():
+            own = tokens - count + j
+            seen = np.arange(shown) <= own
+            if window is not None:
+                seen &= np.arange(shown) > own - window
+            logits = np.append(scores[j, seen], [] if sinks is None else np.float64(sinks[h]))
+            if len(logits) == 0:
                 continue
-            weights = np.exp(scores[j] - scores[j].max())
-            weights /= weights.sum()
-            out[j, h] = weights @ v
-            mass += weights
-    return out, mass
+            lse[j, h] = np.logaddexp.reduce(logits)
+            weights = np.exp(scores[j, seen] - lse[j, h])
+            out[j, h] = weights @ v[seen]
+            mass[seen] += weights
+    return out, mass, lse
 
 
 def log_sum_exp(queries, keys, scale):

@@ -87,26 +87,40 @@ class DenseKvCache:
         self.sequences[seq_id][layer][1, start:] = values
 
     def attention(
-        self, layer: int, queries: NDArray[Any], seq_ids: Sequence[int], *, query_lens: Sequence[int]
+        self, layer: int, queries: NDArray[Any], seq_ids: Sequence[int], *, query_lens: Sequence[int], **options: Any
     ) -> NDArray[np.float32]:
         out = np.empty_like(queries)
         row = 0
         for seq_id, count in zip(seq_ids, query_lens, strict=True):
             keys, values = self.sequences[seq_id][layer]
-            out[row : row + count] = dense_attention(queries[row : row + count], keys, values)
+            out[row : row + count] = dense_attention(queries[row : row + count], keys, values, **options)
             row += count
         return out
 
 
-def dense_attention(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.float64]:
+def dense_attention(
+    queries: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: NDArray[Any] | None = None,
+) -> NDArray[np.float64]:
     """Causal attention in float64, with the last query at the last position: `(n, heads, head_dim)`."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(rows.astype(np.float64), group, axis=1) for rows in (keys, values))
-    scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), keys) / math.sqrt(queries.shape[2])
-    ahead = np.arange(len(keys)) > np.arange(len(keys) - len(queries), len(keys))[:, None]
-    scores[:, ahead] = -np.inf
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
+    scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), keys)
+    scores *= queries.shape[2] ** -0.5 if scale is None else scale
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    distance = np.arange(len(keys) - len(queries), len(keys))[:, None] - np.arange(len(keys))
+    scores[:, (distance < 0) | (distance >= (window or np.inf))] = -np.inf
+    extra = np.full((len(scores), 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
+    most = np.maximum(scores.max(axis=2, keepdims=True), extra)
+    weights = np.exp(scores - most)
+    weights /= weights.sum(axis=2, keepdims=True) + np.exp(extra - most)
     return np.einsum("hqk,khd->qhd", weights, values)
 
 

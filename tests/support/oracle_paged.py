@@ -72,7 +72,7 @@ class NaivePagedKvCache:
         seq.slots = [(new if b == block else b, slot) for b, slot in seq.slots]
         return new
 
-    def grow(self, seq, count):
+    def lengthen(self, seq, count):
         for _ in range(count):
             if seq.slots and seq.slots[-1][1] + 1 < self.block_size:
                 block, slot = seq.slots[-1]
@@ -92,7 +92,7 @@ class NaivePagedKvCache:
     def allocate(self, seq_id, count):
         self.demand(-(-count // self.block_size))
         seq = self.sequences[seq_id] = NaiveSequence()
-        self.grow(seq, count)
+        self.lengthen(seq, count)
         self.touch(seq)
 
     def allocate_batch(self, seq_ids, lengths):
@@ -103,23 +103,23 @@ class NaivePagedKvCache:
     def append(self, seq_id, count):
         seq = self.sequences[seq_id]
         self.demand(self.cost(seq, count))
-        self.grow(seq, count)
+        self.lengthen(seq, count)
         self.touch(seq)
 
-    def append_batch(self, seq_ids):
+    def append_batch(self, seq_ids, counts=None):
+        counts = [1] * len(seq_ids) if counts is None else counts
         need, named = 0, {}
-        for seq_id in seq_ids:
+        for seq_id, count in zip(seq_ids, counts, strict=True):
             seq = self.sequences[seq_id]
             tail = self.block_size - 1 - seq.slots[-1][1] if seq.slots else 0
-            if tail == 0:
-                need += 1
-            else:
+            need += -(-max(0, count - tail) // self.block_size)
+            if tail and count:
                 block = seq.slots[-1][0]
                 need += self.references(block) - named.get(block, 0) > 1
                 named[block] = named.get(block, 0) + 1
         self.demand(need)
-        for seq_id in seq_ids:
-            self.grow(self.sequences[seq_id], 1)
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            self.lengthen(self.sequences[seq_id], count)
             self.touch(self.sequences[seq_id])
 
     def free(self, seq_id):
@@ -127,12 +127,15 @@ class NaivePagedKvCache:
         self.release_unnamed(blocks)
 
     def fork(self, source, target):
-        old = self.sequences[source]
-        new = self.sequences[target] = NaiveSequence(
-            [dict(token) for token in old.content], list(old.slots), list(old.positions), old.next_position, old.sinks
-        )
-        new.priority = old.priority
+        new = self.sequences[target] = self.copy(self.sequences[source])
+        new.priority = self.sequences[source].priority
         self.touch(new)
+
+    @staticmethod
+    def copy(seq):
+        return NaiveSequence(
+            [dict(token) for token in seq.content], list(seq.slots), list(seq.positions), seq.next_position, seq.sinks
+        )
 
     def keep(self, seq_id, indices):
         seq = self.sequences[seq_id]
@@ -151,6 +154,27 @@ class NaivePagedKvCache:
         del seq.content[count:], seq.slots[count:], seq.positions[count:]
         seq.sinks = min(seq.sinks, count)
         self.release_unnamed([b for b in reversed(before) if b not in seq.blocks()])
+
+    def truncate_batch(self, seq_ids, counts):
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            self.truncate(seq_id, count)
+
+    def reorder(self, seq_ids, rows):
+        fresh = {}
+        for target, row in zip(seq_ids, rows, strict=True):
+            if seq_ids[row] != target:
+                fresh[target] = self.sequences["new", target] = self.copy(self.sequences[seq_ids[row]])
+        for target, new in fresh.items():
+            seq = self.sequences[target]
+            before = seq.blocks()
+            seq.content, seq.slots, seq.positions = new.content, new.slots, new.positions
+            seq.next_position, seq.sinks = new.next_position, new.sinks
+            del self.sequences["new", target]
+            self.release_unnamed([block for block in before if block not in seq.blocks()])
+
+    def grow(self, num_blocks):
+        self.free_blocks.extend(range(self.num_blocks, self.num_blocks + num_blocks))
+        self.num_blocks += num_blocks
 
     def stream(self, seq_id, sink, window):
         n = len(self.sequences[seq_id].content)
@@ -175,15 +199,29 @@ class NaivePagedKvCache:
         self.release_unnamed([b for b in old if b not in new])
 
     def write(self, layer, seq_id, start, keys, values):
-        seq = self.sequences[seq_id]
-        span = dict.fromkeys(block for block, _ in seq.slots[start : start + len(keys)])
-        shared = [block for block in span if self.references(block) > 1]
-        self.demand(len(shared))
-        for block in shared:
-            self.own(seq, block)
-        for i, (k, v) in enumerate(zip(keys, values, strict=True)):
-            seq.content[start + i][layer] = (k, v)
-        self.touch(seq)
+        self.write_many(layer, [(seq_id, start, len(keys))], keys, values)
+
+    def write_ragged(self, layer, seq_ids, lens, keys, values):
+        parts = [(seq_id, len(self.sequences[seq_id].content) - n, n) for seq_id, n in zip(seq_ids, lens, strict=True)]
+        self.write_many(layer, parts, keys, values)
+
+    def write_many(self, layer, parts, keys, values):
+        need, written = 0, {}
+        for seq_id, start, n in parts:
+            for block in dict.fromkeys(block for block, _ in self.sequences[seq_id].slots[start : start + n]):
+                need += self.references(block) - written.get(block, 0) > 1
+                written[block] = written.get(block, 0) + 1
+        self.demand(need)
+        rows = iter(zip(keys, values, strict=True))
+        for seq_id, start, n in parts:
+            seq = self.sequences[seq_id]
+            for block in dict.fromkeys(block for block, _ in seq.slots[start : start + n]):
+                if self.references(block) > 1:
+                    self.own(seq, block)
+            for token in seq.content[start : start + n]:
+                token[layer] = next(rows)
+        for seq_id, _, _ in parts:
+            self.touch(self.sequences[seq_id])
 
     def rows(self, layer, seq_id, zero):
         """Keys and values of every token; `zero` for tokens that were never written in this layer."""

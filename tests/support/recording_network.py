@@ -4,27 +4,33 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from kvcache.networks.protocols import LayerAttention
+
 HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY, TOKENS = 4, 2, 16, 2, 50, 400
 KINDS = 997
+FULL = (LayerAttention(),) * LAYERS
 
 
 class RecordingNetwork:
     """A network whose K and V depend on all tokens up to their own and on the namespace; it always predicts token 0.
+
+    Args:
+        attention: how each layer attends; by default two layers see all tokens.
 
     Attributes:
         outputs: (layer, position) -> the result of attention of that query.
         countdown: calls of `attend` after which it fails; -1: never.
     """
 
-    config = SimpleNamespace(
-        num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-    )  # fmt: skip
-
-    def __init__(self):
-        rng = np.random.default_rng(3)
-        self.queries = rng.standard_normal((LAYERS, TOKENS, HEADS, DIM), np.float32)
-        self.rows = rng.standard_normal((2, LAYERS, KINDS, KV_HEADS, DIM), np.float32)
+    def __init__(self, attention=FULL):
+        rng, layers = np.random.default_rng(3), len(attention)
+        self.attention = attention
+        self.config = SimpleNamespace(
+            num_layers=layers, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=VOCABULARY,
+            max_position_embeddings=TOKENS,
+        )  # fmt: skip
+        self.queries = rng.standard_normal((layers, TOKENS, HEADS, DIM), np.float32)
+        self.rows = rng.standard_normal((2, layers, KINDS, KV_HEADS, DIM), np.float32)
         self.outputs, self.countdown = {}, -1
         self.expect((), None)
 
@@ -38,7 +44,7 @@ class RecordingNetwork:
         self.outputs.clear()
 
     def forward(self, tokens, positions, attend, logits):
-        for layer in range(LAYERS):
+        for layer in range(self.config.num_layers):
             if self.countdown == 0:
                 raise InterruptedError("as planned")
             self.countdown -= 1

@@ -3,7 +3,7 @@
 import numpy as np
 from subject import BLOCK, DIM, HEADS, LAYERS, Subject, plain, rows
 
-from kvcache import CacheManager, EvictionPolicy, EvictionStrategy, KvCache, KVCacheConfig, PagedKvCache
+from kvcache import CacheManager, EvictionPolicy, EvictionStrategy, KvCache, KVCacheConfig, PagedKvCache, PrefixCache
 
 
 def sequences(cache):
@@ -57,6 +57,21 @@ class Paged(Subject):
 
     def append_batch(self):
         self.it.append_batch([1, 11, 12, 13, 2, 4])
+
+    def append_batch_of_counts(self):
+        self.it.append_batch([1, 11, 2, 4], [20, 0, 70, 3])
+
+    def truncate_batch(self):
+        self.it.truncate_batch([3, 1, 2], [30, 0, 5])
+
+    def reorder(self):
+        self.it.reorder([2, 1, 3, 11, 4], [2, 0, 2, 0, 4])
+
+    def grow(self):
+        self.it.grow(100)
+
+    def write_ragged(self):
+        self.it.write_ragged(0, [1, 12, 3, 4], [7, 0, 40, 82], *rows(129, 9, HEADS, DIM))
 
     def fork(self):
         self.it.fork(3, 20)
@@ -115,6 +130,29 @@ class Paged(Subject):
         assert self.it.handle(3).block_table.num_blocks
         self.it.stats()
         self.it.with_eviction_strategy(self.it.eviction_strategy)
+
+
+class SharedPool(Paged):
+    """Prefix caches over the blocks of a paged cache, one of them with a lookup."""
+
+    def _build(self):
+        cache = super()._build()
+        self.prefixes = [PrefixCache.over(cache), PrefixCache.over(cache, 5)]
+        for prefixes in self.prefixes:
+            prefixes.adopt(range(80), cache.get_sequence(3).block_ids[:20])
+        self.prefixes[0].lookup(range(80))
+        return cache
+
+    def _check(self):
+        super()._check()
+        for prefixes in self.prefixes:
+            prefixes.check()
+
+    def _state(self):
+        return super()._state(), [(len(prefixes), prefixes.capacity) for prefixes in self.prefixes]
+
+    def grow_twice(self):
+        self.it.grow(100)
 
 
 class CompactShared(Paged):

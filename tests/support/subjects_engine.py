@@ -7,6 +7,7 @@ import numpy as np
 from places import GOLDEN
 from subject import Subject
 from subjects_caches import sequences
+from windowed_networks import Windowed
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -54,6 +55,28 @@ class Residual(Engine):
         return *super()._state(), residual.first, residual.stop, rows
 
 
+class WindowedLayers(Engine):
+    """A layer keeps its window alone; both operations drop tokens of it, one cuts the text before."""
+
+    def _build(self):
+        engine = InferenceEngine(Windowed(MODEL, 10), prefill_chunk=16, num_blocks=60, block_size=4)
+        self.text = np.arange(3, 203, dtype=np.uint32)
+        engine.prefill_from_pos(self.text[:120], 0)
+        return engine
+
+    def _state(self):
+        windows = [sequences(group.cache)[0] for group in self.it._sequence.windows.groups]
+        content = [[entry[3] for _, entry in sorted(seqs.items())] for seqs in windows]
+        firsts = [place.first for place in self.it._sequence.places]
+        return *super()._state(), content, firsts
+
+    def prefill(self):
+        self.it.prefill_from_pos(self.text[:37], 120)
+
+    def go_back(self):
+        self.it.prefill_from_pos(self.text[:35], 110)
+
+
 class Evicting(Engine):
     """Without memory it compacts later, so the number of free blocks may differ."""
 
@@ -70,9 +93,10 @@ class Served(Subject):
     """A request replaces the sequence before it. The prefix cache must stay, and the next answer must be right."""
 
     options: ClassVar[dict[str, object]] = {}
+    model: ClassVar[object] = MODEL
 
     def _build(self):
-        engine = InferenceEngine(MODEL, prefill_chunk=16, num_blocks=12, **self.options)
+        engine = InferenceEngine(self.model, prefill_chunk=16, num_blocks=12, **self.options)
         cached = PrefixCachedEngine(engine, 5, strict=True)
         self.text = np.arange(3, 63, dtype=np.uint32)
         cached.generate(self.text[:40], GREEDY)
@@ -99,5 +123,13 @@ class ServedResidual(Served):
     """The same where groups are kept in full: the second request finds them in the cache."""
 
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    generate = Served.generate
+    stream = Served.stream
+
+
+class ServedWindows(Served):
+    """The same where a layer keeps its window alone, and one window fits the cache beside the request's."""
+
+    model = Windowed(MODEL, 20)
     generate = Served.generate
     stream = Served.stream

@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 from places import GOLDEN
 from system import System, pure, release
+from windowed_networks import Windowed
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -19,8 +20,9 @@ PROMPTS = [TEXT[:20], TEXT[:33], TEXT[40:60]]
 class Network:
     """A network that makes nested calls before and after its attention."""
 
-    def __init__(self, system):
-        self.system, self.config, self.fingerprint = system, MODEL.config, "a network"
+    def __init__(self, system, model=MODEL):
+        self.system, self.model, self.config, self.fingerprint = system, model, model.config, "a network"
+        self.attention = getattr(model, "attention", None)
 
     def forward(self, tokens, positions, attend, logits, **places):
         def calling(*args):
@@ -29,17 +31,18 @@ class Network:
             self.system.wrap.run()
             return mixed
 
-        return MODEL.forward(tokens, positions, calling, logits, **places)
+        return self.model.forward(tokens, positions, calling, logits, **places)
 
 
 class EngineSystem(System):
     options: ClassVar[dict[str, object]] = {}
+    model: ClassVar[object] = MODEL
     answers: ClassVar[dict[object, list[list[int]]]] = {}
     rare = ("enlarge", "score", "generate")
     slow = 8
 
     def _build(self):
-        self.engine = InferenceEngine(Network(self), prefill_chunk=16, num_blocks=24, **self.options)
+        self.engine = InferenceEngine(Network(self, self.model), prefill_chunk=16, num_blocks=24, **self.options)
         self.streams = []
         self.engine.generate(PROMPTS[0], GREEDY)
         self._remember(type(self))
@@ -48,7 +51,7 @@ class EngineSystem(System):
     def _remember(cls, key):
         if key not in cls.answers:
             cls.answers[key] = [
-                InferenceEngine(MODEL, prefill_chunk=16, **cls.options).generate(p, GREEDY) for p in PROMPTS
+                InferenceEngine(cls.model, prefill_chunk=16, **cls.options).generate(p, GREEDY) for p in PROMPTS
             ]
 
     def _face(self):
@@ -198,7 +201,7 @@ class EvictingSystem(EngineSystem):
     options: ClassVar[dict[str, object]] = {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24, "block_size": 4}
 
     def _build(self):
-        self.engine = InferenceEngine(Network(self), prefill_chunk=16, **self.options)
+        self.engine = InferenceEngine(Network(self, self.model), prefill_chunk=16, **self.options)
         self.streams = []
         self.engine.generate(PROMPTS[0], GREEDY)
         self._remember(type(self))
@@ -213,7 +216,7 @@ class CachedSystem(EngineSystem):
     rare = ("save", "load", "enlarge", "score", "generate", "enlarge")
 
     def _build(self):
-        engine = InferenceEngine(Network(self), prefill_chunk=16, num_blocks=16, **self.options)
+        engine = InferenceEngine(Network(self, self.model), prefill_chunk=16, num_blocks=16, **self.options)
         self.cached = PrefixCachedEngine(engine, 6, strict=True)
         self.engine, self.streams, self.sessions = engine, [], []
         self.cached.generate(PROMPTS[0], GREEDY)
@@ -279,3 +282,10 @@ class CachedSystem(EngineSystem):
 
 class CachedResidualSystem(CachedSystem):
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+
+
+class CachedWindowsSystem(CachedSystem):
+    model = Windowed(MODEL, 10)
+
+    def begin(self, wrap):
+        pass  # needs the windows of the text too

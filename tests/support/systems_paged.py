@@ -118,6 +118,19 @@ class PagedSystem(PrefixCalls, System):
     def append_batch(self, wrap):
         self.cache.append_batch(wrap.array([1, 11, 3, 2]))
 
+    def append_batch_of_counts(self, wrap):
+        self.cache.append_batch(wrap.array([1, 11, 3, 2]), wrap.array([5, 0, 2, 1]))
+
+    def truncate_batch(self, wrap):
+        self.cache.truncate_batch(wrap.array([2, 3]), wrap.array([3, 7]))
+
+    def reorder(self, wrap):
+        self.cache.reorder(wrap.array([1, 11]), wrap.array(self.random.choice(([1, 0], [1, 1], [0, 0]))))
+
+    def grow(self, wrap):
+        if self.cache.total_blocks < 90:
+            self.cache.grow(wrap.integer(2))
+
     def truncate(self, wrap):
         self.cache.truncate(wrap.integer(self._seq()), wrap.integer(self.random.choice((0, 3, 7))))
 
@@ -223,6 +236,11 @@ class PagedSystem(PrefixCalls, System):
         k, v = (np.concatenate(sides) for sides in zip(*(rows(tag, [-1], 0) for tag in (3, 1, 3)), strict=True))
         self.cache.write_batch(wrap.integer(0), wrap.array([3, 11, 103]), wrap.array(k), wrap.array(v))
 
+    def write_ragged(self, wrap):
+        parts = [rows(tag, self._anywhere(n), 0) for tag, n in ((3, 2), (1, 0), (2, 1))]
+        k, v = (np.concatenate(sides) for sides in zip(*parts, strict=True))
+        self.cache.write_ragged(0, wrap.array([3, 11, 2]), wrap.array([2, 0, 1]), wrap.array(k), wrap.array(v))
+
     def read(self, wrap):
         return self.cache.read(wrap.integer(self.random.randrange(2)), wrap.integer(self._seq()), wrap.integer(0))
 
@@ -245,7 +263,8 @@ class PagedSystem(PrefixCalls, System):
         out = self.cache.attention(
             1, wrap.array(q), wrap.array([3, 1, 13]), query_lens=wrap.array([4, 2, 1]), scale=wrap.number(0.3),
             sink_queries=wrap.array(q), out=np.empty_like(q), return_scores=True, context_lens=wrap.array([9, 3, 20]),
-            return_lse=True,
+            return_lse=True, window=wrap.integer(6), softcap=wrap.number(3.0), sinks=wrap.array(np.full(2, -2.0)),
+            starts=wrap.array([0, 7, 2]),
         )  # fmt: skip
         self._mixed(out[0])
         return out

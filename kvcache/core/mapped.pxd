@@ -1,0 +1,9 @@
+"""Memory of the system, mapped at once, zero and untouched until it is first written."""
+
+
+cdef class MappedMemory:
+    cdef unsigned char *bytes
+    cdef readonly size_t nbytes
+
+    # Let the system take back the whole pages of bytes `start` to `stop`, which nobody reads any more.
+    cdef void give_back(self, size_t start, size_t stop) noexcept nogil

@@ -1,0 +1,3 @@
+class MappedMemory:
+    nbytes: int
+    def __init__(self, nbytes: int) -> None: ...

@@ -1,0 +1,1 @@
+"""Networks: configurations, weights from checkpoints and GGUF files, and the forward pass."""

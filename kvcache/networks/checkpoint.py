@@ -1,0 +1,94 @@
+"""The tensors of a Hugging Face checkpoint directory: one safetensors file, or shards with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+from kvcache.networks.files import MAX_JSON_BYTES, read_json
+from kvcache.networks.safetensors import SafetensorsFile
+from kvcache.networks.tensors import StoredRows, require
+
+__all__ = ["Checkpoint"]
+
+Float32 = NDArray[np.float32]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MAX_NAME = 255  # characters of a file name; no file system takes more
+_MAX_SHARDS = 512  # all shards are open while a checkpoint is read; a process may have 1024 files open
+_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # dtypes that can be loaded
+
+
+class Checkpoint:
+    """The tensors of a directory: `model.safetensors`, or shards with `model.safetensors.index.json`."""
+
+    def __init__(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        self.directory = directory
+        self._files: dict[str, SafetensorsFile] = {}
+        if (directory / _SINGLE).exists():
+            file = SafetensorsFile(directory / _SINGLE)
+            self._files = dict.fromkeys(file, file)
+        elif (directory / _INDEX).exists():
+            self._files = _sharded(directory)
+        else:
+            others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern))
+            found = f"; {', '.join(others[:3])} cannot be read" if others else ""
+            raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
+
+    def require(
+        self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """See `Tensors.require`."""
+        found = {name: file[name] for name, file in self._files.items()}
+        require(found, self.directory, tuple(_FORMATS), expected, optional)
+
+    def read(self, name: str) -> Float32:
+        """See `Tensors.read`."""
+        return self._files[name].read(name)
+
+    def format(self, name: str) -> str:
+        """See `Tensors.format`."""
+        return _FORMATS[self._files[name][name].dtype]
+
+    def rows(self, name: str, first: int, stop: int) -> StoredRows:
+        """See `Tensors.rows`."""
+        return StoredRows(self.format(name), self._files[name].rows(name, first, stop))
+
+
+def _sharded(directory: Path) -> dict[str, SafetensorsFile]:
+    """The shard of each tensor. The index is not trusted: a file name must not leave the directory."""
+    index = directory / _INDEX
+    names = read_json(index, MAX_JSON_BYTES).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: weight_map: expected an object from tensors to files, got {short(names)}")
+    shards: dict[str, SafetensorsFile] = {}
+    for name, shard in names.items():
+        if (
+            not isinstance(shard, str)
+            or shard in ("", ".", "..")
+            or len(shard) > _MAX_NAME
+            or {"/", "\\", "\0"} & set(shard)
+        ):
+            raise CheckpointError(f"{index}: {name:.100}: expected the name of a file beside it, got {short(shard)}")
+        if shard not in shards:
+            if len(shards) == _MAX_SHARDS:
+                raise CheckpointError(f"{index}: expected at most {_MAX_SHARDS} shards, got more")
+            try:
+                shards[shard] = SafetensorsFile(directory / shard)
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{index}: expected the shard {shard} beside it, found none") from None
+        if name not in shards[shard]:
+            raise CheckpointError(f"{directory / shard}: expected the tensor {name:.100}, got none")
+    for shard, file in shards.items():
+        for name in file:
+            if names.get(name) != shard:
+                place = directory / shard
+                raise CheckpointError(f"{place}: expected tensors that the index lists for it, got {name:.100}")
+    return {name: shards[shard] for name, shard in names.items()}

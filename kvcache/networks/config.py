@@ -1,0 +1,289 @@
+"""The configuration of a network: `config.json` of its checkpoint, read strictly.
+
+An option that changes the network's result is either supported or refused by name. Absent keys have the defaults
+of the transformers library, which wrote the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+from kvcache.networks.entries import Entries
+from kvcache.networks.families import Family, family_of
+from kvcache.networks.files import read_json
+from kvcache.networks.rope import Rope
+from kvcache.networks.rope_entries import ropes_of
+
+__all__ = ["ModelConfig"]
+
+_MAX_LAYERS = 1 << 16  # some fields have an element for each layer
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer. Its features are fields; `families` says which architecture has which.
+
+    Attributes:
+        architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM".
+        intermediate_size: of the MLP, or of one expert.
+        num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head.
+        max_position_embeddings: positions are in [0, max_position_embeddings).
+        rope: the rotary position embedding.
+        window_rope: that of the layers with a window, if it is another one.
+        rotary_dim: the channels of a head that it turns, the first ones.
+        rotated: which layers have one.
+        windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
+        attention_scale: of the scores; None: `head_dim**-0.5`.
+        attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
+        sinks: whether each query head has a logit that joins the normaliser of its softmax.
+        qkv_bias, output_bias, mlp_bias: which projections add a bias.
+        qk_norm: how queries and keys pass through an RMSNorm: not, each head alone, or all heads at once.
+        norms: where each layer's norms are: before attention and MLP, after them, or both.
+        activation: of the gate in the MLP; "clamped" is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate and up
+            limited to `clamped_limit`, and `clamped_alpha` as alpha.
+        experts_per_token: of `num_experts`; 0: there are none.
+        normalise_experts: whether the weights of a token's experts add up to 1.
+        embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
+        logit_softcap: as `attention_softcap`, for the logits.
+        tie_word_embeddings: whether the output matrix is the embedding.
+        eos_token_ids: tokens that end a text.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: Rope
+    window_rope: Rope | None
+    rotary_dim: int
+    rotated: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    attention_scale: float | None
+    attention_softcap: float | None
+    sinks: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: Literal["", "head", "all"]
+    norms: Literal["before", "after", "both"]
+    activation: Literal["silu", "gelu_tanh", "clamped"]
+    clamped_alpha: float
+    clamped_limit: float
+    num_experts: int
+    experts_per_token: int
+    normalise_experts: bool
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    logit_softcap: float | None
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> ModelConfig:
+        """Read `config.json`, and `generation_config.json` if it exists, from a checkpoint directory.
+
+        Raises:
+            FileNotFoundError: there is no `config.json`.
+            CheckpointError: not JSON, a key is missing or of the wrong type, or an option is not supported.
+        """
+        directory = Path(directory)
+        config = read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        # Both files may hold `eos_token_id`; generation_config.json takes precedence.
+        if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
+            config = {**config, "eos_token_id": eos}
+        return cls.from_dict(config)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected a Mapping, got {type(config).__name__}")
+        architecture, family = family_of(config)
+        read = Entries(config, defaults=family.defaults)
+        hidden_size = read.size("hidden_size")
+        num_heads = read.size("num_attention_heads")
+        num_kv_heads = read.size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {num_kv_heads}"
+            )
+        # null always means the quotient; an absent key means the family's default, if it has one.
+        absent = family.defaults.get("head_dim") if "head_dim" not in config else None
+        head_dim = Entries(config).size("head_dim", absent or hidden_size // num_heads, at_least=0)
+        if head_dim % 2 or not head_dim:
+            raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
+        positions = read.size("max_position_embeddings")
+        num_layers = read.size("num_hidden_layers", most=_MAX_LAYERS)
+        _refuse_unsupported(config, read)
+        ropes = ropes_of(config, family, positions, head_dim)
+        rotated = _rotated(read, num_layers)
+        attention_bias = read.flag("attention_bias", False)
+        num_experts, size = _experts(read, family)
+        return cls(
+            architecture=architecture,
+            vocab_size=read.size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=positions,
+            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            rope=ropes.rope,
+            window_rope=ropes.window_rope,
+            rotary_dim=ropes.rotary_dim,
+            rotated=rotated,
+            windows=_windows(config, family, read, positions, rotated),
+            attention_scale=_attention_scale(read, head_dim),
+            attention_softcap=read.cap("attn_logit_softcapping"),
+            sinks=family.sinks,
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=attention_bias if family.qkv_bias is None else False,
+            mlp_bias=read.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+            qk_norm=family.qk_norm,
+            norms=family.norms,
+            activation=family.activation or _activation(read, family.activation_key),
+            clamped_alpha=read.number("swiglu_alpha", 1.702),
+            clamped_limit=read.number("swiglu_limit", 7.0),
+            num_experts=num_experts,
+            experts_per_token=read.size("num_experts_per_tok", most=num_experts) if num_experts else 0,
+            normalise_experts=family.experts != "qwen" or read.flag("norm_topk_prob", False),
+            embedding_scale=_embedding_scale(read, family, hidden_size),
+            residual_scale=_factor(read, family, "residual_multiplier"),
+            logit_scale=1 / _factor(read, family, "logits_scaling"),
+            logit_softcap=read.cap("final_logit_softcapping"),
+            tie_word_embeddings=read.flag("tie_word_embeddings", False),
+            eos_token_ids=_eos(config),
+        )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], read: Entries) -> None:
+    """Raise CheckpointError for an option that changes the result and is not implemented."""
+    for key in ("quantization_config", "compression_config"):
+        found = config.get(key)
+        if found is not None:
+            method = found.get("quant_method") if isinstance(found, Mapping) else None
+            named = "" if method is None else f"quant_method {short(method)} of "
+            raise CheckpointError(f"{key}: expected an unquantised checkpoint, got {named}{short(found)}")
+    if read.flag("use_bidirectional_attention", False):
+        raise CheckpointError("use_bidirectional_attention: expected false, got true")
+
+
+def _activation(read: Entries, key: str) -> Literal["silu", "gelu_tanh"]:
+    name = read.get(key) or "silu"
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise CheckpointError(f"{key}: expected one of {', '.join(_ACTIVATIONS)}, got {short(name)}")
+    return _ACTIVATIONS[name]
+
+
+def _factor(read: Entries, family: Family, key: str) -> float:
+    """A positive factor; 1 in families without it."""
+    found = read.number(key) if key in family.defaults else 1.0
+    if not found:
+        raise CheckpointError(f"{key}: expected a positive number, got {found}")
+    return found
+
+
+def _embedding_scale(read: Entries, family: Family, hidden_size: int) -> float:
+    return hidden_size**0.5 if family.embedding_by_size else _factor(read, family, "embedding_multiplier")
+
+
+def _attention_scale(read: Entries, head_dim: int) -> float | None:
+    """The factor of the scores; None for the usual one."""
+    scale = None
+    if read.default("query_pre_attn_scalar"):
+        scalar = read.cap("query_pre_attn_scalar")
+        scale = None if scalar is None else scalar**-0.5
+    elif read.default("attention_multiplier"):
+        scale = read.number("attention_multiplier")
+    return None if scale == head_dim**-0.5 else scale
+
+
+def _rotated(read: Entries, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have a rotary embedding: `no_rope_layers`, a list of 1 (it has one) and 0."""
+    interval = read.default("no_rope_layer_interval")
+    if interval is None:
+        return (True,) * num_layers
+    listed = read.get("no_rope_layers")
+    if listed is None:
+        interval = read.size("no_rope_layer_interval")
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(value in (0, 1) for value in listed):
+        raise CheckpointError(f"no_rope_layers: expected 0 or 1 for each of {num_layers} layers, got {short(listed)}")
+    return tuple(bool(value) for value in listed)
+
+
+def _windows(
+    config: Mapping[str, Any], family: Family, read: Entries, positions: int, rotated: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    """The window of each layer. One that is not shorter than the longest text is none."""
+    num_layers = len(rotated)
+    slides = not family.window_switch or read.flag("use_sliding_window", False)
+    window = config.get("sliding_window", family.defaults.get("sliding_window")) if slides else None
+    if window is not None and (type(window) is not int or window < 1):
+        raise CheckpointError(f"sliding_window: expected a positive whole number or null, got {short(window)}")
+    kinds = config.get("layer_types")
+    allowed = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == num_layers and all(kind in allowed for kind in kinds)
+    ):
+        expected = " or ".join(allowed)
+        raise CheckpointError(f"layer_types: expected {expected} for each of {num_layers} layers, got {short(kinds)}")
+    if window is None or window >= positions:
+        return (None,) * num_layers
+    if family.windows == "none":
+        raise CheckpointError(f"sliding_window: expected none, or at least all {positions} positions, got {window}")
+    if family.windows == "all":
+        if kinds is not None and "full_attention" in kinds:
+            raise CheckpointError(f"layer_types: expected sliding_attention for all layers, got {short(kinds)}")
+        return (window,) * num_layers
+    if kinds is not None:
+        with_window = [kind == "sliding_attention" for kind in kinds]
+    elif family.full_every:
+        every = read.size("sliding_window_pattern", family.full_every)
+        with_window = [(i + 1) % every != 0 for i in range(num_layers)]
+    elif read.default("no_rope_layer_interval"):
+        with_window = [not turns for turns in rotated]
+    else:
+        first = read.size("max_window_layers", 28, at_least=0)
+        with_window = [i >= first for i in range(num_layers)]
+    return tuple(window if slide else None for slide in with_window)
+
+
+def _experts(read: Entries, family: Family) -> tuple[int, int]:
+    """The number of experts in every layer, and the intermediate size."""
+    size = read.size("intermediate_size") if family.experts != "qwen" else read.size("moe_intermediate_size")
+    if not family.experts:
+        return 0, size
+    key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
+    step = read.size("decoder_sparse_step", 1)
+    dense = read.get("mlp_only_layers") or []
+    if step != 1 or dense:
+        raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(dense)} and {step}")
+    return read.size(key), size
+
+
+def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids in `eos_token_id` (an id, a list or null), ascending."""
+    eos = config.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int and 0 <= token < 2**32 for token in ids):
+        raise CheckpointError(f"eos_token_id: expected token ids, got {short(eos)}")
+    return tuple(sorted(set(ids)))

@@ -1,0 +1,86 @@
+"""Typed reads of the entries of one JSON object; every error names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+
+__all__ = ["Entries"]
+
+_MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
+_MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
+
+
+class Entries:
+    """The entries of a JSON object. A null counts as absent; an absent entry has its default, or is an error.
+
+    Args:
+        values: the object.
+        where: comes before each key in messages, e.g. "rope_scaling.".
+        defaults: of absent keys; they come before the defaults that a call names.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "", defaults: Mapping[str, Any] | None = None) -> None:
+        self._values, self._where, self._defaults = values, where, defaults or {}
+
+    def get(self, key: str) -> Any:
+        """The value as it is: None if it is null, or absent and without a default."""
+        return self._values.get(key, self._defaults.get(key))
+
+    def default(self, key: str) -> Any:
+        """The default of an absent key, or None."""
+        return self._defaults.get(key)
+
+    def _get(self, key: str, default: Any, accept: Callable[[Any], bool], expected: str) -> Any:
+        value = self._values.get(key)
+        if value is None:
+            default = self._defaults.get(key, default)
+            if default is None:
+                raise CheckpointError(f"{self._where}{key}: expected {expected}, got nothing")
+            return default
+        if not accept(value):
+            raise CheckpointError(f"{self._where}{key}: expected {expected}, got {short(value)}")
+        return value
+
+    def size(self, key: str, default: int | None = None, *, at_least: int = 1, most: int = _MAX_SIZE) -> int:
+        """A whole number from `at_least` to `most`."""
+        expected = "a positive whole number" if at_least == 1 else f"a whole number of at least {at_least}"
+        expected += "" if most == _MAX_SIZE else f" up to {most}"
+        found: int = self._get(
+            key, default, lambda value: type(value) is int and at_least <= value <= most, expected
+        )
+        return found
+
+    def number(self, key: str, default: float | None = None, *, at_least: float = 0.0) -> float:
+        """A finite number of at least `at_least`."""
+
+        def accept(value: Any) -> bool:
+            return type(value) in (int, float) and at_least <= value <= _MAX_NUMBER
+
+        return float(self._get(key, default, accept, f"a finite number of at least {at_least:g}"))
+
+    def cap(self, key: str) -> float | None:
+        """A positive number, or None for null and for an absent entry."""
+        if self.get(key) is None:
+            return None
+        found = self.number(key)
+        if not found:
+            raise CheckpointError(f"{self._where}{key}: expected a positive number or null, got {found}")
+        return found
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """`count` positive numbers."""
+        found = self.get(key)
+        if not isinstance(found, list) or len(found) != count:
+            raise CheckpointError(f"{self._where}{key}: expected {count} numbers, got {short(found)}")
+        if not all(type(value) in (int, float) and 0 < value <= _MAX_NUMBER for value in found):
+            raise CheckpointError(f"{self._where}{key}: expected positive numbers, got {short(found)}")
+        return tuple(float(value) for value in found)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        found: bool = self._get(key, default, lambda value: isinstance(value, bool), "true or false")
+        return found

@@ -1,0 +1,147 @@
+"""The architectures that can be read: what each fixes, and what absent keys of its `config.json` mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+
+__all__ = ["FAMILIES", "Family", "family_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of the table. A bias is None where a key decides.
+
+    Attributes:
+        model_type: the name in config.json.
+        qkv_bias: of queries, keys, values; None: the key `attention_bias`, which also sets that of the output
+            projection.
+        mlp_bias: of the MLP, of all experts and their router; None: the key `mlp_bias`.
+        qk_norm: how queries and keys are normed: not, each head alone, or all heads at once.
+        norms: where they are: before attention and MLP, after them, or both.
+        norms_less_one: whether folders store the weights of norms minus 1.
+        embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
+        activation: that of the MLP; None: the key that `activation_key` names.
+        windows: which layers may have the window of `sliding_window`: none, all, or those of `layer_types`.
+        window_switch: whether windows need a true `use_sliding_window`.
+        full_every: without `layer_types`, every so manyth layer has no window; 0: the first `max_window_layers`
+            have none.
+        rope_per_kind: whether layers with and without a window have a rotary embedding each.
+        sinks: whether each query head has a logit that joins the normaliser of its softmax.
+        experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
+        fused: whether files store queries, keys and values as one matrix, and gate and up as one.
+        defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`.
+    """
+
+    model_type: str
+    qkv_bias: bool | None = False
+    mlp_bias: bool | None = False
+    qk_norm: Literal["", "head", "all"] = ""
+    norms: Literal["before", "after", "both"] = "before"
+    norms_less_one: bool = False
+    embedding_by_size: bool = False
+    activation: Literal["clamped"] | None = None
+    activation_key: str = "hidden_act"
+    windows: Literal["none", "all", "types"] = "none"
+    window_switch: bool = False
+    full_every: int = 0
+    rope_per_kind: bool = False
+    sinks: bool = False
+    experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""
+    fused: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GEMMA = {
+    "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+}  # fmt: skip
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", qkv_bias=None, mlp_bias=None),
+    "MistralForCausalLM": Family(
+        "mistral", windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows="types", window_switch=True, defaults=_QWEN),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", qkv_bias=None, qk_norm="head", windows="types", window_switch=True, defaults=_QWEN | {"head_dim": 128}
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3", qkv_bias=None, mlp_bias=None, windows="types", window_switch=True,
+        defaults={
+            "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+        },
+    ),
+    "GraniteForCausalLM": Family(
+        "granite", qkv_bias=None, mlp_bias=None,
+        defaults={
+            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2", qkv_bias=None, qk_norm="all", norms="after", defaults={"rms_norm_eps": 1e-5}
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3", qkv_bias=None, qk_norm="all", norms="after", windows="types", full_every=4, rope_per_kind=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2", qkv_bias=None, norms="both", norms_less_one=True, embedding_by_size=True,
+        activation_key="hidden_activation", windows="types", full_every=2,
+        defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", qkv_bias=None, qk_norm="head", norms="both", norms_less_one=True, embedding_by_size=True,
+        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True,
+        defaults=_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+    "Phi3ForCausalLM": Family("phi3", windows="all", fused=True, defaults={
+        "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
+    }),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", qkv_bias=None, qk_norm="head", windows="all", window_switch=True, experts="qwen",
+        defaults={
+            "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral", windows="all", experts="mixtral",
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "norm_topk_prob": True,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks=True,
+        experts="gpt_oss",
+        defaults={
+            "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+            "rope_theta": 15e4, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+    ),
+}  # fmt: skip
+_BY_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
+    """The architecture that wrote a `config.json`, and its row: `architectures`, or `model_type` if that is absent.
+
+    Raises:
+        CheckpointError: another one.
+    """
+    named = config.get("architectures")
+    if not named:
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in _BY_TYPE:
+            raise CheckpointError(f"model_type: expected one of {', '.join(_BY_TYPE)}, got {short(model_type)}")
+        return _BY_TYPE[model_type], FAMILIES[_BY_TYPE[model_type]]
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
+        raise CheckpointError(f"architectures: expected one of {', '.join(FAMILIES)}, got {short(named)}")
+    return named[0], FAMILIES[named[0]]

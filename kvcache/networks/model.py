@@ -1,0 +1,206 @@
+"""The transformer: a decoder with the features that `ModelConfig` lists, with float32 activations.
+
+It owns no cache. `forward` calls its argument `attend` with queries, keys and values once per layer and uses the
+result, so the same network runs over a paged, a quantised or a shared cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.arguments import short
+from kvcache.core.layers import rms_norm, swiglu
+from kvcache.networks.activations import clamped_swiglu, geglu, softcap
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.experts import mix_experts, top_experts
+from kvcache.networks.gguf import GgufCheckpoint, is_gguf
+from kvcache.networks.protocols import Attend, LayerAttention, Logits
+from kvcache.networks.rope import Rope, RopeTable
+from kvcache.networks.weights import LayerWeights, MlpWeights, Progress, Weight, Weights
+
+__all__ = ["Transformer"]
+
+Float32 = NDArray[np.float32]
+
+
+class Transformer:
+    """A network and its weights.
+
+    A row of every result has the same bits whatever other rows it is computed with, and on any number of threads.
+
+    Args:
+        config: sizes and options.
+        weights: as `Weights` loads them.
+        activations: how rows meet packed weights: "int8", a scale per group of 32 channels, or "exact", with 15 bits
+            and half of the speed of many rows. Weights in floats are always multiplied in float32.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, activations: str = "int8") -> None:
+        if activations not in ("int8", "exact"):
+            raise ValueError(f"activations: expected int8 or exact, got {short(activations)}")
+        self.config = config
+        self.weights = weights
+        self.activations = activations
+        self._rope = self._table(config.rope)
+        window = self._rope if config.window_rope is None else self._table(config.window_rope)
+        # For each regime the tables of layers without and with a window.
+        self._tables = [(self._rope, window)]
+        if self.regime(config.max_position_embeddings):
+            self._tables.append((self._table(config.rope, 1), self._table(config.window_rope or config.rope, 1)))
+
+    def _table(self, rope: Rope, regime: int = 0) -> RopeTable:
+        return RopeTable(rope, self.config.rotary_dim, self.config.max_position_embeddings, regime)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Transformer({c.architecture}, {c.num_layers} layers, hidden_size {c.hidden_size})"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        weights: str = "auto",
+        activations: str = "int8",
+        progress: Progress | None = None,
+    ) -> Transformer:
+        """Load a Hugging Face checkpoint directory, or a GGUF file.
+
+        Args:
+            directory: of `config.json` and safetensors; or a file whose name ends in `.gguf`.
+            weights, progress: as for `Weights.read`.
+            activations: as for the constructor.
+
+        Errors are those of `ModelConfig` and `Weights`.
+        """
+        if is_gguf(directory):
+            return cls.from_gguf(directory, weights=weights, activations=activations, progress=progress)
+        config = ModelConfig.from_pretrained(directory)
+        return cls(config, Weights.from_pretrained(directory, config, weights, progress), activations)
+
+    @classmethod
+    def from_gguf(
+        cls, path: str | Path, *, weights: str = "auto", activations: str = "int8", progress: Progress | None = None
+    ) -> Transformer:
+        """Load a GGUF file of any name. Errors are those of `GgufCheckpoint` and `Weights`."""
+        checkpoint = GgufCheckpoint(path)
+        return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations)
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer attends."""
+        config = self.config
+        return tuple(
+            LayerAttention(config.attention_scale, window, config.attention_softcap, layer.sinks)
+            for window, layer in zip(config.windows, self.weights.layers, strict=True)
+        )
+
+    def regime(self, num_tokens: int) -> int:
+        """The regime of a text of `num_tokens`, see `Model`: 1 beyond the original context of longrope, else 0."""
+        config = self.config
+        return max(rope.regime_of(num_tokens) for rope in (config.rope, config.window_rope or config.rope))
+
+    def forward(
+        self,
+        tokens: NDArray[np.uint32],
+        positions: NDArray[np.int64],
+        attend: Attend,
+        logits: Logits = "last",
+        *,
+        sink_positions: NDArray[np.int64] | None = None,
+        regime: int = 0,
+    ) -> Float32:
+        """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes.
+
+        Raises:
+            ValueError: a position that no text of this regime has.
+        """
+        config = self.config
+        if regime not in range(len(self._tables)) or self.regime(int(positions.max(initial=-1)) + 1) > regime:
+            raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
+        x = self.weights.embedding[tokens.astype(np.int64)]
+        if config.embedding_scale != 1:
+            x *= np.float32(config.embedding_scale)
+        places = (positions,) if sink_positions is None else (positions, sink_positions)
+        turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
+        for i, layer in enumerate(self.weights.layers):
+            table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
+            projected = self._project(self._normed(x, layer.input_norm), layer)
+            mixed = attend(i, *self._turned(*projected, table, turns[table] if table else places)).reshape(len(x), -1)
+            if i == config.num_layers - 1 and logits != "all":
+                # After the last attention rows are independent: continue with the requested ones only.
+                first = len(x) - 1 if logits == "last" else len(x)
+                x, mixed = x[first:], mixed[first:]
+            if len(x):
+                self._add(x, self._times(mixed, layer.output, layer.output_bias), layer.output_norm)
+                self._add(x, self._mlps(self._normed(x, layer.mlp_norm), layer), layer.down_norm)
+        if not len(x):
+            return np.empty((0, config.vocab_size), np.float32)
+        rows = self._times(self._normed(x, self.weights.norm), self.weights.head)
+        if config.logit_scale != 1:
+            rows *= np.float32(config.logit_scale)
+        return rows if config.logit_softcap is None else softcap(rows, config.logit_softcap)
+
+    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None) -> Float32:
+        return weight.multiply(x, bias, exact=self.activations == "exact")
+
+    def _normed(self, x: Float32, norm: Float32 | None) -> Float32:
+        return x if norm is None else rms_norm(x, norm, self.config.rms_norm_eps)
+
+    def _add(self, x: Float32, part: Float32, norm: Float32 | None) -> None:
+        """Add what a part of a layer computes to the residual stream `x`."""
+        part = self._normed(part, norm)
+        if self.config.residual_scale != 1:
+            part *= np.float32(self.config.residual_scale)
+        x += part
+
+    def _project(self, x: Float32, layer: LayerWeights) -> tuple[Float32, Float32]:
+        """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`, and values."""
+        config, eps = self.config, self.config.rms_norm_eps
+        projected = self._times(x, layer.qkv, layer.qkv_bias)
+        heads = projected.reshape(len(x), -1, config.head_dim)
+        turning = config.num_heads + config.num_kv_heads
+        turned, values = heads[:, :turning], heads[:, turning:]
+        if layer.qk_norm is None:
+            return turned, values
+        if config.qk_norm == "head":
+            return rms_norm(turned, layer.qk_norm, eps), values
+        size = config.num_heads * config.head_dim
+        weight, stop = layer.qk_norm.ravel(), turning * config.head_dim
+        queries = rms_norm(projected[:, :size], weight[:size], eps)
+        keys = rms_norm(projected[:, size:stop], weight[size:], eps)
+        return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values
+
+    def _turned(
+        self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any]
+    ) -> tuple[Float32, ...]:
+        """Queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that."""
+        count = self.config.num_heads
+        if table is None:
+            return heads[:, :count], heads[:, count:], values, *(heads[:, :count] for _ in turns[1:])
+        turned = table.rotate(heads, turns[0])
+        more = [table.rotate(heads[:, :count], each) for each in turns[1:]]
+        return turned[:, :count], turned[:, count:], values, *more
+
+    def _mlps(self, x: Float32, layer: LayerWeights) -> Float32:
+        """The MLP, or the experts of each row."""
+        if layer.router is None:
+            return self._mlp(x, layer.mlps[0])
+        config, logits = self.config, self._times(x, layer.router, layer.router_bias)
+        chosen, weights = top_experts(logits, config.experts_per_token, config.normalise_experts)
+        return mix_experts(x, chosen, weights, lambda i, rows: self._mlp(rows, layer.mlps[i]))
+
+    def _mlp(self, x: Float32, mlp: MlpWeights) -> Float32:
+        config, both = self.config, self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        if config.activation == "silu":
+            inner = swiglu(both)
+        elif config.activation == "gelu_tanh":
+            inner = geglu(both)
+        else:
+            inner = clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
+        return self._times(inner, mlp.down, mlp.down_bias)

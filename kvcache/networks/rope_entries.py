@@ -1,0 +1,155 @@
+"""The rotary embeddings that a `config.json` describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+from kvcache.networks.entries import Entries
+from kvcache.networks.families import Family
+from kvcache.networks.rope import Rope
+
+__all__ = ["Ropes", "ropes_of"]
+
+_LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wavelengths finite
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+class Ropes(NamedTuple):
+    """The rotary embeddings of a network.
+
+    Attributes:
+        rope: of all layers, or of those without a window.
+        window_rope: of the layers with a window, if they have another one.
+        rotary_dim: the channels of a head that they turn, the first ones.
+    """
+
+    rope: Rope
+    window_rope: Rope | None
+    rotary_dim: int
+
+
+def ropes_of(config: Mapping[str, Any], family: Family, positions: int, head_dim: int) -> Ropes:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+    Raises:
+        CheckpointError: an entry of the wrong kind, or an embedding that is not supported.
+    """
+    read = Entries(config, defaults=family.defaults)
+    name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    values = config.get(name)
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{name}: expected an object, got {short(values)}")
+    nested = any(isinstance(value, dict) for value in values.values())
+    if nested and not (family.rope_per_kind and set(values) <= {_FULL, _SLIDING}):
+        raise CheckpointError(f"{name}: expected one kind for all layers, got one per layer type: {short(values)}")
+
+    theta = read.number("rope_theta", 10000.0, at_least=1.0)
+    parts = [(values, f"{name}.", theta)]
+    if nested:
+        parts = [(values.get(_FULL) or {}, f"{name}.{_FULL}.", theta)]
+    if family.rope_per_kind:
+        local = read.number("rope_local_base_freq", theta, at_least=1.0)
+        sliding = values.get(_SLIDING) or {} if nested else {}
+        parts.append((sliding, f"{name}.{_SLIDING}." if nested else "rope_local_base_freq: ", local))
+    sizes = {_rotary_dim(part, config, head_dim) for part, _, _ in parts}
+    if len(sizes) > 1:
+        raise CheckpointError(f"{name}.partial_rotary_factor: expected one for all layers, got {short(values)}")
+    size = sizes.pop()
+    first, *rest = (_rope(Entries(part, where), where, read, family, positions, theta, size)
+                    for part, where, theta in parts)  # fmt: skip
+    return Ropes(first, rest[0] if rest and rest[0] != first else None, size)
+
+
+def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], head_dim: int) -> int:
+    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is None:
+        return head_dim
+    if type(partial) not in (int, float) or not 0 < partial <= 1 or int(head_dim * partial) % 2:
+        raise CheckpointError(
+            f"partial_rotary_factor: expected an even share of {head_dim} channels, got {short(partial)}"
+        )
+    size = int(head_dim * partial)
+    if not size:
+        raise CheckpointError(f"partial_rotary_factor: expected channels to turn, got {short(partial)} of {head_dim}")
+    return size
+
+
+def _rope(
+    read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
+) -> Rope:
+    theta = read.number("rope_theta", theta, at_least=1.0)
+    if theta <= 1:
+        raise CheckpointError(f"rope_theta: expected more than 1, got {theta}")
+    found = read.get("rope_type")
+    kind = read.get("type") if found is None else found
+    kind = "default" if kind is None else kind
+    if family.model_type == "phi3" and kind in ("su", "yarn"):  # its older names
+        kind = "longrope"
+    if kind not in _KNOWN:
+        raise CheckpointError(f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or longrope, got {short(kind)}")
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(kind="linear", theta=theta, factor=read.number("factor", at_least=1.0))
+
+    holder = read if config.get("original_max_position_embeddings") is None else config
+    original = holder.size("original_max_position_embeddings", positions)
+    if kind == "llama3":
+        low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+        if low >= high:
+            raise CheckpointError(f"{where[:-1]}: expected low_freq_factor < high_freq_factor, got {low} and {high}")
+        factor = read.number("factor", at_least=1.0)
+        return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+    factor = read.number("factor", max(positions / original, 1.0), at_least=1.0)
+    if kind == "longrope":
+        return Rope(
+            "longrope",
+            theta,
+            factor,
+            original,
+            attention_factor=read.number("attention_factor", long_attention_factor(factor, original)),
+            divisors=read.numbers("short_factor", rotary_dim // 2),
+            long_divisors=read.numbers("long_factor", rotary_dim // 2),
+        )
+    fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
+    if not _LEAST_BETA <= slow <= fast:
+        name = where[:-1]
+        raise CheckpointError(f"{name}: expected {_LEAST_BETA:g} <= beta_slow <= beta_fast, got {slow} and {fast}")
+    return Rope(
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=_yarn_attention_factor(read, factor),
+        truncate=read.flag("truncate", True),
+    )
+
+
+def long_attention_factor(factor: float, original: int) -> float:
+    """The temperature of LongRoPE (Ding et al., arXiv 2402.13753, section 3.4) for a context `factor` times longer."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+
+
+def _yarn_attention_factor(read: Entries, factor: float) -> float:
+    """The temperature of YaRN (arXiv 2309.00071, section 3.4: `0.1 ln(s) + 1`), read or computed.
+
+    `mscale` and `mscale_all_dim` are DeepSeek's refinement: the ratio of the two temperatures.
+    """
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0
+
+    if read.get("attention_factor") is not None:
+        return read.number("attention_factor")
+    if read.get("mscale") and read.get("mscale_all_dim"):
+        return temperature(read.number("mscale")) / temperature(read.number("mscale_all_dim"))
+    return temperature(1.0)

@@ -1,0 +1,280 @@
+"""The weights of a network, read from a checkpoint into the matrices of the forward pass.
+
+The names, shapes and dtypes of all tensors are checked before anything is allocated. Then tensors are read piece by
+piece, straight into their place in the fused matrices. All weights are private memory: a later change of a file does
+not reach them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.arguments import short
+from kvcache.core.matrix import Matrix
+from kvcache.errors import CheckpointError, OutOfMemoryError
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.folder import FolderTensors
+from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
+from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, ROUTER, matrices_of, tensors_of
+from kvcache.networks.tensors import Tensors
+
+__all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
+
+Float32 = NDArray[np.float32]
+Weight = Matrix | MatrixStack
+Progress = Callable[[int, int], None]
+
+# What `weights=` accepts: the formats of all matrices but embedding and head, and of these.
+# The head of "q4" has 8 bits: its error goes straight into the logits, and it is a small part of most networks.
+FORMATS = {
+    "auto": ("", ""),
+    "f32": ("f32", "f32"),
+    "f16": ("f16", "f16"),
+    "bf16": ("bf16", "bf16"),
+    "q8": ("q8_0", "q8_0"),
+    "q4": ("q4_1", "q8_0"),
+}
+_BAND_BYTES = 1 << 20  # of float32 values, read and converted at a time: fits the second-level cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlpWeights:
+    """The weights of an MLP, or of one expert: matrices `(out, in)`, vectors in float32. Absent biases are None.
+
+    Attributes:
+        gate_up: `(2 * intermediate, hidden)`: gate above up.
+        down: `(hidden, intermediate)`.
+    """
+
+    gate_up: Weight
+    gate_up_bias: Float32 | None
+    down: Weight
+    down_bias: Float32 | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """The weights of one layer: matrices `(out, in)`, vectors in float32. Absent biases and norms are None.
+
+    Attributes:
+        input_norm, output_norm: `(hidden,)`, before attention, and of what it adds.
+        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked.
+        qkv_bias: one value per row of `qkv`.
+        qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
+        sinks: `(num_heads,)`, see `LayerAttention`.
+        output: `(hidden, num_heads * head_dim)`.
+        mlp_norm, down_norm: `(hidden,)`, before the MLP, and of what it adds.
+        router, router_bias: `(experts, hidden)` and `(experts,)`; None without experts.
+        mlps: the MLP, or those of the experts.
+    """
+
+    input_norm: Float32 | None
+    qkv: Weight
+    qkv_bias: Float32 | None
+    qk_norm: Float32 | None
+    sinks: Float32 | None
+    output: Weight
+    output_bias: Float32 | None
+    output_norm: Float32 | None
+    mlp_norm: Float32 | None
+    router: Weight | None
+    router_bias: Float32 | None
+    mlps: tuple[MlpWeights, ...]
+    down_norm: Float32 | None
+
+    def arrays(self) -> Iterator[Float32 | Weight | None]:
+        """Every vector and matrix, None for an absent one."""
+        yield from (getattr(self, field.name) for field in fields(self) if field.name != "mlps")
+        for mlp in self.mlps:
+            yield from (getattr(mlp, field.name) for field in fields(mlp))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm."""
+
+    embedding: Weight
+    layers: tuple[LayerWeights, ...]
+    norm: Float32
+    head: Weight
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, config: ModelConfig, weights: str = "auto", progress: Progress | None = None
+    ) -> Weights:
+        """Load the weights of the network that `config` describes from a checkpoint directory; see `read`."""
+        return cls.read(FolderTensors(Checkpoint(directory), config), config, weights, progress)
+
+    @classmethod
+    def read(
+        cls, checkpoint: Tensors, config: ModelConfig, weights: str = "auto", progress: Progress | None = None
+    ) -> Weights:
+        """Load the weights of the network that `config` describes from an open checkpoint.
+
+        Args:
+            checkpoint: where the tensors are.
+            config: the network.
+            weights: the format of the matrices, one of `FORMATS`. "auto" keeps them as they are stored, without loss
+                (types of GGUF that no matrix has become q8_0 or q4_1). "q8" and "q4" quantise.
+            progress: called with the bytes of the matrices that are loaded, and those of all.
+
+        Raises:
+            FileNotFoundError: no safetensors files, or a shard is missing.
+            CheckpointError: a file is damaged; a tensor is missing, unexpected, of the wrong shape or dtype, or has
+                numbers that the format cannot hold.
+            OutOfMemoryError: the weights need more bytes than the machine has or than can be allocated.
+            ValueError: unknown `weights`.
+        """
+        if weights not in FORMATS:
+            raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}")
+        checkpoint.require(tensors_of(config), optional=_is_redundant)
+        return _Loader(checkpoint, config, weights, progress or (lambda *_: None)).load()
+
+    def arrays(self) -> Iterator[Float32 | Weight]:
+        """Every vector and matrix; one that two names share comes twice."""
+        yield from (self.embedding, self.norm, self.head)
+        for layer in self.layers:
+            yield from (array for array in layer.arrays() if array is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights; those that two names share count once."""
+        return sum({id(array): array.nbytes for array in self.arrays()}.values())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most bytes that a product with one of the matrices has taken so far, and freed when it ended."""
+        return max(array.scratch_bytes for array in self.arrays() if not isinstance(array, np.ndarray))
+
+
+class _Loader:
+    """One load: plans all matrices, allocates them together, and fills one after another."""
+
+    def __init__(self, checkpoint: Tensors, config: ModelConfig, weights: str, progress: Progress) -> None:
+        self._checkpoint, self._config, self._progress = checkpoint, config, progress
+        self._shapes = dict(tensors_of(config))
+        layers, head = FORMATS[weights]
+        self._plans = [self._parts([EMBEDDING], head)]
+        for i in range(config.num_layers):
+            for names in matrices_of(config):
+                # A router stays as it is stored: it is small, and its errors would choose other experts.
+                kind = "" if names == ROUTER else layers
+                self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], kind))
+        if not config.tie_word_embeddings:
+            self._plans.append(self._parts([HEAD], head))
+
+    def _parts(self, names: list[str], format: str) -> list[tuple[list[str], tuple[int, int, str]]]:
+        """The names above each other that one matrix can hold, with its rows, columns and format ("": as stored)."""
+        parts = []
+        for kind, same in groupby(names, key=lambda name: format or self._checkpoint.format(name)):
+            inside = list(same)
+            rows = sum(self._shapes[name][0] for name in inside)
+            parts.append((inside, (rows, self._shapes[inside[0]][1], kind)))
+        return parts
+
+    def load(self) -> Weights:
+        shapes = [shape for plan in self._plans for _, shape in plan]
+        size = sum(Matrix.num_bytes(*shape) for shape in shapes)
+        # A sparse file costs nothing on disk; reading it could exhaust the memory of all processes.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > memory:
+            raise OutOfMemoryError(size, memory, "bytes")
+        try:
+            matrices = iter(self._fill(iter(empty_matrices(shapes)), size))
+            embedding = next(matrices)
+            layers = tuple(self._layer(f"model.layers.{i}.", matrices) for i in range(self._config.num_layers))
+            weights = Weights(embedding, layers, self._vector(NORM), next(matrices, embedding))
+        except MemoryError:
+            raise OutOfMemoryError(size, 0, "bytes") from None
+        for array in weights.arrays():
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+        return weights
+
+    def _fill(self, empty: Iterator[Matrix], size: int) -> list[Weight]:
+        done, filled = 0, []
+        for plan in self._plans:
+            parts = []
+            for names, _ in plan:
+                matrix, row = next(empty), 0
+                for name in names:
+                    self._put(name, matrix, row)
+                    row += self._shapes[name][0]
+                done += matrix.nbytes
+                self._progress(done, size)
+                parts.append(matrix)
+            filled.append(stacked(parts))
+        self._progress(size, size)
+        return filled
+
+    def _put(self, name: str, matrix: Matrix, row: int) -> None:
+        rows, columns = self._shapes[name]
+        band = max(1, _BAND_BYTES // (4 * columns))
+        for first in range(0, rows, band):
+            stored = self._checkpoint.rows(name, first, min(first + band, rows))
+            try:
+                stored.put_into(matrix, row + first)
+            except ValueError as error:  # not finite, or too large
+                raise CheckpointError(f"{name}: {error}") from None
+
+    def _vector(self, *names: str) -> Float32:
+        return np.concatenate([self._checkpoint.read(name) for name in names])
+
+    def _layer(self, prefix: str, matrices: Iterator[Weight]) -> LayerWeights:
+        config = self._config
+
+        def vector(*names: str | None) -> Float32:
+            return self._vector(*[f"{prefix}{name}" for name in names])
+
+        before, after, before_mlp, after_mlp = (
+            None if name is None else vector(f"{name}.weight") for name in NORMS[config.norms]
+        )
+        experts = bool(config.num_experts)
+        return LayerWeights(
+            input_norm=before,
+            qkv=next(matrices),
+            qkv_bias=vector(*[f"self_attn.{name}_proj.bias" for name in "qkv"]) if config.qkv_bias else None,
+            qk_norm=self._qk_norm(vector) if config.qk_norm else None,
+            sinks=vector("self_attn.sinks") if config.sinks else None,
+            output=next(matrices),
+            output_bias=vector("self_attn.o_proj.bias") if config.output_bias else None,
+            output_norm=after,
+            mlp_norm=before_mlp,
+            router=next(matrices) if experts else None,
+            router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
+            mlps=tuple(self._mlps(prefix + ("mlp.experts." if experts else "mlp."), matrices)),
+            down_norm=after_mlp,
+        )
+
+    def _qk_norm(self, vector: Callable[..., Float32]) -> Float32:
+        config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        if config.qk_norm == "all":
+            return vector(*names).reshape(-1, config.head_dim)
+        query, key = (vector(name) for name in names)
+        return np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
+
+    def _mlps(self, prefix: str, matrices: Iterator[Weight]) -> Iterator[MlpWeights]:
+        """The MLP of a layer, or its experts, whose biases are rows."""
+        count = max(self._config.num_experts, 1)
+        gate_up: list[Float32 | None] = [None] * count
+        down: list[Float32 | None] = [None] * count
+        if self._config.mlp_bias:
+            parts = [
+                self._checkpoint.read(f"{prefix}{name}_proj.bias").reshape(count, -1) for name in ("gate", "up", "down")
+            ]
+            gate_up, down = list(np.concatenate(parts[:2], axis=1)), list(parts[2])
+        for i in range(count):
+            yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i])
+
+
+def _is_redundant(name: str) -> bool:
+    """Whether a tensor is redundant, as in older files: RoPE frequencies, a second copy of tied weights."""
+    return name == HEAD or name.endswith("rotary_emb.inv_freq")

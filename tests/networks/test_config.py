@@ -1,0 +1,331 @@
+"""config.json: supported options, options that are refused by name, and defaults of absent keys."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kvcache.engine import ModelConfig
+from kvcache.errors import CheckpointError
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": None}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+BAND = {"low_freq_factor": 4, "high_freq_factor": 4}
+
+
+def parse(base, **changes):
+    return ModelConfig.from_dict({**base, **changes})
+
+
+def test_defaults_of_absent_keys():
+    config = parse(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
+    assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
+    assert not config.tie_word_embeddings
+    assert config.eos_token_ids == ()
+    assert parse(QWEN3).head_dim == 128
+    assert parse(QWEN3, head_dim=None).head_dim == 16
+    assert parse(MISTRAL, num_attention_heads=16, num_key_value_heads=None).num_kv_heads == 8
+
+
+def test_biases_and_norms_of_each_architecture():
+    def flags(config):
+        return config.qkv_bias, config.output_bias, config.mlp_bias, bool(config.qk_norm)
+
+    assert flags(parse(LLAMA, attention_bias=True)) == (True, True, False, False)
+    assert flags(parse(LLAMA, mlp_bias=True)) == (False, False, True, False)
+    assert flags(parse(MISTRAL, attention_bias=True)) == (False, False, False, False)
+    assert flags(parse(QWEN2)) == (True, False, False, False)
+    assert flags(parse(QWEN3)) == (False, False, False, True)
+    assert flags(parse(QWEN3, attention_bias=True)) == (True, True, False, True)
+
+
+def test_model_type_replaces_absent_architectures():
+    base = {key: value for key, value in QWEN2.items() if key != "architectures"}
+    assert parse(base, model_type="qwen2").architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: .*LlamaForCausalLM.*GPT2LMHeadModel"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: .*Classification"),
+        ({"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "architectures"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
+        ({"architectures": None, "model_type": "gemma"}, "model_type: .*'gemma'"),
+        ({"architectures": None}, "model_type: .*None"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, gelu_pytorch_tanh, got 'gelu'"),
+        ({"hidden_act": ["silu"]}, "hidden_act: expected one of"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.*bits"),
+        (
+            {"quantization_config": {"bits": 4, "quant_method": "awq"}},
+            "quantization_config: expected an unquantised checkpoint, got quant_method 'awq' of .*bits",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "got quant_method 'mxfp4'"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "got quant_method 'compressed-tensors'"),
+        ({"sliding_window": "512"}, "sliding_window"),
+        ({"sliding_window": 0}, "sliding_window: expected a positive whole number or null, got 0"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .*sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types: expected full_attention for each of 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: .*chunked_attention"),
+        ({"layer_types": [[]]}, "layer_types"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: .*4.*3"),
+        ({"head_dim": 15}, "head_dim: .*even.*15"),
+        ({"hidden_size": 2}, "head_dim: .*even.*0"),
+        ({"hidden_size": None}, "hidden_size: .*nothing"),
+        ({"hidden_size": "64"}, "hidden_size: .*'64'"),
+        ({"hidden_size": 0}, "hidden_size: .*0"),
+        ({"hidden_size": -64}, "hidden_size"),
+        ({"hidden_size": 2**31}, "hidden_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: .*True"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: .*</s>"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id"),
+        ({"num_hidden_layers": 65537}, "num_hidden_layers: expected a positive whole number up to 65536"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected an even share of 16 channels, got 1.5"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor: .*got 0.2"),
+        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor: expected channels to turn, got 0.01 of 16"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor: .*'half'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false, got true"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 1}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type: .*dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor: expected 8 numbers, got None"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7 + [0]}},
+            "rope_scaling.long_factor: expected positive numbers",
+        ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor: .*nothing"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "rope_parameters.factor: .*0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one kind for all layers"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor: .*nothing"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, **BAND}},
+            "low_freq_factor < high_freq_factor",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8, "beta_fast": 0}}, "beta_slow <= beta_fast"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8, "truncate": "no"}}, "truncate"),
+    ],
+)  # fmt: skip
+def test_refused(changes, message):
+    base = MISTRAL if "sliding_window" in changes else LLAMA
+    with pytest.raises(CheckpointError, match=message):
+        parse(base, **changes)
+
+
+def test_sliding_windows_that_never_slide():
+    for config in (
+        parse(MISTRAL, sliding_window=512),
+        parse(MISTRAL, sliding_window=4096, layer_types=["sliding_attention"] * 2),
+        parse(QWEN2, use_sliding_window=False, sliding_window=128),
+        parse(QWEN3, use_sliding_window=True, sliding_window=512, max_window_layers=0),
+        parse(QWEN2, layer_types=["full_attention"] * 2),
+        parse(LLAMA, sliding_window=512),
+    ):
+        assert config.windows == (None, None)
+    with pytest.raises(CheckpointError, match="sliding_window: expected none, or at least all 512 positions, got 128"):
+        parse(LLAMA, sliding_window=128)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "windows"),
+    [
+        (MISTRAL, {"sliding_window": 128}, (128, 128)),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (None, 64)),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 64}, (None, None)),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64, 64)),
+        (
+            QWEN3,
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (64, None),
+        ),
+        ({**LLAMA, "architectures": ["Gemma2ForCausalLM"]}, {"sliding_window": 7}, (7, None)),
+        ({**LLAMA, "architectures": ["Gemma2ForCausalLM"]}, {"sliding_window": None}, (None, None)),
+        (
+            {**LLAMA, "architectures": ["Gemma3ForCausalLM"]},
+            {"sliding_window": 9, "num_hidden_layers": 7},
+            (9, 9, 9, 9, 9, None, 9),
+        ),
+        (
+            {**LLAMA, "architectures": ["Gemma3ForCausalLM"]},
+            {"sliding_window": 9, "num_hidden_layers": 4, "sliding_window_pattern": 2},
+            (9, None, 9, None),
+        ),
+        ({**LLAMA, "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}, {}, (128, None)),
+        ({**LLAMA, "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}, {}, (None, None)),
+        (
+            {**LLAMA, "architectures": ["SmolLM3ForCausalLM"]},
+            {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1]},
+            (9, None),
+        ),
+    ],
+)
+def test_windows(base, changes, windows):
+    assert parse(base, **changes).windows == windows
+
+
+def test_windows_of_all_layers_or_none():
+    with pytest.raises(CheckpointError, match="layer_types: expected sliding_attention for all layers"):
+        parse(MISTRAL, sliding_window=128, layer_types=["full_attention", "sliding_attention"])
+
+
+def test_mistral_without_the_key_has_a_window_of_4096():
+    base = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert parse(base).windows == (None, None)
+    assert parse(base, max_position_embeddings=8192).windows == (4096, 4096)
+
+
+def test_layers_without_rope():
+    smollm3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}
+    assert parse(smollm3).rotated == (True, True, True, False, True)
+    assert parse(smollm3, no_rope_layer_interval=2).rotated == (True, False, True, False, True)
+    assert parse(smollm3, no_rope_layers=[0, 1, 1, 0, 0]).rotated == (False, True, True, False, False)
+    for wrong in ([1], [1, 1, 1, 1, 2], "11111", [[], 1, 1, 1, 1]):
+        with pytest.raises(CheckpointError, match="no_rope_layers: expected 0 or 1 for each of 5 layers"):
+            parse(smollm3, no_rope_layers=wrong)
+    assert parse(LLAMA, no_rope_layers=[0, 0]).rotated == (True, True)
+
+
+def test_two_rotary_embeddings():
+    """In the layouts of transformers 4 and 5; the scaling of the older one is that of the layers without a window."""
+    gemma3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"]}
+    default = parse(gemma3)
+    assert (default.rope.theta, default.window_rope.theta) == (1e6, 1e4)
+    older = parse(gemma3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"type": "linear", "factor": 8.0})
+    newer = parse(
+        gemma3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    )
+    assert older == newer
+    assert (newer.rope.kind, newer.rope.factor, newer.window_rope.kind) == ("linear", 8.0, "default")
+    olmo3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
+    assert parse(olmo3).window_rope is None
+    assert parse(olmo3, rope_scaling={"rope_type": "linear", "factor": 2.0}).window_rope.kind == "default"
+    with pytest.raises(CheckpointError, match="partial_rotary_factor: expected one for all layers"):
+        parse(olmo3, rope_parameters={"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {}})
+    with pytest.raises(CheckpointError, match="one kind for all layers"):
+        parse(olmo3, rope_parameters={"full_attention": {}, "chunked_attention": {}})
+
+
+def test_partial_rotary_factor():
+    assert parse(LLAMA).rotary_dim == 16
+    assert parse(LLAMA, partial_rotary_factor=0.5).rotary_dim == 8
+    assert parse(LLAMA, rope_parameters={"partial_rotary_factor": 0.25}).rotary_dim == 4
+
+
+def test_longrope():
+    phi3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2] * 6}
+    config = parse(phi3, partial_rotary_factor=0.75, rope_scaling={"type": "su", **factors})
+    rope = config.rope
+    assert (rope.kind, rope.factor, rope.original_positions, config.rotary_dim) == ("longrope", 8.0, 64, 12)
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(64)))
+    assert [rope.regime_of(n) for n in (0, 64, 65)] == [0, 0, 1]
+    np.testing.assert_allclose(rope.frequencies(12, 1), rope.frequencies(12) / 2)
+    same = parse(phi3, rope_parameters={"partial_rotary_factor": 0.75, "rope_type": "longrope", **factors})
+    assert same == config
+    stated = parse(phi3, rope_scaling={"type": "longrope", "attention_factor": 1.5, **factors}, head_dim=12)
+    assert stated.rope.attention_factor == 1.5
+
+
+def test_scales():
+    def scales(config):
+        return config.embedding_scale, config.residual_scale, config.attention_scale, config.logit_scale
+
+    granite = {**LLAMA, "architectures": ["GraniteForCausalLM"]}
+    assert scales(parse(LLAMA)) == (1.0, 1.0, None, 1.0)
+    assert scales(parse(granite)) == (1.0, 1.0, 1.0, 1.0)
+    given = {
+        "embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.5, "logits_scaling": 8.0,
+    }  # fmt: skip
+    assert scales(parse(granite, **given)) == (12.0, 0.22, 0.5, 0.125)
+    assert scales(parse(granite, attention_multiplier=0.25)) == (1.0, 1.0, None, 1.0)  # what 16 channels have anyway
+    with pytest.raises(CheckpointError, match="logits_scaling: expected a positive number, got 0"):
+        parse(granite, logits_scaling=0)
+    gemma2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"]}
+    assert scales(parse(gemma2)) == (8.0, 1.0, None, 1.0)
+    assert parse(gemma2, query_pre_attn_scalar=144).attention_scale == pytest.approx(1 / 12)
+    assert (parse(gemma2).attention_softcap, parse(gemma2).logit_softcap) == (50.0, 30.0)
+    assert parse(gemma2, attn_logit_softcapping=None).attention_softcap is None
+    with pytest.raises(CheckpointError, match="final_logit_softcapping: expected a positive number or null, got 0"):
+        parse(gemma2, final_logit_softcapping=0)
+
+
+def test_experts():
+    def experts(config):
+        return config.num_experts, config.experts_per_token, config.intermediate_size, config.normalise_experts
+
+    qwen = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"]}
+    assert experts(parse(LLAMA)) == (0, 0, 128, True)
+    assert experts(parse(qwen)) == (128, 8, 768, False)
+    assert experts(parse(qwen, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True)) == (4, 3, 768, True)
+    for name, count, each in (("Mixtral", 8, 2), ("GptOss", 128, 4)):
+        config = parse({**LLAMA, "architectures": [f"{name}ForCausalLM"], "num_key_value_heads": 2})
+        assert experts(config) == (count, each, 128, True)
+    for wrong, message in (
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok: expected .* up to 4, got 5"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers: expected none and a step of 1"),
+        ({"decoder_sparse_step": 2}, "mlp_only_layers: expected none and a step of 1, got .* and 2"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            parse(qwen, **wrong)
+
+
+def test_yarn_attention_factor():
+    def factor(**rope):
+        return parse(LLAMA, rope_parameters={"rope_type": "yarn", "factor": 4.0, **rope}).rope.attention_factor
+
+    assert factor() == pytest.approx(0.1 * math.log(4) + 1)
+    assert factor(attention_factor=1.5) == 1.5
+    expected = (0.1 * 0.7 * math.log(4) + 1) / (0.1 * math.log(4) + 1)
+    assert factor(mscale=0.7, mscale_all_dim=1.0) == pytest.approx(expected)
+
+
+def test_yarn_factor_from_the_context():
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    assert parse(LLAMA, rope_parameters=rope).rope.factor == 8.0
+
+
+def test_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 7}))
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3, 9]}')
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (3, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '"llama"', "\xff", "[" * 100_000])
+def test_damaged_file(tmp_path, content):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_pretrained(tmp_path)

@@ -1,0 +1,171 @@
+"""The engine compared with the transformers library, on the data of golden/make_golden.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from dense_runs import run_dense
+from oracle_engine import DenseKvCache
+from places import GOLDEN
+
+from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer
+from kvcache.networks.families import FAMILIES
+
+MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
+CHUNKS = (1, 7, 16, 64, 512)
+TOLERANCE = 1e-4
+NOISE = 1e-5  # of the largest logit: transformers computes angles and attention in float32
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+
+
+def is_plain(name):
+    """Whether all layers attend in the same way to all tokens, at the same angles."""
+    config = ModelConfig.from_pretrained(GOLDEN / name)
+    return not (any(config.windows) or config.attention_softcap or config.sinks or config.rope.kind == "longrope")
+
+
+class DenseEngine(InferenceEngine):
+    """The engine over the naive cache: its errors are not those of a kernel."""
+
+    def _make_cache(self, **options):
+        return DenseKvCache(**options)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def network(request):
+    """A loaded network and its reference arrays."""
+    folder = GOLDEN / request.param
+    with np.load(folder / "golden.npz") as arrays:
+        return Transformer.from_pretrained(folder), dict(arrays)
+
+
+@pytest.fixture(scope="module", params=filter(is_plain, MODELS))
+def golden(request):
+    """A loaded network and its reference arrays."""
+    folder = GOLDEN / request.param
+    with np.load(folder / "golden.npz") as arrays:
+        return Transformer.from_pretrained(folder), dict(arrays)
+
+
+@pytest.fixture(scope="module", params=[DenseEngine, InferenceEngine])
+def engine_class(request):
+    return request.param
+
+
+@pytest.mark.parametrize("chunk", [None, 7, 33])
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_networks(network, length, chunk):
+    """The network alone, by naive attention: every position, to the noise of float32."""
+    model, arrays = network
+    expected = arrays[f"logits_{length}"]
+    rows = run_dense(model, arrays[f"prompt_{length}"], chunk)[arrays[f"positions_{length}"]]
+    np.testing.assert_allclose(rows, expected, rtol=0, atol=NOISE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_networks_continue_greedily(network, length):
+    """Each token is that of the text so far, in the regime of its length."""
+    model, arrays = network
+    text = np.concatenate([arrays[f"prompt_{length}"], arrays[f"greedy_{length}"]])
+    ends = np.arange(length, len(text))
+    regimes = np.array([model.regime(end) for end in ends])
+    for regime in set(regimes.tolist()):
+        last = int(ends[regimes == regime].max())
+        choices = run_dense(model, text[:last], regime=regime).argmax(axis=1)
+        for end in ends[regimes == regime]:
+            assert choices[end - 1] == text[end]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_logits(golden, engine_class, length, chunk):
+    model, arrays = golden
+    engine = engine_class(model, prefill_chunk=chunk)
+    logits = engine.prefill_from_pos(arrays[f"prompt_{length}"], 0)
+    np.testing.assert_allclose(logits, arrays[f"logits_{length}"][-1], rtol=0, atol=TOLERANCE)
+    engine.check()
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_logits_of_every_position_by_decoding(golden, engine_class, length):
+    model, arrays = golden
+    engine = engine_class(model)
+    prompt = arrays[f"prompt_{length}"]
+    rows = np.array([engine.decode_step(token, pos) for pos, token in enumerate(prompt)])
+    expected = arrays[f"logits_{length}"]
+    np.testing.assert_allclose(rows[arrays[f"positions_{length}"]], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_greedy_continuation(golden, engine_class, length, chunk):
+    model, arrays = golden
+    engine = engine_class(model, prefill_chunk=chunk)
+    assert engine.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
+    engine.check()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_scores_are_the_log_softmax(golden, engine_class, chunk):
+    model, arrays = golden
+    prompt, logits = arrays["prompt_33"], arrays["logits_33"][:-1].astype(np.float64)
+    expected = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[np.arange(32), prompt[1:]]
+    scores = engine_class(model, prefill_chunk=chunk).score(prompt)
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("f16", 0.01), ("q8", 0.1), ("q4", 1.5)])
+def test_the_error_of_compressed_caches(golden, dtype, bound):
+    """The root mean square error of the logits, whose spread is about 3; random networks amplify noise."""
+    model, arrays = golden
+    logits = InferenceEngine(model, dtype=dtype).prefill_from_pos(arrays["prompt_200"], 0)
+    error = float(np.sqrt(np.mean((logits - arrays["logits_200"][-1]) ** 2)))
+    assert 0 < error < bound
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_older_spelling_of_rope(name, tmp_path):
+    """Files from before transformers 5 have `rope_theta` and `rope_scaling`, with the kind as `rope_type` or `type`."""
+    shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Transformer.from_pretrained(tmp_path).config == Transformer.from_pretrained(GOLDEN / name).config
+
+
+def test_every_feature_has_a_model():
+    configs = [Transformer.from_pretrained(GOLDEN / name).config for name in MODELS]
+    assert {config.rope.kind for config in configs} == {"default", "linear", "llama3", "yarn", "longrope"}
+    assert {config.architecture for config in configs} == set(FAMILIES)
+    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "normalise_experts"):
+        assert {getattr(config, flag) for config in configs} == {True, False}, flag
+    for part in ("window_rope", "attention_scale", "attention_softcap", "logit_softcap"):
+        assert {getattr(config, part) is None for config in configs} == {True, False}, part
+    for name in ("embedding_scale", "residual_scale", "logit_scale"):
+        assert any(getattr(config, name) != 1 for config in configs), name
+    assert {config.qk_norm for config in configs} == {"", "head", "all"}
+    assert {config.norms for config in configs} == {"before", "after", "both"}
+    assert {config.activation for config in configs} == {"silu", "gelu_tanh", "clamped"}
+    for part in ("windows", "rotated"):  # layers of both kinds in one network
+        assert any(len(set(getattr(config, part))) == 2 for config in configs), part
+    assert any(config.rotary_dim < config.head_dim for config in configs)
+    assert any(config.num_heads * config.head_dim != config.hidden_size for config in configs)
+
+
+def test_long_prompts_leave_the_original_context():
+    """The scaling kinds change little within the original context."""
+    for name in MODELS:
+        rope = Transformer.from_pretrained(GOLDEN / name).config.rope
+        assert rope.original_positions < 200

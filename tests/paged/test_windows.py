@@ -1,0 +1,180 @@
+"""Windows over sequences whose old tokens have left: the same bits as over the whole text."""
+
+import numpy as np
+import pytest
+from oracle import attend
+
+from kvcache import PagedKvCache, get_num_threads, set_num_threads
+
+FORMATS = [
+    *((name, name) for name in ("f32", "f16", "q8", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"), ("q4", "q8"),
+]  # fmt: skip
+WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 3000]
+HEADS, GROUP = 2, 2
+
+
+@pytest.fixture(autouse=True)
+def threads_kept():
+    """Restore the number of threads afterwards."""
+    before = get_num_threads()
+    yield
+    set_num_threads(before)
+
+
+class Text:
+    """A text of n tokens in sequence 0 of a cache, a query at each of its positions, and calls over parts of it."""
+
+    def __init__(self, rng, n, block_size, formats, dim=32, sinks=True):
+        self.rng, self.n, self.block_size = rng, n, block_size
+        self.cache = PagedKvCache(
+            4 * (n // block_size + 2), block_size, HEADS, dim, key_dtype=formats[0], value_dtype=formats[1]
+        )
+        self.cache.allocate(0, n)
+        self.cache.write(0, 0, *rng.standard_normal((2, n, HEADS, dim)).astype(np.float32))
+        self.queries = rng.standard_normal((n, HEADS * GROUP, dim)).astype(np.float32)
+        self.options = {"softcap": 5.0, "sinks": rng.standard_normal(HEADS * GROUP)} if sinks else {}
+
+    def attend(self, first, stop, seqs, window, threads=1, other=None):
+        """Output and lse of queries first..stop-1, the last tokens of a sequence, as bits.
+
+        seqs: (sequence, its first position); other: whether a sequence with other queries comes before it.
+        """
+        set_num_threads(threads)
+        (seq, start), count = seqs, stop - first
+        ids, lens, starts, queries = [seq], [count], [start], self.queries[first:stop]
+        if other:
+            ids, lens, starts = [seq, *ids], [1, *lens], [start, *starts]
+            queries = np.concatenate([self.queries[stop - 1 : stop], queries])
+        starts = None if not any(starts) else starts
+        out, lse = self.cache.attention(
+            0, queries, ids, query_lens=lens, starts=starts, window=window, return_lse=True, **self.options
+        )
+        return [x[-count:].view(np.uint32) for x in (out, lse)]
+
+    def oracle(self, first, stop, window):
+        queries = self.queries[first:stop]
+        keys, values = (x[:stop] for x in self.cache.read(0, 0))
+        return attend(queries, keys, values, queries.shape[-1] ** -0.5, window=window, **self.options)
+
+    def without(self, stop, dropped, by_blocks):
+        """A sequence of positions dropped.. to stop - 1, made in one of the ways in which tokens leave."""
+        self.cache.fork(0, 9)
+        self.cache.truncate(9, stop)
+        if not by_blocks:
+            assert self.cache.apply_streaming_llm(9, 0, stop - dropped) == dropped
+            return 9, dropped
+        blocks = self.cache.get_sequence(9).block_ids[dropped // self.block_size :]
+        start = dropped // self.block_size * self.block_size
+        self.cache.adopt(8, blocks, stop - start)
+        self.cache.free(9)
+        return 8, start
+
+
+def same(got, want):
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+def check(text, window, tries):
+    rng, n = text.rng, text.n
+    count = int(rng.integers(1, min(n, 150)))
+    whole = text.attend(n - count, n, (0, 0), window)
+    out, _, lse = text.oracle(n - count, n, window)
+    quantised = {text.cache.key_dtype, text.cache.value_dtype} & {"q8", "q4", "q3", "q2"}
+    np.testing.assert_allclose(whole[0].view(np.float32), out, atol=0.05 if quantised else 2e-5)
+    np.testing.assert_allclose(whole[1].view(np.float32), lse, atol=0.02 if quantised else 1e-5)
+    for threads in (2, 3):
+        same(text.attend(n - count, n, (0, 0), window, threads), whole)
+    for _ in range(tries):
+        first = int(rng.integers(n - count, n))
+        stop = int(rng.choice([first + 1, rng.integers(first + 1, n + 1)]))
+        expected = [x[first - n + count : stop - n + count] for x in whole]
+        needed = max(0, first - window + 1)
+        dropped = int(rng.choice([needed, rng.integers(needed + 1)]))
+        where = text.without(stop, dropped, rng.random() < 0.5)
+        same(text.attend(first, stop, where, window, int(rng.integers(1, 4)), rng.random() < 0.3), expected)
+        text.cache.free(where[0])
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+@pytest.mark.parametrize("block_size", [1, 5, 16, 24, 33, 64, 256])
+def test_what_has_left_changes_no_bit(simd, rng, formats, block_size):
+    text = Text(rng, int(rng.integers(1100, 1400)), block_size, formats)
+    for window in rng.choice(WINDOWS, 3, replace=False).tolist():
+        check(text, window, 4)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", ["f32", "q4"])
+def test_every_window(simd, rng, name, window):
+    check(Text(rng, 1300 + int(rng.integers(20)), 16, (name, name)), window, 4)
+
+
+@pytest.mark.parametrize("name", ["f16", "q8"])
+def test_long_texts(simd, rng, name):
+    text = Text(rng, 3100, 64, (name, name), sinks=False)
+    for window in (700, 1024, 2500):
+        check(text, window, 3)
+
+
+@pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")], ids="-".join)
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_a_window_beyond_the_text_is_none(simd, rng, formats, block_size):
+    text = Text(rng, 1200, block_size, formats)
+    for count in (1, 60):
+        want = text.attend(1200 - count, 1200, (0, 0), None)
+        for window in (1200, 10**15, 2**63 - 1):
+            same(text.attend(1200 - count, 1200, (0, 0), window, 2), want)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_a_window_group_that_drops_blocks_while_a_text_runs(simd, rng, dtype):
+    """Prefill in pieces, then decode; blocks before the window are dropped after each step."""
+    window, n, size = 100, 1500, 16
+    text = Text(rng, n, size, (dtype, dtype))
+    whole = text.attend(0, n, (0, 0), window, 2)
+    keys, values = text.cache.read(0, 0)
+    cache, start, done = PagedKvCache(40, size, HEADS, 32, dtype=dtype), 0, 0
+    cache.allocate(0, 0)
+    most = 0
+    while done < n:
+        step = 1 if done > 1000 else min(int(rng.integers(1, 300)), n - done)
+        cache.append(0, step)
+        cache.write(0, 0, keys[done : done + step], values[done : done + step])
+        done += step
+        out, lse = cache.attention(
+            0, text.queries[done - step : done], [0], query_lens=[step], window=window, starts=[start],
+            return_lse=True, **text.options,
+        )  # fmt: skip
+        if dtype == "f32":  # rows that were read are written as they are
+            same([out.view(np.uint32), lse.view(np.uint32)], [x[done - step : done] for x in whole])
+        leaving = max(0, done + 1 - window - start) // size * size
+        start += cache.apply_streaming_llm(0, 0, done - start - leaving)
+        cache.check()
+        most = max(most, cache.used_block_count)
+    assert start == (n + 1 - window) // size * size
+    assert cache.used_block_count <= window // size + 2
+
+
+def test_bad_arguments(rng):
+    text = Text(rng, 40, 16, ("f32", "f32"), sinks=False)
+    q = text.queries[-1:]
+    for wrong, error, message in (
+        ({"window": 0}, ValueError, "window: expected an int >= 1"),
+        ({"window": 1.0}, TypeError, "window: expected an int"),
+        ({"window": True}, TypeError, "window: expected an int"),
+        ({"softcap": 0.0}, ValueError, "softcap: expected a finite number above 0"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"softcap": np.inf}, ValueError, "softcap"),
+        ({"softcap": "1"}, TypeError, "softcap"),
+        ({"sinks": np.zeros(2, np.float32)}, ValueError, "sinks: expected shape"),
+        ({"sinks": np.full(4, np.nan, np.float32)}, ValueError, "sinks: expected finite"),
+        ({"sinks": [1, 2, 3, 4]}, TypeError, "sinks: expected a float dtype"),
+        ({"starts": [1, 2]}, ValueError, "starts: expected 1 numbers"),
+        ({"starts": [-1]}, ValueError, "starts: expected 0 to"),
+        ({"starts": [2**62 + 1]}, ValueError, "starts: expected 0 to"),
+        ({"starts": [0.5]}, TypeError, "starts: expected integers"),
+    ):
+        with pytest.raises(error, match=message):
+            text.cache.attention(0, q, [0], **wrong)
+    text.cache.attention(0, q, [0], window=2**63 - 1, softcap=1e300, sinks=np.zeros(4), starts=[2**62])

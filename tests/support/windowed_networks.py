@@ -1,0 +1,41 @@
+"""Networks with windows for the tests of the engine, and what each layer may still have of a text."""
+
+from recording_network import RecordingNetwork
+
+from kvcache.engine import SamplingParams
+from kvcache.networks.protocols import LayerAttention
+
+FULL = LayerAttention()
+FOUR = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
+NONE = SamplingParams(max_tokens=0)
+
+
+def window(size, **options):
+    return LayerAttention(window=size, **options)
+
+
+# By name: layers that keep all tokens beside one window or two; no layer that does.
+KINDS = {
+    "short": (window(5), FULL),
+    "a block": (FULL, window(16), window(16)),
+    "longer": (window(37), FULL, window(37)),
+    "two windows": (window(20), FULL, window(70)),
+    "windows alone": (window(20), window(50)),
+    "one token": (FULL, window(1)),
+}
+
+
+def network(kind):
+    return RecordingNetwork(KINDS[kind])
+
+
+class Windowed:
+    """A network in which every layer but the first has a window."""
+
+    def __init__(self, model, size):
+        self.model, self.config = model, model.config
+        self.attention = (FULL, *[window(size)] * (model.config.num_layers - 1))
+        self.fingerprint = f"{size} tokens"
+
+    def forward(self, tokens, positions, attend, logits, **places):
+        return self.model.forward(tokens, positions, attend, logits, **places)
