@@ -19,7 +19,7 @@
 #include "kvc_formats.h"
 #include "kvc_matrix.h"
 
-enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
+enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 512 };
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
@@ -32,7 +32,7 @@ typedef struct kvc_run {
 typedef struct kvc_layout {
     int32_t block_size; /* slots (tokens) per block, 1 to 256 */
     int32_t num_heads;  /* KV heads */
-    int32_t head_dim;   /* a multiple of 8, at most 256 */
+    int32_t head_dim;   /* a multiple of 8, at most KVC_MAX_HEAD_DIM */
     kvc_format key_format;
     kvc_format value_format;
     int32_t rotate_keys; /* 1: rows are stored under a Hadamard rotation of the head */

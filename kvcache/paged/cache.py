@@ -42,7 +42,7 @@ class PagedKvCache:
             `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
-        head_dim: channels per head, a multiple of 8, at most 256.
+        head_dim: channels per head, a multiple of 8, at most 512.
         num_layers: layers; every block holds its tokens' K and V of all of them.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that

@@ -75,7 +75,7 @@ def test_windows(simd, rng, formats, block_size):
 
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")], ids="-".join)
-@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256, 320, 512])
 def test_all_options_at_once(simd, rng, formats, dim):
     s = Scattered(rng, [300, 40], dim=dim, key_format=formats[0], value_format=formats[1])
     for group in (1, 3):

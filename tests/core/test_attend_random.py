@@ -13,7 +13,7 @@ FORMATS = list(TOLERANCE)
 def one(rng):
     """Test one call over all sequences of a cache; some are truncated, forked or have holes."""
     heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 9))
-    dim = int(rng.choice([8, 16, 24, 40, 64, 72, 128, 256]))
+    dim = int(rng.choice([8, 16, 24, 40, 64, 72, 128, 256, 320, 512]))
     size = int(rng.choice([1, 3, 8, 16, 17, 32, 64, 256]))
     keys_as, values_as = rng.choice(FORMATS, 2)
     lengths = [int(2 ** rng.uniform(0, 8)) for _ in range(int(rng.integers(1, 4)))]
