@@ -65,9 +65,9 @@ class InferenceEngine:
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
     and one piece must fit the network's positions: pieces are shorter than `prefill_chunk` where they would not.
 
-    Layers with a sliding window keep it, and up to 64 tokens before it, in caches of their own, which `max_memory_bytes`
-    and `memory` count. A position whose window has left is an InvalidOperationError; a text may always begin again at 0.
-    Where angles depend on the length of the text (longrope), a text that crosses runs again from its start.
+    Layers with a sliding window keep it, and 64 tokens before it or more, in caches of their own, which `memory` counts.
+    A position whose window has left is an InvalidOperationError; a text may always begin again at position 0. Where
+    angles depend on the length of the text (longrope), a text that crosses the border runs again from its start.
 
     Positions always count the whole text. After an eviction, `prefill_from_pos` and `decode_step` cannot go back to a
     position after the first evicted token: InvalidOperationError.
