@@ -65,7 +65,7 @@ class InferenceEngine:
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
     and one piece must fit the network's positions: pieces are shorter than `prefill_chunk` where they would not.
 
-    Layers with a sliding window keep it, and 64 tokens before it or more, in caches of their own, which `memory` counts.
+    Layers with a sliding window keep it, and 64 tokens before it or more, in caches of their own; `memory` counts them.
     A position whose window has left is an InvalidOperationError; a text may always begin again at position 0. Where
     angles depend on the length of the text (longrope), a text that crosses the border runs again from its start.
 
