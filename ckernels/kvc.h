@@ -111,9 +111,9 @@ typedef struct kvc_kernels {
                        const float *keys, const float *values);
     /* Tokens [first, first + count) of a tensor as float rows (count, heads, dim); doubles are rounded. */
     void (*gather_rows)(const kvc_tensor *, int64_t first, int64_t count, int heads, int dim, float *rows);
-    /* The inverse of write_runs: slots of the runs into float rows. */
+    /* The inverse of write_runs: slots of the runs into float rows, strides in floats apart. */
     void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
-                      float *keys, float *values);
+                      float *keys, float *values, size_t token_stride, size_t head_stride);
     /* Index of the first value that is not finite or that the format cannot hold (kvc_formats.h), or -1. */
     int64_t (*check_representable)(const float *, int64_t n, kvc_format);
     /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c), quantised

@@ -17,8 +17,12 @@
 enum {
     VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
     CHUNK_BYTES = 2 << 20, /* of prepared rows that a panel meets while it is in the first levels of the cache */
-    PACKED_AHEAD = 4096, /* bytes of a panel from what is read to what is prefetched */
-    FLOATS_AHEAD = 2048, /* the same of up to four panels at a time */
+    /* Bytes of a panel from what is read to what is prefetched, measured: for one or two rows, and for more, which wait a
+     * fifth of their time with the shorter distance. Floats are read in up to four panels at a time. */
+    PACKED_AHEAD_OF_FEW = 4096,
+    PACKED_AHEAD = 8192,
+    WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
+    FLOATS_AHEAD = 4096,
     COLD_ROWS = 16, /* a call of so many rows waits for memory; beyond, panels are read from the cache most of the time */
 };
 
@@ -144,6 +148,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     const int minima = format == KVC_MATRIX_Q4_1, bits = format == KVC_MATRIX_Q8_0 ? 8 : 4;
     const size_t numbers = (size_t)(KVC_GROUP * rows), header = (minima ? 4 : 2) * KVC_PANEL * 2;
     const size_t code_bytes = (size_t)(KVC_GROUP * KVC_PANEL * bits / 8), record_bytes = header + 2 * code_bytes;
+    const size_t ahead = rows <= 2 ? PACKED_AHEAD_OF_FEW : PACKED_AHEAD;
     const unsigned char *records[2];
     sums16 sums[12]; /* 6 rows of 2 panels, or 8 of one */
     UNROLL
@@ -161,8 +166,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             UNROLL
             for (int p = 0; p < panels; p++) {
                 codes[p] = records[p] + at + header + (size_t)half * code_bytes;
-                if (t->cold)
-                    prefetch(codes[p] + ahead_of(at, PACKED_AHEAD, matrix->panel_bytes, panels), code_bytes);
+                if (t->cold) prefetch(codes[p] + ahead_of(at, ahead, matrix->panel_bytes, panels), code_bytes);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
@@ -256,6 +260,7 @@ INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64
 INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int rows, int panels, int64_t k,
                        int64_t k_stop, const float *x, tile *t) {
     const int size = format == KVC_MATRIX_F32 ? 4 : 2;
+    const size_t ahead = size == 2 && rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
     const unsigned char *data[4];
     sums16 sums[24];
     UNROLL
@@ -274,7 +279,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
         for (int p = 0; p < panels; p++) {
             if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
                 const size_t at = (size_t)(k * KVC_PANEL * size);
-                prefetch(data[p] + at + ahead_of(at, FLOATS_AHEAD, matrix->panel_bytes, panels), 64);
+                prefetch(data[p] + at + ahead_of(at, ahead, matrix->panel_bytes, panels), 64);
             }
             UNROLL
             for (int v = 0; v < VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);

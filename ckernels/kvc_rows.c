@@ -87,23 +87,23 @@ void KVC_FN(gather_rows)(const kvc_tensor *tensor, int64_t first, int64_t count,
     }
 }
 
-void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
-                       int64_t num_runs, float *keys, float *values) {
+void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
+                       float *keys, float *values, size_t token_stride, size_t head_stride) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
-    const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
+    const size_t heads = (size_t)layout->num_heads;
     for (int64_t i = 0; i < num_runs; i++) {
         const unsigned char *k = arena + (size_t)runs[i].block * layout->block_bytes;
         const unsigned char *v = k + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
             if (keys)
-                read_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * dim, row_stride);
+                read_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * head_stride, token_stride);
             if (values)
-                read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * dim,
-                          row_stride);
+                read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * head_stride,
+                          token_stride);
         }
-        if (keys) keys += (size_t)count * row_stride;
-        if (values) values += (size_t)count * row_stride;
+        if (keys) keys += (size_t)count * token_stride;
+        if (values) values += (size_t)count * token_stride;
     }
 }
 

@@ -10,6 +10,7 @@ import ctypes
 from pathlib import Path
 
 from bench.engine import engine_rivals
+from bench.engine.shapes import Shape
 from bench.support.checkpoints import Size, write_gguf
 
 __all__ = ["GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
@@ -17,11 +18,14 @@ __all__ = ["GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
 GGUF_FILES = {"f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15}  # llama.cpp's numbers of the file types
 
 
-def write_files(size: Size, folder: Path) -> None:
+def write_files(size: Size | Shape, folder: Path) -> None:
     """Write the random network as f16 and, with llama.cpp, in the packed types; files that are there are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "f16.gguf").exists():
-        write_gguf(size, folder / "f16.gguf", half=True)
+        if isinstance(size, Shape):
+            size.write(folder / "f16.gguf")
+        else:
+            write_gguf(size, folder / "f16.gguf", half=True)
     try:
         import llama_cpp
     except ImportError:
@@ -45,7 +49,7 @@ class LlamaCpp(engine_rivals.LlamaCpp):
         import llama_cpp
 
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=2560, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+            str(path), n_ctx=4352, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
             verbose=False,
         )  # fmt: skip
         self._held = 0
@@ -63,7 +67,7 @@ class OpenVino(engine_rivals.OpenVino):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.cache_size = 1
-        scheduler.max_num_batched_tokens = 2048
+        scheduler.max_num_batched_tokens = 4352
         self._pipeline = openvino_genai.LLMPipeline(
             str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
         )

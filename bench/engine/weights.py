@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.shapes import SHAPES, VOCABULARY, Shape
 from bench.engine.weight_rivals import GGUF_FILES, RIVALS, OpenVino, availability, write_files
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
-from bench.support.checkpoints import SIZES, Size
+from bench.support.checkpoints import SIZES
 from bench.support.common import Candidate, Case, Claim, Result, Table, run_case, share_of
 from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
@@ -111,8 +112,8 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
 class Ours:
     """The engine over a GGUF file or, with `weights`, over the same numbers in another format; K and V in q8."""
 
-    def __init__(self, path: Path, threads: int, weights: str) -> None:
-        blocks = (CONTEXT + STEPS) // 16 + 2
+    def __init__(self, path: Path, threads: int, weights: str, context: int) -> None:
+        self._context, blocks = context, (context + STEPS) // 16 + 2
         self._engine = InferenceEngine.from_gguf(path, weights=weights, dtype="q8", num_blocks=blocks)
 
     def prefill(self, tokens: npt.NDArray[np.uint32]) -> None:
@@ -127,23 +128,23 @@ class Ours:
         """Run greedy decode steps behind the context."""
         token = 3
         for i in range(steps):
-            token = int(self._engine.decode_step(token, CONTEXT + i).argmax())
+            token = int(self._engine.decode_step(token, self._context + i).argmax())
 
 
-def builders(folder: Path, threads: int, rivals: bool) -> Iterator[tuple[str, Any]]:
+def builders(folder: Path, threads: int, rivals: bool, context: int) -> Iterator[tuple[str, Any]]:
     """`(name, function that makes the engine)` for each engine and file."""
     for weights in ("f32", "q8", "q4"):
-        yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights)
+        yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights, context)
     files = [name for name in GGUF_FILES if (folder / f"{name}.gguf").exists()]
     for name in files:
-        yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto")
+        yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto", context)
     for rival in RIVALS if rivals else ():
         for name in files:
             yield f"{rival.name} {name}", partial(rival, folder / f"{name}.gguf", threads)
 
 
-def candidates(engine: Any, name: str, vocabulary: int) -> Iterator[tuple[str, Candidate]]:
-    """Prefill of `PROMPT` tokens, and decode steps behind `CONTEXT`."""
+def candidates(engine: Any, name: str, vocabulary: int, context: int) -> Iterator[tuple[str, Candidate]]:
+    """Prefill of `PROMPT` tokens, and decode steps behind `context`."""
     rng = np.random.default_rng(3)
 
     def fresh(count: int) -> npt.NDArray[np.uint32]:
@@ -152,18 +153,20 @@ def candidates(engine: Any, name: str, vocabulary: int) -> Iterator[tuple[str, C
     work, step = {"work": float(PROMPT)}, {"work": 1.0}
     if isinstance(engine, OpenVino):  # by its own clock, over a new prompt each time, which no cache contains
         yield "prefill", Candidate(name, seconds=lambda: engine.first_token(fresh(PROMPT)), facts=work)
-        yield "decode", Candidate(name, seconds=lambda: engine.step(fresh(CONTEXT), STEPS), facts=step)
+        yield "decode", Candidate(name, seconds=lambda: engine.step(fresh(context), STEPS), facts=step)
         return
-    prompt = fresh(CONTEXT)
+    prompt = fresh(context)
     yield "prefill", Candidate(name, partial(engine.prefill, prompt[:PROMPT]), facts=work)
     engine.prefill(prompt)
     yield "decode", Candidate(name, partial(engine.decode, STEPS), STEPS, engine.rewind, step)
 
 
-def measure_network(size: Size, folder: Path, threads: int, rounds: int, rivals: bool) -> dict[str, Result]:
+def measure_network(
+    vocabulary: int, folder: Path, threads: int, rounds: int, rivals: bool, context: int
+) -> dict[str, Result]:
     """One engine after another, each with all its rounds: not all of them fit the memory together."""
     results = {what: Result(what, {}) for what in ("decode", "prefill")}
-    for name, build in builders(folder, threads, rivals):
+    for name, build in builders(folder, threads, rivals, context):
         try:
             set_threads(threads)
             engine = build()
@@ -171,7 +174,7 @@ def measure_network(size: Size, folder: Path, threads: int, rounds: int, rivals:
             print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
             continue
         set_threads(threads)
-        for what, candidate in candidates(engine, name, size.vocabulary):
+        for what, candidate in candidates(engine, name, vocabulary, context):
             one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
             results[what].times |= one.times
             results[what].facts |= one.facts
@@ -185,6 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads (default 1 2)")
     parser.add_argument("--only", choices=("products", "network"), help="one of both parts")
+    parser.add_argument("--network", choices=("1b", *SHAPES), default="1b", help="another network than Llama's 1B")
     parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
     parser.add_argument("--folder", type=Path, help="keep the GGUF files here (4.7 GB), and use those that are there")
 
@@ -207,16 +211,19 @@ def main(options: argparse.Namespace) -> int:
             done.append((Table(title, ()), results))
     if options.only != "products":
         print("; ".join(availability()))
-        size = SIZES["tiny" if options.quick else "1b"]
+        size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
+        context = size.context if isinstance(size, Shape) else CONTEXT
+        vocabulary = VOCABULARY if isinstance(size, Shape) else size.vocabulary
         with tempfile.TemporaryDirectory() as temporary:
             folder = options.folder or Path(temporary)
             write_files(size, folder)
             for threads in options.threads:
-                found = measure_network(size, folder, threads, rounds, not options.no_rivals)
+                found = measure_network(vocabulary, folder, threads, rounds, not options.no_rivals, context)
                 for what, result in found.items():
                     columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
-                    of = f"at {CONTEXT} tokens" if what == "decode" else f"of {PROMPT} tokens"
-                    title = f"9b. {what.capitalize()} {of}, {size}, {threads} thr"
+                    of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
+                    name = size.what if isinstance(size, Shape) else size
+                    title = f"9b. {what.capitalize()} {of}, {name}, {threads} thr"
                     missed += print_rates(title, columns, [result], as_markdown=options.markdown)
                     done.append((Table(title, ()), [result]))
     if options.json:

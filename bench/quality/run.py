@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from bench.quality import endless, eviction, formats, heldout, outliers, pictures, presses, reuse
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
-from bench.support.report import environment, markdown, text_table
+from bench.support.report import environment, show
 from kvcache.core.kernels import FORMATS
 
 __all__ = ["add_arguments", "main"]
@@ -39,17 +40,11 @@ class _Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.quick = options, options.quick
-        self.model, self.tokenizer = demo_model()
-        self.text = heldout.load(self.tokenizer, options.library)
+        self.table = partial(show, options.markdown)
         self.data: dict[str, Any] = {}
         self.missed = 0
-
-    def table(self, title: str, header: list[str], rows: list[list[str]], *notes: str) -> None:
-        layout = markdown if self.options.markdown else text_table
-        print(f"\n{'### ' if self.options.markdown else ''}{title}\n\n{layout(header, rows)}")
-        for note in notes:
-            print(f"\n{note}")
-        print(flush=True)
+        self.model, self.tokenizer = demo_model()
+        self.text = heldout.load(self.tokenizer, options.library)
 
     def verdicts(self, found: list[dict[str, Any]]) -> None:
         for v in found:

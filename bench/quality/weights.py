@@ -13,6 +13,7 @@ import runpy
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from bench.quality.divergence import Divergence, Logits, compare, paired
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, demo_model
 from bench.support.checkpoints import Size, Stored, row_order_of_llama, stored_as, write_gguf
-from bench.support.report import environment, markdown, text_table
+from bench.support.report import environment, show
 from kvcache import InferenceEngine, get_num_threads
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
@@ -113,15 +114,9 @@ class _Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.quick = options, options.quick
+        self.table = partial(show, options.markdown)
         self.data: dict[str, Any] = {}
         self.missed = 0
-
-    def table(self, title: str, header: list[str], rows: list[list[str]], *notes: str) -> None:
-        layout = markdown if self.options.markdown else text_table
-        print(f"\n{'### ' if self.options.markdown else ''}{title}\n\n{layout(header, rows)}")
-        for note in notes:
-            print(f"\n{note}")
-        print(flush=True)
 
     def demo(self) -> None:
         tokenizer = demo_model()[1]

@@ -15,7 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SIZES", "Size", "Stored", "row_order_of_llama", "stored_as", "write_checkpoint", "write_gguf"]
+__all__ = [
+    "SIZES", "Size", "Stored", "row_order_of_llama", "stored_as", "vocabulary_of", "write_checkpoint", "write_file",
+    "write_gguf",
+]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
 
@@ -136,8 +139,17 @@ def _vocabulary(count: int) -> list[str]:
     return [*words, *(f"w{i}" for i in range(count - len(words)))]
 
 
+def vocabulary_of(count: int) -> dict[str, Any]:
+    """Metadata of a vocabulary, which the readers require; requests are token ids, and nothing is tokenised."""
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.tokens": _vocabulary(count), "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (count - 3),
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+
+
 def _metadata(size: Size) -> dict[str, Any]:
-    """The network, and a vocabulary, which the readers require; requests are token ids, and nothing is tokenised."""
+    """The network and its vocabulary."""
     return {
         "general.architecture": "llama", "general.name": "random", "general.alignment": ALIGNMENT,
         "llama.vocab_size": size.vocabulary, "llama.context_length": size.positions,
@@ -145,10 +157,7 @@ def _metadata(size: Size) -> dict[str, Any]:
         "llama.feed_forward_length": size.intermediate, "llama.attention.head_count": size.heads,
         "llama.attention.head_count_kv": size.kv_heads, "llama.rope.dimension_count": size.head_dim,
         "llama.rope.freq_base": 10000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.tokens": _vocabulary(size.vocabulary),
-        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (size.vocabulary - 3),
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+        **vocabulary_of(size.vocabulary),
     }  # fmt: skip
 
 
@@ -195,13 +204,19 @@ def write_gguf(
             yield stored_as(name, tensor.astype(np.float16) if half and tensor.ndim == 2 else tensor)
 
     make = stored or random
+    return write_file(path, {**_metadata(size), "general.file_type": int(half)}, make, _gguf_name)
+
+
+def write_file(
+    path: Path, metadata: dict[str, Any], make: Callable[[], Iterator[Stored]], name_of: Callable[[str], str] = str
+) -> Path:
+    """Write a GGUF file of tensors that `make` yields, the same in each call; `name_of` gives their names there."""
     infos, at, count = b"", 0, 0
     for name, shape, kind, data in make():
         sizes = shape[::-1]
-        infos += _text(_gguf_name(name)) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, at)
+        infos += _text(name_of(name)) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, at)
         at += data.nbytes + -data.nbytes % ALIGNMENT
         count += 1
-    metadata = {**_metadata(size), "general.file_type": int(half)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, count, len(metadata)))

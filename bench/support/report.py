@@ -15,7 +15,7 @@ from typing import Any
 import kvcache
 from bench.support.common import Result, Table
 
-__all__ = ["environment", "markdown", "print_table", "save_json", "text_table", "time_text"]
+__all__ = ["environment", "markdown", "print_table", "save_json", "show", "text_table", "time_text"]
 
 
 def environment() -> dict[str, str]:
@@ -114,6 +114,15 @@ def print_table(table: Table, results: list[Result], *, as_markdown: bool = Fals
     for note in table.notes:
         print(f"\n{note}")
     return sum(row[-1] == "MISSED" for row in rows)
+
+
+def show(as_markdown: bool, title: str, header: list[str], rows: list[list[str]], *notes: str) -> None:
+    """Print a table of text with its title and notes."""
+    layout = markdown if as_markdown else text_table
+    print(f"\n{'### ' if as_markdown else ''}{title}\n\n{layout(header, rows)}")
+    for note in notes:
+        print(f"\n{note}")
+    print(flush=True)
 
 
 def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) -> None:

@@ -21,7 +21,7 @@ from kvcache.core import dlpack
 __all__ = [
     "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices",
     "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows", "as_scores",
-    "as_share", "as_stored", "check_integers", "checked_scores", "is_integer", "plain_int", "short",
+    "as_share", "as_stored", "check_integers", "checked_scores", "described", "is_integer", "plain_int", "short",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
@@ -45,6 +45,11 @@ def short(value: Any) -> str:
     except (ValueError, RecursionError):  # an int of thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def described(value: Any) -> str:
+    """What an argument is, for a message: dtype and shape of an array, else its type."""
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def as_instance(value: Any, kind: type[Kind], name: str) -> Kind:

@@ -13,7 +13,7 @@ from kvcache.core.store cimport BlockStore
 
 import numpy as np
 
-from kvcache.core.arguments import as_finite, as_floats
+from kvcache.core.arguments import as_finite, as_floats, described
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
@@ -94,7 +94,7 @@ cdef class Attention:
         if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                 or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, queries):
             raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {np.shape(queries)}, "
-                             f"got {type(out).__name__}")
+                             f"got {described(out)}")
         return out
 
     cdef float scale_(self, object scale) except? -1:

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvcache.core.descriptors import File, kind_of
+from kvcache.errors import CheckpointError
 
-__all__ = ["checksum", "open_regular", "read_at", "write_at"]
+__all__ = ["checksum", "open_regular", "read_at", "read_part", "write_at"]
 
 _BUFFERS = 1000  # of one system call; the system takes 1024
 _BYTES = 1 << 30  # of one system call; the system takes just under 2**31
@@ -86,6 +87,17 @@ def read_at(fd: int, buffers: Iterable[Any], offset: int) -> bool:
         offset += count
         views = _after(views, count)
     return True
+
+
+def read_part(fd: int, buffers: list[Any], offset: int, what: str) -> None:
+    """`read_at` of a part of a checkpoint. Raises CheckpointError that begins with `what`, the path and the part."""
+    try:
+        whole = read_at(fd, buffers, offset)
+    except OSError as error:
+        raise CheckpointError(f"{what}: expected a readable file, got {error.strerror}") from error
+    if not whole:
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        raise CheckpointError(f"{what}: expected {size} bytes at {offset}, got a truncated file")
 
 
 def checksum(buffers: Iterable[Any]) -> int:

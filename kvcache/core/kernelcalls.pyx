@@ -90,7 +90,8 @@ def read(Layout layout, arena, runs, keys, values):
     try:
         shape = (tokens, layout.c.num_heads, layout.c.head_dim)
         kernels.read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape),
-                          <float *>_floats(values, shape))
+                          <float *>_floats(values, shape), <size_t>(layout.c.num_heads * layout.c.head_dim),
+                          <size_t>layout.c.head_dim)
     finally:
         free(c_runs)
 

@@ -15,7 +15,7 @@ cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t
 from libc.stdlib cimport free, malloc
 
-from kvcache.core.arguments import as_count, as_instance, short
+from kvcache.core.arguments import as_count, as_instance, described, short
 from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.kernels cimport (
     KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix, kvc_matrix_format, kvc_matrix_format_of, matmul,
@@ -253,7 +253,7 @@ cdef class Matrix:
         if out is None:
             out = np.empty(shape, np.float32)
         elif not is_plain(out, cnp.NPY_FLOAT32, 2) or out.shape != shape or not cnp.PyArray_ISWRITEABLE(out):
-            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {shape}, got {short(out)}")
+            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {shape}, got {described(out)}")
         else:
             for name, other in (("x", c_x), ("bias", c_bias), ("the weights", self.memory)):
                 if other is not None and overlap(out, np.asarray(other)):

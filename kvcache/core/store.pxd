@@ -1,5 +1,6 @@
 """The bytes: blocks of one layout, in one piece of memory per layer, written and read as runs of slots."""
 
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from kvcache.core.kernels cimport kvc_layout, kvc_run
@@ -28,6 +29,9 @@ cdef class BlockStore:
     # Store rows of values that were checked, as many as the runs have slots.
     cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil
 
+    # Into float32 (n, num_heads, head_dim), channels together, no negative strides; None: that side is not read.
+    cdef int read_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
+                   cnp.ndarray values) except -1
     cdef object new_rows(self, int64_t n)      # float32 (n, num_heads, head_dim), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks
     # The last `count` slots of these runs are new tokens: they read as zeros until they are written.

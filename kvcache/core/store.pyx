@@ -53,13 +53,15 @@ cdef class BlockStore:
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
                   value_dtype="f32", rotate="auto"):
-        cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, "key_dtype")
-        cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, "value_dtype")
+        # Callers that take one `dtype` for both give the same object twice.
+        names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
+        cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, names[0])
+        cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, names[1])
         # Python ints: products of NumPy's wrap around or raise OverflowError.
         num_layers = as_count(num_layers, "num_layers", 0, MOST)
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
-        num_heads = as_count(num_heads, "num_heads", 1, MOST)
         block_size = as_count(block_size, "block_size", 1, 256)
+        num_heads = as_count(num_heads, "num_heads", 1, MOST)
         head_dim = as_integer(head_dim, "head_dim")
         if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
             raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
@@ -147,12 +149,9 @@ cdef class BlockStore:
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
         keys, values = self.new_rows(n), self.new_rows(n)
-        cdef float[:, :, ::1] k = keys
-        cdef float[:, :, ::1] v = values
         cdef unsigned char *base = self.layer_base(layer)
         if n:
-            with nogil:
-                kernels.read_runs(&self.layout, base, &view[0], view.shape[0], &k[0, 0, 0], &v[0, 0, 0])
+            self.read_(base, &view[0], view.shape[0], keys, values)
         return keys, values
 
     def read_side(self, layer, runs, int side):
@@ -160,12 +159,9 @@ cdef class BlockStore:
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
         rows = self.new_rows(n)
-        cdef float[:, :, ::1] x = rows
         cdef unsigned char *base = self.layer_base(layer)
         if n:
-            with nogil:
-                kernels.read_runs(&self.layout, base, &view[0], view.shape[0], NULL if side else &x[0, 0, 0],
-                                  &x[0, 0, 0] if side else NULL)
+            self.read_(base, &view[0], view.shape[0], None if side else rows, rows if side else None)
         return rows
 
     def copy_blocks(self, sources, targets):
@@ -357,3 +353,22 @@ cdef class BlockStore:
                 kernels.write_runs(&self.layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n))
                 row += n
                 part.first = part.stop
+
+    cdef int read_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
+                   cnp.ndarray values) except -1:
+        cdef cnp.ndarray one = values if keys is None else keys, other = keys if values is None else values
+        cdef float *to[2]
+        cdef size_t token_stride = cnp.PyArray_STRIDE(one, 0) // sizeof(float)
+        cdef size_t head_stride = cnp.PyArray_STRIDE(one, 1) // sizeof(float)
+        if cnp.PyArray_STRIDE(one, 0) != cnp.PyArray_STRIDE(other, 0) \
+                or cnp.PyArray_STRIDE(one, 1) != cnp.PyArray_STRIDE(other, 1):
+            self.read_(base, runs, num_runs, keys, None)
+            return self.read_(base, runs, num_runs, None, values)
+        to[0] = to[1] = NULL
+        if keys is not None:
+            to[0] = <float *>cnp.PyArray_DATA(keys)
+        if values is not None:
+            to[1] = <float *>cnp.PyArray_DATA(values)
+        with nogil:
+            kernels.read_runs(&self.layout, base, runs, num_runs, to[0], to[1], token_stride, head_stride)
+        return 0

@@ -33,6 +33,8 @@ cdef cnp.ndarray uint32_tokens(object tokens):
         return from_sequence(tokens)
     if isinstance(tokens, (list, tuple, range)):
         return from_sequence(list(tokens))
+    if isinstance(tokens, (str, bytes)):
+        raise TypeError(f"tokens: expected integers, got {type(tokens).__name__}")
     return from_array(as_array(tokens, "tokens"))
 
 
@@ -77,7 +79,7 @@ cdef object whole_number(object item):
 
 cdef cnp.ndarray from_array(cnp.ndarray array):
     if array.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got {array.ndim}")
+        raise ValueError(f"tokens: expected one dimension, got shape {np.shape(array)}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens: expected integers, got dtype {array.dtype}")
     if array.dtype.itemsize > 4 or array.dtype.kind == "i":

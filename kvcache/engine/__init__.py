@@ -1,5 +1,6 @@
 """Text generation from a checkpoint: the transformer, sampling, and the engine that runs both over a cache."""
 
+from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.prefix_cached import PrefixCachedEngine
@@ -9,6 +10,7 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, Model
 
 __all__ = [
+    "Answer",
     "Attend",
     "Completion",
     "InferenceEngine",

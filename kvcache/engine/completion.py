@@ -65,6 +65,7 @@ class Request:
         finish_reason: why it ended.
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
+        is_complete: whether all its text has come.
     """
 
     def __init__(self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None) -> None:
@@ -73,27 +74,42 @@ class Request:
         self.finish_reason: FinishReason = "length"
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
-        self._pieces: list[str] = []
+        self.is_complete = False
+        self._piece = ""
 
     def observe(self, token: int, logits: Float32) -> None:
         """Note a new token, and the logits that it was drawn from."""
         if self.logprobs is not None:
             self.logprobs.append(_logprobs(logits, token, self.params.logprobs or 0))
         if self.text is not None:
-            self._pieces.append(self.text.add(token))
+            self._piece = self.text.add(token)
 
     def is_stopped(self) -> bool:
         """Whether the last token completed a stop string."""
         return self.text is not None and self.text.stopped
 
+    @property
+    def end(self) -> FinishReason:
+        """Why it ended, a stop string counted."""
+        return "stop" if self.is_stopped() else self.finish_reason
+
+    def pieces(self, new: Iterator[int], tokens: list[int]) -> Iterator[str]:
+        """Run it: `new` yields its tokens, which are added to `tokens`; their text, piece by piece."""
+        for token in new:
+            tokens.append(token)
+            if self._piece:
+                yield self._piece
+        if self.text is not None and (piece := self.text.end()):
+            yield piece
+        self.is_complete = True
+
     def complete(self, new: Iterator[int]) -> Completion:
         """Run it: `new` yields its tokens."""
         if self.params.logprobs is not None:
             self.logprobs = []
-        tokens = list(new)
-        text = None if self.text is None else "".join([*self._pieces, self.text.end()])
-        reason: FinishReason = "stop" if self.is_stopped() else self.finish_reason
-        return Completion(tokens, text, reason, self.logprobs, self.cached_tokens)
+        tokens: list[int] = []
+        text = "".join(self.pieces(new, tokens))
+        return Completion(tokens, None if self.text is None else text, self.end, self.logprobs, self.cached_tokens)
 
 
 def _logprobs(logits: Float32, token: int, count: int) -> TokenLogprobs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,9 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
+from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
+from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.requests import Requests
@@ -24,10 +25,7 @@ from kvcache.engine.tokens import as_tokens
 from kvcache.engine.windows import LayerGroups, Windows
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
-from kvcache.networks.gguf import is_gguf
-from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
-from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["InferenceEngine"]
@@ -117,52 +115,7 @@ class InferenceEngine:
         self._requests = Requests(self._sequence, positions, seed)
         self._text: CheckpointText | GgufText | None = None
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        directory: str | Path,
-        sampling_params: SamplingParams | None = None,
-        seed: int = 0,
-        *,
-        weights: str = "auto",
-        activations: str = "int8",
-        progress: Progress | None = None,
-        **options: Any,
-    ) -> InferenceEngine:
-        """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file: Llama, Mistral, Qwen2 or Qwen3.
-
-        Args:
-            directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`; or a file whose
-                name ends in `.gguf`.
-            weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
-                bits per weight), "q4" (5 bits; the head has 8.5).
-            activations: how rows meet packed weights, "int8" or "exact"; see `Transformer`.
-            progress: called with the bytes of weights that are loaded, and those of all.
-            sampling_params, seed, options: as for the constructor.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            CheckpointError: a file is damaged, or asks for something that is not supported.
-            OutOfMemoryError: the weights do not fit the machine.
-        """
-        load, text = (
-            (Transformer.from_gguf, GgufText) if is_gguf(directory) else (Transformer.from_pretrained, CheckpointText)
-        )
-        model = load(directory, weights=weights, activations=activations, progress=progress)
-        engine = cls(model, sampling_params, seed, **options)
-        engine._text = text(Path(directory))
-        return engine
-
-    @classmethod
-    def from_gguf(
-        cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
-    ) -> InferenceEngine:
-        """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
-        network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
-        model = Transformer.from_gguf(path, **network)
-        engine = cls(model, sampling_params, seed, **options)
-        engine._text = GgufText(Path(path))
-        return engine
+    from_pretrained, from_gguf = classmethod(opening.from_pretrained), classmethod(opening.from_gguf)
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
         """Make a cache; the constructor and `enlarge` call this."""
@@ -335,6 +288,32 @@ class InferenceEngine:
         continued on another thread.
         """
         return self._requests.stream(self._request(prompt_tokens, params), whole=False)
+
+    def apply_chat_template(
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
+    ) -> str | list[int]:
+        """A conversation in the words of the checkpoint's chat template, as transformers writes it.
+
+        Args:
+            messages: dicts with "role", "content" and what else the template knows.
+            tools: JSON schemas of functions, dicts.
+            add_generation_prompt: whether the beginning of the answer follows.
+            tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
+
+        Raises:
+            TypeError, ValueError: no template or tokenizer; messages that the template does not take.
+            ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
+        """
+        text = render(self._text, messages, tools, add_generation_prompt)
+        return chat_tokens(self._text, text) if tokenize else text
+
+    def chat(self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None) -> Answer:
+        """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
+
+        Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
+        """
+        request = self._request(self.apply_chat_template(messages, tools=tools, tokenize=True), params, with_text=True)
+        return Answer(request, self._requests.stream(request, whole=False))
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.

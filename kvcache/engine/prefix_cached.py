@@ -17,6 +17,7 @@ from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import total
 from kvcache.engine.cache_options import num_cache_blocks
 from kvcache.engine.cached_windows import CachedWindows
+from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.newest import NewestGroups
@@ -150,6 +151,25 @@ class PrefixCachedEngine:
         """
         request = self._checked(prompt, params, namespace, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
+
+    def apply_chat_template(
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
+    ) -> str | list[int]:
+        """See `InferenceEngine.apply_chat_template`."""
+        return self.inner.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=tokenize
+        )
+
+    def chat(
+        self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, namespace: Hashable = None
+    ) -> Answer:
+        """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
+
+        A template may write earlier messages in another way than before: what is reused goes by tokens.
+        """
+        prompt = self.apply_chat_template(messages, tools=tools, tokenize=True)
+        request = self._checked(prompt, params, namespace, with_text=True)
+        return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, namespace: Hashable, *, with_text: bool = False

@@ -10,11 +10,13 @@ from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.tokenizer import build_tokenizer
-from kvcache.gguf.vocabulary import chat_template
-from kvcache.networks.files import read_file, read_json
+from kvcache.gguf.vocabulary import Vocabulary, chat_template
+from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
 
 __all__ = ["CheckpointText", "GgufText"]
 
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_TEMPLATES = 64
 _MAX_BYTES = 256 * 2**20  # vocabularies of 256 000 tokens take 40 MB
 
 
@@ -45,21 +47,65 @@ class CheckpointText:
         except Exception as error:  # the package raises bare Exception for any fault of the file
             raise CheckpointError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None
 
-    @cached_property
+    @property
     def chat_template(self) -> str | None:
-        """The Jinja template of `tokenizer_config.json`, or None. Of several, the one named "default".
+        """The Jinja template named "default", or None; raises as `template`."""
+        return self.template("default")
+
+    def template(self, name: str) -> str | None:
+        """The Jinja template of this name, else the one named "default", or None.
+
+        They are those of `chat_template.jinja` and `additional_chat_templates/`, else of `tokenizer_config.json`.
 
         Raises:
             CheckpointError: a damaged file.
         """
-        path = self._directory / "tokenizer_config.json"
-        found = read_json(path, _MAX_BYTES).get("chat_template") if path.exists() else None
-        if isinstance(found, list):
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-            found = named.get("default")
-        if not isinstance(found, (str, type(None))):
-            raise CheckpointError(f"{path}: chat_template: expected a string, got {short(found)}")
+        return self._templates.get(name, self._templates.get("default"))
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of special tokens by the names that templates know them by, such as "bos_token".
+
+        Raises:
+            CheckpointError: a damaged file.
+        """
+        path, found = self._directory / "tokenizer_config.json", {}
+        for name in _SPECIAL:
+            value = self._config.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, (str, type(None))):
+                raise CheckpointError(f"{path}: {name}: expected a string, got {short(value)}")
+            if text is not None:
+                found[name] = text
         return found
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        path = self._directory / "tokenizer_config.json"
+        return read_json(path, _MAX_BYTES) if path.exists() else {}
+
+    @cached_property
+    def _templates(self) -> dict[str, str]:
+        path, found = self._directory / "tokenizer_config.json", self._config.get("chat_template")
+        if isinstance(found, list):
+            found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+        named: dict[str, Any] = found if isinstance(found, dict) else {"default": found}
+        named = {name: template for name, template in named.items() if template is not None}
+        for template in named.values():
+            if not isinstance(template, str):
+                raise CheckpointError(f"{path}: chat_template: expected a string, got {short(template)}")
+        more = sorted((self._directory / "additional_chat_templates").glob("*.jinja"))
+        files = {each.stem: each for each in more[:_MOST_TEMPLATES]}
+        if (first := self._directory / "chat_template.jinja").exists():
+            files["default"] = first
+        return named | {name: _template_of(each) for name, each in files.items()}
+
+
+def _template_of(path: Path) -> str:
+    try:
+        return read_file(path, MAX_CONFIG_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: expected UTF-8, got {error}") from None
 
 
 class GgufText:
@@ -77,3 +123,16 @@ class GgufText:
     def chat_template(self) -> str | None:
         """The Jinja template of the file, or None; raises as that of `CheckpointText`."""
         return chat_template(GgufFile(self._path))
+
+    def template(self, name: str) -> str | None:
+        """The Jinja template of this name, else `chat_template`."""
+        return chat_template(GgufFile(self._path), name) or self.chat_template
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Of the tokens that the file names by id; as those of `CheckpointText`."""
+        found = Vocabulary.of(GgufFile(self._path))
+        if found is None:
+            return {}
+        ids = {"bos_token": found.bos, "eos_token": found.eos, "unk_token": found.unknown}
+        return {name: found.texts[id] for name, id in ids.items() if id is not None}

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
-from kvcache.core.files import open_regular, read_at
+from kvcache.core.files import open_regular, read_part
 from kvcache.errors import CheckpointError
 from kvcache.gguf.blocks import TYPES
 
@@ -98,13 +98,7 @@ class GgufFile(Mapping[str, TensorInfo]):
 
     def read(self, buffers: list[Any], offset: int, what: str) -> None:
         """Fill buffers from `offset` on. Raises CheckpointError that names `what`, the part that was to be read."""
-        try:
-            whole = read_at(self._file.fd, buffers, offset)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {what}: expected a readable file, got {error.strerror}") from error
-        if not whole:
-            size = sum(memoryview(buffer).nbytes for buffer in buffers)
-            raise CheckpointError(f"{self.path}: {what}: expected {size} bytes at {offset}, got a truncated file")
+        read_part(self._file.fd, buffers, offset, f"{self.path}: {what}")
 
 
 class _Header:

@@ -209,9 +209,10 @@ def end_tokens(file: GgufFile) -> list[int] | None:
     return ids or None
 
 
-def chat_template(file: GgufFile) -> str | None:
-    """The Jinja template of a conversation, if the file has one. Raises CheckpointError unless it is a string."""
-    found = file.metadata.get("tokenizer.chat_template")
+def chat_template(file: GgufFile, name: str = "default") -> str | None:
+    """The Jinja template of a conversation, if the file has one of this name; CheckpointError unless it is a string."""
+    key = "tokenizer.chat_template" + ("" if name == "default" else f".{name}")
+    found = file.metadata.get(key)
     if not isinstance(found, (str, type(None))):
-        raise CheckpointError(f"{file.path}: tokenizer.chat_template: expected a string, got {short(found)}")
+        raise CheckpointError(f"{file.path}: {key}: expected a string, got {short(found)}")
     return found

@@ -25,7 +25,9 @@ def open_file(path: Path) -> tuple[File, int]:
     try:
         return open_regular(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"expected a checkpoint directory with {path.name}, got none at {path}") from None
+        raise FileNotFoundError(
+            f"expected a local checkpoint directory with {path.name} (nothing is downloaded), got none at {path}"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable file, got {error.strerror}") from error
 

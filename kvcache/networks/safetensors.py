@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
-from kvcache.core.files import read_at
+from kvcache.core.files import read_part
 from kvcache.errors import CheckpointError
 from kvcache.networks.files import MAX_JSON_BYTES, open_file, parse_json
 
@@ -63,7 +63,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         self.path = Path(path)
         self._file, size = open_file(self.path)
         first = bytearray(min(size, 8))
-        self._read([first], 0, "header")
+        read_part(self._file.fd, [first], 0, f"{self.path}: header")
         length = int.from_bytes(first, "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
@@ -72,7 +72,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         if length > MAX_JSON_BYTES:
             raise CheckpointError(f"{self.path}: expected a header of at most {MAX_JSON_BYTES} bytes, got {length}")
         header = bytearray(length)
-        self._read([header], 8, "header")
+        read_part(self._file.fd, [header], 8, f"{self.path}: header")
         self._tensors = _parse(header, 8 + length, size, self.path)
 
     def __getitem__(self, name: str) -> TensorInfo:
@@ -115,18 +115,8 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             raise CheckpointError(f"{self.path}: {name}: expected F32, F16 or BF16, got {dtype}")
         stored = np.empty(count, _LOADABLE[dtype])
         if count:
-            self._read([stored], start, name)
+            read_part(self._file.fd, [stored], start, f"{self.path}: {name}")
         return stored
-
-    def _read(self, buffers: list[Any], offset: int, name: str) -> None:
-        """Fill buffers from `offset` on. Raises CheckpointError that names `name`, the part that was to be read."""
-        try:
-            whole = read_at(self._file.fd, buffers, offset)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {name}: expected a readable file, got {error.strerror}") from error
-        if not whole:
-            size = sum(memoryview(buffer).nbytes for buffer in buffers)
-            raise CheckpointError(f"{self.path}: {name}: expected {size} bytes at {offset}, got a truncated file")
 
 
 def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:

@@ -265,7 +265,7 @@ class PagedKvCache:
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Any = None) -> Any:
         """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
 
-        `out` is a pair of such arrays, as for `attention`: written and returned.
+        `out`: a pair of such arrays, or tensors, with any strides of tokens and heads: written and returned.
         """
         first, last = as_integer(start, "start"), None if stop is None else as_integer(stop, "stop")
         keys, values = as_pair(out, "out")

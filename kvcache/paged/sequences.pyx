@@ -4,8 +4,6 @@ cimport numpy as cnp
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint64_t
 
-from kvcache.core cimport kernels
-from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.locks cimport CallLock
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.mapped cimport MappedMemory
@@ -21,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcache.core.arguments import described
 from kvcache.errors import InvalidOperationError
 
 __all__ = ["PagedSequences"]
@@ -226,7 +225,6 @@ cdef class PagedSequences:
         """
         cdef BlockTables table = self.table
         cdef RunLists lists = table.run_lists
-        cdef float[:, :, ::1] k, v
         cdef unsigned char *base
         cdef Sequence *seq
         cdef bint to_end = stop is None
@@ -244,12 +242,10 @@ cdef class PagedSequences:
                 keys, values = self.store.new_rows(last - start), self.store.new_rows(last - start)
             else:
                 self._check_outputs(keys, values, last - start)
-            k, v = keys, values
             lists.num_cut = 0
             lists.slice_(seq, start, last)
             if lists.num_cut:
-                with nogil:
-                    kernels.read_runs(&self.store.layout, base, lists.cut, lists.num_cut, &k[0, 0, 0], &v[0, 0, 0])
+                self.store.read_(base, lists.cut, lists.num_cut, keys, values)
             table.victims.touched(table.picked[0])
         return keys, values
 
@@ -263,11 +259,10 @@ cdef class PagedSequences:
     cdef int _check_outputs(self, keys, values, int64_t count) except -1:
         shape = (count, self.store.layout.num_heads, self.store.layout.head_dim)
         for out in (keys, values):
-            if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
-                    or np.shape(out) != shape:
-                raise ValueError(f"out: expected two C-contiguous, writeable float32 arrays of shape {shape}, "
-                                 f"got {np.shape(out) if isinstance(out, np.ndarray) else type(out).__name__}")
-        if overlap(keys, values):
+            if type(out) is not np.ndarray or out.dtype != np.float32 or out.shape != shape or not _is_writeable(out):
+                raise ValueError(f"out: expected two writeable float32 arrays of shape {shape}, the channels of a head "
+                                 f"together, got {described(out)}")
+        if _share_memory(keys, values):
             raise ValueError("out: expected arrays with memory of their own, got the same memory twice")
         return 0
 
@@ -287,6 +282,8 @@ cdef class PagedSequences:
                 raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
             count = count_at(counts, i)
             start = start_at(seq, starts, i, count)
+            if name == "start" and starts == NULL and count > seq.num_tokens:
+                raise ValueError(f"keys: expected at most {seq.num_tokens} rows for sequence {ids[i]}, got {count}")
             if count < 0 or start < 0 or start > seq.num_tokens - count:
                 raise IndexError(f"{name}: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
             lists.slice_(seq, start, start + count)
@@ -322,3 +319,19 @@ cdef class PagedSequences:
         if lists.num_copies:
             self.store.copy_(&lists.copy_src[0], &lists.copy_dst[0], lists.num_copies)
             lists.num_copies = 0
+
+
+cdef bint _is_writeable(cnp.ndarray out):
+    """Aligned, writeable, native float32 whose channels lie together, without negative strides."""
+    if out.shape[0] == 0:    # its strides are any
+        return cnp.PyArray_ISWRITEABLE(out)
+    cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(out)
+    return cnp.PyArray_ISBEHAVED(out) and strides[0] >= 0 and strides[1] >= 0 and strides[2] == sizeof(float)
+
+
+cdef bint _share_memory(cnp.ndarray a, cnp.ndarray b):
+    """Whether two arrays share a byte; True as well where that is hard to tell."""
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True

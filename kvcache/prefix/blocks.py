@@ -88,6 +88,14 @@ class PrefixCache(IndexedCache):
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
         """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
 
+        A request computes K and V from token `n` on; its last token is computed in any case, for its logits:
+
+            with cache.open_session(prompt) as session:
+                n = min(session.num_tokens, len(prompt) - 1)
+                paged.adopt(seq_id, session.shared_blocks[: -(-n // paged.block_size)], n)
+            paged.append(seq_id, len(prompt) - n)  # `write` and `attention` follow for these tokens
+            cache.adopt(prompt, paged.block_table([seq_id]).indices)  # when they are written
+
         `max_blocks`, by default all, also those that `grow` adds, is the most that it may name; evict them with
         `evict` when the paged cache needs room.
 

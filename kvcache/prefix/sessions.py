@@ -181,6 +181,12 @@ class PrefixCacheStats:
     def __post_init__(self) -> None:
         object.__setattr__(self, "miss_reasons", MappingProxyType(dict(self.miss_reasons)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _content(self) -> dict[str, Any]:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self), tuple((content | {"miss_reasons": dict(self.miss_reasons)}).values())
+        return content | {"miss_reasons": dict(self.miss_reasons)}  # a mapping proxy is not pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._content().values())
+
+    def __repr__(self) -> str:
+        return f"PrefixCacheStats({', '.join(f'{name}={value!r}' for name, value in self._content().items())})"

@@ -70,7 +70,7 @@ static void read_whole(const kvc_kernels *kernels, const world *w, const unsigne
                        float *const rows[2]) {
     kvc_run *runs = malloc((size_t)w->num_blocks * sizeof *runs);
     for (int b = 0; b < w->num_blocks; b++) runs[b] = (kvc_run){b, 0, (uint16_t)w->layout.block_size};
-    kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1]);
+    kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row, (size_t)w->layout.head_dim);
     free(runs);
 }
 
@@ -124,6 +124,32 @@ static void make_representable(source *s, float *x, size_t n, kvc_format format)
     }
 }
 
+/* Every level makes the same float rows of a tensor whose heads lie apart. */
+static void expect_gathered(source *s, const world *w) {
+    static const size_t sizes[] = {4, 2, 2, 8};
+    const int heads = w->layout.num_heads, dim = w->layout.head_dim, tokens = draw_between(s, 1, 20);
+    const kvc_element element = (kvc_element)draw(s, 4);
+    const int64_t row_bytes = (int64_t)sizes[element] * dim;
+    const size_t floats = (size_t)tokens * w->row;
+    memory from = take(floats * sizes[element], sizes[element], draw(s, 2)), want = take(floats * sizeof(float), 4, 1);
+    if (element == KVC_ELEMENT_F32)
+        draw_floats(s, draw(s, NUM_KINDS), from.at, floats);
+    else
+        for (size_t i = 0; i < floats * sizes[element] / 2; i++) /* not a NaN of f16, bf16 or f64 */
+            ((uint16_t *)from.at)[i] = (uint16_t)(draw(s, 256) << 8 | draw(s, 256)) & 0xbbff;
+    const kvc_tensor tensor = {from.at, row_bytes, row_bytes * tokens, element};
+    scalar_level()->gather_rows(&tensor, 0, tokens, heads, dim, want.at);
+    for (int level = 0; level < num_levels(); level++) {
+        memory got = take(floats * sizeof(float), 4, draw(s, 2));
+        const int cut = draw_between(s, 0, tokens);
+        level_at(level)->gather_rows(&tensor, 0, cut, heads, dim, got.at);
+        level_at(level)->gather_rows(&tensor, cut, tokens - cut, heads, dim, (float *)got.at + (size_t)cut * w->row);
+        if (memcmp(got.at, want.at, floats * sizeof(float))) fail("%s: other rows gathered", level_at(level)->name);
+        give_back(&got);
+    }
+    give_back(&from), give_back(&want);
+}
+
 static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
     const size_t floats = (size_t)q.num_tokens * w->row;
@@ -153,8 +179,8 @@ static void step_write(source *s, world *w) {
     for (int side = 0; side < 2; side++) {
         if (!given[side]) continue;
         float *back = malloc((floats + 1) * sizeof *back);
-        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back,
-                          side ? back : NULL);
+        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL, w->row,
+                          (size_t)w->layout.head_dim);
         for (int64_t t = 0; t < q.num_tokens; t++)
             memcpy(w->rows[side] + q.slots[t] * w->row, back + (size_t)t * w->row, w->row * sizeof(float));
         free(back);
@@ -242,5 +268,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     free(w.plain), free(w.rows[0]), free(w.rows[1]);
     step_products(&s);
     step_layer(&s);
+    expect_gathered(&s, &w); /* last: the inputs of the corpus keep their meaning */
     return 0;
 }

@@ -172,6 +172,24 @@ def test_read_writes_to_memory_of_the_caller(kind, rng):
     assert cache.read(0, 1, 2, 2, out=[empty, empty])[0] is empty
 
 
+def test_read_writes_to_head_major_memory(rng):
+    cache = filled(rng)
+    want = cache.read(0, 1)
+    both = np.full((2, 7, 16, 2), 7, np.float32)  # heads, tokens, channels, K or V: memory of each between the other's
+    with pytest.raises(ValueError, match=r"^out: expected two writeable float32 arrays .* got float32 \(5, 2, 16\)$"):
+        cache.read(0, 1, out=tuple(both[:, 1:6, :, i].swapaxes(0, 1) for i in (0, 1)))
+    both = np.full((2, 7, 2, 16), 7, np.float32)
+    outs = tuple(both[:, 1:6, i].swapaxes(0, 1) for i in (0, 1))
+    assert cache.read(0, 1, out=(Tensor(outs[0]), outs[1]))[1] is outs[1]
+    for got, rows in zip(outs, want, strict=True):
+        np.testing.assert_array_equal(got, rows)
+    assert (both[:, [0, 6]] == 7).all()
+    with pytest.raises(ValueError, match=r"got the same memory twice$"):
+        cache.read(0, 1, out=(outs[0], both[:, 2:, 0].swapaxes(0, 1)))
+    with pytest.raises(ValueError, match=r"^out: expected two writeable float32 arrays"):
+        cache.read(0, 1, out=(outs[0][::-1], outs[1]))
+
+
 def unaligned(array):
     """A copy of an array that begins one byte behind an aligned address."""
     raw = bytearray(1 + array.nbytes)
@@ -211,7 +229,7 @@ def test_memory_that_cannot_be_written(kind, rng):
     good = np.full(SHAPE, 7, np.float32)
     for pair in ((WRONG[kind](SHAPE), good), (good, WRONG[kind](SHAPE))):
         with pytest.raises(
-            ValueError, match=r"^out: expected two C-contiguous, writeable float32 arrays of shape \(5, 2, 16\)"
+            ValueError, match=r"^out: expected two writeable float32 arrays of shape \(5, 2, 16\), the channels "
         ):
             cache.read(0, 1, out=pair)
     assert (good == 7).all()
@@ -229,3 +247,14 @@ def test_memory_that_is_used_twice(rng):
         with pytest.raises(TypeError, match=r"^out: expected a pair of arrays, got "):
             cache.read(0, 1, out=wrong)
     assert (both == 0).all()
+
+
+def test_what_an_output_is_instead(rng):
+    cache, queries = filled(rng), rng.standard_normal((1, 4, 16)).astype(np.float32)
+    with pytest.raises(ValueError, match=r", got float64 \(1, 4, 16\)$"):
+        cache.attention(0, queries, [1], out=np.zeros((1, 4, 16)))
+    with pytest.raises(ValueError, match=r", got list$"):
+        cache.attention(0, queries, [1], out=[1])
+    rows = np.zeros((9, 2, 16), np.float32)
+    with pytest.raises(ValueError, match=r"^keys: expected at most 5 rows for sequence 1, got 9$"):
+        cache.write(0, 1, rows, rows)

@@ -1,14 +1,10 @@
-"""The command line: the demo runs and both passes agree; errors print one line and return 2."""
+"""The command line: the demo runs and both passes agree; usage, help and version."""
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
-from gguf_files import ARRAY, STRING, convert
-from places import GOLDEN
 
 import kvcache
 from kvcache.__main__ import main
@@ -18,17 +14,8 @@ from kvcache.demo.run import Pass, Request, run
 
 # Import the package under test from any directory, also if it was built in place.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
-pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
+pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.one_build
-
-
-def one_line(capsys, code):
-    """The only line of an error."""
-    assert code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvcache: ")
-    assert error.count("\n") == 1
-    return error
 
 
 @pytest.fixture(scope="module")
@@ -97,46 +84,6 @@ def test_rows_add_up():
     assert callable(run)
 
 
-def test_generate(capsys):
-    options = ["--max-tokens", "5", "--temperature", "0"]
-    code = main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", *options])
-    out = capsys.readouterr().out
-    assert code == 0
-    assert out.startswith("import ")
-    assert len(out) > len("import \n")
-
-
-def test_generate_with_a_gguf_file(capsys, tmp_path):
-    """Its vocabulary: 255 of the characters that stand for bytes, and one merge."""
-    characters = [*sorted(pre_tokenizers.ByteLevel.alphabet())[:-1], "im"]
-    path = convert(
-        GOLDEN / "llama",
-        tmp_path / "x.gguf",
-        tokenizer__ggml__model=(STRING, "gpt2"),
-        tokenizer__ggml__tokens=(ARRAY, characters, STRING),
-        tokenizer__ggml__merges=(ARRAY, ["i m"], STRING),
-    )
-    assert main(["generate", "--model", str(path), "--prompt", "import ", "--max-tokens", "5"]) == 0
-    assert capsys.readouterr().out.startswith("import ")
-
-
-def test_generate_until_a_stop_string(capsys):
-    command = ["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "12", "--temperature", "0"]
-    main(command)
-    whole = capsys.readouterr().out
-    stop = whole[10:13]
-    assert main([*command, "--stop", "never there", "--stop", stop]) == 0
-    assert capsys.readouterr().out == "import " + whole[7 : whole.index(stop, 7)] + "\n"
-
-
-def test_loading_is_shown_to_a_person(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    main(["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "1"])
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"loading {DIRECTORY} ...")
-    assert shown.endswith("\r\x1b[K")
-
-
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -144,20 +91,7 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"kvcache {kvcache.__version__}\n"
 
 
-def test_errors_are_one_line(capsys, tmp_path):
-    assert "config.json" in one_line(capsys, main(["generate", "--model", str(tmp_path), "--prompt", "x"]))
-    assert "no tokenizer" in one_line(capsys, main(["generate", "--model", str(GOLDEN / "llama"), "--prompt", "x"]))
-    demo = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
-    assert "temperature" in one_line(capsys, main([*demo, "--temperature", "-1"]))
-    assert "q9" in one_line(capsys, main([*demo, "--dtype", "q9"]))
-    assert "out of memory" in one_line(capsys, main([*demo, "--num-blocks", "1", "--max-tokens", "100"]))
-    shutil.copytree(GOLDEN / "llama", tmp_path / "odd")
-    config = json.loads((tmp_path / "odd" / "config.json").read_text())
-    (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-    assert "GPT2LMHeadModel" in one_line(capsys, main(["generate", "--model", str(tmp_path / "odd"), "--prompt", "x"]))
-
-
-@pytest.mark.parametrize("arguments", ["generate", "fly", "generate --model x --prompt y --top-k z"])
+@pytest.mark.parametrize("arguments", ["generate", "fly", "generate --model x --prompt y --top-k z", "chat --seed z"])
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
@@ -167,8 +101,9 @@ def test_usage_errors(arguments, capsys):
 
 def test_help_lists_all_options(capsys):
     for arguments, words in (
-        ("--help", ("demo", "generate", "examples")),
+        ("--help", ("demo", "chat", "generate", "examples")),
         ("generate --help", ("--top-p", "PATH", ".gguf")),
+        ("chat --help", ("--system", "Ctrl-C", "smollm2")),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(arguments.split())

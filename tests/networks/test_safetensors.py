@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_files import NAMES, entry, pack, pack_arrays
 
+from kvcache.core import files
 from kvcache.errors import CheckpointError, KvCacheError
-from kvcache.networks import safetensors
 from kvcache.networks.files import MAX_JSON_BYTES
 from kvcache.networks.safetensors import SafetensorsFile
 
@@ -101,7 +101,7 @@ def test_a_read_that_fails_names_file_and_tensor(write, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(safetensors, "read_at", fail)
+    monkeypatch.setattr(files, "read_at", fail)
     with pytest.raises(CheckpointError, match=r"safetensors: w: expected a readable file, got Input/output error"):
         file.read("w")
 

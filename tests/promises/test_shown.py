@@ -179,6 +179,7 @@ def test_values_are_copied_and_pickled(objects, state):
                     np.testing.assert_array_equal(ours, theirs)
     *_, stats, _ = objects[1]
     assert pickle.loads(pickle.dumps(stats)) == stats
+    assert "miss_reasons={'" in repr(stats)
 
 
 def test_every_public_class_is_copied_or_refused(objects):

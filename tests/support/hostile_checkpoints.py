@@ -314,6 +314,13 @@ def many_shards(folder):
 
 
 case("index: three thousand shards", sharded(many_shards))
+for key, content in (("top_k", -(10**30)), ("top_p", "1"), ("temperature", 1e400), ("min_p", {}), ("do_sample", [])):
+    case(f"generation: {key}", replace("generation_config.json", json.dumps({key: content}).encode()))
+case("generation: megabytes", sparse("generation_config.json", 5 << 20))
+case("template: no UTF-8", replace("chat_template.jinja", b"\xff"))
+case("template: a pipe", lambda folder: os.mkfifo(folder / "chat_template.jinja"))
+case("template: a megabyte too many", sparse("chat_template.jinja", 5 << 20))
+case("template: a number", replace("tokenizer_config.json", b'{"chat_template": 1}'))
 case("no files", lambda folder: [path.unlink() for path in folder.iterdir()])
 case("no folder", shutil.rmtree)
 case("a file instead of a folder", lambda folder: (shutil.rmtree(folder), folder.write_bytes(b"{}")))
@@ -326,7 +333,8 @@ def outcome(prepare, folder):
     signal.alarm(SECONDS)
     start = time.process_time()
     try:
-        _ = InferenceEngine.from_pretrained(folder).tokenizer
+        engine = InferenceEngine.from_pretrained(folder)
+        _ = engine.tokenizer, engine.chat_template
         found = "nothing", ""
     except Exception as error:
         found = type(error).__name__, str(error)

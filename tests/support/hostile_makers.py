@@ -1,6 +1,7 @@
 """Targets: constructors, functions and engines, with every public call on them."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 from hostile_caches import blocks, paged
@@ -131,6 +132,49 @@ def engine():
     found = InferenceEngine(MODEL, GREEDY, num_blocks=8)
     found.prefill_from_pos([1, 2, 3], 0)
     return found
+
+
+class Words:
+    """The text side of a checkpoint without files."""
+
+    special_tokens = {"eos_token": "."}  # noqa: RUF012
+
+    @property
+    def tokenizer(self):
+        return self
+
+    def template(self, name):
+        return "{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}{{ tools | tojson }}"
+
+    def encode(self, text, add_special_tokens=True):
+        return SimpleNamespace(ids=[1, 2, len(text) % 7])
+
+    def decode(self, tokens):
+        return "x" * len(tokens)
+
+
+def talking():
+    found = engine()
+    found._text = Words()
+    return found
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TALKING = Target(
+    talking,
+    dict(
+        [
+            method("apply_chat_template", MESSAGES),
+            keyword("apply_chat_template", "tools", [{"type": "function"}], MESSAGES),
+            keyword("apply_chat_template", "add_generation_prompt", True, MESSAGES),
+            keyword("apply_chat_template", "tokenize", True, MESSAGES),
+            ("a role", (lambda it, given: it.apply_chat_template([{"role": given, "content": "x"}]), ("user",))),
+            ("a content", (lambda it, given: it.apply_chat_template([{"role": "user", "content": given}]), ("x",))),
+            ("chat", (lambda it, *given: list(it.chat(*given)), (MESSAGES, GREEDY))),
+        ]
+    ),
+    lambda found: engine_works(found),
+)
 
 
 def engine_works(found):

@@ -1,0 +1,120 @@
+"""Networks of other kinds than Llama as random GGUF files: windows as in Gemma 3, experts as in Qwen3-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.support.checkpoints import ALIGNMENT, Stored, stored_as, vocabulary_of, write_file
+
+__all__ = ["SHAPES", "VOCABULARY", "Shape"]
+
+VOCABULARY = 32000
+
+
+class Shape(NamedTuple):
+    """A network of one kind.
+
+    Attributes:
+        what: its sizes in words.
+        context: tokens behind which a decode step is measured.
+        metadata: of its GGUF file, without the vocabulary.
+        tensors: yields `(name in the file, shape)`.
+    """
+
+    what: str
+    context: int
+    metadata: dict[str, Any]
+    tensors: Callable[[], Iterator[tuple[str, tuple[int, ...]]]]
+
+    def write(self, path: Path) -> Path:
+        """Write random float16 matrices and float32 vectors."""
+        metadata = {
+            **self.metadata, "general.name": "random", "general.alignment": ALIGNMENT, "general.file_type": 1,
+            **vocabulary_of(VOCABULARY),
+        }  # fmt: skip
+        return write_file(path, metadata, self._stored)
+
+    def _stored(self) -> Iterator[Stored]:
+        rng = np.random.default_rng(0)
+        for name, shape in self.tensors():
+            if len(shape) == 1:
+                yield stored_as(name, np.ones(shape, np.float32))
+            elif name.endswith("gate_inp.weight"):  # converters keep routers in float32
+                yield stored_as(name, rng.standard_normal(shape, np.float32))
+            else:
+                scale = np.float32(shape[-1] ** -0.5)
+                yield stored_as(name, (rng.standard_normal(shape, np.float32) * scale).astype(np.float16))
+
+
+def _gemma3(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner: int, window: int) -> Shape:
+    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "token_embd.weight", (VOCABULARY, hidden)
+        yield "output_norm.weight", (hidden,)
+        for i in range(layers):
+            at = f"blk.{i}."
+            for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+                yield f"{at}{name}.weight", (hidden,)
+            for name in ("attn_q_norm", "attn_k_norm"):
+                yield f"{at}{name}.weight", (dim,)
+            yield f"{at}attn_q.weight", (heads * dim, hidden)
+            yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
+            yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
+            yield f"{at}attn_output.weight", (hidden, heads * dim)
+            yield f"{at}ffn_gate.weight", (inner, hidden)
+            yield f"{at}ffn_up.weight", (inner, hidden)
+            yield f"{at}ffn_down.weight", (hidden, inner)
+
+    metadata = {
+        "general.architecture": "gemma3", "gemma3.context_length": 32768, "gemma3.embedding_length": hidden,
+        "gemma3.block_count": layers, "gemma3.feed_forward_length": inner, "gemma3.attention.head_count": heads,
+        "gemma3.attention.head_count_kv": kv_heads, "gemma3.attention.key_length": dim,
+        "gemma3.attention.value_length": dim, "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+        "gemma3.attention.sliding_window": window, "gemma3.rope.freq_base": 1e6,
+    }  # fmt: skip
+    what = f"Gemma 3: hidden {hidden}, {layers} layers (5 of 6 with a window of {window}), {heads} + {kv_heads} heads"
+    return Shape(what, 4096, metadata, tensors)
+
+
+def _experts(
+    hidden: int, layers: int, heads: int, kv_heads: int, dim: int, experts: int, used: int, inner: int
+) -> Shape:
+    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "token_embd.weight", (VOCABULARY, hidden)
+        yield "output_norm.weight", (hidden,)
+        yield "output.weight", (VOCABULARY, hidden)
+        for i in range(layers):
+            at = f"blk.{i}."
+            for name in ("attn_norm", "ffn_norm"):
+                yield f"{at}{name}.weight", (hidden,)
+            for name in ("attn_q_norm", "attn_k_norm"):
+                yield f"{at}{name}.weight", (dim,)
+            yield f"{at}attn_q.weight", (heads * dim, hidden)
+            yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
+            yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
+            yield f"{at}attn_output.weight", (hidden, heads * dim)
+            yield f"{at}ffn_gate_inp.weight", (experts, hidden)
+            yield f"{at}ffn_gate_exps.weight", (experts, inner, hidden)
+            yield f"{at}ffn_up_exps.weight", (experts, inner, hidden)
+            yield f"{at}ffn_down_exps.weight", (experts, hidden, inner)
+
+    metadata = {
+        "general.architecture": "qwen3moe", "qwen3moe.context_length": 8192, "qwen3moe.embedding_length": hidden,
+        "qwen3moe.block_count": layers, "qwen3moe.feed_forward_length": 4 * inner,
+        "qwen3moe.attention.head_count": heads, "qwen3moe.attention.head_count_kv": kv_heads,
+        "qwen3moe.attention.key_length": dim, "qwen3moe.attention.value_length": dim,
+        "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6, "qwen3moe.rope.freq_base": 1e6,
+        "qwen3moe.expert_count": experts, "qwen3moe.expert_used_count": used,
+        "qwen3moe.expert_feed_forward_length": inner,
+    }  # fmt: skip
+    what = f"Qwen3-MoE: hidden {hidden}, {layers} layers, {used} of {experts} experts, {heads} + {kv_heads} heads"
+    return Shape(what, 1024, metadata, tensors)
+
+
+SHAPES = {
+    "gemma3": _gemma3(1152, 12, 4, 1, 256, 6912, 512),
+    "experts": _experts(1024, 12, 16, 4, 64, 32, 4, 768),
+}

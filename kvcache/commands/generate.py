@@ -1,0 +1,30 @@
+"""`generate`: one prompt, continued on the standard output."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvcache.commands.options import add_options, open_engine, sampling_params
+from kvcache.engine import SamplingParams
+from kvcache.engine.text import TextStream
+
+__all__ = ["add_generate", "generate"]
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_options(parser, model_required=True, max_tokens=SamplingParams().max_tokens)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Print the prompt, and what follows as it comes; returns the exit status."""
+    engine = open_engine(options)
+    params = sampling_params(options, engine.sampling_params)
+    prompt = engine.tokenizer.encode(options.prompt).ids
+    text = TextStream(engine.tokenizer, prompt, params.stop)
+    print(options.prompt, end="", flush=True)
+    for token in engine.stream(prompt, params):
+        print(text.add(token), end="", flush=True)
+    print(text.end())
+    return 0

@@ -1,0 +1,196 @@
+"""Conversations: messages in the words of a checkpoint's chat template, and the text of an answer as it comes.
+
+A template is a Jinja program of the checkpoint. It runs in the sandbox of jinja2 and reaches plain data alone, with the
+names that transformers gives to templates: `raise_exception`, `strftime_now`, `tojson`, and the tags `break`,
+`continue` and `generation`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from kvcache.core.arguments import short
+from kvcache.engine.completion import FinishReason, Request
+from kvcache.engine.tokenizer import CheckpointText, GgufText
+from kvcache.errors import CheckpointError
+
+__all__ = ["Answer", "chat_tokens", "render"]
+
+_OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
+_NEEDS = "a chat template needs the package jinja2, 3.1.6 or later: pip install 'kvcache-cpu[text]'"
+
+
+class Answer:
+    """The text of an answer: an iterator of pieces, each of whole characters, together the text.
+
+    Nothing of a stop string is in them: text that may begin one waits until the next tokens tell. From its first piece
+    to its last, or until it is closed or dropped, it has exclusive use of the engine, as `InferenceEngine.stream` has.
+
+    Attributes:
+        prompt_tokens: tokens of the conversation, as the template writes it.
+        cached_tokens: those whose K and V came from a prefix cache; 0 before the first piece.
+        tokens: the new tokens so far.
+    """
+
+    def __init__(self, request: Request, new: Iterator[int]) -> None:
+        self.prompt_tokens = len(request.tokens)
+        self.tokens: list[int] = []
+        self._request, self._pieces = request, request.pieces(new, self.tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._request.cached_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """As of a `Completion`; None before the end, and after `close`."""
+        return self._request.end if self._request.is_complete else None
+
+    def __iter__(self) -> Answer:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the answer; a second call does nothing."""
+        self._pieces.close()  # type: ignore[attr-defined]  # a generator
+
+    def __repr__(self) -> str:
+        return f"Answer({len(self.tokens)} tokens to {self.prompt_tokens}, {self.finish_reason or 'not at its end'})"
+
+
+def chat_tokens(text: CheckpointText | GgufText | None, rendered: str) -> list[int]:
+    """The token ids of a conversation that a template wrote. The tokenizer adds no special tokens to those in the text.
+
+    Raises:
+        ValueError: the engine has no tokenizer; ImportError, CheckpointError: as `InferenceEngine.tokenizer`.
+    """
+    tokenizer = None if text is None else text.tokenizer
+    if tokenizer is None:
+        raise ValueError("messages: expected an engine with a tokenizer, got one without")
+    ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False).ids
+    return ids
+
+
+def render(
+    text: CheckpointText | GgufText | None, messages: Any, tools: Any = None, add_generation_prompt: bool = True
+) -> str:
+    """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
+    if text is None or (template := text.template("tool_use" if tools else "default")) is None:
+        raise ValueError("messages: expected an engine whose checkpoint has a chat template, got none")
+    conversation = _messages(messages)
+    known = None if tools is None else _tools(tools)
+    compiled = _compiled(template)
+    names: dict[str, Any] = {"messages": conversation, "tools": known, "documents": None, **text.special_tokens}
+    try:
+        return str(compiled.render(names, add_generation_prompt=bool(add_generation_prompt)))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template can raise anything
+        raise ValueError(f"messages: expected ones that the chat template takes, got an error of it: {error}") from None
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    found = _plain(messages, "messages")
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        raise TypeError(f'messages: expected a list of dicts with "role" and "content", got {short(messages)}')
+    if not found:
+        raise ValueError("messages: expected at least one, got none")
+    for message in found:
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f'messages: expected a "role" in each, a text, got {short(message.get("role"))}')
+    # A key without a value is as no key: interfaces write content=None where there are only calls of tools.
+    return [{key: value for key, value in message.items() if value is not None} for message in found]
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    found = _plain(tools, "tools")
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise TypeError(f"tools: expected a list of JSON schemas, dicts, got {short(tools)}")
+    return found
+
+
+def _plain(value: Any, name: str, depth: int = 100) -> Any:
+    """A copy of plain data: what else an object can do is out of a template's reach."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for kind in (str, int, float):  # their subclasses have more
+        if isinstance(value, kind):
+            return kind(value)
+    if depth == 0:
+        raise ValueError(f"{name}: expected at most 100 levels, got more")
+    if isinstance(value, Mapping):
+        return {_plain(key, name, depth - 1): _plain(each, name, depth - 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, name, depth - 1) for each in value]
+    raise TypeError(f"{name}: expected texts, numbers, lists and dicts, got {type(value).__name__}")
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    """The template as jinja2 compiles it. ImportError: no such package, or an old one; CheckpointError: damaged."""
+    try:
+        import jinja2
+        from jinja2 import ext, nodes, sandbox
+    except ImportError:
+        raise ImportError(_NEEDS) from None
+    if tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit()) < _OLDEST:
+        raise ImportError(f"{_NEEDS}; got {jinja2.__version__}")
+
+    class Generation(ext.Extension):
+        """`{% generation %}` marks what an assistant wrote, which changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012  # as its class has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Without names that begin with an underscore, which lead to the interpreter's own objects."""
+
+        def __init__(*args: Any, **attributes: Any) -> None:
+            for name in dict(*args[1:], **attributes):
+                refuse_hidden(name)
+            jinja2.utils.Namespace.__init__(*args, **attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            refuse_hidden(name)
+            super().__setitem__(name, value)
+
+    def refuse_hidden(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"namespace: expected a public name, got {name}")
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+               sort_keys: bool = False) -> str:  # fmt: skip
+        """Without jinja2's escapes for HTML."""
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    def strftime_now(format: str) -> str:
+        from datetime import datetime
+
+        return datetime.now().strftime(format)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace,
+        dict=lambda *args, **items: dict(*args, **items),  # not the class, which has more
+    )  # fmt: skip
+    try:
+        return environment.from_string(template)
+    except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
+        raise CheckpointError(f"chat_template: expected a Jinja template, got an error: {error}") from None

@@ -1,0 +1,38 @@
+"""Where a checkpoint lies: a path, or the id of a model in the local cache of `huggingface_hub`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["checkpoint_path"]
+
+_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+
+
+def checkpoint_path(place: str | os.PathLike[str]) -> Path:
+    """The path itself; of an id such as "HuggingFaceTB/SmolLM2-135M-Instruct", unless a file has that name, its folder.
+
+    Nothing is downloaded: the model must be in the local cache, where `huggingface_hub` has put it.
+
+    Raises:
+        FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`.
+    """
+    path = Path(place)
+    if not isinstance(place, str) or os.path.lexists(path) or not _ID.fullmatch(place):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise FileNotFoundError(
+            f"{place}: expected a folder or a file that exists, got neither; the id of a model needs the package "
+            "huggingface_hub: pip install 'kvcache-cpu[text]'"
+        ) from None
+    try:
+        return Path(snapshot_download(place, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache; not an id
+        raise FileNotFoundError(
+            f"{place}: expected a folder, a file, or a model in the local cache of huggingface_hub, got none; "
+            f"to get the model: hf download {place}"
+        ) from None

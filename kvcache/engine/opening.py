@@ -1,0 +1,76 @@
+"""An engine from a checkpoint: its network, its text side, and its sampling defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.engine.defaults import folder_defaults, gguf_defaults
+from kvcache.engine.hub import checkpoint_path
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.tokenizer import CheckpointText, GgufText
+from kvcache.gguf.file import GgufFile
+from kvcache.networks.gguf import is_gguf
+from kvcache.networks.model import Transformer
+from kvcache.networks.weights import Progress
+
+if TYPE_CHECKING:
+    from kvcache.engine.engine import InferenceEngine
+
+__all__ = ["from_gguf", "from_pretrained"]
+
+
+def from_pretrained(
+    cls: type[InferenceEngine],
+    /,
+    directory: str | Path,
+    sampling_params: SamplingParams | None = None,
+    seed: int = 0,
+    *,
+    weights: str = "auto",
+    activations: str = "int8",
+    progress: Progress | None = None,
+    **options: Any,
+) -> InferenceEngine:
+    """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network that README.md names.
+
+    Args:
+        directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`; or a file whose
+            name ends in `.gguf`; or the id of a model in the local cache of `huggingface_hub`.
+        sampling_params: by default those of the checkpoint (`generation_config.json`, `general.sampling.*`), and
+            of `SamplingParams` for what it does not say.
+        weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
+            bits per weight), "q4" (5 bits; the head has 8.5).
+        activations: how rows meet packed weights, "int8" or "exact"; see `Transformer`.
+        progress: called with the bytes of weights that are loaded, and those of all.
+        seed, options: as for the constructor.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        CheckpointError: a file is damaged, or asks for something that is not supported.
+        OutOfMemoryError: the weights do not fit the machine.
+    """
+    path = checkpoint_path(directory)
+    network: dict[str, Any] = {"weights": weights, "activations": activations, "progress": progress}
+    if is_gguf(path):
+        return from_gguf(cls, path, sampling_params, seed, **network, **options)
+    defaults = folder_defaults(path) if sampling_params is None else sampling_params
+    engine = cls(Transformer.from_pretrained(path, **network), defaults, seed, **options)
+    engine._text = CheckpointText(path)
+    return engine
+
+
+def from_gguf(
+    cls: type[InferenceEngine],
+    /,
+    path: str | Path,
+    sampling_params: SamplingParams | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> InferenceEngine:
+    """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
+    network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
+    defaults = gguf_defaults(GgufFile(path)) if sampling_params is None else sampling_params
+    engine = cls(Transformer.from_gguf(path, **network), defaults, seed, **options)
+    engine._text = GgufText(Path(path))
+    return engine
