@@ -32,7 +32,7 @@ def from_pretrained(
     progress: Progress | None = None,
     **options: Any,
 ) -> InferenceEngine:
-    """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file: Llama, Mistral, Qwen2 or Qwen3.
+    """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network that README.md names.
 
     Args:
         directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`; or a file whose

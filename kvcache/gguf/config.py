@@ -171,7 +171,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
     if architecture.model_type in ("gemma2", "gemma3_text"):
         # Files do not say it; the largest network of each family scales by another size than its heads have.
         largest = found.get("num_hidden_layers") == {"gemma2": 46, "gemma3_text": 62}[architecture.model_type]
-        found["query_pre_attn_scalar"] = hidden // heads if largest and type(hidden) is int else size
+        whole = type(hidden) is int and type(heads) is int and heads > 0
+        found["query_pre_attn_scalar"] = hidden // heads if largest and whole else size
 
 
 def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, Any]) -> None:
@@ -182,10 +183,13 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
     elif not architecture.windows and type(window) is int and type(positions) is int and window < positions:
         read.fail(_WINDOW, f"none, or at least all {positions} positions")
     found["use_sliding_window"] = bool(window)
-    pattern = read.either(_PATTERN)
-    if isinstance(pattern, np.ndarray) and window:
-        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]
-    elif type(pattern) is int and pattern > 0:
+    pattern, layers = read.either(_PATTERN), found.get("num_hidden_layers")
+    if isinstance(pattern, np.ndarray):
+        if len(pattern) != layers or pattern.dtype != np.bool_:
+            read.fail(_PATTERN, f"a bool for each of {short(layers)} layers", pattern)
+        if window:
+            found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]
+    elif pattern is not None:
         found["sliding_window_pattern"] = pattern
 
 
@@ -210,8 +214,8 @@ class _Entries:
     def refuse(self, name: str, *neutral: Any) -> None:
         _refuse(self._file, self.prefix + name, *neutral)
 
-    def fail(self, name: str, expected: str) -> NoReturn:
-        value = self.get(name)
+    def fail(self, name: str, expected: str, value: Any = None) -> NoReturn:
+        value = self.get(name) if value is None else value
         found = "nothing" if value is None else short(value)
         raise CheckpointError(f"{self.prefix}{name}: expected {expected}, got {found}")
 

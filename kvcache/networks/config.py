@@ -233,7 +233,7 @@ def _rotated(read: Entries, num_layers: int) -> tuple[bool, ...]:
 def _windows(
     config: Mapping[str, Any], family: Family, read: Entries, positions: int, rotated: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    """The window of each layer. One that is not shorter than the longest text is none."""
+    """The window of each layer. One that is not shorter than the longest text is none, unless it says which RoPE."""
     num_layers = len(rotated)
     slides = not family.window_switch or read.flag("use_sliding_window", False)
     window = config.get("sliding_window", family.defaults.get("sliding_window")) if slides else None
@@ -246,8 +246,9 @@ def _windows(
     ):
         expected = " or ".join(allowed)
         raise CheckpointError(f"layer_types: expected {expected} for each of {num_layers} layers, got {short(kinds)}")
-    if window is None or window >= positions:
+    if window is None or (window >= positions and not family.rope_per_kind):
         return (None,) * num_layers
+    window = min(window, positions)
     if family.windows == "none":
         raise CheckpointError(f"sliding_window: expected none, or at least all {positions} positions, got {window}")
     if family.windows == "all":

@@ -178,6 +178,8 @@ def test_sliding_windows_that_never_slide():
             (9, None, 9, None),
         ),
         ({**LLAMA, "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}, {}, (128, None)),
+        ({**LLAMA, "architectures": ["Gemma3ForCausalLM"]}, {"sliding_window_pattern": 2}, (512, None)),
+        ({**LLAMA, "architectures": ["Gemma3ForCausalLM"]}, {"layer_types": ["full_attention"] * 2}, (None, None)),
         ({**LLAMA, "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}, {}, (None, None)),
         (
             {**LLAMA, "architectures": ["SmolLM3ForCausalLM"]},

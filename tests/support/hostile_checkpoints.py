@@ -177,7 +177,7 @@ for key, value in (
     ("eos_token_id", [0.5] * 1000),
     ("architectures", [["x"]]), ("architectures", "LlamaForCausalLM" * 2), ("architectures", {"a": "b"}),
     ("quantization_config", {"x": ["y" * 1000] * 1000}), ("layer_types", ["x"] * 100_000), ("layer_types", 3),
-    ("sliding_window", []), ("sliding_window", 1), ("hidden_act", ["silu"]), ("hidden_act", 5),
+    ("sliding_window", []), ("sliding_window", -1), ("hidden_act", ["silu"]), ("hidden_act", 5),
     ("attention_bias", "yes"), ("mlp_bias", 1), ("tie_word_embeddings", []), ("partial_rotary_factor", [1]),
     ("rope_parameters", []), ("rope_parameters", {"rope_type": "yarn", "factor": 2, "beta_slow": 5e-324}),
     ("rope_parameters", {"rope_type": "yarn", "factor": 2, "beta_fast": 1e31}),
@@ -191,6 +191,21 @@ for key, value in (
     else:
         change = edit(CONFIG, lambda c, key=key, value=value: c.update({key: value}))
     case(f"{CONFIG}: {key}: {value!r:.60}", change)
+EXPERTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+for name, key, value in (
+    ("GptOss", "num_local_experts", 2**31 - 1), ("GptOss", "num_experts_per_tok", 2**31 - 1),
+    ("GptOss", "num_local_experts", [5]), ("GptOss", "sliding_window", 2**31), ("GptOss", "swiglu_limit", "x"),
+    ("Mixtral", "num_local_experts", 10**100), ("Mixtral", "num_local_experts", 2**31 - 1),
+    ("Qwen3Moe", "mlp_only_layers", {"a": 1}), ("Qwen3Moe", "moe_intermediate_size", 2**31 - 1),
+    ("Gemma2", "query_pre_attn_scalar", 1e31), ("Gemma2", "final_logit_softcapping", []),
+    ("Gemma3", "sliding_window_pattern", -1), ("Gemma3", "rope_local_base_freq", "x"),
+    ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0] * 1_000_000}),
+    ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": ["x"] * 8, "long_factor": [1] * 8}),
+    ("SmolLM3", "no_rope_layers", [1] * 1_000_000), ("SmolLM3", "no_rope_layer_interval", 0),
+    ("Granite", "residual_multiplier", 0), ("Granite", "logits_scaling", -1e300), ("Olmo3", "layer_types", [[]] * 2),
+):  # fmt: skip
+    changes = {"architectures": [f"{name}ForCausalLM"], **EXPERTS, key: value}
+    case(f"{CONFIG}: {name}, {key}: {value!r:.60}", edit(CONFIG, lambda c, changes=changes: c.update(changes)))
 
 NORM = "model.norm.weight"
 for kind, changes in {

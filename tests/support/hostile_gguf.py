@@ -112,6 +112,27 @@ for key in [*KEYS, "split.count"]:
         more = {key.replace(".", "__"): content}
         shown = f"{key} of {content[1]}"
         case(shown, lambda path, _, more=more: gguf_files.convert(GOLDEN / "llama", path, **TOKENS | more))
+for name, key, content in (
+    ("gemma2", "attention.head_count", (U32, 0)), ("gemma2", "attention.key_length", (STRING, "24")),
+    ("gemma3", "attention.sliding_window", (F32, 24.0)), ("gemma3", "attention.sliding_window_pattern", (U32, 0)),
+    ("gemma3", "attention.sliding_window_pattern", (STRING, "sssf")),
+    ("gemma3", "attention.sliding_window_pattern", (ARRAY, [True, False], BOOL)),
+    ("gemma3", "attention.sliding_window_pattern", (ARRAY, ["a"] * 4, STRING)),
+    ("gemma3", "attention.sliding_window_pattern", (ARRAY, [1, 1, 0, 1], U32)),
+    ("gpt_oss", "expert_count", (U32, 2**32 - 1)), ("gpt_oss", "expert_count", (U32, 4)),
+    ("gpt_oss", "expert_count", (STRING, "5")), ("gpt_oss", "expert_used_count", (U32, 6)),
+    ("gpt_oss", "expert_feed_forward_length", (U32, 31)), ("qwen3_moe", "expert_count", (U32, 0)),
+    ("phi3_longrope", "rope.dimension_count", (U32, 0)), ("phi3_longrope", "rope.dimension_count", (U32, 8)),
+    ("phi3_longrope", "rope.scaling.original_context_length", (U32, 0)),
+    ("phi3_longrope", "rope.scaling.attn_factor", (F32, float("nan"))),
+    ("granite", "residual_scale", (F32, float("inf"))), ("granite", "logit_scale", (STRING, "x")),
+):  # fmt: skip
+    letters = {"gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe", "phi3_longrope": "phi3"}.get(name, name)
+    more = {f"{letters}.{key}".replace(".", "__"): content}
+    case(
+        f"{name}: {key} of {content!r:.60}",
+        lambda path, _, name=name, more=more: gguf_files.convert(GOLDEN / name, path, **more),
+    )
 for key in ("general.architecture", "general.alignment"):
     case(f"an array as {key}", pack([entry(key, ARRAY, array(STRING, ["a", "b"]))]))
 for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"):
