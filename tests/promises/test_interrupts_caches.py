@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interrupts import INSTRUCTIONS, PACKAGE, Lines, interrupt_everywhere, places, spread
+from interrupts import INSTRUCTIONS, PACKAGE, SKIPS_HANDLERS, Lines, interrupt_everywhere, places, spread
 from pace import FAST
 from subject import Subject
 from subjects_caches import Paged
@@ -58,6 +58,7 @@ def locked(lock, numbers):
         return sum(numbers)
 
 
+@pytest.mark.skipif(SKIPS_HANDLERS, reason="this Python may skip the end of a `with`")
 def test_no_interrupt_where_python_does_not_check_signals():
     """Between the block of a `with` and the call of `__exit__`: an interrupt there would leave the lock taken."""
     lock = threading.Lock()
@@ -84,6 +85,8 @@ def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, subject, name)
     runs = [(most, True, False), (most // 3, True, True)]
     if long:
         runs = [(None, False, False), (500, True, False), (500, True, True)]
+    if SKIPS_HANDLERS:  # a second interrupt would arrive while the first one leaves a `with`
+        runs = [run for run in runs if not run[2]]
     found = [interrupt_everywhere(subject, name, most, opcodes, twice) for most, opcodes, twice in runs]
     problems = [problem for _, some in found for problem in some]
     print(f"{subject.__name__}.{name}: {sum(count for count, _ in found)} interrupts, {len(problems)} problems")
@@ -120,7 +123,7 @@ def open_files(path):
 def handled_at(call, stop, again=None):
     """Run `call`; returns whether it was interrupted."""
     try:
-        with Lines(stop, True, PYTHON, again) as lines:
+        with Lines(stop, True, PYTHON, None if SKIPS_HANDLERS else again) as lines:
             call()
     except KeyboardInterrupt:
         return True

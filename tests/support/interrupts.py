@@ -14,6 +14,9 @@ import kvcache
 
 PACKAGE = str(Path(kvcache.__file__).parent)
 INSTRUCTIONS = sys.version_info < (3, 12)  # whether a trace function is shown all of them
+# Python 3.10 looks at signals between an exception and the handler that it jumps to: one that arrives just then skips
+# the `__exit__` of a `with`, that of `threading.Lock` too.
+SKIPS_HANDLERS = sys.version_info < (3, 11)
 
 
 class SignalSender:
