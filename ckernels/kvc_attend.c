@@ -26,6 +26,13 @@ INLINE int clip(int64_t token, int64_t first, int count) {
 /* Sets every lane without a visible token to -inf. */
 static void mask_row(const chunk *c, kvc_span seen, int lanes, float *w) {
     int lane = 0;
+    const int64_t begin = c->piece[0].first;
+    if (!c->even && seen.first <= begin && seen.stop >= begin + c->count) {
+        const f32v none = f32v_set1(-INFINITY);
+        for (int t = 0; t < lanes; t += KVC_LANES)
+            f32v_store(w + t, f32v_pick(f32v_load(c->held + t), f32v_zero(), none, f32v_load(w + t)));
+        return;
+    }
     for (int i = 0; i < (c->even ? 1 : c->pieces); i++) {
         const piece *p = &c->piece[i];
         const int count = c->even ? c->count : p->count;

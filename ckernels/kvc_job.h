@@ -23,6 +23,7 @@ typedef struct chunk {
     int lanes, pieces, sink;
     int even; /* 1: token piece[0].first + i is on lane piece[0].lane + i */
     int count; /* tokens */
+    float held[KVC_CHUNK]; /* unless it is even: 0 of lanes with a token, -1 of the others */
     int64_t segment;
     piece piece[KVC_CHUNK];
     const unsigned char *k[KVC_POINTERS],
@@ -139,6 +140,13 @@ static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     c->lanes += count;
 }
 
+static void mark_gaps(chunk *c) {
+    for (int lane = 0; lane < c->lanes; lane++) c->held[lane] = -1.0f;
+    for (int i = 0; i < c->pieces; i++) {
+        for (int t = 0; t < c->piece[i].count; t++) c->held[c->piece[i].lane + t] = 0.0f;
+    }
+}
+
 /* Fills a chunk with the next tokens of the item; c->lanes is 0 after the last one. Where chunks begin depends on text
  * positions, and for tiles on runs of the same segment; where the item begins and ends only decides which of a chunk's
  * lanes are left out. That does not matter, since lanes that a row does not see add 0: a sum has one part per lane of a
@@ -166,6 +174,7 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     }
     c->count = (int)(at->token - first);
     at->skipped = 0;
+    if (!c->even) mark_gaps(c);
     if (!c->count) c->lanes = 0;
     for (int t = 0; t < lead && c->lanes; t++) c->k[t] = c->k[lead], c->v[t] = c->v[lead];
     for (int t = c->lanes; !j->units && c->lanes && t < KVC_POINTERS; t++) {
