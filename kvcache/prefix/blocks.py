@@ -211,6 +211,7 @@ class PrefixCache(IndexedCache):
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
             raise ValueError(f"block_start: expected a multiple of {size}, got {start}")
+        pairs = list(pairs)
         count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
@@ -247,10 +248,15 @@ class PrefixCache(IndexedCache):
         count = as_integer(num_blocks, "num_blocks")
         with self._lock:
             self._slots.release_dropped()
-            before = self._pool.num_free
-            while (wanted := before + count - self._pool.num_free) > 0 and self._cached.evict(wanted):
-                pass
-            return self._pool.num_free - before
+            return self._evict(count)
+
+    # A function: from Python 3.12 on, Ctrl-C at the jump back of a loop with a condition skips handlers of the same
+    # function, such as the end of a `with`.
+    def _evict(self, count: int) -> int:
+        before = self._pool.num_free
+        while (wanted := before + count - self._pool.num_free) > 0 and self._cached.evict(wanted):
+            pass
+        return self._pool.num_free - before
 
     def clear(self) -> None:
         """Forget every block; counters stay. What sessions hold stays readable until they are released."""

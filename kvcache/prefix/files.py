@@ -109,9 +109,7 @@ def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
 def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> int:
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
     with AllLocks([cache.lock for cache in caches]):
-        for cache in caches:
-            if len(cache.index):
-                raise InvalidOperationError(f"expected an empty cache to load into, got {len(cache.index)} blocks")
+        _require_empty(caches)
         snapshot = Snapshot(path, "blocks", model)
         try:
             takers = _takers(snapshot, caches)
@@ -119,6 +117,12 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
             raise SnapshotError(f"{snapshot.path}: {error}") from error
         commit([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
         return len(caches[0].index)
+
+
+def _require_empty(caches: Sequence[CachedBlocks]) -> None:
+    for cache in caches:
+        if len(cache.index):
+            raise InvalidOperationError(f"expected an empty cache to load into, got {len(cache.index)} blocks")
 
 
 def _takers(snapshot: Snapshot, caches: Sequence[CachedBlocks]) -> dict[int, CachedBlocks]:

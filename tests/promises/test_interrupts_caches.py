@@ -37,6 +37,11 @@ OPERATIONS = [
 PYTHON = (PACKAGE, str(Path(os.__file__).parent))  # interrupt functions of the standard library too
 
 
+def unequal(numbers):
+    """A function of its own: from Python 3.12 on, the jump back of a loop with a condition is outside every handler."""
+    return [(one, other) for one in numbers for other in (1, 2) if one != other]
+
+
 def locked(lock, numbers):
     """Every way to leave a `with`."""
     for number in numbers:
@@ -52,7 +57,7 @@ def locked(lock, numbers):
     with lock, suppress(ValueError):
         numbers.index(-1)
     with lock:
-        pairs = [(one, other) for one in numbers for other in (1, 2) if one != other]
+        pairs = unequal(numbers)
         assert len(pairs) > len({one for one, _ in pairs})
     with lock:
         return sum(numbers)
