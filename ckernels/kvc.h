@@ -19,7 +19,7 @@
 #include "kvc_formats.h"
 #include "kvc_matrix.h"
 
-enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 256 };
+enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 512 };
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
@@ -32,7 +32,7 @@ typedef struct kvc_run {
 typedef struct kvc_layout {
     int32_t block_size; /* slots (tokens) per block, 1 to 256 */
     int32_t num_heads;  /* KV heads */
-    int32_t head_dim;   /* a multiple of 8, at most 256 */
+    int32_t head_dim;   /* a multiple of 8, at most KVC_MAX_HEAD_DIM */
     kvc_format key_format;
     kvc_format value_format;
     int32_t rotate_keys; /* 1: rows are stored under a Hadamard rotation of the head */
@@ -62,6 +62,11 @@ typedef struct kvc_seq {
     int64_t hidden_tokens; /* 0 to num_tokens */
     int64_t start;         /* the text position of the first token, 0 to 2^62; the others follow it */
     int64_t window;        /* a query at position p sees positions from p - window + 1 on; 0: from the first token on */
+    int32_t whole;         /* 1: every query sees all tokens but the hidden ones; there is neither window nor tree then */
+    /* NULL, or a tree of num_queries each: the parent of each query, of those before it, or -1, and its number of
+     * ancestors. Query j sees its own token, those of its ancestors, and those before the queries'; its position is that
+     * of the token after these, plus its number of ancestors. */
+    const int64_t *parents, *depths;
 } kvc_seq;
 
 /* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs.
@@ -86,6 +91,7 @@ typedef struct kvc_attend_args {
     float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */
     float softcap; /* c > 0: a score s becomes c tanh(s / c); 0: none */
     const float *sinks; /* (num_query_heads), or NULL: a score of each head that joins the sum and has no value */
+    int64_t score_stride; /* 0, or floats from one KV head's scores to the next one's: these are of its query heads */
 } kvc_attend_args;
 
 /* A part of that call that runs on one thread. A row is a (query, query head of the group) pair of one KV head,

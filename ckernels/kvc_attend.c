@@ -7,8 +7,8 @@
  *
  * A row has the same bits in every call. Text positions alone determine where chunks begin (tiles: and the slots of the
  * tokens). Scores and mixed values are sums in an order that does not depend on the number of rows (kvc_products.h), or
- * sums of whole numbers (kvc_tiles.h). A token that a row does not see has score -inf and weight 0. A chunk or segment of
- * such tokens has alpha = 2^0 = 1 and adds 0, so that it may as well be left out.
+ * sums of whole numbers (kvc_tiles.h). A token that a row does not see has score -inf and weight 0. A chunk or segment
+ * of such tokens has alpha = 2^0 = 1 and adds 0, so that it may as well be left out.
  *
  * Error against float64 over the same K and V, f32 and f16: at most 5e-6 of the largest output, for up to 8k
  * tokens and scores of ordinary size; a score s adds its own float32 rounding, about 2^-22 |s|, to the
@@ -36,6 +36,24 @@ static void mask_row(const chunk *c, kvc_span seen, int lanes, float *w) {
     for (; lane < lanes; lane++) w[lane] = -INFINITY;
 }
 
+/* Sets lanes that a query of a tree does not see to -inf, among those of its span. */
+NOINLINE void mask_tree(const job *j, const chunk *c, int64_t query, float *w) {
+    const kvc_seq *seq = j->seq;
+    const int64_t context = seq->num_tokens - seq->num_queries, begin = c->piece[0].first;
+    const int64_t window = seq->window ? seq->window : INT64_MAX, depth = seq->depths[query];
+    unsigned char keep[KVC_CHUNK] = {0};
+    for (int64_t i = 0; i < c->count && begin + i < context; i++) keep[i] = context + depth - begin - i < window;
+    for (int64_t a = query; a >= 0 && context + a >= begin; a = seq->parents[a]) {
+        if (context + a < begin + c->count) keep[context + a - begin] = depth - seq->depths[a] < window;
+    }
+    for (int i = 0; i < c->pieces; i++) {
+        const piece *p = &c->piece[i];
+        for (int t = 0; t < p->count; t++) {
+            if (!keep[p->first - begin + t]) w[p->lane + t] = -INFINITY;
+        }
+    }
+}
+
 /* Caps a row of scores in powers of two. */
 NOINLINE void cap_row(const job *j, int lanes, float *w) {
     for (int t = 0; t < lanes; t += KVC_LANES) {
@@ -44,13 +62,19 @@ NOINLINE void cap_row(const job *j, int lanes, float *w) {
     }
 }
 
+/* The scores of a row, capped, and -inf where it sees no token. */
+static void finish_scores(const job *j, const chunk *c, int64_t row, int lanes, float *w) {
+    if (j->cap > 0.0f) cap_row(j, lanes, w);
+    mask_row(c, visible(j, row), lanes, w);
+    if (j->seq->parents) mask_tree(j, c, row / j->group, w);
+}
+
 /* Turns scores into masked weights 2^(score - largest), and updates largest, sum and alpha. */
 NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
-        if (j->cap > 0.0f) cap_row(j, tokens, w);
-        mask_row(c, visible(j, row + r), tokens, w);
+        finish_scores(j, c, row + r, tokens, w);
         f32v max_v = f32v_set1(largest[r]);
         for (int t = 0; t < tokens; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
         const float max = f32v_max_of(max_v);
@@ -187,8 +211,7 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
         const float *norm = j->item->norms + 2 * pair_index(j, head, row + r);
-        if (j->cap > 0.0f) cap_row(j, lanes, w);
-        mask_row(c, visible(j, row + r), lanes, w);
+        finish_scores(j, c, row + r, lanes, w);
         for (int t = 0; t < lanes; t += KVC_LANES) {
             const f32v power_v = f32v_sub(f32v_load(w + t), f32v_set1(norm[0]));
             f32v_store(w + t, f32v_mul(f32v_exp2(power_v), f32v_set1(norm[1])));
@@ -204,10 +227,13 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
     job j;
     start(&j, args, item);
     take_scratch(&j, scratch);
-    float *scores = args->scores + item->first_score;
     const int64_t zeros = item->part ? item->token : 0; /* the first part has those that no query sees, too */
-    memset(scores + zeros, 0, (size_t)(item->token_stop - zeros) * sizeof(float));
+    for (int head = 0; head < (args->score_stride ? j.layout->num_heads : 1); head++) {
+        memset(args->scores + head * args->score_stride + item->first_score + zeros, 0,
+               (size_t)(item->token_stop - zeros) * sizeof(float));
+    }
     for (int head = item->head; item->token < item->token_stop && head < item->head_stop; head++) {
+        float *scores = args->scores + head * args->score_stride + item->first_score;
         for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
             const int rows =
                 item->row_stop - row < KVC_ITEM_ROWS ? (int)(item->row_stop - row) : KVC_ITEM_ROWS;

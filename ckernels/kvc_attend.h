@@ -21,7 +21,8 @@ _Static_assert(KVC_SEGMENT % KVC_CHUNK == 0, "a segment is whole chunks");
 
 static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
 
-/* The tokens that a query sees, counted from the first stored one: [first, stop). Both ascend with the query. */
+/* The tokens that a query sees, counted from the first stored one: all those of [first, stop), or of a tree some of
+ * them. Neither end is smaller for a later query. */
 typedef struct kvc_span {
     int64_t first, stop;
 } kvc_span;
@@ -29,8 +30,10 @@ typedef struct kvc_span {
 static inline kvc_span kvc_seen(const kvc_seq *seq, int64_t query) {
     const int64_t own = seq->num_tokens - seq->num_queries + query + 1;
     const int64_t shown = seq->num_tokens - seq->hidden_tokens;
+    if (seq->whole) return (kvc_span){0, shown};
     const int64_t stop = own < 0 ? 0 : own < shown ? own : shown;
-    const int64_t first = seq->window && own > seq->window ? own - seq->window : 0;
+    const int64_t position = seq->parents ? own - query : own; /* plus 1, in a tree of the first queries */
+    const int64_t first = seq->window && position > seq->window ? position - seq->window : 0;
     return (kvc_span){first < stop ? first : stop, stop};
 }
 

@@ -19,7 +19,7 @@
  *
  * Codes and their sums are then products of 16 bits, exact in 32 bits, and the same at every level:
  *
- *   sum of codes * u <= 256 * top * 2^15      4 bits: 126e6        sum of u < 256 * 2^15 = 2^23
+ *   sum of codes * u <= 512 * top * 2^15      4 bits: 252e6        sum of u < 512 * 2^15 = 2^24
  *
  * The code of u is  (u - low) / step + 1/2  rounded down, computed with 9 fractional bits. This moves the line a
  * little: low is off by at most 2^-12 of a step, and 1 / step by 2^-12 of itself. The stored codes are computed from
@@ -84,7 +84,7 @@ INLINE kvc_line kvc_refit(const kvc_fitted *rows, kvc_line from, f32v *gain) {
                tiny = f32v_set1(KVC_TINY);
     const kvc_sums sums = kvc_sums_of(rows, from);
     const f32v spread =
-        f32v_sub(f32v_mul(n, sums.squares), f32v_mul(sums.codes, sums.codes)); /* < 2^24: exact */
+        f32v_sub(f32v_mul(n, sums.squares), f32v_mul(sums.codes, sums.codes)); /* exact up to 256 values; equal codes give 0 */
     const f32v step = f32v_div(f32v_mul(n, sums.products), spread);
     const f32v low = f32v_sub(rows->mean, f32v_mul(step, f32v_mul(sums.codes, per_value)));
     *gain =

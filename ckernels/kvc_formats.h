@@ -20,7 +20,7 @@
 
 /* The smallest |x| above the largest that f32 storage takes, 2^96. Attention sums weights times values before it
  * divides by the sum of the weights: with weights of at most 1, 2^31 tokens of 2^96 make 2^127, below the largest
- * float. Scores sum at most 256 products of a key and a scaled query: they are finite for scaled queries up to 2^23. */
+ * float. Scores sum at most 512 products of a key and a scaled query: they are finite for scaled queries up to 2^22. */
 #define KVC_F32_OVERFLOW 0x1.000002p+96f
 
 /* f16 keeps halves. A quantised row keeps a scale and a minimum in halves, whose magnitudes are at most those of the

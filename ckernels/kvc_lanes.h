@@ -48,7 +48,8 @@ INLINE void kvc_place_row(kvc_rows rows, const float *x, int i, float *lanes) {
     case 32: kvc_rotate_row(x, 32, i, lanes); break;
     case 64: kvc_rotate_row(x, 64, i, lanes); break;
     case 128: kvc_rotate_row(x, 128, i, lanes); break;
-    default: kvc_rotate_row(x, 256, i, lanes); break;
+    case 256: kvc_rotate_row(x, 256, i, lanes); break;
+    default: kvc_rotate_row(x, 512, i, lanes); break;
     }
 }
 

@@ -7,7 +7,7 @@
  * error.
  *
  * All levels store the same bytes, and the bytes of a row do not depend on other rows: the arithmetic is exact, or
- * plain float32 in one order and never fused. Writing takes up to 36 KiB of stack: 16 rows as floats, whole numbers and
+ * plain float32 in one order and never fused. Writing takes up to 80 KiB of stack: 16 rows as floats, whole numbers and
  * codes.
  *
  * Error of a stored row (with rotation: of the rotated row), where ulp16 is the spacing of halves:
@@ -27,7 +27,7 @@
 #include "kvc_kernels.h"
 #include "kvc_lanes.h"
 
-/* Transforms a row in place, unscaled; dim is a power of two, 8 to 256. */
+/* Transforms a row in place, unscaled; dim is a power of two, 8 to 512. */
 void KVC_FN(hadamard)(float *x, int dim) {
     switch (dim) {
     case 8: kvc_eight_steps(x); break;
@@ -35,7 +35,8 @@ void KVC_FN(hadamard)(float *x, int dim) {
     case 32: kvc_transform(x, 32); break;
     case 64: kvc_transform(x, 64); break;
     case 128: kvc_transform(x, 128); break;
-    default: kvc_transform(x, 256); break;
+    case 256: kvc_transform(x, 256); break;
+    default: kvc_transform(x, 512); break;
     }
 }
 

@@ -25,7 +25,7 @@
 
 enum {
     MAX_WORKERS = 1023,
-    STACK_BYTES = 1 << 21, /* kernels use less than 64 KiB, under the sanitizers several times that */
+    STACK_BYTES = 1 << 21, /* kernels use less than 128 KiB, under the sanitizers several times that */
     /* How long a thread spins before it sleeps: longer than from one product of a network to the next, which take some 10 us
      * in Python. Waking takes 5 to 50 us. */
     SPIN_NS = 50000,

@@ -154,6 +154,7 @@ cdef class Attention:
             args.sinks = <const float *>cnp.PyArray_DATA(sinks)
         if scores is not None:
             args.scores = <float *>cnp.PyArray_DATA(scores)
+            args.score_stride = scores.shape[1] if cnp.PyArray_NDIM(scores) == 2 else 0
         if lse is not None:
             args.lse = <float *>cnp.PyArray_DATA(lse)
         with nogil:

@@ -34,6 +34,8 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks: _Floats | None = None,
+    whole: bool = False,
+    tree: npt.NDArray[np.int64] | None = None,
     threads: int = 1,
     scratch: Callable[[int], _Bytes] | None = None,
 ) -> Any: ...

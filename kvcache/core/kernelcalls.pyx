@@ -117,10 +117,12 @@ def clear(Layout layout, arena, int block, int slot, int count):
 
 
 def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
-           hidden_tokens=0, starts=None, window=0, softcap=0.0, sinks=None, int threads=1, scratch=None):
+           hidden_tokens=0, starts=None, window=0, softcap=0.0, sinks=None, whole=False, tree=None, int threads=1,
+           scratch=None):
     """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
 
-    starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none.
+    starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none. scores: of two
+    dimensions for those of each KV head. tree: int64 (2, queries), parents and depths, not checked beyond its shape.
     scratch: a function of a number of bytes that gives a uint8 array, np.empty by default.
     """
     cdef kvc_attend_args args
@@ -145,7 +147,10 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
             seqs[i].sink_tokens = sink_tokens
             seqs[i].hidden_tokens = min(hidden_tokens, seqs[i].num_tokens)
             seqs[i].start = 0 if starts is None else starts[i]
-            seqs[i].window = window
+            seqs[i].window, seqs[i].whole = window, whole
+            if tree is not None:
+                seqs[i].parents = <const int64_t *><size_t>tree[0, total_queries:].ctypes.data
+                seqs[i].depths = <const int64_t *><size_t>tree[1, total_queries:].ctypes.data
             total_queries += num_queries
             total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
         shape = (total_queries, heads, layout.c.head_dim)
@@ -156,7 +161,12 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
         args.layout, args.arena, args.seqs, args.num_seqs = &layout.c, base, seqs, count
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
         args.queries, args.sink_queries = _floats(queries, shape), _floats(sink_queries, shape)
-        args.out, args.scores = <float *>_floats(out, shape), <float *>_floats(scores, (total_tokens,))
+        if scores is not None and scores.ndim == 2:
+            args.score_stride = total_tokens
+            args.scores = <float *>_floats(scores, (layout.c.num_heads, total_tokens))
+        else:
+            args.scores = <float *>_floats(scores, (total_tokens,))
+        args.out = <float *>_floats(out, shape)
         args.lse, args.sinks = <float *>_floats(lse, shape[:2]), _floats(sinks, (heads,))
         kernels.attend(&args, _bytes(space), threads)
     finally:

@@ -58,6 +58,9 @@ cdef extern from "kvc.h" nogil:
         int64_t hidden_tokens       # of which so many are seen by nobody
         int64_t start               # the text position of the first token
         int64_t window              # 0, or positions that a query sees, its own included
+        int32_t whole               # 1: every query sees all tokens that are not hidden
+        const int64_t *parents      # NULL, or a tree: of each query its parent, or -1
+        const int64_t *depths       # and its number of ancestors
 
     ctypedef struct kvc_attend_args:    # softmax(q K^T * scale) V
         const kvc_layout *layout
@@ -73,6 +76,7 @@ cdef extern from "kvc.h" nogil:
         float *lse                      # (total_queries, num_query_heads), or NULL
         float softcap                   # 0: none
         const float *sinks              # (num_query_heads), or NULL
+        int64_t score_stride            # 0, or of scores (num_heads, score_stride): of each KV head
 
 
 cdef extern from "kvc_matrix.h" nogil:

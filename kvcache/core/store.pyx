@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memcpy
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport kvc_format, kvc_run
+from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_run
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.mapped cimport MappedMemory
 
@@ -42,7 +42,7 @@ cdef class BlockStore:
         num_layers, num_blocks: how many; the memory is mapped at once and touched when first written.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads.
-        head_dim: a multiple of 8, at most 256.
+        head_dim: a multiple of 8, at most 512.
         key_dtype, value_dtype: storage formats, of `kernels.FORMATS`.
         rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
 
@@ -63,8 +63,8 @@ cdef class BlockStore:
         block_size = as_count(block_size, "block_size", 1, 256)
         num_heads = as_count(num_heads, "num_heads", 1, MOST)
         head_dim = as_integer(head_dim, "head_dim")
-        if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
-            raise ValueError(f"head_dim: expected a multiple of 8, at most 256, got {head_dim}")
+        if head_dim % 8 != 0 or not 8 <= head_dim <= KVC_MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: expected a multiple of 8, at most {KVC_MAX_HEAD_DIM}, got {head_dim}")
         if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
                                _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
                                _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:

@@ -53,7 +53,8 @@ class InferenceEngine:
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them; see `residual.Residual`. By default 64 if K or V is q4 or q3,
-            128 if one is q2, else 0. With an eviction policy it must be 0, which is then the default.
+            128 if one is q2, else 0. With an eviction policy, or where layers keep a window alone, it must be 0, which
+            is then the default.
         eviction_policy, kv_budget: an `EvictionPolicy`, and the tokens that each layer keeps (under PyramidKV: on
             average over the layers; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
@@ -63,6 +64,10 @@ class InferenceEngine:
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
     and one piece must fit the network's positions: pieces are shorter than `prefill_chunk` where they would not.
+
+    Layers with a sliding window keep it, and 64 tokens before it or more, in caches of their own; `memory` counts them.
+    A position whose window has left is an InvalidOperationError; a text may always begin again at position 0. Where
+    angles depend on the length of the text (longrope), a text that crosses the border runs again from its start.
 
     Positions always count the whole text. After an eviction, `prefill_from_pos` and `decode_step` cannot go back to a
     position after the first evicted token: InvalidOperationError.
@@ -140,8 +145,9 @@ class InferenceEngine:
 
     @property
     def cache(self) -> PagedKvCache:
-        """The cache of keys and values. Its sequences 0 and 1 belong to the engine; callers may use other ids.
+        """The cache of keys and values, of the layers that keep all tokens, in their order.
 
+        Its sequences 0 and 1 belong to the engine; callers may use other ids.
         In an engine that evicts, the ids below `2 * num_layers` belong to it: sequence l holds layer l's survivors.
         """
         return self._sequence.cache

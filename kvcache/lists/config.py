@@ -25,7 +25,7 @@ class KVCacheConfig:
         max_seq_len: maximum number of entries of all lists together, 1 to 2**31 - 64. It may be left out if
             `max_memory_bytes` is given, and is then the number of entries that these hold.
         num_heads: KV heads.
-        head_dim: channels per head, 1 to 256. They are padded to a multiple of 8 in storage.
+        head_dim: channels per head, 1 to 512. They are padded to a multiple of 8 in storage.
         quantization_bits: bits per value, those of a quantised format: 2, 3, 4 or 8.
         eviction_policy: chooses the entries that stay, by default `EvictionPolicy.H2O()`.
         key_bits, value_bits: bits of K and bits of V, by default `quantization_bits` each.
@@ -46,7 +46,7 @@ class KVCacheConfig:
     max_memory_bytes: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, most in (("num_heads", 2**16), ("head_dim", 256)):
+        for name, most in (("num_heads", 2**16), ("head_dim", 512)):
             object.__setattr__(self, name, as_count(getattr(self, name), name, 1, most))
         for name in ("quantization_bits", "key_bits", "value_bits"):
             bits = getattr(self, name)

@@ -42,18 +42,24 @@ cdef class SequenceAttention:
         """Bytes of scratch that are kept from call to call."""
         return self.attention.nbytes
 
-    def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, bint return_scores,
-             context_lens, bint return_lse, window, softcap, sinks, starts):
+    def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores, context_lens,
+             bint return_lse, window, softcap, sinks, starts, bint causal, mask):
         """Causal attention of several sequences in one call; counts as an access.
 
         Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing.
         """
         cdef Attention attention = self.attention
-        cdef int64_t number = as_integer(layer, "layer")
+        cdef int64_t number
+        if type(layer) is int and -1 < layer < 2 ** 30:  # called once per layer of a step
+            number = layer
+        else:
+            number = as_integer(layer, "layer")
         cdef float factor = attention.scale_(scale), cap = attention.softcap_(softcap)
+        cdef int mass = self._mass(return_scores)
         cdef int64_t width = 0 if window is None else as_count(window, "window", 1)
         cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, lens = None, shown = None
-        cdef cnp.ndarray ids = uint64_ids(seq_ids), first = None, logits = attention.sinks_(sinks, q)
+        cdef cnp.ndarray ids = uint64_ids(seq_ids), logits = attention.sinks_(sinks, q)
+        cdef cnp.ndarray first = None, parents = None, tree = None
         if sink_queries is not None:
             sink_q = attention.queries_(sink_queries, "sink_queries")
         if query_lens is not None:
@@ -62,6 +68,14 @@ cdef class SequenceAttention:
             shown = as_indices(context_lens, "context_lens")
         if starts is not None:
             first = as_indices(starts, "starts")
+        if mask is not None:
+            tree = np.empty((2, q.shape[0]), np.int64)
+            parents = as_indices(mask, "mask")
+            if parents.shape[0] != q.shape[0]:
+                raise ValueError(f"mask: expected {q.shape[0]} numbers, one per query, got {parents.shape[0]}")
+            tree[0] = parents
+        if not causal and (width or tree is not None):
+            raise ValueError(f"causal: expected True beside {'window' if width else 'mask'}, got False")
         to = as_output(out)
         # All is converted: from here on only the library's own code runs.
         if sink_q is not None and not cnp.PyArray_SAMESHAPE(sink_q, q):
@@ -69,46 +83,54 @@ cdef class SequenceAttention:
         cdef cnp.ndarray result = attention.result_(to, q)
         if out is not None:
             for name, other in (("queries", q), ("sink_queries", sink_q), ("seq_ids", ids), ("query_lens", lens),
-                                ("context_lens", shown), ("sinks", logits), ("starts", first)):
+                                ("context_lens", shown), ("sinks", logits), ("starts", first), ("mask", parents)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
+        cdef Sight sight = Sight(width, factor, cap, not causal)
         self.lock.enter()
         try:
             # With the lock held: growing moves the blocks.
-            scores, lse = self._attend(attention.store.layer_base(number), q, sink_q, ids, lens, shown, first, factor,
-                                       width, cap, logits, result, return_scores, return_lse)
+            return self._attend(attention.store.layer_base(number), q, sink_q, ids, lens, shown, first, tree, &sight,
+                                logits, result, result if out is None else out, mass, return_lse)
         finally:
             self.lock.leave()
-        given = result if out is None else out
-        if return_lse:
-            return (given, scores, lse) if return_scores else (given, lse)
-        return (given, scores) if return_scores else given
 
     # -- below the shell ------------------------------------------------------------------------------------
 
     cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
-                        cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, float scale, int64_t window,
-                        float softcap, cnp.ndarray sinks, cnp.ndarray result, bint return_scores, bint return_lse):
+                        cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
+                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse):
         cdef int64_t i, n = ids.shape[0], tokens = 0
         cdef cnp.ndarray scores = None, lse = None
-        self._describe(ids, lens, shown, starts, window, q.shape[0])
+        self._describe(ids, lens, shown, starts, tree, sight, q.shape[0])
         if return_scores:
             for i in range(n):
                 tokens += self.attention.seqs[i].num_tokens - self.attention.seqs[i].hidden_tokens
-            scores = np.zeros(tokens, np.float32)
+            scores = np.zeros(tokens if return_scores == 1 else (self.attention.store.num_heads, tokens), np.float32)
         if return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        self.attention.attend_(base, n, q, sink_queries, scale, softcap, sinks, result, scores, lse)
+        self.attention.attend_(base, n, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores,
+                               lse)
         for i in range(n):
             self.table.victims.touched(self.table.picked[i])
-        return scores, lse
+        if return_lse:
+            return (given, scores, lse) if return_scores else (given, lse)
+        return (given, scores) if return_scores else given
 
-    cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, int64_t window,
-                       int64_t num_queries) except -1:
+    cdef int _mass(self, object return_scores) except -1:
+        if isinstance(return_scores, str):
+            if return_scores != "head":
+                raise ValueError(f'return_scores: expected False, True or "head", got {return_scores!r:.100}')
+            return BY_HEAD
+        return bool(return_scores)
+
+    cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree,
+                       const Sight *sight, int64_t num_queries) except -1:
         cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
         cdef const int64_t *show = NULL
         cdef const int64_t *length = NULL
         cdef const int64_t *first = NULL
+        cdef int64_t *parents = NULL
         cdef int64_t i, n = ids.shape[0], total = 0
         cdef Sequence *seq
         cdef kvc_seq *out
@@ -130,7 +152,7 @@ cdef class SequenceAttention:
             seq = &self.table.records.seqs[self.table.picked[i]]
             out = self.attention.seq_(i)
             out.runs, out.num_runs, out.num_tokens = seq.runs, seq.num_runs, seq.num_tokens
-            out.sink_tokens, out.window = seq.sink_tokens, window
+            out.sink_tokens, out.window, out.whole = seq.sink_tokens, sight.window, sight.whole
             if first != NULL:
                 if not 0 <= first[i] <= MOST_START:
                     raise ValueError(f"starts: expected 0 to 2**62 for sequence {id[i]}, got {first[i]}")
@@ -141,10 +163,26 @@ cdef class SequenceAttention:
                     raise ValueError(f"context_lens: expected 0 to {seq.num_tokens} tokens of sequence {id[i]}, "
                                      f"got {show[i]}")
                 out.hidden_tokens = seq.num_tokens - show[i]
-            if not 0 <= out.num_queries <= seq.num_tokens:
+            if out.num_queries < 0 or (out.num_queries > seq.num_tokens and not sight.whole):
                 raise ValueError(f"query_lens: expected 0 to {seq.num_tokens} queries for sequence {id[i]}, "
                                  f"got {out.num_queries}")
             total = saturating_sum(total, out.num_queries)
         if total != num_queries:
             raise ValueError(f"queries: expected {total} rows, got {num_queries}")
+        if tree is not None:
+            parents = <int64_t *>cnp.PyArray_DATA(tree)
+            for i in range(n):
+                out = &self.attention.seqs[i]
+                out.parents, out.depths = parents, parents + num_queries
+                self._measure(id[i], out.num_queries, parents, parents + num_queries)
+                parents += out.num_queries
+        return 0
+
+    cdef int _measure(self, uint64_t seq_id, int64_t count, const int64_t *parents, int64_t *depths) except -1:
+        cdef int64_t i
+        for i in range(count):
+            if not -1 <= parents[i] < i:
+                raise ValueError(f"mask: expected -1 to {i - 1} as parent of query {i} of sequence {seq_id}, "
+                                 f"got {parents[i]}")
+            depths[i] = 0 if parents[i] < 0 else depths[parents[i]] + 1
         return 0

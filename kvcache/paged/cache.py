@@ -6,7 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ class PagedKvCache:
             `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
-        head_dim: channels per head, a multiple of 8, at most 256.
+        head_dim: channels per head, a multiple of 8, at most 512.
         num_layers: layers; every block holds its tokens' K and V of all of them.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
@@ -279,18 +279,13 @@ class PagedKvCache:
         queries: npt.ArrayLike,
         seq_ids: npt.ArrayLike,
         *,
-        query_lens: npt.ArrayLike | None = None,
-        scale: float | None = None,
-        sink_queries: npt.ArrayLike | None = None,
-        out: Any = None,
-        return_scores: bool = False,
-        context_lens: npt.ArrayLike | None = None,
-        return_lse: bool = False,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: npt.ArrayLike | None = None,
-        starts: npt.ArrayLike | None = None,
-    ) -> Any:
+        query_lens: npt.ArrayLike | None = None, scale: float | None = None,
+        sink_queries: npt.ArrayLike | None = None, out: Any = None,
+        return_scores: bool | Literal["head"] = False, context_lens: npt.ArrayLike | None = None,
+        return_lse: bool = False, window: int | None = None, softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
+        causal: bool = True, mask: npt.ArrayLike | None = None,
+    ) -> Any:  # fmt: skip
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
         Causal: the last query of a sequence has the position of its last token, the one before it the position before.
@@ -310,7 +305,8 @@ class PagedKvCache:
             sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same queries under
                 the RoPE of the shorter distance.
             out: float32, C-contiguous, shaped like `queries`, or a tensor such as that: written in place and returned.
-            return_scores: also return each token's attention mass, summed over queries and heads.
+            return_scores: also return each token's attention mass, summed over queries and heads; "head": over queries
+                and the query heads of each KV head.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
                 context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
                 times, with different queries. The output of a query that sees no token is 0.
@@ -319,14 +315,19 @@ class PagedKvCache:
             softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
             sinks: `(num_query_heads,)`, logits that join the normaliser of the softmax, and the log-sum-exp, alone.
             starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
+            causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
+            mask: a tree: each query's parent, the index of an earlier query of its sequence, or -1. A query sees the
+                tokens before the queries', its ancestors' and its own; its position is the first behind those tokens
+                plus the number of its ancestors. If each parent is the query before, bits are those without `mask`.
 
         Returns:
             float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
-            `return_scores`: float32 `(total tokens shown,)`, the sequences one after another, 0 before the windows;
+            `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, bool(return_scores),
-                                    context_lens, bool(return_lse), window, softcap, sinks, starts)  # fmt: skip
+        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
+                                    context_lens, bool(return_lse), window, softcap, sinks, starts, bool(causal),
+                                    mask)  # fmt: skip
 
     # -- eviction, which callers start: see paged/eviction.py -------------------------------------------------
 

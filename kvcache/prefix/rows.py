@@ -260,10 +260,10 @@ def rows_of(
         raise ValueError(f"head_dim: expected a divisor of kv_dim {kv_dim}, got {head_dim}")
     if not (FORMATS[key_dtype].quantised or FORMATS[value_dtype].quantised):
         return PlainRows(num_layers, kv_dim, key_dtype, value_dtype)
-    if head_dim is None and (kv_dim % 8 or kv_dim > 256):
+    if head_dim is None and (kv_dim % 8 or kv_dim > 512):
         raise ValueError(
             f"head_dim: expected an int, since rows of {kv_dim} floats are not one head of a multiple of 8 channels, "
-            f"at most 256, got None for {key_dtype} and {value_dtype}"
+            f"at most 512, got None for {key_dtype} and {value_dtype}"
         )
     head_dim = head_dim or kv_dim
     return PackedRows(num_layers, kv_dim // head_dim, head_dim, key_dtype, value_dtype, rotate)

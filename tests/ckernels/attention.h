@@ -13,8 +13,8 @@ typedef struct question {
     int num_seqs, query_heads, threads, offset; /* offset: of the scratch, at any alignment */
     float scale, softcap, sinks[MOST_QUERY_HEADS];
     int64_t queries, tokens;
-    memory q, sink_q;
-    int has_sinks, has_scores, kind, at_end, has_logits; /* has_logits: sinks are given */
+    memory q, sink_q, tree[MOST_SEQS]; /* tree: parents and depths, or nothing */
+    int has_sinks, has_scores, kind, at_end, has_logits, by_head; /* has_logits: sinks are given */
 } question;
 
 typedef struct answer {
@@ -30,7 +30,7 @@ static void *ask(void *to) {
     const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->head_dim;
     const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, q->num_seqs, q->query_heads, q->threads);
     a->out = take(floats * sizeof(float), 4, q->at_end);
-    a->scores = take((size_t)q->tokens * sizeof(float), 4, q->at_end);
+    a->scores = take((size_t)(q->tokens * (q->by_head ? l->num_heads : 1)) * sizeof(float), 4, q->at_end);
     a->lse = take((size_t)q->queries * (size_t)q->query_heads * sizeof(float), 4, q->at_end);
     memory scratch = take(bytes + (size_t)q->offset, 16, q->at_end);
     const kvc_attend_args args = {.layout = l,
@@ -45,7 +45,8 @@ static void *ask(void *to) {
                                   .scores = q->has_scores ? a->scores.at : NULL,
                                   .lse = q->world->lse ? a->lse.at : NULL,
                                   .softcap = q->softcap,
-                                  .sinks = q->has_logits ? q->sinks : NULL};
+                                  .sinks = q->has_logits ? q->sinks : NULL,
+                                  .score_stride = q->by_head ? q->tokens : 0};
     kvc_attend(a->kernels, &args, (char *)scratch.at + q->offset, q->threads);
     give_back(&scratch);
     return NULL;
@@ -76,14 +77,32 @@ static answer ask_level(const kvc_kernels *kernels, const question *q) {
     return first;
 }
 
-/* Windows, text positions, a soft cap, sinks: half of the calls have none of these. */
+/* Parents and depths of a sequence's queries. */
+static memory draw_tree(uint64_t *state, kvc_seq *seq) {
+    const size_t n = (size_t)seq->num_queries;
+    memory tree = take(2 * n * sizeof(int64_t), 8, 1);
+    int64_t *parents = tree.at, *depths = parents + n;
+    for (int64_t i = 0; i < (int64_t)n; i++) {
+        parents[i] = splitmix(state) % 2 ? i - 1 : (int64_t)(splitmix(state) % (uint64_t)(i + 1)) - 1;
+        depths[i] = parents[i] < 0 ? 0 : depths[parents[i]] + 1;
+    }
+    seq->parents = parents, seq->depths = depths;
+    return tree;
+}
+
+/* Windows, text positions, a soft cap, sinks, trees, scores of each head: half of the calls have none of these. */
 static void draw_options(const source *s, question *q) {
     uint64_t state = q->world->options + s->at * 977 + (uint64_t)(q->queries * 31 + q->tokens);
     if (splitmix(&state) % 2) return;
     const int64_t windows[] = {0, 1, 2, 15, 16, 17, 33, 64, 130, 511, 1024, INT64_MAX};
     const int64_t window = windows[splitmix(&state) % 12];
+    const int whole = splitmix(&state) % 6 == 0, tree = splitmix(&state) % 4 == 0;
+    q->by_head = splitmix(&state) % 2;
     for (int i = 0; i < q->num_seqs; i++) {
-        q->seqs[i].window = window;
+        q->seqs[i].whole = whole;
+        if (!whole) q->seqs[i].window = window;
+        if (!whole && tree && q->seqs[i].num_queries && q->seqs[i].num_queries <= q->seqs[i].num_tokens)
+            q->tree[i] = draw_tree(&state, &q->seqs[i]);
         q->seqs[i].start = splitmix(&state) % 3 ? (int64_t)(splitmix(&state) % 3000) : 0;
         if (splitmix(&state) % 2) q->seqs[i].sink_tokens = 0;
     }
@@ -136,16 +155,28 @@ static int query_is_ordinary(const float *q, int dim) {
     return 1;
 }
 
-/* The tokens that a query sees, of those that are stored. */
+/* The tokens that a query sees, of those that are stored; of a tree, some of them. */
 static int64_t stop_seen(const kvc_seq *of, int64_t query) {
+    if (of->whole) return of->num_tokens - of->hidden_tokens;
     int64_t seen = of->num_tokens - of->num_queries + query + 1;
     if (seen > of->num_tokens - of->hidden_tokens) seen = of->num_tokens - of->hidden_tokens;
     return seen < 0 ? 0 : seen;
 }
 static int64_t first_seen(const kvc_seq *of, int64_t query) {
     const int64_t own = of->num_tokens - of->num_queries + query + 1, stop = stop_seen(of, query);
+    if (of->whole || of->parents) return 0;
     const int64_t first = of->window && own > of->window ? own - of->window : 0;
     return first < stop ? first : stop;
+}
+
+/* Whether a query of a tree sees a token before its stop. */
+static int tree_sees(const kvc_seq *of, int64_t query, int64_t token) {
+    const int64_t context = of->num_tokens - of->num_queries, window = of->window ? of->window : INT64_MAX;
+    if (token < context) return context - token + of->depths[query] < window;
+    for (int64_t a = query; a >= 0; a = of->parents[a]) {
+        if (context + a == token) return of->depths[query] - of->depths[a] < window;
+    }
+    return 0;
 }
 
 /* Compares one (query, query head) of every level's answers with the twin; adds its weights to `total` and their errors
@@ -159,14 +190,21 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
                 *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
     const kvc_seq *of = &q->seqs[seq];
-    const int64_t first = first_seen(of, query), seen = stop_seen(of, query) - first;
     const double sink = q->has_logits ? q->sinks[query_head] : -INFINITY;
-    const row_answer expected = attend_row(w, q->of[seq].slots + first, seen, head, q->scale, row, sink_row,
-                                           of->sink_tokens - first, q->softcap, sink, weights);
-    for (int64_t t = 0; t < seen; t++) {
-        total[first + t] += weights[t];
-        error[first + t] += fmin(expm1(2 * expected.score_error) * weights[t], 1.0) + 1e-5 * weights[t] + 1e-7;
+    size_t *slots = malloc((2 * (size_t)of->num_tokens + 1) * sizeof *slots), *tokens = slots + of->num_tokens;
+    int64_t seen = 0, sink_tokens = 0;
+    for (int64_t t = first_seen(of, query); t < stop_seen(of, query); t++) {
+        if (of->parents && !tree_sees(of, query, t)) continue;
+        slots[seen] = q->of[seq].slots[t], tokens[seen++] = (size_t)t, sink_tokens += t < of->sink_tokens;
     }
+    const row_answer expected =
+        attend_row(w, slots, seen, head, q->scale, row, sink_row, sink_tokens, q->softcap, sink, weights);
+    if (q->by_head) total += head * of->num_tokens, error += head * of->num_tokens;
+    for (int64_t t = 0; t < seen; t++) {
+        total[tokens[t]] += weights[t];
+        error[tokens[t]] += fmin(expm1(2 * expected.score_error) * weights[t], 1.0) + 1e-5 * weights[t] + 1e-7;
+    }
+    free(slots);
     double squares = 0, largest = 0;
     for (int d = 0; d < dim; d++) {
         squares += expected.out[d] * expected.out[d];
@@ -237,7 +275,8 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     question alone = *q;
     kvc_seq *of = &alone.seqs[0];
     *of = q->seqs[seq];
-    of->num_tokens -= of->num_queries - 1 - query;
+    if (of->parents) return; /* a line of it is a causal call: tests/core */
+    if (!of->whole) of->num_tokens -= of->num_queries - 1 - query;
     if (of->num_tokens <= 0) return;
     const int64_t shown = q->seqs[seq].num_tokens - of->hidden_tokens;
     of->hidden_tokens = of->num_tokens > shown ? of->num_tokens - shown : 0;
@@ -247,7 +286,7 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     memory runs = keep_tokens(of, dropped ? unseen : 0, of->num_tokens);
     if (of->hidden_tokens > of->num_tokens) of->hidden_tokens = of->num_tokens;
     alone.num_seqs = 1, alone.queries = 1, alone.tokens = of->num_tokens - of->hidden_tokens;
-    alone.threads = q->threads % 3 + 1, alone.has_scores = 0;
+    alone.threads = q->threads % 3 + 1, alone.has_scores = alone.by_head = 0;
     alone.q.at = (float *)q->q.at + row * (size_t)dim;
     alone.sink_q.at = (float *)q->sink_q.at + row * (size_t)dim;
     for (int level = 0; level < num_levels(); level++) {
@@ -272,8 +311,9 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
         const int size = q->world->layout.block_size, slot = (int)(tokens->slots[t] % (size_t)size);
         if (!slot_is_ordinary(q->world, (int)(tokens->slots[t] / (size_t)size), slot)) return;
     }
-    double *space = calloc(3 * (size_t)of->num_tokens + 1, sizeof *space);
-    double *weights = space, *total = space + of->num_tokens, *error = total + of->num_tokens;
+    const int parts = q->by_head ? q->world->layout.num_heads : 1; /* of scores */
+    double *space = calloc((size_t)((2 * parts + 1) * of->num_tokens) + 1, sizeof *space);
+    double *weights = space, *total = space + of->num_tokens, *error = total + parts * of->num_tokens;
     int ordinary = 1;
     for (int64_t query = 0; query < of->num_queries; query++) {
         for (int head = 0; head < q->query_heads; head++)
@@ -282,11 +322,13 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
     for (int64_t i = 0; ordinary && i < 3 && i < of->num_queries; i++)
         expect_same_alone(q, seq, of->num_queries - 1 - i * (of->num_queries - 1) / 2, first_query, answers);
     for (int level = 0; q->has_scores && ordinary && level < num_levels(); level++) {
-        const float *scores = (const float *)answers[level].scores.at + first_score;
-        for (int64_t t = 0; t < of->num_tokens - of->hidden_tokens; t++) {
-            if (!(fabs(scores[t] - total[t]) <= error[t]))
-                fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t,
-                     scores[t], total[t], error[t]);
+        for (int64_t i = 0; i < parts * of->num_tokens; i++) {
+            const int64_t part = i / of->num_tokens, t = i % of->num_tokens;
+            if (t >= of->num_tokens - of->hidden_tokens) continue;
+            const float score = ((const float *)answers[level].scores.at)[part * q->tokens + first_score + t];
+            if (!(fabs(score - total[i]) <= error[i]))
+                fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t, score,
+                     total[i], error[i]);
         }
     }
     free(space);
@@ -303,7 +345,10 @@ static void step_attend(source *s, world *w) {
     }
     for (int level = 0; level < num_levels(); level++)
         give_back(&answers[level].out), give_back(&answers[level].scores), give_back(&answers[level].lse);
-    for (int i = 0; i < q.num_seqs; i++) drop_runs(&q.of[i]);
+    for (int i = 0; i < q.num_seqs; i++) {
+        drop_runs(&q.of[i]);
+        if (q.seqs[i].parents) give_back(&q.tree[i]);
+    }
     give_back(&q.q), give_back(&q.sink_q);
 }
 

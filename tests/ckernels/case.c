@@ -41,11 +41,11 @@ static void try_any_shape(source *s) {
 static void draw_layout(source *s, world *w) {
     const int size = DRAW_OF(s, 16, 16, 32, 1, 2, 5, 15, 17, 33, 48, 64, 255, 256, 0);
     const int dim = w->many ? DRAW_OF(s, 8, 32, 32)
-                            : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 120, 136, 160, 248, 256, 0);
+                            : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 512, 136, 160, 320, 256, 0);
     const int key = draw(s, KVC_NUM_FORMATS), value = draw(s, 3) ? key : draw(s, KVC_NUM_FORMATS);
     const int rotated = draw(s, 4);
     const int block_size = size ? size : draw_between(s, 1, 256),
-              head_dim = dim ? dim : 8 * draw_between(s, 1, 32);
+              head_dim = dim ? dim : 8 * draw_between(s, 1, 64);
     const int can = (head_dim & (head_dim - 1)) == 0;
     int heads = draw_between(s, 1, 4);
     w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are fast, so there can be many */

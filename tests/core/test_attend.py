@@ -24,7 +24,7 @@ def test_decode_over_blocks_of_any_size(simd, rng, block_size, name):
     assert_close(attend(s, [1] * 9, rng=rng))
 
 
-@pytest.mark.parametrize("dim", [8, 16, 24, 40, 56, 64, 72, 80, 96, 104, 128, 160, 192, 248, 256])
+@pytest.mark.parametrize("dim", [8, 16, 24, 40, 56, 64, 72, 80, 96, 104, 128, 160, 192, 248, 256, 264, 384, 512])
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("f16", "f32")])
 def test_any_head_dim(simd, rng, dim, formats):
     s = Scattered(rng, [37, 100], dim=dim, key_format=formats[0], value_format=formats[1])

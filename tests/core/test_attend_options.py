@@ -13,7 +13,7 @@ WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 5000]
 
 
 def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, starts=None, window=0, softcap=0.0,
-            sinks=None, hidden=0):  # fmt: skip
+            sinks=None, hidden=0, whole=False, parents=None):  # fmt: skip
     """One call over all sequences of s against the oracle: output, scores and lse."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
@@ -21,28 +21,47 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
     tokens = [len(k) for k in s.keys]
     shown = [n - min(hidden, n) for n in tokens]
     out, lse = np.full_like(queries, np.nan), np.full(queries.shape[:2], np.nan, np.float32)
-    scores = np.full(sum(shown), np.nan, np.float32)
+    scores = np.full(sum(shown) if rng.random() < 0.5 else (heads, sum(shown)), np.nan, np.float32)
+    tree = None if parents is None else tree_of(parents)
     kernelcalls.attend(
         s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, num_queries, strict=True)], queries, scale, out=out,
         scores=scores, lse=lse, hidden_tokens=hidden, starts=starts, window=window, softcap=softcap, sinks=sinks,
-        threads=threads,
+        whole=whole, tree=tree, threads=threads,
     )  # fmt: skip
     tolerance = max(TOLERANCE[name] for name in s.formats) + 2e-6 * (spread - 1)  # scores of this size are rounded
     at = token = 0
     for i, n in enumerate(num_queries):
         expected, mass, logs = oracle.attend(
             queries[at : at + n], s.read_keys[i], s.read_values[i], scale, shown=shown[i], window=window or None,
-            softcap=softcap or None, sinks=sinks,
+            softcap=softcap or None, sinks=sinks, causal=not whole, parents=parents and parents[i],
         )  # fmt: skip
         largest = np.abs(s.read_values[i]).max(initial=1e-3) if tolerance > 1e-3 else 1e-3
         limit = tolerance * np.maximum(np.abs(expected).max(-1, keepdims=True), largest)
         assert (np.abs(out[at : at + n] - expected) <= limit).all()
+        mass = mass.reshape(heads, group, -1).sum(1) if scores.ndim == 2 else mass.sum(0)
         np.testing.assert_allclose(
-            scores[token : token + shown[i]], mass, rtol=8 * tolerance, atol=4 * tolerance * mass.max(initial=1e-3)
+            scores[..., token : token + shown[i]], mass, rtol=8 * tolerance, atol=4 * tolerance * mass.max(initial=1e-3)
         )
         np.testing.assert_allclose(lse[at : at + n], logs, rtol=1e-5, atol=2 * tolerance * max(1, spread))
         at, token = at + n, token + shown[i]
     return out, lse
+
+
+def tree_of(parents):
+    """Parents of all sequences, and depths."""
+    depths = []
+    for line in parents:
+        own = []
+        for parent in line:
+            own.append(own[parent] + 1 if parent >= 0 else 0)
+        depths += own
+    return np.array([np.concatenate(parents), depths], np.int64)
+
+
+def grown(rng, n):
+    """Parents of n queries, some of them lines, some of them bushes."""
+    near = rng.random()
+    return [i - 1 if rng.random() < near else int(rng.integers(-1, max(i, 1))) if i else -1 for i in range(n)]
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
@@ -56,7 +75,7 @@ def test_windows(simd, rng, formats, block_size):
 
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")], ids="-".join)
-@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256, 320, 512])
 def test_all_options_at_once(simd, rng, formats, dim):
     s = Scattered(rng, [300, 40], dim=dim, key_format=formats[0], value_format=formats[1])
     for group in (1, 3):
@@ -143,3 +162,39 @@ def test_tokens_before_the_windows_are_not_read(simd, rng, formats, block_size):
         for got, want in zip(call(poisoned.reshape(-1)), call(s.arena), strict=True):
             np.testing.assert_array_equal(got, want)
             assert not np.isnan(want).any()
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+@pytest.mark.parametrize("block_size", [5, 16, 33])
+def test_queries_that_see_everything(simd, rng, formats, block_size):
+    s = Scattered(rng, [150, 1, 0, 20], block_size=block_size, key_format=formats[0], value_format=formats[1])
+    for num_queries in ([1, 3, 2, 0], [40, 1, 1, 70]):  # also more than there are tokens
+        compare(rng, s, num_queries, whole=True, threads=2)
+        compare(rng, s, num_queries, whole=True, hidden=8, softcap=3.0, sinks=np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+@pytest.mark.parametrize("block_size", [5, 16, 64])
+def test_trees(simd, rng, formats, block_size):
+    s = Scattered(rng, [1050, 7, 300], block_size=block_size, key_format=formats[0], value_format=formats[1])
+    for counts in ([1, 7, 5], [40, 3, 0], [9, 0, 200]):
+        for window in (0, 1, 3, 20, 130):
+            parents = [grown(rng, n) for n in counts]
+            compare(rng, s, counts, parents=parents, window=window, threads=int(rng.integers(1, 4)))
+    parents = [grown(rng, n) for n in (30, 5, 9)]
+    compare(rng, s, [30, 5, 9], 1, parents=parents, hidden=4, softcap=2.0, sinks=np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("name", ["f32", "q4"])
+def test_a_line_has_the_bits_of_a_causal_call(simd, rng, name):
+    s = Scattered(rng, [1100], key_format=name)
+    for count, window in ((1, 0), (20, 0), (100, 33), (130, 1)):
+        queries = rng.standard_normal((count, 4, 32)).astype(np.float32)
+        calls = []
+        for tree in (None, tree_of([list(range(-1, count - 1))])):
+            lse = np.empty((count, 4), np.float32)
+            seqs = [(s.runs[0], count, 0)]
+            out = kernelcalls.attend(s.layout, s.arena, seqs, queries, 0.2, lse=lse, window=window, tree=tree)
+            calls.append((out, lse))
+        for got, want in zip(*calls, strict=True):
+            np.testing.assert_array_equal(got, want)

@@ -13,7 +13,7 @@ FORMATS = list(TOLERANCE)
 def one(rng):
     """Test one call over all sequences of a cache; some are truncated, forked or have holes."""
     heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 9))
-    dim = int(rng.choice([8, 16, 24, 40, 64, 72, 128, 256]))
+    dim = int(rng.choice([8, 16, 24, 40, 64, 72, 128, 256, 320, 512]))
     size = int(rng.choice([1, 3, 8, 16, 17, 32, 64, 256]))
     keys_as, values_as = rng.choice(FORMATS, 2)
     lengths = [int(2 ** rng.uniform(0, 8)) for _ in range(int(rng.integers(1, 4)))]
@@ -38,15 +38,22 @@ def one(rng):
     counts = [int(rng.integers(0, min(n, 40) + 1)) for n in held]
     queries = (spread * rng.standard_normal((sum(counts), heads * group, dim))).astype(np.float32)
     set_num_threads(int(rng.integers(1, 4)))
-    out, scores = cache.attention(0, queries, ids, query_lens=counts, return_scores=True)
+    options = {}
+    if rng.random() < 0.5:
+        options = {"window": int(2 ** rng.uniform(0, 9)), "softcap": 10 ** rng.uniform(-1, 3), "sinks": None}
+        options["sinks"] = rng.standard_normal(heads * group).astype(np.float32)
+        options = {name: options[name] for name in options if rng.random() < 0.7}
+    starts = rng.integers(0, 5000, len(ids)) if rng.random() < 0.5 else None
+    out, scores = cache.attention(0, queries, ids, query_lens=counts, return_scores=True, starts=starts, **options)
     expected, mass = [], []
     for seq, part in zip(ids, np.split(queries, np.cumsum(counts)[:-1]), strict=True):
-        got, weights = oracle.attention(part, *cache.read(0, seq), dim**-0.5)
+        got, weights = oracle.attention(part, *cache.read(0, seq), dim**-0.5, **options)
         expected.append(got), mass.append(weights)
     tolerance = max(TOLERANCE[keys_as], TOLERANCE[values_as])
     expected, mass = np.concatenate(expected), np.concatenate(mass)
     largest = np.abs(expected).max(-1, keepdims=True, initial=1e-3)
     case = f"{heads} x {group} heads of {dim}, blocks of {size}, {keys_as} {values_as}, {held} tokens, {counts} queries"
+    case += f", {options}"
     assert (np.abs(out - expected) <= tolerance * largest).all(), case
     np.testing.assert_allclose(scores, mass, rtol=4 * tolerance, atol=4 * tolerance, err_msg=case)
 

@@ -12,7 +12,7 @@ from oracle import to_format
 from kvcache.core import kernelcalls, kernels
 
 BLOCK_SIZES = [1, 5, 15, 16, 17, 33, 256]
-DIMS = [8, 16, 24, 40, 64, 72, 96, 120, 128, 136, 256]
+DIMS = [8, 16, 24, 40, 64, 72, 96, 120, 128, 136, 256, 264, 512]
 
 
 def halves():
@@ -146,7 +146,7 @@ def test_copied_slots_are_the_same_bits_and_touch_no_others(rng, name, src, dst)
         np.testing.assert_array_equal(new, expected)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 8), (257, 1, 8), (16, 0, 8), (16, 1, 0), (16, 1, 12), (16, 1, 264)])
+@pytest.mark.parametrize("sizes", [(0, 1, 8), (257, 1, 8), (16, 0, 8), (16, 1, 0), (16, 1, 12), (16, 1, 520)])
 def test_invalid_layouts_are_refused(sizes):
     with pytest.raises(ValueError, match="expected block_size"):
         kernels.Layout(*sizes)

@@ -30,7 +30,7 @@ def write_read(rows, name, *, rotate=False, block_size=16):
 
 
 @formats
-@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256, 384, 512])
 def test_rows_take_exactly_their_bits_and_two_halves(name, dim):
     for block_size in (16, 32, 1, 5):
         layout = kernels.Layout(block_size, 3, dim, name, name)
@@ -73,7 +73,7 @@ def oracle_quantise(row, bits):
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_rows_are_read_within_the_error_bound(simd, rng, name, rotate, block_size):
-    for dim in (8, 32, 64, 128, 256):
+    for dim in (8, 32, 64, 128, 256, 512):
         rows = hard_rows(rng, dim)
         rows = np.concatenate([rows[:160:5], rows[160:]])
         got, _ = write_read(rows, name, rotate=rotate, block_size=block_size)
@@ -88,7 +88,7 @@ def test_rows_are_read_within_the_error_bound(simd, rng, name, rotate, block_siz
 
 
 @pytest.mark.parametrize("name", ["q4", "q3", "q2"])
-@pytest.mark.parametrize("dim", [8, 24, 128, 256])
+@pytest.mark.parametrize("dim", [8, 24, 128, 256, 512])
 def test_the_codes_are_those_of_the_oracle(simd, rng, name, dim):
     """Rows are read, bit for bit, as minimum + scale * code of the oracle."""
     heavy = rng.standard_t(3, (20, dim)) * np.exp(rng.standard_normal((20, 1)))
@@ -283,7 +283,7 @@ def test_attention_agrees_with_the_rows_of_read(simd, rng, name, rotate, block_s
 
 
 @formats
-@pytest.mark.parametrize("dim", [8, 24, 32, 40, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [8, 24, 32, 40, 80, 96, 128, 256, 320, 512])
 def test_attention_at_any_head_dim(simd, rng, name, dim):
     s = Scattered(rng, [77], dim=dim, key_format=name)
     for group in (1, 2, 5, 8):

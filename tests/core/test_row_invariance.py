@@ -108,7 +108,7 @@ def test_formats(simd, rng, formats):
     check(rng, 1300, 110, dim=64, key_format=formats[0], value_format=formats[1])
 
 
-@pytest.mark.parametrize("dim", [8, 16, 24, 40, 80, 128, 256])
+@pytest.mark.parametrize("dim", [8, 16, 24, 40, 80, 128, 256, 512])
 @pytest.mark.parametrize("name", ["f32", "f16", "q8", "q3"])
 def test_head_dims(simd, rng, dim, name):
     rotate = dim & (dim - 1) == 0 and kernels.FORMATS[name].quantised

@@ -171,7 +171,7 @@ def test_one_layer_more_than_entries():
         ((0, 2, 8), ValueError, "max_seq_len: expected an int >= 1, got 0"),
         ((8, 0, 8), ValueError, "num_heads: expected an int >= 1, got 0"),
         ((8, 2, 0), ValueError, "head_dim: expected an int >= 1, got 0"),
-        ((8, 2, 257), ValueError, "head_dim: expected an int <= 256, got 257"),
+        ((8, 2, 513), ValueError, "head_dim: expected an int <= 512, got 513"),
         ((8.0, 2, 8), TypeError, "max_seq_len: expected an int, got float"),
         ((8, True, 8), TypeError, "num_heads: expected an int, got bool"),
         ((8, 2, 8, 5), ValueError, "2, 3, 4, 8, got 5"),

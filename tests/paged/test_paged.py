@@ -187,7 +187,7 @@ def test_unknown_and_duplicate_ids():
     ("keywords", "message"),
     [
         ({"head_dim": 12}, "multiple of 8"),
-        ({"head_dim": 264}, "multiple of 8"),
+        ({"head_dim": 520}, "multiple of 8"),
         ({"head_dim": 0}, "multiple of 8"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 257}, "block_size"),

@@ -174,7 +174,52 @@ def test_bad_arguments(rng):
         ({"starts": [-1]}, ValueError, "starts: expected 0 to"),
         ({"starts": [2**62 + 1]}, ValueError, "starts: expected 0 to"),
         ({"starts": [0.5]}, TypeError, "starts: expected integers"),
+        ({"causal": False, "window": 3}, ValueError, "causal: expected True beside window"),
+        ({"causal": False, "mask": [-1]}, ValueError, "causal: expected True beside mask"),
+        ({"mask": [-1, 0]}, ValueError, "mask: expected 1 numbers"),
+        ({"mask": [0]}, ValueError, "mask: expected -1 to -1 as parent of query 0 of sequence 0, got 0"),
+        ({"mask": [-2]}, ValueError, "mask: expected -1 to -1"),
+        ({"mask": [0.5]}, TypeError, "mask: expected integers"),
+        ({"return_scores": "heads"}, ValueError, "return_scores: expected False, True or"),
     ):
         with pytest.raises(error, match=message):
             text.cache.attention(0, q, [0], **wrong)
     text.cache.attention(0, q, [0], window=2**63 - 1, softcap=1e300, sinks=np.zeros(4), starts=[2**62])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8"])
+def test_trees_and_scores_of_heads_through_the_cache(rng, dtype):
+    text = Text(rng, 120, 16, (dtype, dtype))
+    text.cache.fork(0, 1)
+    text.cache.truncate(1, 50)
+    keys, values = text.cache.read(0, 0)
+    parents = [[-1, 0, 0, 1, -1, 2], [-1, -1, 1]]
+    queries = text.queries[:9]
+    out, mass, lse = text.cache.attention(
+        0, queries, [0, 1], query_lens=[6, 3], mask=np.concatenate(parents), return_scores="head", return_lse=True,
+        window=20, starts=[3, 0], **text.options,
+    )  # fmt: skip
+    assert mass.shape == (HEADS, 170)
+    at = token = 0
+    for n, tree in zip((120, 50), parents, strict=True):
+        part = slice(at, at + len(tree))
+        want, weights, logs = attend(
+            queries[part], keys[:n], values[:n], 32**-0.5, parents=tree, window=20, **text.options
+        )
+        tolerance = 1e-5 if dtype == "f32" else 0.02
+        np.testing.assert_allclose(out[part], want, atol=tolerance)
+        np.testing.assert_allclose(lse[part], logs, atol=tolerance)
+        np.testing.assert_allclose(mass[:, token : token + n], weights.reshape(HEADS, GROUP, n).sum(1), atol=tolerance)
+        at, token = at + len(tree), token + n
+
+
+def test_every_query_sees_the_whole_of_an_encoder(rng):
+    text = Text(rng, 30, 16, ("f32", "f32"))
+    queries = rng.standard_normal((70, 4, 32)).astype(np.float32)
+    out = text.cache.attention(0, queries, [0], query_lens=[70], causal=False, context_lens=[25], **text.options)
+    want = attend(queries, *text.cache.read(0, 0), 32**-0.5, causal=False, shown=25, **text.options)[0]
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    # The bits are those of the last token's query in a causal call.
+    text.cache.truncate(0, 25)
+    for i in (0, 40, 69):
+        np.testing.assert_array_equal(text.cache.attention(0, queries[i : i + 1], [0], **text.options)[0], out[i])

@@ -18,7 +18,7 @@ def noise(num_tokens: int, kv_dim: int, seed: int = 0, num_layers: int = 2) -> C
     return CachedKvState(rows[0], rows[1], num_tokens)
 
 
-@pytest.mark.parametrize("head_dim", [8, 32, 40, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 128, 256, 512])
 @pytest.mark.parametrize(("key", "value"), PAIRS)
 def test_what_a_token_costs(key: str, value: str, head_dim: int) -> None:
     cache = PrefixKvCache(config(key_dtype=key, value_dtype=value, head_dim=head_dim))
@@ -77,13 +77,13 @@ def test_restore_is_the_round_trip_of_the_format(key: str, value: str, rotate: b
 
 
 def test_a_row_that_is_one_head() -> None:
-    for kv_dim in (8, 40, 256):
+    for kv_dim in (8, 40, 256, 512):
         cache = PrefixKvCache(config(dtype="q4"))
         cache.store_snapshot([1, 2], noise(2, kv_dim))
         assert cache.memory_usage == 2 * 2 * 2 * head_bytes("q4", kv_dim)
 
 
-@pytest.mark.parametrize("kv_dim", [4, 12, 264, 1024])
+@pytest.mark.parametrize("kv_dim", [4, 12, 520, 1024])
 def test_a_row_that_must_be_cut_asks_for_head_dim(kv_dim: int) -> None:
     cache = PrefixKvCache(config(value_dtype="q8"))
     cache.store_snapshot([1, 2], noise(2, 64), namespace="other")
@@ -99,7 +99,7 @@ def test_settings_that_cannot_be_honoured_raise() -> None:
         {"key_dtype": "f64"},
         {"value_dtype": "Q4"},
         {"dtype": "q4", "head_dim": 12},
-        {"dtype": "q4", "head_dim": 264},
+        {"dtype": "q4", "head_dim": 520},
         {"dtype": "q4", "head_dim": 0},
         {"dtype": "q4", "head_dim": -8},
         {"dtype": "q4", "head_dim": 24, "rotate": True},

@@ -110,7 +110,7 @@ def test_a_check_says(case):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: KVCacheConfig(8, 2, 300), "head_dim: expected an int <= 256, got 300"),
+        (lambda: KVCacheConfig(8, 2, 600), "head_dim: expected an int <= 512, got 600"),
         (lambda: KVCacheConfig(8, 2, 8, 5), "quantization_bits: expected one of 2, 3, 4, 8, got 5"),
         (lambda: CacheManager(3), "config: expected a KVCacheConfig, got int"),
         (lambda: CacheManager(KVCacheConfig(8, 1, 8)).get([1]), r"positions: expected ints in \[0, 0\), got 1"),

@@ -77,6 +77,8 @@ PAGED = Target(
             keyword("attention", "context_lens", [1, 1], 0, ROWS[:2], [1, 2]),
             keyword("attention", "return_scores", True, 0, ROWS[:2], [1, 2]),
             keyword("attention", "return_lse", True, 0, ROWS[:2], [1, 2]),
+            keyword("attention", "causal", False, 0, ROWS[:2], [1, 2]),
+            keyword("attention", "mask", [-1, -1], 0, ROWS[:2], [1, 2]),
             keyword("attention", "window", 3, 0, ROWS[:2], [1, 2]),
             keyword("attention", "softcap", 3.0, 0, ROWS[:2], [1, 2]),
             keyword("attention", "sinks", ROWS[0, :, 0], 0, ROWS[:2], [1, 2]),

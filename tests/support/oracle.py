@@ -14,26 +14,30 @@ def to_format(rows, name):
 
 
 def attention(queries, keys, values, scale, **options):
-    """The output and the weights of `attend`."""
-    return attend(queries, keys, values, scale, **options)[:2]
+    """The output of `attend`, and each token's weight summed over queries and query heads."""
+    out, mass, _ = attend(queries, keys, values, scale, **options)
+    return out, mass.sum(0)
 
 
 def attend(
-    queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None, sinks=None
-):
+    queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None,
+    sinks=None, causal=True, parents=None,
+):  # fmt: skip
     """Attention of queries (n, query heads, dim) at the last n positions of keys, values (tokens, heads, dim).
 
     Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position. Scores become
-    softcap * tanh(score / softcap). sinks (query heads) are scores of a token without a value.
+    softcap * tanh(score / softcap). sinks (query heads) are scores of a token without a value. Without `causal`, every
+    query sees all shown tokens. parents: of each query, -1 for none; it sees its ancestors instead of all before it.
 
-    Returns the output, shaped like queries; each shown token's weight summed over queries and query heads; and the
-    logarithm of each sum of exp(score), (n, query heads).
+    Returns the output, shaped like queries; each shown token's weight summed over queries, (query heads, shown); and
+    the logarithm of each sum of exp(score), (n, query heads).
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
     count, query_heads, dim = queries.shape
     tokens, heads, _ = keys.shape
     shown = tokens if shown is None else shown
-    out, mass, lse = np.zeros((count, query_heads, dim)), np.zeros(shown), np.full((count, query_heads), -np.inf)
+    out, mass = np.zeros((count, query_heads, dim)), np.zeros((query_heads, shown))
+    lse = np.full((count, query_heads), -np.inf)
     for h in range(query_heads):
         k, v = keys[:shown, h // (query_heads // heads)], values[:shown, h // (query_heads // heads)]
         scores = queries[:, h] @ k.T * scale
@@ -42,17 +46,24 @@ def attend(
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         for j in range(count):
-            own = tokens - count + j
-            seen = np.arange(shown) <= own
+            positions, own = np.arange(tokens), tokens - count + j
+            if parents is not None:
+                line = [j]
+                while parents[line[-1]] >= 0:
+                    line.append(parents[line[-1]])
+                positions[tokens - count :] = tokens  # after all
+                positions[[tokens - count + i for i in line]] = tokens - count + np.arange(len(line))[::-1]
+                own = positions[own]
+            seen = positions[:shown] <= (own if causal else tokens)
             if window is not None:
-                seen &= np.arange(shown) > own - window
+                seen &= positions[:shown] > own - window
             logits = np.append(scores[j, seen], [] if sinks is None else np.float64(sinks[h]))
             if len(logits) == 0:
                 continue
             lse[j, h] = np.logaddexp.reduce(logits)
             weights = np.exp(scores[j, seen] - lse[j, h])
             out[j, h] = weights @ v[seen]
-            mass[seen] += weights
+            mass[h, seen] += weights
     return out, mass, lse
 
 

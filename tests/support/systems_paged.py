@@ -269,6 +269,14 @@ class PagedSystem(PrefixCalls, System):
         self._mixed(out[0])
         return out
 
+    def attention_of_trees(self, wrap):
+        out = self.cache.attention(
+            1, wrap.array(self._queries(7)), wrap.array([3, 1, 13]), query_lens=wrap.array([4, 2, 1]),
+            mask=wrap.array([-1, 0, 0, 1, -1, -1, -1]), return_scores="head",
+        )  # fmt: skip
+        self._mixed(out[0])
+        return out
+
     # -- handles
 
     def handle(self, wrap):
