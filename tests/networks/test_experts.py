@@ -77,6 +77,19 @@ def test_stacked_experts_of_gguf(tmp_path, name, kind):
                 np.testing.assert_allclose(matrix.to_float32(), want, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "phi3_longrope", "mixtral"])
+def test_small_bands(tmp_path, monkeypatch, name):
+    """Tensors that are stored together or transposed, read a few rows at a time, from folders and from GGUF."""
+    folder = as_converted(GOLDEN / name, tmp_path / name)
+    path = convert(folder, tmp_path / "x.gguf")
+    whole = list(Transformer.from_pretrained(folder).weights.arrays())
+    monkeypatch.setattr("kvcache.networks.weights._BAND_BYTES", 7 * 64 * 4)
+    for found in (Transformer.from_pretrained(folder), Transformer.from_pretrained(path)):
+        for a, b in zip(found.weights.arrays(), whole, strict=True):
+            a, b = (array if isinstance(array, np.ndarray) else array.to_float32() for array in (a, b))
+            np.testing.assert_array_equal(a, b)
+
+
 def rewritten(tmp_path, name, change):
     """A golden folder whose tensors `change` has edited."""
     shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
