@@ -122,6 +122,14 @@ def test_smollm2_is_found_where_its_package_is(tmp_path, monkeypatch):
 # -- Ctrl-C and Ctrl-D ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """A process in the background ignores SIGINT, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Reader:
     """What a process writes to a descriptor, up to a text that must come."""
 
