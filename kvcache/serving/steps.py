@@ -92,9 +92,14 @@ class Steps:
             self.cancel(pending)
 
     def _end_all(self, works: Iterable[Work]) -> None:
-        self._take_inbox()
+        if not self.inbox_lock.inside:  # else this runs inside a submit of this thread
+            self._take_inbox()
         for work in works:
-            self._scheduler.end(work, "cancelled")
+            if work.key[1] in self._scheduler.works:
+                self._scheduler.end(work, "cancelled")
+            elif work.reason is None:  # it is in the inbox, from which it goes nowhere
+                work.reason = "cancelled"
+                self._scheduler.ended.append(work)
         self._tell()
 
     def wait_for_any(self) -> None:
