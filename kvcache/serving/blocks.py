@@ -87,6 +87,10 @@ class SharedBlocks:
                 if not self.prefixes.evict(error.requested - error.available):
                     raise
 
+    def cut(self, work: Work) -> None:
+        """Drop what a sequence has behind the computed tokens: guesses that did not hold."""
+        self.cache.truncate(work.seq_id, work.computed)
+
     def index(self, work: Work) -> None:
         """Cache the full blocks of a work's sequence, by reference."""
         full = work.computed // self.cache.block_size

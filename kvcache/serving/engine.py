@@ -25,6 +25,7 @@ from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
+from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
@@ -67,6 +68,8 @@ class BatchEngine:
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
             a step where a step would last longer (16 to 512).
+        speculate: whether requests guess tokens that followed their last ones before, in the prompt or the text, and
+            check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
         residual_length, eviction_policy, kv_budget: as of `InferenceEngine`. 0 and None alone are supported, which are
             the defaults in every format.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
@@ -95,6 +98,7 @@ class BatchEngine:
         max_queue: int = 1024,
         max_running: int = 64,
         target_gap: float = 0.1,
+        speculate: bool = True,
         residual_length: int = 0,
         eviction_policy: None = None,
         kv_budget: None = None,
@@ -126,6 +130,7 @@ class BatchEngine:
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
         self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
+        self._speculate = bool(speculate)
         self._thread: StepThread | None = None
         self._text: Any = None
 
@@ -193,7 +198,8 @@ class BatchEngine:
         request = self._new.request(prompt, params, lambda: self.tokenizer, with_text=True)
         decoder = None if request.text is None else self.tokenizer
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, params.stop)
-        return Drawing(request, make_text, self.config, namespace)
+        guesses = Guesses() if self._speculate else None
+        return Drawing(request, make_text, self.config, namespace, guesses)
 
     def _enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         if (needed := self._blocks.blocks_for(works[0].num_tokens)) > self._blocks.cache.total_blocks:

@@ -39,7 +39,7 @@ class Forward:
             For each piece float32 `(work.rows_due(count), vocab_size)`.
         """
         cache, options = self._cache, self._options
-        tokens = np.concatenate([work.tokens[work.computed : work.computed + n] for work, n in pieces])
+        tokens = np.concatenate([work.next_tokens(n) for work, n in pieces])
         positions = np.concatenate([np.arange(work.computed, work.computed + n) for work, n in pieces])
         seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
         lens = np.array([n for _, n in pieces])

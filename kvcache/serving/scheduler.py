@@ -24,6 +24,7 @@ from kvcache.serving.work import FinishReason, Work
 __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
+_CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
 Pieces = list[tuple[Work, int]]
 
 
@@ -136,7 +137,7 @@ class Scheduler:
             if self._regime_of(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
-        pieces = [(work, 1) for work in self.running if work.remaining == 1]
+        pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
         left, rows = self.budget.tokens(len(pieces)), self._most_rows
         for work in self.running:
             if work.remaining > 1 and left and (count := self._count(work, left, rows)):
@@ -157,6 +158,18 @@ class Scheduler:
                     break
         return pieces
 
+    def _guess(self, decodes: Pieces) -> Pieces:
+        """Add the guesses of works; together with the decodes a product has as many rows as cost little."""
+        left = _CHEAP_ROWS - len(decodes)
+        guessed = []
+        for work, count in decodes:
+            guess = 0 if left <= 0 or work.followers else work.think(left)
+            if guess and self._regime_of(work.num_tokens + guess) != work.regime:
+                guess = 0
+            guessed.append((work, count + guess))
+            left -= guess
+        return guessed
+
     def _count(self, work: Work, left: int, rows: int) -> int:
         count = min(work.remaining, left)
         return count if work.shares else min(count, rows)
@@ -173,6 +186,9 @@ class Scheduler:
             except OutOfMemoryError as error:
                 if not preempt:
                     return []
+                if any(count > work.remaining for work, count in pieces):  # rather than for guesses
+                    pieces = [(work, min(count, work.remaining)) for work, count in pieces]
+                    continue
                 last = self.running[-1]
                 if len(self.running) == 1:
                     self.end(last, "error", error)
@@ -227,11 +243,17 @@ class Scheduler:
             best.parked.append((place, work))
         return best is not None
 
-    def ran(self, work: Work, count: int) -> None:
-        """Note that the next `count` tokens of a work have run: full blocks enter the index."""
+    def ran(self, work: Work, count: int, wrong: int = 0) -> None:
+        """Note that the next `count` tokens of a work have run: full blocks enter the index.
+
+        Args:
+            wrong: guesses behind them that ran too, and did not hold.
+        """
         size = self.blocks.cache.block_size
         filled = (work.computed + count) // size > work.computed // size
         work.computed += count
+        if wrong:
+            self.blocks.cut(work)
         if filled:
             self.blocks.index(work)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:

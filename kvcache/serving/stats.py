@@ -19,6 +19,7 @@ class BatchStats:
         new_tokens: tokens that were drawn.
         cached_tokens: tokens of prompts that did not run, since their K and V were cached.
         preemptions: how often a request gave up its memory and began again.
+        guessed_tokens, accepted_tokens: tokens that were guessed, and those of them that were drawn.
         free_blocks, claimed_blocks, cached_blocks: blocks without a reference, of running requests, and of the prefix
             index alone; together all blocks.
     """
@@ -31,6 +32,8 @@ class BatchStats:
     new_tokens: int
     cached_tokens: int
     preemptions: int
+    guessed_tokens: int
+    accepted_tokens: int
     free_blocks: int
     claimed_blocks: int
     cached_blocks: int

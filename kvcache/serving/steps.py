@@ -46,6 +46,7 @@ class Steps:
         self._pending: dict[int, Pending] = {}  # of each work that has not ended
         self._closed = False
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
+        self._guessed = self._accepted = 0
 
     @property
     def num_running(self) -> int:
@@ -154,17 +155,22 @@ class Steps:
 
     def _take(self, work: Work, start: int, n: int, rows: Float32, now: float) -> None:
         """Give a work the logits of a piece that has run."""
+        before, wrong = work.num_tokens, 0
         if len(rows):
-            before = work.num_tokens
             try:
                 work.take(rows, start)
             except Exception as error:  # of a logits processor, or logits that are not finite
                 self._scheduler.end(work, "error", error)
                 return
-            if work.num_tokens > before:
-                work.times.append(now)
-                self._new_tokens += 1
-        self._scheduler.ran(work, n)
+            new = work.num_tokens - before
+            work.times.extend([now] * new)
+            self._new_tokens += new
+            if guessed := max(0, start + n - before):
+                held = max(0, new - 1)  # the last one was drawn and has not run
+                wrong = guessed - held
+                self._guessed += guessed
+                self._accepted += held
+        self._scheduler.ran(work, n - wrong, wrong)
         if (reason := work.ending()) is not None:
             self._scheduler.end(work, reason)
         elif len(rows) and (pending := self._pending.get(work.key[1])) is not None:
@@ -217,7 +223,8 @@ class Steps:
             blocks = self._scheduler.blocks.count()
             return BatchStats(
                 self.num_waiting, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens,
-                self._cached_tokens, self._scheduler.preemptions, blocks["free"], blocks["claimed"], blocks["cached"],
+                self._cached_tokens, self._scheduler.preemptions, self._guessed, self._accepted,
+                blocks["free"], blocks["claimed"], blocks["cached"],
             )  # fmt: skip
 
     def check(self) -> None:

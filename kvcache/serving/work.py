@@ -21,6 +21,7 @@ from kvcache.engine.new_requests import stop_tokens
 from kvcache.engine.requests import log_probabilities
 from kvcache.engine.text import TextStream
 from kvcache.networks.protocols import Float32, NetworkConfig
+from kvcache.serving.guesses import NO_GUESS, Guesses
 
 __all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
 
@@ -49,6 +50,7 @@ class Work(ABC):
         started, times: when it first ran, and when each new token came.
         leader: the work whose sequence it will fork; None: it starts by itself.
         followers: works that fork this one's sequence when its prompt has run.
+        guess: tokens that may follow; those of the pass that runs.
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
@@ -68,6 +70,7 @@ class Work(ABC):
         self.times: list[float] = []
         self.leader: Work | None = None
         self.followers: list[Work] = []
+        self.guess = NO_GUESS
         self.parked: list[tuple[int, Work]] = []
 
     @property
@@ -79,6 +82,15 @@ class Work(ABC):
     def space(self) -> Hashable:
         """The namespace of its cached blocks, those of one regime."""
         return self.regime, self.namespace
+
+    def next_tokens(self, count: int) -> Tokens:
+        """The next `count` tokens to run; behind the last one those of the guess."""
+        own = self.tokens[self.computed : self.computed + count]
+        return own if count <= self.remaining else np.concatenate([own, self.guess[: count - self.remaining]])
+
+    def think(self, most: int) -> int:
+        """Guess at most `most` tokens; how many it guessed."""
+        return 0
 
     @property
     def remaining(self) -> int:
@@ -101,7 +113,7 @@ class Work(ABC):
 
     @abstractmethod
     def take(self, logits: Float32, start: int) -> None:
-        """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`."""
+        """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`, as far as guesses hold."""
 
     @abstractmethod
     def ending(self) -> FinishReason | None:
@@ -117,13 +129,15 @@ class Drawing(Work):
 
     Args:
         request: its prompt and sampler.
+        guesses: of the next tokens; None: there are none.
         make_text: makes the `TextStream` behind the prompt, with the stop strings; None: there is no tokenizer.
         config: of the network.
     """
 
     def __init__(
-        self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig, namespace: Hashable
-    ) -> None:
+        self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
+        namespace: Hashable, guesses: Guesses | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(request.tokens, namespace)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._watched = make_text() if make_text is not None and request.params.stop else None
@@ -132,6 +146,7 @@ class Drawing(Work):
             request.logprobs = []
         self._stops = stop_tokens(request.params, config)
         self._most = config.max_position_embeddings
+        self.guesses = guesses
         self._stopped = self._drawing = False
 
     @property
@@ -159,20 +174,38 @@ class Drawing(Work):
         pieces = [text.add(token) for token in self.new_tokens]
         return "".join([*pieces, text.end()] if ended else pieces)
 
+    def think(self, most: int) -> int:
+        self.guess = NO_GUESS
+        if self.guesses is not None and self.num_new:
+            left = self._request.params.max_tokens - self.num_new - 1
+            self.guess = self.guesses.propose(self.tokens, min(most, left, self._most - self.num_tokens))
+        return len(self.guess)
+
     def rows_due(self, count: int) -> int:
-        return int(count == self.remaining)
+        return max(0, count - self.remaining + 1)
 
     def take(self, logits: Float32, start: int) -> None:
+        guess = self.guess[: len(logits) - 1].tolist()
+        for number, row in enumerate(logits):
+            token = self._draw(row)
+            if self.ending() is not None or number == len(guess) or token != guess[number]:
+                break
+        if guess and self.guesses is not None:
+            self.guesses.learn(len(guess), number)
+
+    def _draw(self, logits: Float32) -> int | None:
+        """Draw the next token; None: it ends the text."""
         self._drawing = True
-        token = self._sampler.sample(logits[-1])
+        token = self._sampler.sample(logits)
         if token in self._stops:
             self._stopped = True
-        else:
-            self._request.observe(token, logits[-1])
-            if self._watched is not None:
-                self._watched.add(token)
-            self._append(token)
+            return None
+        self._request.observe(token, logits)
+        if self._watched is not None:
+            self._watched.add(token)
+        self._append(token)
         self._drawing = False
+        return token
 
     def _append(self, token: int) -> None:
         if self.num_tokens == len(self._buffer):

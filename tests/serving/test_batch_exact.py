@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from places import GOLDEN
 from recording_network import RecordingNetwork
-from serving import GREEDY, Alone, prompts, run, same, sampled, settled
+from serving import GREEDY, Alone, prompts, repeating, run, same, sampled, settled
 from windowed_networks import KINDS
 
 from kvcache import BatchEngine, InferenceEngine, SamplingParams
@@ -86,6 +86,37 @@ def test_a_network_that_gives_all_rows(network):
             return network.forward(tokens, positions, attend, logits)
 
     all_of(Plain(), list(zip(prompts(6, 8, 40), MIXED * 2, strict=True)), 60)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_guesses_that_hold_and_others(network, dtype):
+    """Greedy and sampled; tokens and log-probabilities are those without guesses, in fewer passes."""
+    asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(prompts(10, 4, 30))]
+    stats = all_of(network, asked, 60, dtype=dtype)
+    assert 0 < stats.accepted_tokens < stats.guessed_tokens
+    assert stats.steps < 60
+    asked = [(prompt, repeating(i, 200, logprobs=1)) for i, prompt in enumerate(prompts(10, 3, 30))]
+    assert all_of(network, asked, 40, dtype=dtype, block_size=6).preemptions > 0
+    engine = BatchEngine(network, speculate=False)
+    engine.submit(*asked[0]).result()
+    assert engine.stats().guessed_tokens == 0
+
+
+def test_guesses_end_where_the_text_ends():
+    """At the last position, after `max_tokens`, at a stop token: no row runs behind it."""
+    for most in (1, 2, 7, 40, 400):
+        model = RecordingNetwork()
+        engine, text = BatchEngine(model, num_blocks=40), [5, 0, 0, 0, 0, 0]
+        model.expect(text, None)
+        params = SamplingParams(temperature=0.0, max_tokens=most)
+        assert engine.submit(text, params).result() == InferenceEngine(RecordingNetwork()).generate(text, params)
+        assert max(pos for _, pos in model.outputs) <= min(6 + most, 400) - 1
+        assert most < 7 or engine.stats().steps < most
+        settled(engine)
+    engine = BatchEngine(RecordingNetwork(), num_blocks=40)
+    request = engine.submit(text, SamplingParams(temperature=0.0, stop_token_ids=(0,), max_tokens=9))
+    assert (request.result(), request.finish_reason) == ([], "stop")
+    settled(engine)
 
 
 def test_scores(network):

@@ -8,13 +8,15 @@ import pytest
 from engines import Failing
 from interrupts import Lines, places
 from pace import FAST
-from serving import Alone, prompts, run, same, sampled, settled
+from serving import Alone, prompts, repeating, run, same, sampled, settled
 
 from kvcache import BatchEngine
 
 pytestmark = pytest.mark.no_level
 
-ASKED = [(prompt, sampled(i, 6, logprobs=1)) for i, prompt in enumerate(prompts(9, 5, 40))]
+ASKED = [
+    (prompt, (sampled, repeating)[i % 2](i, 6 + i % 2 * 14, logprobs=1)) for i, prompt in enumerate(prompts(9, 5, 40))
+]
 
 
 class Served:

@@ -1,12 +1,14 @@
 """Random submits, cancels, deadlines and steps over a tiny pool; every text is that of the request alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from places import GOLDEN
-from serving import Alone, Clock, prompts, same, sampled, settled
+from serving import Alone, Clock, prompts, repeating, same, sampled, settled
 
 from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
 from kvcache.engine import Transformer
@@ -38,14 +40,15 @@ class Requests(RuleBasedStateMachine):
             )  # fmt: skip
 
     @rule(
-        which=st.integers(0, 23), seed=st.integers(0, 3), most=st.sampled_from([0, 1, 7, 24]),
+        which=st.integers(0, 23), seed=st.integers(0, 3), draw=st.sampled_from([sampled, repeating]),
+        most=st.sampled_from([0, 1, 7, 24]),
         namespace=st.sampled_from([None, "a", ("b", 1)]), priority=st.integers(-2, 2),
         deadline=st.sampled_from([None, None, 3.0]), n=st.sampled_from([1, 1, 1, 3]),
     )  # fmt: skip
-    def submit(self, which, seed, most, namespace, priority, deadline, n):
+    def submit(self, which, seed, draw, most, namespace, priority, deadline, n):
         if self.engine is None:
             return
-        params = sampled(seed, most, logprobs=1)
+        params = draw(seed, most, logprobs=1)
         waiting = self.engine.stats().waiting
         try:
             request = self.engine.submit(
@@ -54,7 +57,8 @@ class Requests(RuleBasedStateMachine):
         except QueueFullError:
             assert waiting + n > 12
             return
-        self.open.append((request, PROMPTS[which], [sampled(seed + i, most, logprobs=1) for i in range(n)]))
+        made = [replace(params, seed=seed + i) for i in range(n)]
+        self.open.append((request, PROMPTS[which], made))
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):

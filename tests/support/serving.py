@@ -21,6 +21,19 @@ def sampled(seed, max_tokens=8, **options):
     return SamplingParams(temperature=0.9, top_k=0, top_p=0.95, seed=seed, max_tokens=max_tokens, **options)
 
 
+def repeat(text, logits):
+    """A logits processor: the text goes round in a circle, but for some places at which the network chooses."""
+    if len(text) % 11 and len(text) % 17:
+        logits[(37 * (len(text) % 5) + 3) % len(logits)] += 1000.0
+
+
+def repeating(seed, max_tokens=8, **options):
+    """Sampling that guesses often hold under: greedy for even seeds."""
+    return SamplingParams(
+        temperature=seed % 2 * 0.9, top_k=0, seed=seed, max_tokens=max_tokens, logits_processor=repeat, **options
+    )
+
+
 def prompts(seed, count, longest, vocab_size=250):
     """Random prompts, many of which share their beginning with others."""
     rng = np.random.default_rng(seed)
