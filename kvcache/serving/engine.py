@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.text import TextStream
 from kvcache.errors import OutOfMemoryError
+from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.sessions import PrefixCacheStats
@@ -330,6 +332,21 @@ class BatchEngine:
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
         self._blocks.prefixes.clear()
+
+    def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
+        """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
+        self._blocks.prefixes.save(path, self._name(model))
+
+    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+        """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
+
+        Raises:
+            InvalidOperationError: prefixes are cached already.
+        """
+        return self._blocks.prefixes.load(path, self._name(model))
+
+    def _name(self, model: str | None) -> str:
+        return fingerprint(self.model) if model is None else model
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping" and "scratch"."""

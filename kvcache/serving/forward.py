@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,18 @@ class Forward:
     Args:
         model: the network.
         cache: K and V of all layers; layers with a window keep all tokens too, and attend within it.
+
+    Attributes:
+        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
     """
 
     def __init__(self, model: Model, cache: PagedKvCache) -> None:
         self._model, self._cache = model, cache
         self._options = [each.options() for each in layer_attention(model)]
         self._selects = bool(getattr(model, "selects_rows", False))
-        regime = getattr(model, "regime", None)
-        self.regime_of = (lambda _: 0) if regime is None else regime
-        self.several_regimes = self.regime_of(1) != self.regime_of(model.config.max_position_embeddings)
+        regime: Callable[[int], int] | None = getattr(model, "regime", None)
+        several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
+        self.regime_of = regime if several else None
 
     def run(self, pieces: Sequence[tuple[Work, int]]) -> list[Float32]:
         """The logits that are due of each piece, `(work, number of its next tokens)`, all of one regime.
@@ -54,7 +57,7 @@ class Forward:
         due = [work.rows_due(n) for work, n in pieces]
         stops = np.cumsum(lens)
         rows = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(stops, due, strict=True)])
-        places = {"regime": pieces[0][0].regime} if self.several_regimes else {}
+        places = {"regime": pieces[0][0].regime} if self.regime_of is not None else {}
         wanted: Any = rows
         if not len(rows):
             wanted = "none"

@@ -36,7 +36,7 @@ class Scheduler:
         budget: prompt tokens per step.
         max_running: the most works that run at a time.
         most_rows: the most rows of logits of a step for works that need one for each token.
-        regime_of: of a text of so many tokens, see `protocols.Model`.
+        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
 
     Attributes:
         works: all that have not ended, in the order of submission.
@@ -48,7 +48,7 @@ class Scheduler:
 
     def __init__(
         self, blocks: SharedBlocks, budget: TokenBudget, max_running: int, most_rows: int,
-        regime_of: Callable[[int], int],
+        regime_of: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
         self.blocks, self.budget = blocks, budget
         self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
@@ -134,7 +134,7 @@ class Scheduler:
     def plan(self, now: float) -> Pieces:
         """The pieces of the next step, `(work, number of its next tokens)`; their sequences have room for them."""
         for work in list(self.running):
-            if self._regime_of(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
+            if self._regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
         pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
@@ -158,13 +158,16 @@ class Scheduler:
                     break
         return pieces
 
+    def _regime(self, num_tokens: int) -> int:
+        return 0 if self._regime_of is None else self._regime_of(num_tokens)
+
     def _guess(self, decodes: Pieces) -> Pieces:
         """Add the guesses of works; together with the decodes a product has as many rows as cost little."""
         left = _CHEAP_ROWS - len(decodes)
         guessed = []
         for work, count in decodes:
             guess = 0 if left <= 0 or work.followers else work.think(left)
-            if guess and self._regime_of(work.num_tokens + guess) != work.regime:
+            if guess and self._regime(work.num_tokens + guess) != work.regime:
                 guess = 0
             guessed.append((work, count + guess))
             left -= guess
@@ -202,7 +205,8 @@ class Scheduler:
         while self._waiting and not self._blocked and len(self.running) < self._max_running:
             work = self._waiting[0]
             if work.reason is None and work.seq_id < 0:
-                work.regime = self._regime_of(work.num_tokens)
+                work.regime = regime = self._regime(work.num_tokens)
+                work.space = work.namespace if self._regime_of is None else (regime, work.namespace)
             if work.reason is not None or work.seq_id >= 0 or self._park(work):
                 heapq.heappop(self._waiting)
                 continue

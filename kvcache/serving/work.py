@@ -43,6 +43,7 @@ class Work(ABC):
         seq_id: its sequence in the cache; -1: it waits.
         computed: tokens whose K and V the sequence has.
         regime: of these, see `protocols.Model`.
+        space: the namespace of its cached blocks; one for each regime, if the network has several.
         reason: why it ended; None: it has not.
         error: what it failed with.
         cached_tokens: tokens of the prompt that did not run, at the first start.
@@ -58,7 +59,7 @@ class Work(ABC):
 
     def __init__(self, tokens: Tokens, namespace: Hashable) -> None:
         self._buffer, self.num_tokens = tokens, len(tokens)
-        self.namespace, self.num_prompt = namespace, len(tokens)
+        self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
         self.key: tuple[float, int] = (0.0, 0)
         self.arrival = 0.0
         self.deadline: float | None = None
@@ -77,11 +78,6 @@ class Work(ABC):
     def tokens(self) -> Tokens:
         """All tokens so far, `(num_tokens,)`."""
         return self._buffer[: self.num_tokens]
-
-    @property
-    def space(self) -> Hashable:
-        """The namespace of its cached blocks, those of one regime."""
-        return self.regime, self.namespace
 
     def next_tokens(self, count: int) -> Tokens:
         """The next `count` tokens to run; behind the last one those of the guess."""

@@ -17,6 +17,7 @@ from kvcache import (
     InferenceEngine,
     InvalidOperationError,
     OutOfMemoryError,
+    PrefixCachedEngine,
     QueueFullError,
     SamplingParams,
 )
@@ -144,6 +145,31 @@ def test_cached_tokens_are_counted(engine):
     assert other.metrics.cached_tokens == 0
     engine.clear_cache()
     assert engine.stats().cached_blocks == 0
+
+
+def test_saved_prefixes(network, alone, tmp_path):
+    """A file of `PrefixCachedEngine` serves a batch, and the other way round; also beside requests that run."""
+    prompt, other = np.arange(3, 60), np.arange(80, 140)
+    single = PrefixCachedEngine(InferenceEngine(network), 20, strict=True)
+    single.generate(prompt, GREEDY, namespace="a")
+    single.save(tmp_path / "single")
+    engine = BatchEngine(network, num_blocks=12)
+    running = engine.submit(other, GREEDY)
+    assert engine.load(tmp_path / "single") == 4
+    requests = [engine.submit(prompt, GREEDY, namespace="a") for _ in range(3)]
+    run(engine)
+    for request in [running, *requests]:
+        request.result()
+    want = alone(prompt.astype(np.uint32), GREEDY).tokens
+    assert [request.tokens for request in requests] == [want] * 3
+    assert [request.metrics.cached_tokens for request in requests] == [56] * 3
+    with pytest.raises(InvalidOperationError):
+        engine.load(tmp_path / "single")
+    engine.save(tmp_path / "batch")
+    single.clear_cache()
+    assert single.load(tmp_path / "batch") == engine.stats().cached_blocks
+    assert single.complete(prompt, GREEDY, namespace="a").cached_tokens >= 56
+    settled(engine)
 
 
 def test_the_queue_is_bounded(network):
