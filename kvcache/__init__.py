@@ -12,6 +12,7 @@ from kvcache.errors import (
     InvalidOperationError,
     KvCacheError,
     OutOfMemoryError,
+    QueueFullError,
     SequenceNotFoundError,
     SnapshotError,
 )
@@ -29,6 +30,7 @@ from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.states import PrefixKvCache
+from kvcache.serving import BatchEngine, BatchStats, Request, RequestMetrics
 from kvcache.trie.policy import LFU, LRU
 
 __version__ = "0.2.0"
@@ -36,6 +38,8 @@ __version__ = "0.2.0"
 __all__ = [
     "LFU",
     "LRU",
+    "BatchEngine",
+    "BatchStats",
     "BlockId",
     "BlockNotFoundError",
     "BlockTable",
@@ -68,6 +72,9 @@ __all__ = [
     "PrefixCachedEngine",
     "PrefixKvCache",
     "PrefixKvStats",
+    "QueueFullError",
+    "Request",
+    "RequestMetrics",
     "SamplingParams",
     "SeqId",
     "SequenceInfo",

@@ -12,6 +12,7 @@ __all__ = [
     "InvalidOperationError",
     "KvCacheError",
     "OutOfMemoryError",
+    "QueueFullError",
     "SequenceNotFoundError",
     "SnapshotError",
 ]
@@ -64,6 +65,21 @@ class BlockNotFoundError(KvCacheError):
 
 class InvalidOperationError(KvCacheError):
     """The object is not in a state that allows this call."""
+
+
+class QueueFullError(KvCacheError):
+    """As many requests wait as may.
+
+    Attributes:
+        max_queue: how many may wait.
+    """
+
+    def __init__(self, max_queue: int) -> None:
+        super().__init__(max_queue)
+        self.max_queue = max_queue
+
+    def __str__(self) -> str:
+        return f"queue full: {self.max_queue} requests wait; submit again when one of them has begun"
 
 
 class SnapshotError(KvCacheError):

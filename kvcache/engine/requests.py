@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
-from kvcache.engine.completion import Request, as_prompt
+from kvcache.engine.completion import Request
+from kvcache.engine.new_requests import NewRequests, stop_tokens
 from kvcache.engine.regimes import Regimes
-from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
 from kvcache.engine.sequence import ModelSequence
-from kvcache.engine.text import TextStream
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
 
-__all__ = ["Requests", "Tokens"]
+__all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 
 Tokens = NDArray[np.uint32]
 
-_SCORE_FLOATS = 2**24  # maximum number of logits that score() holds at a time: 64 MiB
+SCORE_FLOATS = 2**24  # maximum number of logits that score() holds at a time: 64 MiB
 
 
 class Requests:
@@ -50,61 +46,8 @@ class Requests:
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
         self.regimes = Regimes(sequence)
-        self.reseed(seed)
-
-    def reseed(self, seed: int) -> None:
-        """Restart the random numbers of requests without their own seed."""
-        self._seed = as_count(seed, "seed", most=None)
-        self._count = 0
-
-    # ---------------------------------------------------------------- arguments of a request
-
-    def request(
-        self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
-        or_empty: bool = False, is_history: bool = False,
-    ) -> Request:  # fmt: skip
-        """A new request, checked; adds one to the count of requests.
-
-        Args:
-            prompt: token ids, or a text.
-            tokenizer: returns the tokenizer, or None. It is called for a text, for stop strings and with `with_text`.
-            with_text: whether the request reports its text, where there is a tokenizer.
-            or_empty: whether the prompt may be empty.
-            is_history: whether the tokens of the prompt ran already; there may be any number of them.
-
-        Raises:
-            TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
-                stop strings, or a text, without a tokenizer.
-        """
-        tokens = as_prompt(prompt, tokenizer, self.config.vocab_size)
-        if not is_history and (len(tokens) or not or_empty):
-            self.check_span(tokens, 0)
-        check_biases(params, self.config.vocab_size)
-        decoder = None
-        if params.stop or with_text:
-            with nullcontext() if params.stop else suppress(ImportError):
-                decoder = tokenizer()
-        if params.stop and decoder is None:
-            raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
-        text = None if decoder is None else TextStream(decoder, tokens, params.stop)
-        return Request(tokens, Sampler(params, self.randomness(params), self.config.vocab_size, tokens), text)
-
-    def check_span(self, tokens: Tokens, pos: int) -> None:
-        """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
-        if not len(tokens):
-            raise ValueError("tokens: expected at least one, got none")
-        if self.max_positions is not None and pos + len(tokens) > self.max_positions:
-            raise ValueError(
-                f"tokens: expected positions below max_position_embeddings ({self.max_positions}), "
-                f"got {len(tokens)} tokens from position {pos}"
-            )
-
-    def randomness(self, params: SamplingParams) -> np.random.Generator:
-        """The random numbers of the next request."""
-        with self.lock:
-            number = self._count
-            self._count += 1
-        return np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
+        new = NewRequests(self.config, max_positions, seed, self.lock)
+        self.request, self.check_span, self.reseed = new.request, new.check_span, new.reseed
 
     # ---------------------------------------------------------------- steps, with the lock held, in a turn
 
@@ -155,7 +98,7 @@ class Requests:
     def decode(self, logits: Float32, request: Request, turn: Turn, text: list[int]) -> Iterator[int]:
         """Sample tokens and run them; the step that adds a token to the sequence also adds it to `text`."""
         params = request.params
-        stops = {*params.stop_token_ids, *getattr(self.config, "eos_token_ids", ())}
+        stops = stop_tokens(params, self.config)
         for left in reversed(range(params.max_tokens)):
             token = request.sampler.sample(logits)
             if token in stops:
@@ -177,7 +120,7 @@ class Requests:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""
         self.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
         scores = np.empty(len(tokens) - 1, np.float32)
-        chunk = max(1, min(self.sequence.chunk, _SCORE_FLOATS // self.config.vocab_size))
+        chunk = max(1, min(self.sequence.chunk, SCORE_FLOATS // self.config.vocab_size))
         with self.call:
             self.sequence.clear()
             try:
@@ -185,14 +128,14 @@ class Requests:
                     piece = tokens[start : min(start + chunk, len(scores))]
                     logits = self.regimes.extend(piece, start, "all", len(scores))
                     targets = tokens[start + 1 : start + 1 + len(piece)]
-                    scores[start : start + len(piece)] = _log_probabilities(logits, targets)
+                    scores[start : start + len(piece)] = log_probabilities(logits, targets)
             except BaseException:
                 self.sequence.clear()
                 raise
         return scores
 
 
-def _log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:
+def log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:
     """log softmax of `logits` `(n, vocab)`, which are overwritten, at `targets` `(n,)`."""
     logits -= logits.max(axis=1, keepdims=True)
     chosen = logits[np.arange(len(targets)), targets].astype(np.float64)

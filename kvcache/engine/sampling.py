@@ -140,13 +140,28 @@ class Sampler:
             history: ids of the tokens so far, for the repetition penalty and the logits processor.
         """
         self.params = params
-        self._rng = rng
+        self._rng, self._first_state = rng, rng.bit_generator.state
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
         biases = dict(params.logit_bias)
         self._biased = np.fromiter(biases, np.int64, len(biases))
         self._biases = np.fromiter(biases.values(), np.float32, len(biases))
         self._text, self._length = history, len(history)  # the text so far, if there is a processor, has free room
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken, and no random number used."""
+        return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1
+
+    def resumed(self, text: NDArray[np.uint32], num_drawn: int) -> Sampler:
+        """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""
+        rng = np.random.default_rng()
+        rng.bit_generator.state = self._first_state
+        sampler = Sampler(self.params, rng, len(self._seen), text)
+        sampler._first_state = self._first_state
+        if not self.is_greedy:
+            rng.random(num_drawn)
+        return sampler
 
     def sample(self, logits: Float32) -> int:
         """Choose a token by float32 `(vocab_size,)` logits, which stay as they are, and add it to the history.
@@ -164,7 +179,7 @@ class Sampler:
         best = int(np.argmax(logits))  # among equals the first; a NaN if there is one
         if not math.isfinite(logits[best]):
             raise ValueError(f"logits: expected a finite maximum, got {logits[best]} at token {best}")
-        token = best if params.temperature < GREEDY_TEMPERATURE or params.top_k == 1 else self._draw(logits)
+        token = best if self.is_greedy else self._draw(logits)
         self._seen[token] = True
         if params.logits_processor is not None:
             if self._length == len(self._text):

@@ -31,6 +31,7 @@ class Transformer:
     """A network and its weights.
 
     A row of every result has the same bits whatever other rows it is computed with, and on any number of threads.
+    `logits` of `forward` may also be the indices of rows (`selects_rows`, see `protocols.Model`).
 
     Args:
         config: sizes and options.
@@ -38,6 +39,8 @@ class Transformer:
         activations: how rows meet packed weights: "int8", a scale per group of 32 channels, or "exact", with 15 bits
             and half of the speed of many rows. Weights in floats are always multiplied in float32.
     """
+
+    selects_rows = True
 
     def __init__(self, config: ModelConfig, weights: Weights, activations: str = "int8") -> None:
         if activations not in ("int8", "exact"):
@@ -109,7 +112,7 @@ class Transformer:
         tokens: NDArray[np.uint32],
         positions: NDArray[np.int64],
         attend: Attend,
-        logits: Logits = "last",
+        logits: Logits | NDArray[np.int64] = "last",
         *,
         sink_positions: NDArray[np.int64] | None = None,
         regime: int = 0,
@@ -131,19 +134,19 @@ class Transformer:
             table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
             projected = self._project(self._normed(x, layer.input_norm), layer)
             mixed = attend(i, *self._turned(*projected, table, turns[table] if table else places)).reshape(len(x), -1)
-            if i == config.num_layers - 1 and logits != "all":
+            if i == config.num_layers - 1 and not (isinstance(logits, str) and logits == "all"):
                 # After the last attention rows are independent: continue with the requested ones only.
-                first = len(x) - 1 if logits == "last" else len(x)
-                x, mixed = x[first:], mixed[first:]
+                rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
+                x, mixed = x[rows], mixed[rows]
             if len(x):
                 self._add(x, self._times(mixed, layer.output, layer.output_bias), layer.output_norm)
                 self._add(x, self._mlps(self._normed(x, layer.mlp_norm), layer), layer.down_norm)
         if not len(x):
             return np.empty((0, config.vocab_size), np.float32)
-        rows = self._times(self._normed(x, self.weights.norm), self.weights.head)
+        scores = self._times(self._normed(x, self.weights.norm), self.weights.head)
         if config.logit_scale != 1:
-            rows *= np.float32(config.logit_scale)
-        return rows if config.logit_softcap is None else softcap(rows, config.logit_softcap)
+            scores *= np.float32(config.logit_scale)
+        return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
 
     def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None) -> Float32:
         return weight.multiply(x, bias, exact=self.activations == "exact")

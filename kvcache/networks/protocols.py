@@ -83,7 +83,7 @@ class Attend(Protocol):
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    Two optional attributes are read too:
+    Three optional attributes are read too:
 
     - `attention`, one `LayerAttention` for each layer.
     - `regime`, a function of the number of tokens of a text, the tokens that are still to come from this call
@@ -91,6 +91,8 @@ class Model(Protocol):
       one regime are of no use to another: where a text enters another regime, it runs again from its start, and a
       cached prefix serves texts of its own regime alone. `forward` is then called with the keyword `regime`. A
       network without the attribute has one regime.
+    - `selects_rows`: true if `logits` may also be an int64 array, the ascending indices of the rows to return. A
+      `BatchEngine` asks other networks for all rows.
     """
 
     @property

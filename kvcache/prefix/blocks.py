@@ -324,6 +324,14 @@ class PrefixCache(IndexedCache):
             self._slots.release_dropped()
             return int(np.count_nonzero(self._slots.counts()))
 
+    @property
+    def idle_blocks(self) -> int:
+        """Cached blocks to which nothing else refers: those that `evict` can free."""
+        with self._lock:
+            self._slots.release_dropped()
+            named = self._slots.records()["named"][: self._pool.num_blocks] != 0
+            return int(np.count_nonzero(named & (self._pool.ref_counts() == 1)))
+
     # -- reports --------------------------------------------------------------------------------------------
 
     @property

@@ -282,7 +282,7 @@ def test_blocks_are_stored_under_their_own_tokens(network):
             failed.extend([] if good else [i])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcache.engine.requests.Sampler", Slow)
+        patch.setattr("kvcache.engine.new_requests.Sampler", Slow)
         threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
         for thread in threads:
             thread.start()

@@ -16,6 +16,7 @@ import kvcache
 from kvcache import (
     LFU,
     LRU,
+    BatchEngine,
     CachedKvState,
     CacheManager,
     InferenceEngine,
@@ -144,16 +145,19 @@ def test_caches_without_blocks_show_their_share(entries, live, manager):
 @pytest.fixture
 def objects(paged, state, entries, blocks, live, manager, network):
     """Instances of every public class, and of those that public calls return."""
-    handle, engine = paged.handle(7), InferenceEngine(network)
+    handle, engine, batch = paged.handle(7), InferenceEngine(network), BatchEngine(network)
+    request = batch.submit([1, 2], GREEDY)
     tokens = kvcache.TokenLogprobs(-1.0, {1: -1.0})
     live_objects = [
         paged, handle, handle.block_table_mut(), entries, blocks, live, manager, engine, PrefixCachedEngine(engine, 4),
-        blocks.open_session([1, 2, 3]), blocks.lookup([1, 2])[1], network.weights.embedding,
+        blocks.open_session([1, 2, 3]), blocks.lookup([1, 2])[1], network.weights.embedding, batch,
+        request,
     ]  # fmt: skip
     values = [
         LFU(5), LRU(), kvcache.BlockId(3), kvcache.SeqId(3), kvcache.BlockNotFoundError(3),
         kvcache.CheckpointError("x"),
         kvcache.InvalidOperationError("x"), kvcache.KvCacheError("x"), kvcache.OutOfMemoryError(3, 2, "bytes"),
+        kvcache.QueueFullError(8), batch.stats(), request.metrics,
         kvcache.SequenceNotFoundError(4), kvcache.SnapshotError("x"), handle.block_table, handle.stats(), handle.device,
         blocks.get_block(0), paged.stats(), state, entries.lookup([1, 2, 3, 4])[1],
         kvcache.Completion([1], "a", "stop", [tokens], 0), tokens, paged.block_table([7, 8]), paged.get_sequence(7),

@@ -1,0 +1,1 @@
+"""Benches of many requests at once."""

@@ -1,0 +1,93 @@
+"""New requests: their arguments, checked, and their random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.arguments import as_count, short
+from kvcache.core.locks import CallLock, MendingLock
+from kvcache.engine.completion import Request, as_prompt
+from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
+from kvcache.engine.text import TextStream
+from kvcache.networks.protocols import NetworkConfig
+
+__all__ = ["NewRequests", "stop_tokens"]
+
+
+class NewRequests:
+    """Makes the requests of an engine.
+
+    Args:
+        config: sizes of the network.
+        max_positions: maximum number of positions of a text; None: no limit.
+        seed: see `InferenceEngine`.
+        lock: guards the count of requests.
+    """
+
+    def __init__(
+        self, config: NetworkConfig, max_positions: int | None, seed: int, lock: CallLock | MendingLock
+    ) -> None:
+        self._config, self._max_positions, self._lock = config, max_positions, lock
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Restart the random numbers of requests without their own seed."""
+        self._seed = as_count(seed, "seed", most=None)
+        self._count = 0
+
+    def request(
+        self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
+        or_empty: bool = False, is_history: bool = False,
+    ) -> Request:  # fmt: skip
+        """A new request, checked; adds one to the count of requests.
+
+        Args:
+            prompt: token ids, or a text.
+            tokenizer: returns the tokenizer, or None. It is called for a text, for stop strings and with `with_text`.
+            with_text: whether the request reports its text, where there is a tokenizer.
+            or_empty: whether the prompt may be empty.
+            is_history: whether the tokens of the prompt ran already; there may be any number of them.
+
+        Raises:
+            TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
+                stop strings, or a text, without a tokenizer.
+        """
+        tokens = as_prompt(prompt, tokenizer, self._config.vocab_size)
+        if not is_history and (len(tokens) or not or_empty):
+            self.check_span(tokens, 0)
+        check_biases(params, self._config.vocab_size)
+        decoder = None
+        if params.stop or with_text:
+            with nullcontext() if params.stop else suppress(ImportError):
+                decoder = tokenizer()
+        if params.stop and decoder is None:
+            raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
+        text = None if decoder is None else TextStream(decoder, tokens, params.stop)
+        return Request(tokens, Sampler(params, self._randomness(params), self._config.vocab_size, tokens), text)
+
+    def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
+        """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
+        if not len(tokens):
+            raise ValueError("tokens: expected at least one, got none")
+        if self._max_positions is not None and pos + len(tokens) > self._max_positions:
+            raise ValueError(
+                f"tokens: expected positions below max_position_embeddings ({self._max_positions}), "
+                f"got {len(tokens)} tokens from position {pos}"
+            )
+
+    def _randomness(self, params: SamplingParams) -> np.random.Generator:
+        """The random numbers of the next request."""
+        with self._lock:
+            number = self._count
+            self._count += 1
+        return np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
+
+
+def stop_tokens(params: SamplingParams, config: NetworkConfig) -> set[int]:
+    """The tokens that end a text: those of the request, and the network's own."""
+    return {*params.stop_token_ids, *getattr(config, "eos_token_ids", ())}

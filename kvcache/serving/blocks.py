@@ -1,0 +1,142 @@
+"""The blocks of all texts: sequences that run, and prefixes that are cached.
+
+    free       no reference
+    claimed    a sequence refers to them, and perhaps the prefix index too
+    cached     the index alone refers to them: evicted, the least recently used first, where a sequence needs them
+
+Free, claimed and cached blocks together are all blocks. Full blocks enter the index as they fill, so that texts share
+with texts that are still running. A text that loses its sequence finds its blocks again, as far as they have stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+
+import numpy as np
+
+from kvcache.errors import OutOfMemoryError
+from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.blocks import PrefixCache
+from kvcache.serving.work import Work
+
+__all__ = ["SharedBlocks"]
+
+
+class SharedBlocks:
+    """A paged cache, and the prefix index over its blocks.
+
+    Attributes:
+        cache: the sequences.
+        prefixes: the index.
+    """
+
+    def __init__(self, cache: PagedKvCache) -> None:
+        self.cache, self.prefixes = cache, PrefixCache.over(cache)
+        self._ids = count()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The blocks of so many tokens."""
+        return -(-num_tokens // self.cache.block_size)
+
+    def cached(self, work: Work) -> int:
+        """How many tokens of a work that waits are cached."""
+        return self.prefixes.peek(work.tokens, work.space) if work.shares else 0
+
+    def start(self, work: Work, spare: int) -> bool:
+        """Give a work a sequence of its longest cached prefix, if there is room for all its tokens; whether there is.
+
+        Args:
+            spare: blocks that must be left beside them.
+
+        Raises:
+            MemoryError: of the system; nothing has changed.
+        """
+        size = self.cache.block_size
+        tokens = work.tokens if work.shares else work.tokens[:0]
+        with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
+            found = min(session.num_tokens, work.num_tokens - 1)
+            needed = self.blocks_for(work.num_tokens) - found // size + spare - self.cache.free_block_count
+            if needed > 0 and needed > self.prefixes.idle_blocks:
+                return False
+            seq_id = next(self._ids)
+            self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
+        work.moved(seq_id, found)
+        return True
+
+    def fork(self, leader: Work, follower: Work) -> int:
+        """A new sequence with the tokens of the leader's: its id."""
+        seq_id = next(self._ids)
+        self.cache.fork(leader.seq_id, seq_id)
+        return seq_id
+
+    def append(self, pieces: Sequence[tuple[Work, int]]) -> None:
+        """Make room for the next tokens of many works, all or nothing; evicts what no sequence refers to.
+
+        Raises:
+            OutOfMemoryError: there are too few blocks, even so.
+        """
+        ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
+        counts = np.array([count for _, count in pieces])
+        while True:
+            try:
+                self.cache.append_batch(ids, counts)
+                return
+            except OutOfMemoryError as error:
+                if not self.prefixes.evict(error.requested - error.available):
+                    raise
+
+    def cut(self, work: Work) -> None:
+        """Drop what a sequence has behind the computed tokens: guesses that did not hold."""
+        self.cache.truncate(work.seq_id, work.computed)
+
+    def index(self, work: Work) -> None:
+        """Cache the full blocks of a work's sequence, by reference."""
+        full = work.computed // self.cache.block_size
+        if full and work.shares:
+            blocks = self.cache.block_table([work.seq_id]).block_ids
+            with suppress(MemoryError):  # of the system: the blocks are not cached then
+                self.prefixes.adopt(work.tokens[: full * self.cache.block_size], blocks[:full], work.space)
+
+    def stop(self, work: Work) -> None:
+        """Take a work's sequence away; its full blocks stay cached until their memory is needed."""
+        if work.seq_id >= 0:
+            seq_id = work.seq_id
+            work.moved(-1, 0)
+            self.cache.free(seq_id)
+
+    def mend(self, running: Sequence[Work]) -> list[Work]:
+        """Free sequences that no work has, and cut others to what was computed; the works that have no sequence."""
+        lost = []
+        owned = {work.seq_id: work for work in running}
+        for each in self.cache.sequence_ids():
+            if int(each) not in owned:
+                self.cache.free(each)
+        for seq_id, work in owned.items():
+            if seq_id >= 0 and seq_id in self.cache:
+                self.cache.truncate(seq_id, work.computed)
+            else:
+                work.moved(-1, 0)
+                lost.append(work)
+        return lost
+
+    def count(self) -> dict[str, int]:
+        """How many blocks are "free", "claimed" and "cached"."""
+        free, idle = self.cache.free_block_count, self.prefixes.idle_blocks
+        return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}
+
+    def check(self, running: Sequence[Work]) -> None:
+        """Verify the invariants; AssertionError says what is wrong."""
+        self.cache.check()
+        self.prefixes.check()
+        assert self.prefixes.pinned_blocks == 0, "blocks of a prefix are held that no work uses"
+        owned = {work.seq_id: work for work in running}
+        assert sorted(owned) == [int(each) for each in self.cache.sequence_ids()], "sequences and works differ"
+        claimed: set[int] = set()
+        for seq_id, work in owned.items():
+            info = self.cache.get_sequence(seq_id)
+            assert info is not None, f"{work}: the sequence is gone"
+            assert info.num_tokens == work.computed, f"{work}: the sequence has {info.num_tokens} tokens"
+            claimed.update(int(block) for block in info.block_ids)
+        assert self.count()["claimed"] == len(claimed), "free, claimed and cached blocks are not all blocks"

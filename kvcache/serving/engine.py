@@ -1,0 +1,369 @@
+"""`BatchEngine`: many requests at once over one network and one pool of blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from kvcache.core.arguments import as_bytes, as_count, as_finite, as_instance, as_integer, short
+from kvcache.core.copying import refuse_copies
+from kvcache.core.memory import total
+from kvcache.engine.completion import as_prompt
+from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.new_requests import NewRequests
+from kvcache.engine.requests import SCORE_FLOATS
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.text import TextStream
+from kvcache.errors import OutOfMemoryError
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.serving.blocks import SharedBlocks
+from kvcache.serving.budget import TokenBudget
+from kvcache.serving.forward import Forward
+from kvcache.serving.guesses import Guesses
+from kvcache.serving.many import run_all
+from kvcache.serving.progress import Progress
+from kvcache.serving.request import Pending, Request
+from kvcache.serving.scheduler import Scheduler
+from kvcache.serving.stats import BatchStats
+from kvcache.serving.steps import Steps
+from kvcache.serving.thread import StepThread
+from kvcache.serving.work import Drawing, Scoring, Work
+
+__all__ = ["BatchEngine"]
+
+_DEFAULT_TOKENS = 16384  # of the default pool, at most
+Clock = Callable[[], float]
+
+
+class BatchEngine:
+    """Runs many requests at once through a network; they share the blocks of equal prefixes.
+
+    `submit` queues a request, and each `step` runs one pass of the network over the next tokens of many. `with engine:`
+    or `start` runs a thread that steps; without one, `step` and all that waits for tokens do. Threads may share an
+    engine.
+
+    The tokens and the log-probabilities of a request are those of an `InferenceEngine` of the same settings, bit for
+    bit, whatever runs beside it and however often it was preempted. The `seed` of requests without their own is
+    derived alike, from the number of the request; of `n` samples each counts as a request.
+
+    Where memory is short, the request that came last gives it up and continues later. A request that fits the pool
+    alone never runs out of memory.
+
+    Args:
+        model: a `Transformer`, or anything with the `Model` protocol.
+        sampling_params: the default for requests without `params`.
+        seed: for requests without their own.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
+            whole context, at most for 16,384 tokens.
+        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
+            counts.
+        max_queue: the most requests that wait, samples counted.
+        max_running: the most requests that run at a time, samples counted.
+        target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
+            a step where a step would last longer (16 to 512).
+        speculate: whether requests guess tokens that followed their last ones before, in the prompt or the text, and
+            check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
+        residual_length, eviction_policy, kv_budget: as of `InferenceEngine`. 0 and None alone are supported, which are
+            the defaults in every format.
+        clock: seconds, for metrics, deadlines and the rates of the scheduler.
+
+    Layers with a window keep all tokens here; they attend within the window.
+
+    Attributes:
+        model: the network.
+        sampling_params: the defaults of a request.
+        clock: see above.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sampling_params: SamplingParams | None = None,
+        seed: int = 0,
+        *,
+        dtype: str = "f32",
+        key_dtype: str | None = None,
+        value_dtype: str | None = None,
+        rotate: bool | str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_memory_bytes: int | str | None = None,
+        max_queue: int = 1024,
+        max_running: int = 64,
+        target_gap: float = 0.1,
+        speculate: bool = True,
+        residual_length: int = 0,
+        eviction_policy: None = None,
+        kv_budget: None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.model, self.clock = model, clock
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
+        if as_count(residual_length, "residual_length"):
+            raise ValueError(f"residual_length: expected 0 in a BatchEngine, got {residual_length}")
+        for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None in a BatchEngine, which keeps all tokens, got {short(value)}")
+        config = model.config
+        block_size = as_count(block_size, "block_size", 1, most=None)
+        if num_blocks is None and max_memory_bytes is None:
+            num_blocks = -(-min(4 * config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1
+        if num_blocks is not None:
+            num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
+        cache = PagedKvCache(
+            num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
+            key_dtype=key_dtype or dtype, value_dtype=value_dtype or dtype, rotate=rotate,
+            max_memory_bytes=None if max_memory_bytes is None else as_bytes(max_memory_bytes, "max_memory_bytes"),
+        )  # fmt: skip
+        self._blocks, forward = SharedBlocks(cache), Forward(model, cache)
+        scheduler = Scheduler(
+            self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)),
+            as_count(max_running, "max_running", 1), max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
+        )  # fmt: skip
+        self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
+        self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
+        self._speculate = bool(speculate)
+        self._thread: StepThread | None = None
+        self._text: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
+    ) -> BatchEngine:
+        """As `InferenceEngine.from_pretrained`; `options` are also those of this class."""
+        make: Any = InferenceEngine.from_pretrained
+        engine: BatchEngine = make.__func__(cls, directory, sampling_params, seed, **options)
+        return engine
+
+    @classmethod
+    def from_gguf(
+        cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
+    ) -> BatchEngine:
+        """As `InferenceEngine.from_gguf`; `options` are also those of this class."""
+        make: Any = InferenceEngine.from_gguf
+        engine: BatchEngine = make.__func__(cls, path, sampling_params, seed, **options)
+        return engine
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        n: int = 1,
+    ) -> Request:
+        """Queue a request.
+
+        Args:
+            prompt: at least one token id; or a text, if the engine has a tokenizer.
+            params: how to sample; by default the engine's `sampling_params`.
+            namespace: requests share blocks only within one namespace (a tenant, an adapter).
+            priority: the lower, the earlier: a request waits as if it had come 10 seconds later for each number.
+            deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
+            n: independent samples. With a seed of its own in `params`, sample i draws as a request of seed + i.
+
+        Raises:
+            TypeError, ValueError: as `InferenceEngine.complete`.
+            QueueFullError: `max_queue` requests wait.
+            OutOfMemoryError: the prompt does not fit the pool.
+            InvalidOperationError: the engine is closed.
+        """
+        hash(namespace)  # raises TypeError here rather than in the middle of a step
+        priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
+        deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
+        params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
+        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        samples = [self._sample(prompt, params, i, namespace) for i in range(n)]
+        for each in samples[1:]:
+            each.leader = samples[0]
+        request = Request(self, samples)
+        self._enqueue(request, samples, priority, deadline)
+        return request
+
+    def _sample(self, prompt: Any, params: SamplingParams, number: int, namespace: Hashable) -> Drawing:
+        if params.seed is not None and number:
+            params = replace(params, seed=params.seed + number)
+        request = self._new.request(prompt, params, lambda: self.tokenizer, with_text=True)
+        decoder = None if request.text is None else self.tokenizer
+        make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, params.stop)
+        guesses = Guesses() if self._speculate else None
+        return Drawing(request, make_text, self.config, namespace, guesses)
+
+    def _enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
+        if (needed := self._blocks.blocks_for(works[0].num_tokens)) > self._blocks.cache.total_blocks:
+            raise OutOfMemoryError(needed, self._blocks.cache.total_blocks)
+        self._steps.enqueue(pending, works, priority, deadline)
+        if self._thread is not None:
+            self._thread.wake()
+
+    def _cancel(self, pending: Pending) -> None:
+        self._steps.cancel(pending)
+
+    def generate_batch(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: Progress = True,
+    ) -> list[list[int]]:
+        """Continue many prompts: the new tokens of each, in the order of the prompts.
+
+        Any number of them: they are queued as there is room. If one fails, or the call is interrupted, all are
+        cancelled.
+
+        Args:
+            prompts, params, namespace: as of `submit`.
+            progress: True shows a bar if stderr is a terminal, False shows none; a function is called with the number
+                of prompts that are done, and of all.
+
+        Raises:
+            as `submit`, but QueueFullError.
+        """
+        submit = partial(self.submit, params=params, namespace=namespace)
+        return [request.result() for request in run_all(list(prompts), submit, self._steps.wait_for_any, progress)]
+
+    def score_batch(self, texts: Iterable[Any], *, progress: Progress = True) -> list[Float32]:
+        """`InferenceEngine.score` of many texts: float32 `(len(tokens) - 1,)` for each, in their order.
+
+        Args:
+            texts: token ids, at least one each; or texts, if the engine has a tokenizer.
+            progress: as of `generate_batch`.
+        """
+        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size) for text in texts]
+        for tokens in prompts:
+            self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
+        works = [Scoring(tokens) for tokens in prompts]
+
+        def submit(work: Scoring) -> Pending:
+            pending = Pending(self, [work])
+            self._enqueue(pending, [work], 0, None)
+            return pending
+
+        for pending in run_all([work for work in works if work.num_tokens], submit, self._steps.wait_for_any, progress):
+            pending.raise_error()
+        return [work.scores for work in works]
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one pass of the network over the next tokens of many requests; whether there is work left.
+
+        A network that fails ends the requests of the pass with its error, and raises nothing here.
+        """
+        return self._steps.step()
+
+    def _step_or_fail(self) -> bool:
+        return self._steps.step_or_fail()
+
+    # -- start and close ------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread steps the engine, other than this one."""
+        thread = self._thread
+        return thread is not None and thread.is_alive and not thread.is_current
+
+    def start(self) -> BatchEngine:
+        """Run a thread that steps as long as there is work; returns the engine. A second call does nothing.
+
+        Raises:
+            InvalidOperationError: the engine is closed.
+        """
+        with self._steps.lock:
+            self._steps.expect_open()
+            if self._thread is None or not self._thread.is_alive:
+                self._thread = StepThread(self)
+        return self
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more requests, finish those that were submitted, or cancel them, and end the thread.
+
+        A second call does nothing, or continues the first if that was interrupted.
+        """
+        self._steps.close()
+        if cancel:
+            self._steps.cancel_all()
+        if self._thread is not None:
+            self._thread.stop()
+        while self.step():
+            pass
+
+    def __enter__(self) -> BatchEngine:
+        return self.start()
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self.close(cancel=kind is not None)
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> NetworkConfig:
+        """The sizes of the network: `model.config`."""
+        return self.model.config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's `tokenizers.Tokenizer`, see `InferenceEngine.tokenizer`."""
+        return None if self._text is None else self._text.tokenizer
+
+    def stats(self) -> BatchStats:
+        """The counters now."""
+        return self._steps.stats()
+
+    def cache_stats(self) -> PrefixCacheStats:
+        """The counters of the prefix index; a request that was preempted looks up again."""
+        return self._blocks.prefixes.stats()
+
+    def clear_cache(self) -> None:
+        """Drop every cached prefix; running requests keep their blocks."""
+        self._blocks.prefixes.clear()
+
+    def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
+        """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
+        self._blocks.prefixes.save(path, self._name(model))
+
+    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+        """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
+
+        Raises:
+            InvalidOperationError: prefixes are cached already.
+        """
+        return self._blocks.prefixes.load(path, self._name(model))
+
+    def _name(self, model: str | None) -> str:
+        return fingerprint(self.model) if model is None else model
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping" and "scratch"."""
+        weights, blocks = getattr(self.model, "weights", None), self._blocks
+        own = {"weights": getattr(weights, "nbytes", 0)}
+        products = {"scratch": getattr(weights, "scratch_bytes", 0)}
+        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), products)}
+
+    __reduce_ex__ = refuse_copies("make another one over the same `model`")
+
+    def __repr__(self) -> str:
+        cache, steps = self._blocks.cache, self._steps
+        return (
+            f"BatchEngine({type(self.model).__name__}, {self.config.num_layers} layers, {steps.num_running} running, "
+            f"{steps.num_waiting} waiting, {cache.used_block_count} of {cache.total_blocks} blocks in use)"
+        )
+
+    def check(self) -> None:
+        """Verify the invariants: of works, blocks and the prefix index; AssertionError names the broken one."""
+        self._steps.check()

@@ -1,0 +1,79 @@
+"""One pass of the network over the next tokens of many texts: one attention call per layer, one product per matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.networks.protocols import Float32, Model, layer_attention
+from kvcache.paged.cache import PagedKvCache
+from kvcache.serving.work import Work
+
+__all__ = ["Forward"]
+
+
+class Forward:
+    """Runs pieces of many texts, whose sequences have room for them, through a network.
+
+    Rows do not depend on one another: the logits of a text have the same bits in any company and in any pieces.
+
+    Args:
+        model: the network.
+        cache: K and V of all layers; layers with a window keep all tokens too, and attend within it.
+
+    Attributes:
+        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+    """
+
+    def __init__(self, model: Model, cache: PagedKvCache) -> None:
+        self._model, self._cache = model, cache
+        self._options = [each.options() for each in layer_attention(model)]
+        self._selects = bool(getattr(model, "selects_rows", False))
+        regime: Callable[[int], int] | None = getattr(model, "regime", None)
+        several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
+        self.regime_of = regime if several else None
+
+    def run(self, pieces: Sequence[tuple[Work, int]]) -> list[Float32]:
+        """The logits that are due of each piece, `(work, number of its next tokens)`, all of one regime.
+
+        Returns:
+            For each piece float32 `(work.rows_due(count), vocab_size)`.
+        """
+        cache, options = self._cache, self._options
+        tokens = np.concatenate([work.next_tokens(n) for work, n in pieces])
+        positions = np.concatenate([np.arange(work.computed, work.computed + n) for work, n in pieces])
+        seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
+        lens = np.array([n for _, n in pieces])
+
+        def attend(
+            layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
+        ) -> Float32:
+            cache.write_ragged(layer, seq_ids, lens, keys, values)
+            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=lens, **options[layer])
+            return mixed
+
+        due = [work.rows_due(n) for work, n in pieces]
+        stops = np.cumsum(lens)
+        rows = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(stops, due, strict=True)])
+        places = {"regime": pieces[0][0].regime} if self.regime_of is not None else {}
+        wanted: Any = rows
+        if not len(rows):
+            wanted = "none"
+        elif len(rows) == 1 and rows[0] == len(tokens) - 1:
+            wanted = "last"
+        elif not self._selects or len(rows) == len(tokens):
+            wanted = "all"
+        logits = self._model.forward(tokens, positions, attend, wanted, **places)
+        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self.vocab_size)
+        if logits.shape != expected:
+            raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
+        if len(rows) < len(logits):
+            logits = logits[rows]
+        return np.split(logits, np.cumsum(due)[:-1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._model.config.vocab_size

@@ -1,0 +1,235 @@
+"""A request as its caller sees it: tokens as they come, the result, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, cast
+
+from kvcache.core.copying import refuse_copies
+from kvcache.engine.completion import Completion
+from kvcache.errors import InvalidOperationError
+from kvcache.serving.work import Drawing, FinishReason, Work
+
+if TYPE_CHECKING:
+    from kvcache.serving.engine import BatchEngine
+
+__all__ = ["Pending", "Request", "RequestMetrics"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """A snapshot of the measurements of a request, in seconds of the engine's clock.
+
+    Attributes:
+        queued: from `submit` until its first token ran; None: it waits.
+        ttft: from `submit` until the first new token; None: there is none.
+        itl: the times between new tokens, of all samples.
+        cached_tokens: tokens of the prompt that did not run, since their K and V were cached.
+        preemptions: how often it gave up its memory and began again.
+    """
+
+    queued: float | None
+    ttft: float | None
+    itl: tuple[float, ...]
+    cached_tokens: int
+    preemptions: int
+
+
+class Pending:
+    """Works of one call, and those that wait for them.
+
+    Without a thread of the engine, waiting steps the engine.
+
+    Attributes:
+        works: of the call.
+    """
+
+    def __init__(self, engine: BatchEngine, works: Sequence[Work]) -> None:
+        self._engine, self.works = engine, tuple(works)
+        self._waiters: deque[Callable[[], None]] = deque()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for any reason."""
+        return all(work.reason is not None for work in self.works)
+
+    def cancel(self) -> None:
+        """End it, at the latest after the running step; it keeps its tokens. Does nothing after its end."""
+        self._engine._cancel(self)
+
+    def raise_error(self) -> None:
+        """Raise what a work has failed with."""
+        for work in self.works:
+            if work.error is not None:
+                raise work.error
+
+    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Wait until a condition holds; TimeoutError after so many seconds."""
+        engine = self._engine
+        stop = None if timeout is None else engine.clock() + timeout
+        while not until():
+            left = None if stop is None else stop - engine.clock()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"timeout: expected the end within {timeout} s, got none")
+            if not engine.is_running:
+                engine.step()
+                continue
+            woken: SimpleQueue[None] = SimpleQueue()
+            self._waiters.append(lambda woken=woken: woken.put(None))  # type: ignore[misc]
+            if until():
+                return
+            with suppress(Empty):  # the thread may have ended meanwhile
+                woken.get(timeout=1.0 if left is None else min(left, 1.0))
+
+    def wake(self) -> None:
+        """Wake all that wait: there is a new token, or the end."""
+        with suppress(IndexError):
+            while True:
+                self._waiters.popleft()()
+
+
+class Request(Pending):
+    """What `BatchEngine.submit` returns: an iterable, and asynchronous iterable, of the new tokens.
+
+    Without a thread of the engine, waiting for tokens steps the engine. A request that is dropped runs to its end.
+    """
+
+    def __init__(self, engine: BatchEngine, samples: Sequence[Drawing]) -> None:
+        super().__init__(engine, samples)
+        self._samples = tuple(samples)
+
+    @property
+    def n(self) -> int:
+        """The number of samples."""
+        return len(self._samples)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended, of several samples the first one: "stop", "length", "cancelled", "deadline" or "error"."""
+        return self._samples[0].reason
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens so far, of several samples those of the first one."""
+        return self._samples[0].new_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The measurements so far."""
+        first = self._samples[0]
+        times = [sample.times[:] for sample in self._samples]
+        starts = [each for each in (sample.started for sample in self._samples) if each is not None]
+        firsts = [each[0] for each in times if each]
+        return RequestMetrics(
+            min(starts) - first.arrival if starts else None,
+            min(firsts) - first.arrival if firsts else None,
+            tuple(b - a for each in times for a, b in pairwise(each)),
+            first.cached_tokens,
+            sum(sample.preemptions for sample in self._samples),
+        )
+
+    # -- the result -----------------------------------------------------------------------------------------
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the end: the new tokens, a list of ints; with `n` above 1 a list of such lists.
+
+        A request that was cancelled or whose deadline came gives the tokens that it has.
+
+        Raises:
+            TimeoutError: it has not ended after `timeout` seconds. It goes on.
+            Exception: what it failed with.
+        """
+        self.wait(lambda: self.is_finished, timeout)
+        self.raise_error()
+        results = [sample.new_tokens for sample in self._samples]
+        return results if self.n > 1 else results[0]
+
+    def text(self, timeout: float | None = None) -> Any:
+        """Wait as `result`; the text up to a stop string, a str; with `n` above 1 a list. None without a tokenizer."""
+        self.result(timeout)
+        texts = [sample.text for sample in self._samples]
+        return texts if self.n > 1 else texts[0]
+
+    def completions(self, timeout: float | None = None) -> list[Completion]:
+        """Wait as `result`; a `Completion` for each sample, as `InferenceEngine.complete` returns it.
+
+        `finish_reason` may also be "cancelled" or "deadline".
+        """
+        self.result(timeout)
+        return [
+            Completion(each.new_tokens, each.text, cast(Any, each.reason), each.logprobs, each.cached_tokens)
+            for each in self._samples
+        ]
+
+    # -- tokens as they come --------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[int]:
+        """The tokens from the first on; each iterator has them all. InvalidOperationError: several samples."""
+        self._expect_one()
+        return self._stream()
+
+    def _stream(self) -> Iterator[int]:
+        given = 0
+        while True:
+            ended, new = self.is_finished, self._samples[0].new_tokens[given:]
+            yield from new
+            given += len(new)
+            if ended:
+                break
+            if not new:
+                self.wait(lambda: self.is_finished or self._samples[0].num_new > given)  # noqa: B023
+        self.raise_error()
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """As `__iter__`; the event loop is free while it waits."""
+        self._expect_one()
+        return self._stream_to_loop()
+
+    async def _stream_to_loop(self) -> AsyncIterator[int]:
+        given = 0
+        while True:
+            ended, new = self.is_finished, self._samples[0].new_tokens[given:]
+            for token in new:
+                yield token
+            given += len(new)
+            if ended:
+                break
+            if not new:
+                await self._next_step(given)
+        self.raise_error()
+
+    async def _next_step(self, given: int) -> None:
+        if not self._engine.is_running:
+            await asyncio.to_thread(self._engine.step)
+            return
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+
+        def arrive() -> None:
+            if not arrived.done():
+                arrived.set_result(None)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(arrive)
+
+        self._waiters.append(wake)
+        if not self.is_finished and self._samples[0].num_new == given:
+            await arrived
+
+    def _expect_one(self) -> None:
+        if self.n > 1:
+            raise InvalidOperationError(f"expected one sample to iterate, got {self.n}; `result` returns them")
+
+    __reduce_ex__ = refuse_copies("`result` returns its tokens")
+
+    def __repr__(self) -> str:
+        state = self.finish_reason if self.is_finished else "waits" if self.metrics.queued is None else "runs"
+        new = ", ".join(str(sample.num_new) for sample in self._samples)
+        return f"Request({self._samples[0].num_prompt} tokens of prompt, {new} new tokens, {state})"

@@ -1,0 +1,320 @@
+"""Which works run in a step, and how many tokens of each.
+
+There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt runs
+share what the `TokenBudget` leaves. Works begin in the order of their keys. One begins when there is room for all its
+tokens; where a running work needs blocks that are not there, the last one in the order of keys gives up its sequence
+and begins again later, with the blocks of it that are still cached.
+
+    key    (arrival + 10 s * priority, number of the request)
+
+So a work of a higher number of priority waits as if it had come later. It never waits for ever, and a work that was
+preempted is among the first to begin again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from kvcache.errors import OutOfMemoryError
+from kvcache.serving.blocks import SharedBlocks
+from kvcache.serving.budget import TokenBudget
+from kvcache.serving.work import FinishReason, Work
+
+__all__ = ["PATIENCE", "Scheduler"]
+
+PATIENCE = 10.0  # seconds per number of priority
+_CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
+Pieces = list[tuple[Work, int]]
+
+
+class Scheduler:
+    """The works that wait and those that run.
+
+    Args:
+        blocks: the memory.
+        budget: prompt tokens per step.
+        max_running: the most works that run at a time.
+        most_rows: the most rows of logits of a step for works that need one for each token.
+        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+
+    Attributes:
+        works: all that have not ended, in the order of submission.
+        running: those with a sequence, by their keys.
+        num_waiting: those without one.
+        ended: works that have ended, until the engine has told those that wait for them.
+        preemptions: how often a work gave up its sequence.
+    """
+
+    def __init__(
+        self, blocks: SharedBlocks, budget: TokenBudget, max_running: int, most_rows: int,
+        regime_of: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        self.blocks, self.budget = blocks, budget
+        self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
+        self.works: dict[int, Work] = {}
+        self.running: list[Work] = []
+        self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
+        self._deadlines: list[tuple[float, int]] = []  # a heap
+        self._blocked = False  # the first that waits has no room, and none was freed since
+        self.ended: list[Work] = []
+        self.preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.works) - len(self.running)
+
+    # -- works come and go ----------------------------------------------------------------------------------
+
+    def add(self, work: Work) -> None:
+        """Queue a work, or make it follow its leader."""
+        if work.key[1] in self.works or work.reason is not None:
+            return  # an interrupt has left it in the inbox
+        self.works[work.key[1]] = work
+        if (reason := work.ending()) is not None:  # no token is asked for
+            self.end(work, reason)
+            return
+        if work.deadline is not None:
+            heapq.heappush(self._deadlines, (work.deadline, work.key[1]))
+        if work.leader is None:
+            heapq.heappush(self._waiting, work)
+        else:
+            work.leader.followers.append(work)
+
+    def end(self, work: Work, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a work, whatever it does; a second call does nothing."""
+        if work.key[1] not in self.works:
+            return
+        if work.reason is None:
+            work.__dict__.update(reason=reason, error=error)
+        self._leave(work)
+        self.release_followers(work)
+        self.ended.append(work)
+        self.works.pop(work.key[1], None)
+        if len(self._waiting) > 2 * len(self.works) + 64:  # most have ended
+            self._waiting = sorted(each for each in self._waiting if each.reason is None)
+        if len(self._deadlines) > 2 * len(self.works) + 64:
+            self._deadlines = sorted(each for each in self._deadlines if each[1] in self.works)
+
+    def _leave(self, work: Work) -> None:
+        """Take a work's sequence; those that wait for it wait on their own from now on."""
+        self.blocks.stop(work)
+        if work in self.running:
+            self.running.remove(work)
+        self._blocked = False
+        while work.parked:
+            heapq.heappush(self._waiting, work.parked[-1][1])
+            work.parked.pop()
+
+    def release_followers(self, work: Work) -> None:
+        """Let works wait on their own that would have followed this one."""
+        while work.followers:
+            work.followers[-1].leader = None
+            heapq.heappush(self._waiting, work.followers[-1])
+            work.followers.pop()
+
+    def preempt(self, work: Work) -> None:
+        """Take a work's sequence; it waits again, and its full blocks stay cached."""
+        self.blocks.index(work)
+        self._leave(work)
+        work.preemptions += 1
+        self.preemptions += 1
+        heapq.heappush(self._waiting, work)
+
+    def expire(self, now: float) -> None:
+        """End the works whose deadline has come."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            work = self.works.get(self._deadlines[0][1])
+            if work is not None:
+                self.end(work, "deadline")
+            heapq.heappop(self._deadlines)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Pieces:
+        """The pieces of the next step, `(work, number of its next tokens)`; their sequences have room for them."""
+        for work in list(self.running):
+            if self._regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
+                self._leave(work)
+                heapq.heappush(self._waiting, work)
+        pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
+        left, rows = self.budget.tokens(len(pieces)), self._most_rows
+        for work in self.running:
+            if work.remaining > 1 and left and (count := self._count(work, left, rows)):
+                pieces.append((work, count))
+                left, rows = left - count, rows - work.rows_due(count)
+        preemptions = self.preemptions
+        pieces = self._fit(pieces)
+        if preemptions == self.preemptions:
+            for work in self._begin(now):
+                if not (count := self._count(work, left, rows)):
+                    break
+                fits = self._fit([(work, count)], preempt=False)
+                if not fits:
+                    break
+                pieces += fits
+                left, rows = left - count, rows - work.rows_due(count)
+                if not left:
+                    break
+        return pieces
+
+    def _regime(self, num_tokens: int) -> int:
+        return 0 if self._regime_of is None else self._regime_of(num_tokens)
+
+    def _guess(self, decodes: Pieces) -> Pieces:
+        """Add the guesses of works; together with the decodes a product has as many rows as cost little."""
+        left = _CHEAP_ROWS - len(decodes)
+        guessed = []
+        for work, count in decodes:
+            guess = 0 if left <= 0 or work.followers else work.think(left)
+            if guess and self._regime(work.num_tokens + guess) != work.regime:
+                guess = 0
+            guessed.append((work, count + guess))
+            left -= guess
+        return guessed
+
+    def _count(self, work: Work, left: int, rows: int) -> int:
+        count = min(work.remaining, left)
+        return count if work.shares else min(count, rows)
+
+    def _fit(self, pieces: Pieces, preempt: bool = True) -> Pieces:
+        """Make room for pieces, by preemption where there is no other way; those that remain.
+
+        One that does not fit alone fails.
+        """
+        while pieces:
+            try:
+                self.blocks.append(pieces)
+                break
+            except OutOfMemoryError as error:
+                if not preempt:
+                    return []
+                if any(count > work.remaining for work, count in pieces):  # rather than for guesses
+                    pieces = [(work, min(count, work.remaining)) for work, count in pieces]
+                    continue
+                last = self.running[-1]
+                if len(self.running) == 1:
+                    self.end(last, "error", error)
+                else:
+                    self.preempt(last)
+                pieces = [piece for piece in pieces if piece[0] is not last]
+        return pieces
+
+    def _begin(self, now: float) -> Iterator[Work]:
+        """Begin works that wait, one after another, as long as there is room."""
+        while self._waiting and not self._blocked and len(self.running) < self._max_running:
+            work = self._waiting[0]
+            if work.reason is None and work.seq_id < 0:
+                work.regime = regime = self._regime(work.num_tokens)
+                work.space = work.namespace if self._regime_of is None else (regime, work.namespace)
+            if work.reason is not None or work.seq_id >= 0 or self._park(work):
+                heapq.heappop(self._waiting)
+                continue
+            if not self.blocks.start(work, len(self.running)):
+                if self.running:
+                    self._blocked = True
+                    return
+                needed = self.blocks.blocks_for(work.num_tokens)
+                self.end(work, "error", OutOfMemoryError(needed, self.blocks.cache.total_blocks))
+                continue
+            heapq.heappop(self._waiting)
+            self._run(work)
+            if work.started is None:
+                work.started, work.cached_tokens = now, work.computed
+            yield work
+
+    def _run(self, work: Work) -> None:
+        """Put a work that has a sequence among those that run, in the order of keys."""
+        place = len(self.running)
+        while place and work < self.running[place - 1]:
+            place -= 1
+        self.running.insert(place, work)
+
+    def _park(self, work: Work) -> bool:
+        """Let a work wait for a running one that is about to compute a longer prefix of it; whether there is one."""
+        if not work.shares:
+            return False
+        best, place = None, self.blocks.cached(work)
+        for other in self.running:
+            if other.remaining > 1 and other.shares and other.space == work.space:
+                most = min(work.num_tokens - 1, other.num_tokens)
+                differ = work.tokens[:most] != other.tokens[:most]
+                common = int(differ.argmax()) if differ.any() else most
+                common -= common % self.blocks.cache.block_size
+                if common > max(place, other.computed):
+                    best, place = other, common
+        if best is not None:
+            best.parked.append((place, work))
+        return best is not None
+
+    def ran(self, work: Work, count: int, wrong: int = 0) -> None:
+        """Note that the next `count` tokens of a work have run: full blocks enter the index.
+
+        Args:
+            wrong: guesses behind them that ran too, and did not hold.
+        """
+        size = self.blocks.cache.block_size
+        filled = (work.computed + count) // size > work.computed // size
+        work.computed += count
+        if wrong:
+            self.blocks.cut(work)
+        if filled:
+            self.blocks.index(work)
+        for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
+            heapq.heappush(self._waiting, entry[1])
+            work.parked.remove(entry)
+
+    def fork(self, work: Work, follower: Work, computed: int, now: float) -> None:
+        """Begin a follower with the sequence of its leader, whose prompt has run."""
+        seq_id = self.blocks.fork(work, follower)
+        follower.moved(seq_id, computed)
+        follower.regime, follower.started = work.regime, now
+        follower.cached_tokens = work.cached_tokens
+        self._run(follower)
+        follower.leader = None
+        work.followers.remove(follower)
+
+    # -- after an exception ---------------------------------------------------------------------------------
+
+    def mend(self) -> None:
+        """Restore a consistent state; may run at any time, any number of times."""
+        for work in list(self.works.values()):
+            if work.reason is not None:
+                work.moved(-1, 0)
+                self.works.pop(work.key[1])
+        owned = [work for work in self.works.values() if work.seq_id >= 0]
+        for work in owned:
+            work.computed = min(work.computed, work.num_tokens - 1)  # its logits are lost, so the last token runs again
+        lost = self.blocks.mend(owned)
+        self.running = sorted(work for work in owned if work not in lost)
+        for work in self.works.values():
+            work.mend()
+            work.parked.clear()
+            if work.leader is not None and (work.seq_id >= 0 or work.leader.reason is not None):
+                work.leader = None
+        for work in list(self.works.values()):
+            work.followers = [each for each in self.works.values() if each.leader is work]
+        self._waiting = sorted(work for work in self.works.values() if work.seq_id < 0 and work.leader is None)
+        self._deadlines = sorted((w.deadline, w.key[1]) for w in self.works.values() if w.deadline is not None)
+        self._blocked = False
+        for work in self.running:
+            if (reason := work.ending()) is not None:
+                self.end(work, reason)
+
+    def check(self) -> None:
+        """Verify the invariants; AssertionError says what is wrong."""
+        self.blocks.check(self.running)
+        assert self.running == sorted(self.running), "works do not run in the order of their keys"
+        parked = {id(work) for leader in self.running for _, work in leader.parked}
+        heap = {id(work) for work in self._waiting}
+        for number, work in self.works.items():
+            assert work.key[1] == number, f"{work}: it has the number {work.key[1]}, not {number}"
+            assert work.reason is None, f"{work}: it has ended"
+            assert work.computed < work.num_tokens, f"{work}: nothing is left to run"
+            if work.seq_id >= 0:
+                assert work in self.running, f"{work}: it has a sequence and does not run"
+            elif work.leader is not None:
+                assert work in work.leader.followers, f"{work}: its leader does not know it"
+                assert work.leader.key[1] in self.works, f"{work}: its leader has ended"
+            else:
+                assert id(work) in heap or id(work) in parked, f"{work}: it neither runs nor waits"

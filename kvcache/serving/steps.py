@@ -1,0 +1,235 @@
+"""The loop: requests come in, steps run, those that wait are told. One lock for all of it, and one for the inbox.
+
+A submit takes the lock of the inbox alone, so that it does not wait for the step that runs. An exception that leaves a
+step, such as Ctrl-C, leaves no work half done: what was not finished of the step runs again in the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count
+
+from kvcache.core.locks import CallLock, MendingLock
+from kvcache.errors import InvalidOperationError, QueueFullError
+from kvcache.networks.protocols import Float32
+from kvcache.serving.forward import Forward
+from kvcache.serving.request import Pending
+from kvcache.serving.scheduler import PATIENCE, Scheduler
+from kvcache.serving.stats import BatchStats
+from kvcache.serving.work import Work
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """Steps a scheduler.
+
+    Args:
+        scheduler: says what runs.
+        forward: runs it.
+        max_queue: the most works that wait.
+        clock: seconds.
+
+    Attributes:
+        lock: held by everything that changes a work.
+        inbox_lock: held while works come in.
+    """
+
+    def __init__(self, scheduler: Scheduler, forward: Forward, max_queue: int, clock: Callable[[], float]) -> None:
+        self._scheduler, self._forward, self._max_queue, self._clock = scheduler, forward, max_queue, clock
+        self.lock = MendingLock(CallLock(level=2), self._mend)
+        self.inbox_lock = CallLock(level=0)
+        self._inbox: deque[Work] = deque()
+        self._numbers = count()
+        self._pending: dict[int, Pending] = {}  # of each work that has not ended
+        self._closed = False
+        self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
+        self._guessed = self._accepted = 0
+
+    @property
+    def num_running(self) -> int:
+        """Works that have a sequence."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Works that have none."""
+        return self._scheduler.num_waiting + len(self._inbox)
+
+    # -- works come and go ----------------------------------------------------------------------------------
+
+    def expect_open(self) -> None:
+        """Raise InvalidOperationError after `close`."""
+        if self._closed:
+            raise InvalidOperationError("expected an engine that is open, got one after close")
+
+    def close(self) -> None:
+        """Take no more works."""
+        with self.inbox_lock:
+            self._closed = True
+
+    def enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
+        """Queue works: all or none; see `BatchEngine.submit` for the arguments and errors."""
+        now = self._clock()
+        for work in works:
+            work.arrival, work.key = now, (now + PATIENCE * priority, next(self._numbers))
+            work.deadline = None if deadline is None else now + deadline
+        with self.inbox_lock:
+            self.expect_open()
+            if self.num_waiting + len(works) > self._max_queue:
+                raise QueueFullError(self._max_queue)
+            self._pending.update((work.key[1], pending) for work in works)
+            self._inbox.extend(works)
+
+    def cancel(self, pending: Pending) -> None:
+        """End works: now, or when the running step ends."""
+        self.lock.hand_over(partial(self._end_all, pending.works))
+
+    def cancel_all(self) -> None:
+        """End all works."""
+        for pending in list(self._pending.values()):
+            self.cancel(pending)
+
+    def _end_all(self, works: Iterable[Work]) -> None:
+        if not self.inbox_lock.inside:  # else this runs inside a submit of this thread
+            self._take_inbox()
+        for work in works:
+            if work.key[1] in self._scheduler.works:
+                self._scheduler.end(work, "cancelled")
+            elif work.reason is None:  # it is in the inbox, from which it goes nowhere
+                work.reason = "cancelled"
+                self._scheduler.ended.append(work)
+        self._tell()
+
+    def wait_for_any(self) -> None:
+        """Wait until a work ends, of whichever call."""
+        waited, before = next(iter(list(self._pending.values())), None), self._finished
+        if waited is not None:
+            waited.wait(lambda: waited.is_finished or self._finished != before)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """See `BatchEngine.step`."""
+        with self.lock:
+            self._take_inbox()
+            began = self._clock()
+            self._scheduler.expire(began)
+            pieces = self._scheduler.plan(began)
+            decodes = sum(work.remaining == 1 for work, _ in pieces)
+            prefilled = sum(n for work, n in pieces if work.remaining > 1)
+            for regime in sorted({work.regime for work, _ in pieces}):
+                self._pass([piece for piece in pieces if piece[0].regime == regime])
+            if pieces:
+                self._steps += 1
+                self._prefilled += prefilled
+                self._scheduler.budget.observe(decodes, prefilled, self._clock() - began)
+            self._tell()
+            return bool(self._scheduler.works)
+
+    def step_or_fail(self) -> bool:
+        """Step in a thread: an error ends all works, so that nobody waits for them for ever."""
+        try:
+            return self.step()
+        except Exception as error:
+            with self.lock:
+                for work in list(self._scheduler.works.values()):
+                    self._scheduler.end(work, "error", error)
+                self._tell()
+            return True
+
+    def _pass(self, pieces: list[tuple[Work, int]]) -> None:
+        try:
+            logits = self._forward.run(pieces)
+        except Exception as error:  # of the network, or of memory
+            for work, _ in pieces:
+                self._scheduler.end(work, "error", error)
+            return
+        now = self._clock()
+        for (work, n), rows in zip(pieces, logits, strict=True):
+            if len(rows) and work.followers:
+                self._fork(work, work.computed + n, rows, now)
+            self._take(work, work.computed, n, rows, now)
+
+    def _take(self, work: Work, start: int, n: int, rows: Float32, now: float) -> None:
+        """Give a work the logits of a piece that has run."""
+        before, wrong = work.num_tokens, 0
+        if len(rows):
+            try:
+                work.take(rows, start)
+            except Exception as error:  # of a logits processor, or logits that are not finite
+                self._scheduler.end(work, "error", error)
+                return
+            new = work.num_tokens - before
+            work.times.extend([now] * new)
+            self._new_tokens += new
+            if guessed := max(0, start + n - before):
+                held = max(0, new - 1)  # the last one was drawn and has not run
+                wrong = guessed - held
+                self._guessed += guessed
+                self._accepted += held
+        self._scheduler.ran(work, n - wrong, wrong)
+        if (reason := work.ending()) is not None:
+            self._scheduler.end(work, reason)
+        elif len(rows) and (pending := self._pending.get(work.key[1])) is not None:
+            pending.wake()
+
+    def _fork(self, leader: Work, computed: int, rows: Float32, now: float) -> None:
+        """Begin the other samples of a request whose prompt has run, with the same logits."""
+        for follower in list(leader.followers):
+            try:
+                self._scheduler.fork(leader, follower, computed, now)
+            except MemoryError:
+                break
+            self._take(follower, computed, 0, rows, now)
+        self._scheduler.release_followers(leader)
+
+    def _take_inbox(self) -> None:
+        with self.inbox_lock:  # no submit counts a work twice
+            while self._inbox:
+                self._scheduler.add(self._inbox[0])
+                self._inbox.popleft()
+
+    def _tell(self) -> None:
+        """Wake those that wait for works that have ended."""
+        ended = self._scheduler.ended
+        while ended:
+            pending = self._pending.pop(ended[-1].key[1], None)
+            if pending is not None:
+                self._finished += 1
+                self._cached_tokens += ended[-1].cached_tokens
+                pending.wake()
+            ended.pop()
+
+    # -- invariants and reports -----------------------------------------------------------------------------
+
+    def _mend(self) -> None:
+        self._scheduler.mend()
+        with self.inbox_lock:
+            alive = {*self._scheduler.works, *(work.key[1] for work in self._inbox)}
+            pending = dict(self._pending)
+        for number, each in pending.items():
+            if number not in alive:
+                self._pending.pop(number, None)
+                self._finished += 1
+            each.wake()
+        self._scheduler.ended.clear()
+
+    def stats(self) -> BatchStats:
+        """The counters now."""
+        with self.lock:
+            blocks = self._scheduler.blocks.count()
+            return BatchStats(
+                self.num_waiting, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens,
+                self._cached_tokens, self._scheduler.preemptions, self._guessed, self._accepted,
+                blocks["free"], blocks["claimed"], blocks["cached"],
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """Verify the invariants; AssertionError says what is wrong."""
+        with self.lock:
+            self._scheduler.check()
+            missing = set(self._scheduler.works) - set(self._pending)
+            assert not missing, f"works {sorted(missing)} would tell nobody of their end"

@@ -1,0 +1,262 @@
+"""What the scheduler schedules: a text that catches up with its tokens, in order to draw the next one or to score all.
+
+    tokens     prompt prompt prompt prompt new new
+    computed   ^^^^^^^^^^^^^^^^^^^^                      K and V of these are in the cache
+
+Prefill, decode, a resumption after a preemption and a prefix hit are one case: `remaining` tokens are to run. The
+logits of the last one give the next token. `computed` is below the number of tokens as long as the text runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.completion import Request, TokenLogprobs
+from kvcache.engine.new_requests import stop_tokens
+from kvcache.engine.requests import log_probabilities
+from kvcache.engine.text import TextStream
+from kvcache.networks.protocols import Float32, NetworkConfig
+from kvcache.serving.guesses import NO_GUESS, Guesses
+
+__all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
+
+Tokens = NDArray[np.uint32]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+class Work(ABC):
+    """A text of a request, and how far it is.
+
+    Args:
+        tokens: those to run; a copy of the caller's.
+        namespace: texts share cached blocks within one namespace.
+
+    Attributes:
+        key: the order in which works run; lower first.
+        arrival: when it was submitted, in seconds of the engine's clock.
+        deadline: when it ends at the latest; None: never.
+        seq_id: its sequence in the cache; -1: it waits.
+        computed: tokens whose K and V the sequence has.
+        regime: of these, see `protocols.Model`.
+        space: the namespace of its cached blocks; one for each regime, if the network has several.
+        reason: why it ended; None: it has not.
+        error: what it failed with.
+        cached_tokens: tokens of the prompt that did not run, at the first start.
+        preemptions: how often it lost its sequence.
+        started, times: when it first ran, and when each new token came.
+        leader: the work whose sequence it will fork; None: it starts by itself.
+        followers: works that fork this one's sequence when its prompt has run.
+        guess: tokens that may follow; those of the pass that runs.
+        parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
+    """
+
+    shares = True  # whether its prompt may come from cached blocks
+
+    def __init__(self, tokens: Tokens, namespace: Hashable) -> None:
+        self._buffer, self.num_tokens = tokens, len(tokens)
+        self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
+        self.key: tuple[float, int] = (0.0, 0)
+        self.arrival = 0.0
+        self.deadline: float | None = None
+        self.seq_id, self.computed, self.regime = -1, 0, 0
+        self.reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.cached_tokens = self.preemptions = 0
+        self.started: float | None = None
+        self.times: list[float] = []
+        self.leader: Work | None = None
+        self.followers: list[Work] = []
+        self.guess = NO_GUESS
+        self.parked: list[tuple[int, Work]] = []
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens so far, `(num_tokens,)`."""
+        return self._buffer[: self.num_tokens]
+
+    def next_tokens(self, count: int) -> Tokens:
+        """The next `count` tokens to run; behind the last one those of the guess."""
+        own = self.tokens[self.computed : self.computed + count]
+        return own if count <= self.remaining else np.concatenate([own, self.guess[: count - self.remaining]])
+
+    def think(self, most: int) -> int:
+        """Guess at most `most` tokens; how many it guessed."""
+        return 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are to run."""
+        return self.num_tokens - self.computed
+
+    def moved(self, seq_id: int, computed: int) -> None:
+        """Note another sequence, or none, in one step."""
+        self.__dict__.update(seq_id=seq_id, computed=computed)
+
+    def __lt__(self, other: Work) -> bool:
+        return self.key < other.key
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.computed} of {self.num_tokens} tokens, sequence {self.seq_id})"
+
+    @abstractmethod
+    def rows_due(self, count: int) -> int:
+        """Of how many of the next `count` tokens, the last ones, the logits are due."""
+
+    @abstractmethod
+    def take(self, logits: Float32, start: int) -> None:
+        """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`, as far as guesses hold."""
+
+    @abstractmethod
+    def ending(self) -> FinishReason | None:
+        """Why it is at its end; None: it is not."""
+
+    @abstractmethod
+    def mend(self) -> None:
+        """Undo a `take` that an exception ended."""
+
+
+class Drawing(Work):
+    """A text that draws new tokens: one sample of a request.
+
+    Args:
+        request: its prompt and sampler.
+        guesses: of the next tokens; None: there are none.
+        make_text: makes the `TextStream` behind the prompt, with the stop strings; None: there is no tokenizer.
+        config: of the network.
+    """
+
+    def __init__(
+        self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
+        namespace: Hashable, guesses: Guesses | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(request.tokens, namespace)
+        self._sampler, self._request, self._make_text = request.sampler, request, make_text
+        self._watched = make_text() if make_text is not None and request.params.stop else None
+        request.text = None  # `observe` is then about log-probabilities alone
+        if request.params.logprobs is not None:
+            request.logprobs = []
+        self._stops = stop_tokens(request.params, config)
+        self._most = config.max_position_embeddings
+        self.guesses = guesses
+        self._stopped = self._drawing = False
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the new tokens; None: they are not reported."""
+        return self._request.logprobs
+
+    @property
+    def num_new(self) -> int:
+        """New tokens so far."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The new tokens so far."""
+        new: list[int] = self.tokens[self.num_prompt :].tolist()
+        return new
+
+    @property
+    def text(self) -> str | None:
+        """The text of the new tokens, all of it when the work has ended; None without a tokenizer."""
+        return None if self._make_text is None else self._told(self._make_text(), self.reason is not None)
+
+    def _told(self, text: TextStream, ended: bool) -> str:
+        pieces = [text.add(token) for token in self.new_tokens]
+        return "".join([*pieces, text.end()] if ended else pieces)
+
+    def think(self, most: int) -> int:
+        self.guess = NO_GUESS
+        if self.guesses is not None and self.num_new:
+            left = self._request.params.max_tokens - self.num_new - 1
+            self.guess = self.guesses.propose(self.tokens, min(most, left, self._most - self.num_tokens))
+        return len(self.guess)
+
+    def rows_due(self, count: int) -> int:
+        return max(0, count - self.remaining + 1)
+
+    def take(self, logits: Float32, start: int) -> None:
+        guess = self.guess[: len(logits) - 1].tolist()
+        for number, row in enumerate(logits):
+            token = self._draw(row)
+            if self.ending() is not None or number == len(guess) or token != guess[number]:
+                break
+        if guess and self.guesses is not None:
+            self.guesses.learn(len(guess), number)
+
+    def _draw(self, logits: Float32) -> int | None:
+        """Draw the next token; None: it ends the text."""
+        self._drawing = True
+        token = self._sampler.sample(logits)
+        if token in self._stops:
+            self._stopped = True
+            return None
+        self._request.observe(token, logits)
+        if self._watched is not None:
+            self._watched.add(token)
+        self._append(token)
+        self._drawing = False
+        return token
+
+    def _append(self, token: int) -> None:
+        if self.num_tokens == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer) + 64, np.uint32)])
+        self._buffer[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def ending(self) -> FinishReason | None:
+        if self._stopped or (self._watched is not None and self._watched.stopped):
+            return "stop"
+        if self.num_new >= self._request.params.max_tokens or self.num_tokens > self._most:
+            return "length"
+        return None
+
+    def mend(self) -> None:
+        if not self._drawing:
+            return
+        self._sampler = self._sampler.resumed(self.tokens.copy(), self.num_new)
+        if self.logprobs is not None:
+            del self.logprobs[self.num_new :]
+        if self._watched is not None and self._make_text is not None:
+            watched = self._make_text()
+            self._told(watched, ended=False)
+            self._watched = watched
+        self._stopped = self._drawing = False
+
+
+class Scoring(Work):
+    """A text whose tokens get their log-probabilities. It runs as a whole, since cached blocks have no logits.
+
+    Args:
+        tokens: at least two.
+
+    Attributes:
+        scores: float32 `(len(tokens) - 1,)`, of each token after the first.
+    """
+
+    shares = False
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__(tokens[:-1], None)
+        self._targets = tokens[1:]
+        self.scores = np.empty(len(tokens) - 1, np.float32)
+        self._scored = 0
+
+    def rows_due(self, count: int) -> int:
+        return count
+
+    def take(self, logits: Float32, start: int) -> None:
+        stop = start + len(logits)
+        self.scores[start:stop] = log_probabilities(logits, self._targets[start:stop])
+        self._scored = stop
+
+    def ending(self) -> FinishReason | None:
+        return "length" if self._scored == self.num_tokens else None
+
+    def mend(self) -> None:
+        """Nothing: a piece that runs again writes the same scores."""

@@ -1,0 +1,314 @@
+"""`BatchEngine` and its requests: streams, results, cancels, deadlines, the queue, the thread, the calls over many."""
+
+import asyncio
+import gc
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from places import GOLDEN
+from serving import GREEDY, Alone, Clock, prompts, run, sampled, settled
+
+from kvcache import (
+    BatchEngine,
+    EvictionPolicy,
+    InferenceEngine,
+    InvalidOperationError,
+    OutOfMemoryError,
+    PrefixCachedEngine,
+    QueueFullError,
+    SamplingParams,
+)
+
+PROMPTS = prompts(0, 8, 40)
+LONG = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=400)
+
+
+@pytest.fixture
+def engine(network):
+    engine = BatchEngine(network, num_blocks=60)
+    yield engine
+    engine.close(cancel=True)
+    settled(engine)
+
+
+@pytest.fixture(scope="module")
+def alone(network):
+    return Alone(network)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_streams_and_results(engine, alone, threaded):
+    if threaded:
+        engine.start()
+    want = [alone(prompt, GREEDY).tokens for prompt in PROMPTS]
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    assert list(requests[0]) == want[0]
+    assert list(requests[0]) == want[0], "each iterator begins at the first token"
+    assert [request.result() for request in requests] == want
+    assert {request.finish_reason for request in requests} <= {"stop", "length"}
+    assert requests[1].metrics.ttft is not None
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_asynchronous_streams(engine, alone, threaded):
+    if threaded:
+        engine.start()
+
+    async def collect(prompt):
+        return [token async for token in engine.submit(prompt, GREEDY)]
+
+    async def all_at_once():
+        return await asyncio.gather(*map(collect, PROMPTS))
+
+    assert asyncio.run(all_at_once()) == [alone(prompt, GREEDY).tokens for prompt in PROMPTS]
+
+
+def test_submits_and_cancels_of_many_threads(engine, alone):
+    problems = []
+
+    def use(i):
+        try:
+            for k in range(6):
+                prompt = PROMPTS[(i + k) % 8]
+                request = engine.submit(prompt, GREEDY, priority=k % 2)
+                if k % 3 == 2:
+                    request.cancel()
+                    assert request.result() == alone.answers[prompt.tobytes(), GREEDY].tokens[: len(request.tokens)]
+                else:
+                    assert list(request) == alone.answers[prompt.tobytes(), GREEDY].tokens
+        except BaseException as error:
+            problems.append(error)
+
+    for prompt in PROMPTS:
+        alone(prompt, GREEDY)
+    with engine:
+        threads = [threading.Thread(target=use, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+    assert not problems
+
+
+def test_cancel(engine):
+    """A request keeps its tokens, and its memory is free at once."""
+    runs, waits = engine.submit(PROMPTS[0], LONG), engine.submit(PROMPTS[1], LONG)
+    for _ in range(4):
+        engine.step()
+    late = engine.submit(PROMPTS[2], LONG)
+    for request in (late, runs, waits):
+        request.cancel()
+        request.cancel()
+        assert request.is_finished
+        assert request.finish_reason == "cancelled"
+    assert len(runs.result()) == 4
+    assert late.result() == []
+    assert "cancelled" in repr(runs)
+    settled(engine)
+
+
+def test_deadlines_and_metrics(network):
+    clock = Clock()
+    engine = BatchEngine(network, num_blocks=20, max_running=1, clock=clock)
+    first = engine.submit(PROMPTS[0], LONG, deadline=10.0)
+    never = engine.submit(PROMPTS[1], LONG, deadline=2.0)
+    assert first.metrics.queued is None
+    clock.now = 1.5
+    engine.step()
+    clock.now = 1.75
+    engine.step()
+    clock.now = 2.0
+    engine.step()
+    assert (never.finish_reason, never.result(), never.metrics.ttft) == ("deadline", [], None)
+    assert first.metrics.queued == 1.5
+    assert first.metrics.ttft == 1.5
+    assert first.metrics.itl == (0.25, 0.25)
+    clock.now = 10.0
+    assert not engine.step()
+    assert first.finish_reason == "deadline"
+    assert len(first.result()) == 3
+    with pytest.raises(TimeoutError, match=r"timeout: expected the end within 0\.0 s"):
+        engine.submit(PROMPTS[0], LONG).result(timeout=0.0)
+
+
+def test_cached_tokens_are_counted(engine):
+    prompt = np.arange(3, 60)
+    assert engine.submit(prompt, GREEDY).completions()[0].cached_tokens == 0
+    request = engine.submit(prompt, GREEDY)
+    request.result()
+    assert request.metrics.cached_tokens == 56
+    other = engine.submit(prompt, GREEDY, namespace="a tenant")
+    other.result()
+    assert other.metrics.cached_tokens == 0
+    engine.clear_cache()
+    assert engine.stats().cached_blocks == 0
+
+
+def test_saved_prefixes(network, alone, tmp_path):
+    """A file of `PrefixCachedEngine` serves a batch, and the other way round; also beside requests that run."""
+    prompt, other = np.arange(3, 60), np.arange(80, 140)
+    single = PrefixCachedEngine(InferenceEngine(network), 20, strict=True)
+    single.generate(prompt, GREEDY, namespace="a")
+    single.save(tmp_path / "single")
+    engine = BatchEngine(network, num_blocks=12)
+    running = engine.submit(other, GREEDY)
+    assert engine.load(tmp_path / "single") == 4
+    requests = [engine.submit(prompt, GREEDY, namespace="a") for _ in range(3)]
+    run(engine)
+    for request in [running, *requests]:
+        request.result()
+    want = alone(prompt.astype(np.uint32), GREEDY).tokens
+    assert [request.tokens for request in requests] == [want] * 3
+    assert [request.metrics.cached_tokens for request in requests] == [56] * 3
+    with pytest.raises(InvalidOperationError):
+        engine.load(tmp_path / "single")
+    engine.save(tmp_path / "batch")
+    single.clear_cache()
+    assert single.load(tmp_path / "batch") == engine.stats().cached_blocks
+    assert single.complete(prompt, GREEDY, namespace="a").cached_tokens >= 56
+    settled(engine)
+
+
+def test_the_queue_is_bounded(network):
+    engine = BatchEngine(network, max_queue=3, num_blocks=30)
+    requests = [engine.submit(PROMPTS[i], GREEDY) for i in range(2)]
+    with pytest.raises(QueueFullError, match="queue full: 3 requests wait"):
+        engine.submit(PROMPTS[0], GREEDY, n=2)
+    requests.append(engine.submit(PROMPTS[2], GREEDY))
+    with pytest.raises(QueueFullError):
+        engine.submit(PROMPTS[3], GREEDY)
+    engine.step()
+    requests.append(engine.submit(PROMPTS[3], GREEDY))
+    assert all(len(request.result()) == 8 for request in requests)
+
+
+def test_more_prompts_than_the_queue_holds(network, alone):
+    """Beside requests of another caller, which fill the queue."""
+    engine, seen = BatchEngine(network, max_queue=2, max_running=2, num_blocks=30), []
+    others = [engine.submit(PROMPTS[0], GREEDY) for _ in range(2)]
+    got = engine.generate_batch(PROMPTS * 2, GREEDY, progress=lambda done, of: seen.append((done, of)))
+    assert got == [alone(prompt, GREEDY).tokens for prompt in PROMPTS * 2]
+    assert seen == [(i + 1, 16) for i in range(16)]
+    assert all(other.is_finished for other in others)
+    assert engine.generate_batch([], GREEDY) == []
+    assert engine.score_batch([]) == []
+    assert [len(scores) for scores in engine.score_batch([[1], [1, 2]])] == [0, 1]
+
+
+def test_a_batch_that_fails_cancels_the_rest(engine):
+    broken = SamplingParams(logits_processor=lambda text, logits: logits / 0 if len(text) > 30 else None, max_tokens=40)
+    with np.errstate(all="ignore"), pytest.raises(ValueError, match="logits"):
+        engine.generate_batch([[1, 2, 3], list(range(28)), [4, 5]], broken)
+    run(engine)
+    settled(engine)
+
+
+def test_the_progress_bar(engine, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    engine.generate_batch(PROMPTS[:2], GREEDY)
+    assert "] 0 of 2\r[" in (shown := capsys.readouterr().err)
+    assert shown.endswith("#] 2 of 2\n")
+    engine.generate_batch(PROMPTS[:2], GREEDY, progress=False)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(TypeError, match="progress: expected a bool or a function, got int"):
+        engine.generate_batch(PROMPTS[:2], GREEDY, progress=3)
+
+
+def test_close(network, alone):
+    engine = BatchEngine(network, num_blocks=60)
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    engine.close()
+    assert [request.tokens for request in requests] == [alone(prompt, GREEDY).tokens for prompt in PROMPTS]
+    engine.close(cancel=True)
+    for call in (lambda: engine.submit(PROMPTS[0]), engine.start):
+        with pytest.raises(InvalidOperationError, match="expected an engine that is open"):
+            call()
+    with BatchEngine(network, num_blocks=60) as threaded:
+        requests = [threaded.submit(prompt, GREEDY) for prompt in PROMPTS]
+    assert [request.tokens for request in requests] == [alone(prompt, GREEDY).tokens for prompt in PROMPTS]
+    assert not threaded.is_running
+    with pytest.raises(KeyError), BatchEngine(network, num_blocks=60) as left:  # noqa: PT012
+        request = left.submit(PROMPTS[0], LONG)
+        raise KeyError
+    assert request.finish_reason == "cancelled"
+
+
+def test_an_engine_that_is_dropped_ends_its_thread(network):
+    engine = BatchEngine(network, num_blocks=20).start()
+    thread, gone = engine._thread._thread, weakref.ref(engine)
+    del engine
+    gc.collect()
+    thread.join(60)
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_stop_strings_and_texts():
+    """A text as a prompt, and strings that end the answer."""
+    pytest.importorskip("tokenizers")
+    folder = GOLDEN.parents[1] / "kvcache" / "demo"
+    alone = InferenceEngine.from_pretrained(folder)
+    engine = BatchEngine.from_pretrained(folder)
+    prompt = "def read(self):\n    return"
+    free = SamplingParams(temperature=0.0, max_tokens=30)
+    text = alone.complete(prompt, free).text
+    stopping = SamplingParams(temperature=0.0, max_tokens=30, stop=(text[4:7],))
+    requests = [engine.submit(prompt, params) for params in (free, stopping, sampled(3))]
+    for request, params in zip(requests, (free, stopping, sampled(3)), strict=True):
+        want = alone.complete(prompt, params)
+        assert request.text() == want.text
+        assert request.result() == want.tokens
+        assert request.finish_reason == want.finish_reason
+    assert requests[1].finish_reason == "stop"
+    assert engine.submit(prompt, stopping, n=2).text() == [requests[1].text()] * 2
+    settled(engine)
+
+
+def test_arguments(network, engine):
+    for options, message in (
+        ({"residual_length": 64}, "residual_length: expected 0 in a BatchEngine, got 64"),
+        ({"eviction_policy": EvictionPolicy.H2O()}, "eviction_policy: expected None in a BatchEngine"),
+        ({"kv_budget": 8}, "kv_budget: expected None in a BatchEngine"),
+        ({"max_queue": 0}, "max_queue: expected an int >= 1, got 0"),
+        ({"max_running": 0}, "max_running: expected an int >= 1, got 0"),
+        ({"target_gap": -1}, "target_gap: expected a finite number of at least 0"),
+        ({"max_memory_bytes": 10}, "max_memory_bytes: expected at least"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BatchEngine(network, **options)
+    for call, message in (
+        (lambda: engine.submit([]), "tokens: expected at least one, got none"),
+        (lambda: engine.submit([1], n=0), "n: expected an int >= 1, got 0"),
+        (lambda: engine.submit([1], deadline=-1), "deadline: expected a finite number of at least 0"),
+        (lambda: engine.submit([10**6]), "tokens: expected ids"),
+        (lambda: engine.submit("text"), "prompt: expected token ids"),
+        (lambda: engine.score_batch([[]]), "tokens: expected at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="unhashable"):
+        engine.submit([1], namespace=[])
+    with pytest.raises(TypeError, match="priority"):
+        engine.submit([1], priority=0.5)
+    with pytest.raises(InvalidOperationError, match="expected one sample to iterate, got 2"):
+        iter(engine.submit([1], GREEDY, n=2))
+    with pytest.raises(OutOfMemoryError, match="requested 7 blocks, available 6"):
+        BatchEngine(network, num_blocks=6).submit(np.ones(100, int))
+    assert BatchEngine(network, max_memory_bytes="100 KiB").memory()["kv"] <= 100 * 1024
+    assert engine.memory()["weights"] > 0
+    run(engine)
+
+
+def test_what_it_shows(network, engine):
+    engine.submit(PROMPTS[0], GREEDY)
+    assert repr(engine).startswith("BatchEngine(Transformer, 2 layers, 0 running, 1 waiting, 0 of 60 blocks in use)")
+    request = engine.submit([1, 2], GREEDY)
+    assert repr(request) == "Request(2 tokens of prompt, 0 new tokens, waits)"
+    engine.step()
+    assert repr(request) == "Request(2 tokens of prompt, 1 new tokens, runs)"
+    run(engine)
+    stats = engine.stats()
+    assert (stats.finished, stats.new_tokens) == (2, 16)

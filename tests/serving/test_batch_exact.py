@@ -1,0 +1,147 @@
+"""A request in a batch gives what it gives alone, bit for bit: on every network, in every format, however it ran."""
+
+import numpy as np
+import pytest
+from places import GOLDEN
+from recording_network import RecordingNetwork
+from serving import GREEDY, Alone, prompts, repeating, run, same, sampled, settled
+from windowed_networks import KINDS
+
+from kvcache import BatchEngine, InferenceEngine, SamplingParams
+from kvcache.engine import Transformer
+
+NETWORKS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+FORMATS = ("f32", "f16", "q8", "q4")
+MIXED = [GREEDY, sampled(3), sampled(4, 12, logprobs=2), SamplingParams(temperature=0.0, max_tokens=30, logprobs=0)]
+
+
+def all_of(model, asked, blocks, **options):
+    """Run all requests at once and compare each with itself alone."""
+    alone = Alone(model, residual_length=0, **options)
+    engine = BatchEngine(model, num_blocks=blocks, **options)
+    requests = [engine.submit(prompt, params) for prompt, params in asked]
+    run(engine)
+    for request, (prompt, params) in zip(requests, asked, strict=True):
+        same(request.completions()[0], alone(prompt, params))
+    settled(engine)
+    return engine.stats()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network(name):
+    model = Transformer.from_pretrained(GOLDEN / name)
+    asked = list(zip(prompts(1, 12, 40, model.config.vocab_size), MIXED * 3, strict=True))
+    all_of(model, asked, 200)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_format_and_little_memory(simd, network, dtype):
+    """Requests that grow far beyond their prompts, in a pool that holds few of them."""
+    asked = [(prompt, sampled(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(2, 10, 60))]
+    stats = all_of(network, asked, 16, dtype=dtype, block_size=8)
+    assert stats.preemptions > 0, "nothing was preempted"
+    assert stats.cached_tokens > 0, "nothing was shared"
+
+
+@pytest.mark.parametrize("weights", ["f16", "q8", "q4"])
+def test_packed_weights(weights):
+    model = Transformer.from_pretrained(GOLDEN / "llama", weights=weights)
+    all_of(model, list(zip(prompts(3, 12, 50), MIXED * 3, strict=True)), 40, dtype="q8")
+
+
+def test_a_text_that_enters_another_regime():
+    """It runs again from its start, and its prefixes are those of the new regime."""
+    model = Transformer.from_pretrained(GOLDEN / "phi3_longrope")
+    border = next(n for n in range(model.config.max_position_embeddings) if model.regime(n + 1))
+    rng = np.random.default_rng(4)
+    text = rng.integers(0, model.config.vocab_size, border + 20).astype(np.uint32)
+    asked = [(text[: border + offset], sampled(7, 12, logprobs=1)) for offset in (-20, -6, -5, -1, 0, 1, 9)]
+    all_of(model, asked, 200)
+    all_of(model, asked[1:3], 200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_windows(kind):
+    """The attention of every query is that of the engine alone."""
+    text = np.random.default_rng(5).integers(0, 50, 150)
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    outputs = []
+    for make in (InferenceEngine, BatchEngine):
+        model = RecordingNetwork(KINDS[kind])
+        model.expect(text, None)
+        engine = make(model, num_blocks=40)
+        answer = engine.generate(text, params) if make is InferenceEngine else engine.submit(text, params).result()
+        outputs.append((answer, {key: row.tobytes() for key, row in model.outputs.items()}))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_network_that_gives_all_rows(network):
+    """One without `selects_rows` is asked for all rows, where more than the last one is due."""
+
+    class Plain:
+        config = network.config
+
+        def forward(self, tokens, positions, attend, logits):
+            assert logits in ("last", "all", "none")
+            return network.forward(tokens, positions, attend, logits)
+
+    all_of(Plain(), list(zip(prompts(6, 8, 40), MIXED * 2, strict=True)), 60)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_guesses_that_hold_and_others(network, dtype):
+    """Greedy and sampled; tokens and log-probabilities are those without guesses, in fewer passes."""
+    asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(prompts(10, 4, 30))]
+    stats = all_of(network, asked, 60, dtype=dtype)
+    assert 0 < stats.accepted_tokens < stats.guessed_tokens
+    assert stats.steps < 60
+    asked = [(prompt, repeating(i, 200, logprobs=1)) for i, prompt in enumerate(prompts(10, 3, 30))]
+    assert all_of(network, asked, 40, dtype=dtype, block_size=6).preemptions > 0
+    engine = BatchEngine(network, speculate=False)
+    engine.submit(*asked[0]).result()
+    assert engine.stats().guessed_tokens == 0
+
+
+def test_guesses_end_where_the_text_ends():
+    """At the last position, after `max_tokens`, at a stop token: no row runs behind it."""
+    for most in (1, 2, 7, 40, 400):
+        model = RecordingNetwork()
+        engine, text = BatchEngine(model, num_blocks=40), [5, 0, 0, 0, 0, 0]
+        model.expect(text, None)
+        params = SamplingParams(temperature=0.0, max_tokens=most)
+        assert engine.submit(text, params).result() == InferenceEngine(RecordingNetwork()).generate(text, params)
+        assert max(pos for _, pos in model.outputs) <= min(6 + most, 400) - 1
+        assert most < 7 or engine.stats().steps < most
+        settled(engine)
+    engine = BatchEngine(RecordingNetwork(), num_blocks=40)
+    request = engine.submit(text, SamplingParams(temperature=0.0, stop_token_ids=(0,), max_tokens=9))
+    assert (request.result(), request.finish_reason) == ([], "stop")
+    settled(engine)
+
+
+def test_scores(network):
+    texts = prompts(7, 9, 70)
+    alone = InferenceEngine(network, num_blocks=12)
+    engine = BatchEngine(network, num_blocks=12)
+    engine.submit(texts[0], sampled(1, 20))  # beside a text that is written
+    for text, scores in zip(texts, engine.score_batch(texts, progress=False), strict=True):
+        assert scores.tobytes() == alone.score(text).tobytes()
+    run(engine)
+    settled(engine)
+
+
+def test_samples_are_the_requests_one_after_another(network):
+    """Without a seed of their own they have the engine's next numbers; with one, the seeds that follow it."""
+    prompt = prompts(8, 1, 40)[0]
+    free = SamplingParams(temperature=1.0, top_k=0, max_tokens=9, logprobs=1)
+    alone = InferenceEngine(network, seed=5)
+    want = [alone.complete(prompt, free) for _ in range(4)]
+    engine = BatchEngine(network, seed=5, num_blocks=30)
+    request = engine.submit(prompt, free, n=4)
+    assert request.result() == [each.tokens for each in want]
+    for got, expected in zip(request.completions(), want, strict=True):
+        same(got, expected)
+    assert engine.stats().prefilled_tokens == len(prompt), "the prompt ran once"
+    seeded = engine.submit(prompt, sampled(20), n=3).result()
+    assert seeded == [alone.generate(prompt, sampled(20 + i)) for i in range(3)]
+    settled(engine)

@@ -1,0 +1,115 @@
+"""Interrupts at every line of a step, and networks that fail: every other request gives what it gives alone."""
+
+import gc
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from engines import Failing
+from interrupts import Lines, places
+from pace import FAST
+from serving import Alone, prompts, repeating, run, same, sampled, settled
+
+from kvcache import BatchEngine
+
+pytestmark = pytest.mark.no_level
+
+ASKED = [
+    (prompt, (sampled, repeating)[i % 2](i, 6 + i % 2 * 14, logprobs=1)) for i, prompt in enumerate(prompts(9, 5, 40))
+]
+
+
+class Served:
+    """Requests in a pool that is too small for all, some of them running."""
+
+    def __init__(self, model):
+        self.engine = BatchEngine(model, num_blocks=6, seed=3)
+        self.requests = [self.engine.submit(*each) for each in ASKED]
+        self.samples = self.engine.submit(ASKED[1][0], sampled(50, 6, logprobs=1), n=2)
+
+    def all(self):
+        """Run everything: the calls that are interrupted."""
+        for request in [*self.requests, self.samples]:
+            request.result()
+
+    def verify(self, alone):
+        gc.collect()
+        for request, each in zip(self.requests, ASKED, strict=True):
+            same(request.completions()[0], alone(*each))
+        for i, got in enumerate(self.samples.completions()):
+            same(got, alone(ASKED[1][0], sampled(50 + i, 6, logprobs=1)))
+        settled(self.engine)
+        assert not self.engine._steps._pending
+
+
+def test_interrupted_at_every_line(network, long):
+    """Ctrl-C between any two lines; the next call goes on where the text was."""
+    alone = Alone(network)
+    served = Served(network)
+    served.all()
+    served.verify(alone)
+    served = Served(network)
+    with Lines() as lines:
+        served.all()
+    chosen = places(lines.seen, every=long)
+    chosen = chosen if long else chosen[:: 8 if FAST else 2]
+    for stop in chosen:
+        served, lines = Served(network), Lines(stop)
+        with suppress(KeyboardInterrupt), lines:
+            served.all()
+        gc.collect()  # the error's frames held what its calls had taken
+        served.engine.check()
+        assert lines.handled_at, "the run was another one"
+        try:
+            served.all()
+            served.verify(alone)
+        except Exception as error:
+            raise AssertionError(f"interrupted at {lines.handled_at}") from error
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_network_that_fails(network, after):
+    """The requests of the pass end with its error; those that wait give what they give alone."""
+    alone = Alone(network)
+    for countdown in range(1, 30, 3):
+        model = Failing(network, ArithmeticError("broken"))
+        engine = BatchEngine(model, num_blocks=6)
+        requests = [engine.submit(*each) for each in ASKED]
+        model.countdown, model.after = countdown, after
+        run(engine)
+        failed = 0
+        for request, each in zip(requests, ASKED, strict=True):
+            if request.finish_reason == "error":
+                failed += 1
+                with pytest.raises(ArithmeticError, match="broken"):
+                    request.result()
+                with pytest.raises(ArithmeticError, match="broken"):
+                    list(request)
+                assert request.tokens == alone(*each).tokens[: len(request.tokens)]
+            else:
+                same(request.completions()[0], alone(*each))
+        assert failed > 0
+        settled(engine)
+        same(engine.submit(*ASKED[0]).completions()[0], alone(*ASKED[0]))
+
+
+def test_a_thread_outlives_a_network_that_fails(network):
+    model = Failing(network, ArithmeticError("broken"))
+    with BatchEngine(model, num_blocks=20) as engine:
+        model.countdown = 3
+        with pytest.raises(ArithmeticError, match="broken"):
+            engine.submit(*ASKED[0]).result()
+        same(engine.submit(*ASKED[0]).completions()[0], Alone(network)(*ASKED[0]))
+
+
+def test_logits_of_another_shape(network):
+    class Wrong:
+        config = network.config
+
+        def forward(self, tokens, positions, attend, logits):
+            return np.zeros((3, 7), np.float32)
+
+    engine = BatchEngine(Wrong(), num_blocks=6)
+    with pytest.raises(ValueError, match=r"model.forward: expected logits of shape \(1, "):
+        engine.submit(*ASKED[0]).result()
+    settled(engine)

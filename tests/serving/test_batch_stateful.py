@@ -1,0 +1,151 @@
+"""Random submits, cancels, deadlines and steps over a tiny pool; every text is that of the request alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from places import GOLDEN
+from serving import Alone, Clock, prompts, repeating, same, sampled, settled
+
+from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
+from kvcache.engine import Transformer
+
+NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
+PROMPTS = prompts(0, 24, 60)
+KINDS = ["f32", "f16", "q8", "q4"]
+ALONE = {kind: Alone(NETWORK, dtype=kind, residual_length=0, block_size=8) for kind in KINDS}
+
+
+class Requests(RuleBasedStateMachine):
+    """The pool holds a few of the texts; the largest, 60 tokens and 24 new ones, fits alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock, self.open, self.ended = Clock(), [], 0
+        self.engine = None
+
+    @rule(
+        kind=st.sampled_from(KINDS), blocks=st.integers(11, 30), running=st.integers(1, 9),
+        gap=st.sampled_from([0.0, 9.0]),
+    )  # fmt: skip
+    def begin(self, kind, blocks, running, gap):
+        if self.engine is None:
+            self.kind = kind
+            self.engine = BatchEngine(
+                NETWORK, dtype=kind, block_size=8, num_blocks=blocks, max_running=running, max_queue=12,
+                target_gap=gap, clock=self.clock,
+            )  # fmt: skip
+
+    @rule(
+        which=st.integers(0, 23), seed=st.integers(0, 3), draw=st.sampled_from([sampled, repeating]),
+        most=st.sampled_from([0, 1, 7, 24]),
+        namespace=st.sampled_from([None, "a", ("b", 1)]), priority=st.integers(-2, 2),
+        deadline=st.sampled_from([None, None, 3.0]), n=st.sampled_from([1, 1, 1, 3]),
+    )  # fmt: skip
+    def submit(self, which, seed, draw, most, namespace, priority, deadline, n):
+        if self.engine is None:
+            return
+        params = draw(seed, most, logprobs=1)
+        waiting = self.engine.stats().waiting
+        try:
+            request = self.engine.submit(
+                PROMPTS[which], params, namespace=namespace, priority=priority, deadline=deadline, n=n
+            )
+        except QueueFullError:
+            assert waiting + n > 12
+            return
+        made = [replace(params, seed=seed + i) for i in range(n)]
+        self.open.append((request, PROMPTS[which], made))
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps if self.engine else 0):
+            self.clock.now += 0.3
+            self.engine.step()
+            self.engine.check()
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        if self.open:
+            request = data.draw(st.sampled_from(self.open))[0]
+            request.cancel()
+            assert request.is_finished, "no step runs, so it ends at once"
+
+    @rule()
+    def clear(self):
+        if self.engine is not None:
+            self.engine.clear_cache()
+
+    @rule(which=st.integers(0, 23))
+    def score(self, which):
+        if self.engine is not None and self.engine.stats().waiting < 12:
+            scores = self.engine.score_batch([PROMPTS[which]])[0]
+            assert scores.tobytes() == ALONE[self.kind].engine.score(PROMPTS[which]).tobytes()
+
+    @invariant()
+    def the_pool_is_divided(self):
+        if self.engine is not None:
+            stats, total = self.engine.stats(), self.engine._blocks.cache.total_blocks
+            assert stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == total
+            self.engine.check()
+
+    @invariant()
+    def every_text_is_right(self):
+        for entry in list(self.open):
+            request, prompt, params = entry
+            for tokens, each in zip(self.new(request), params, strict=True):
+                want = ALONE[self.kind](prompt, each)
+                assert tokens == want.tokens[: len(tokens)]
+            if request.is_finished:
+                self.open.remove(entry)
+                self.finished(*entry)
+
+    def new(self, request):
+        return [sample.new_tokens for sample in request.works]
+
+    def finished(self, request, prompt, params):
+        for got, each in zip(request.completions(), params, strict=True):
+            want = ALONE[self.kind](prompt, each)
+            if got.finish_reason in ("cancelled", "deadline"):
+                assert got.logprobs == want.logprobs[: len(got.tokens)]
+            else:
+                same(got, want)
+
+    def teardown(self):
+        if self.engine is None:
+            return
+        for _ in range(3000):
+            if not self.engine.step():
+                break
+        self.every_text_is_right()
+        assert not self.open, "a request has not ended"
+        settled(self.engine)
+        self.engine.clear_cache()
+        assert self.engine.stats().cached_blocks == 0
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_nothing_that_fits_alone_runs_out_of_memory():
+    """Requests that each need the whole pool, at once; one that needs more fails by itself."""
+    clock = Clock()
+    engine = BatchEngine(NETWORK, block_size=8, num_blocks=11, clock=clock)
+    asked = [(prompt, sampled(i, 88 - len(prompt), logprobs=0)) for i, prompt in enumerate(PROMPTS[:6])]
+    requests = [engine.submit(*each) for each in asked]
+    large = engine.submit(PROMPTS[7], sampled(0, 200))
+    while engine.step():
+        engine.check()
+    for request, (prompt, params) in zip(requests, asked, strict=True):
+        same(request.completions()[0], ALONE["f32"](prompt, params))
+    assert large.finish_reason == "error"
+    with pytest.raises(OutOfMemoryError):
+        large.result()
+    assert large.tokens == ALONE["f32"](PROMPTS[7], sampled(0, 200)).tokens[: len(large.tokens)]
+    assert len(large.tokens) + len(PROMPTS[7]) > 88
+    settled(engine)
+    assert np.unique([len(request.tokens) for request in requests]).size > 1

@@ -1,0 +1,199 @@
+"""The scheduler by itself: order, budget, twins, fairness under a simulated clock; there is no network."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import GREEDY, Clock, run
+
+from kvcache import BatchEngine, SamplingParams
+from kvcache.serving.budget import LEAST, MOST, TokenBudget
+
+
+class Timed:
+    """A network that computes nothing and takes its time on a simulated clock; it notes its passes.
+
+    Attributes:
+        passes: the number of tokens of each pass.
+    """
+
+    selects_rows = True
+
+    def __init__(self, clock, decode=0.02, rate=1000.0):
+        self.clock, self.decode, self.rate, self.passes = clock, decode, rate, []
+        self.config = SimpleNamespace(
+            num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=100, max_position_embeddings=4096
+        )
+
+    def forward(self, tokens, positions, attend, logits):
+        n = len(tokens)
+        rows = np.ones((n, 1, 8), np.float32)
+        attend(0, rows, rows, rows)
+        self.passes.append(n)
+        self.clock.now += self.decode + n / self.rate
+        count = n if isinstance(logits, str) else len(logits)
+        count = {"last": 1, "none": 0}.get(logits, count) if isinstance(logits, str) else count
+        return np.ones((count, 100), np.float32)
+
+
+def served(num_blocks=400, **options):
+    clock = Clock()
+    model = Timed(clock)
+    return clock, model, BatchEngine(model, num_blocks=num_blocks, clock=clock, **options)
+
+
+def asked(tokens):
+    return SamplingParams(temperature=0.0, max_tokens=tokens)
+
+
+def test_the_budget():
+    budget = TokenBudget(0.1)
+    assert (budget.tokens(0), budget.tokens(3)) == (MOST, LEAST)
+    budget.observe(0, 400, 0.4)
+    budget.observe(3, 0, 0.02)
+    assert budget.tokens(3) == 80
+    budget.observe(3, 80, 0.1)  # as expected: 80 tokens in the 0.08 s beside the decodes
+    assert budget.tokens(3) == 80
+    for _ in range(40):
+        budget.observe(3, 80, 0.5)
+    assert budget.tokens(3) == LEAST
+    for _ in range(40):
+        budget.observe(3, 400, 0.03)
+    assert budget.tokens(3) == MOST
+    assert budget.tokens(0) == MOST
+
+
+def test_a_long_prompt_does_not_delay_streams():
+    """Beside a stream it runs in pieces; after the first ones, whose rate is measured, each step keeps the gap."""
+    _, model, engine = served(target_gap=0.08)
+    stream = engine.submit([1, 2, 3], asked(60))
+    engine.step()
+    long = engine.submit(np.arange(1000) % 90, asked(2))
+    while not long.is_finished:
+        engine.step()
+    assert max(stream.metrics.itl) <= 0.0801
+    assert max(model.passes) < 80
+    alone = served(target_gap=0.08)
+    alone[2].submit(np.arange(1000) % 90, asked(2)).result()
+    assert alone[1].passes[:2] == [512, 488], "without streams, pieces are whole"
+
+
+def test_priorities_and_order():
+    """The lower number first, then the earlier one; ten seconds make up for a number."""
+    clock, _, engine = served(max_running=1)
+    names = {}
+    for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
+        names[name] = engine.submit([5, 6], asked(2), priority=priority)
+    clock.now = 10.5
+    names["last"] = engine.submit([5, 6], asked(2))
+    run(engine)
+    starts = {name: request.works[0].started for name, request in names.items()}
+    assert sorted(starts, key=starts.get) == ["urgent", "first", "second", "late", "last"]
+
+
+def test_a_twin_waits_for_the_prefix():
+    """Of requests that share 400 tokens, one runs these; the others wait for it, and one without them does not."""
+    _, model, engine = served()
+    shared = np.arange(400) % 97
+    twins = [engine.submit([*shared, 98, i], asked(3)) for i in range(5)]
+    other = engine.submit([7] * 10, asked(3))
+    engine.step()
+    assert engine.stats().running == 2
+    assert other.metrics.queued == 0
+    run(engine)
+    assert [twin.metrics.cached_tokens for twin in twins] == [0] + [400] * 4
+    assert sum(model.passes) == 400 + 5 * (2 + 2) + 10 + 2
+
+
+def test_a_twin_does_not_wait_for_one_that_is_gone():
+    _, _, engine = served()
+    shared = np.arange(600) % 97
+    first, second = (engine.submit([*shared, i], asked(3)) for i in range(2))
+    engine.step()
+    first.cancel()
+    assert len(second.result()) == 3
+    assert second.metrics.cached_tokens == 512
+
+
+def test_the_last_one_gives_way():
+    """Preemption takes the memory of the one that came last, and nobody begins in that step."""
+    _, _, engine = served(num_blocks=8, block_size=4)
+    first, second, third = (engine.submit([i] * 8, asked(16)) for i in range(3))
+    run(engine)
+    assert first.metrics.preemptions == 0
+    assert first.works[0].times[-1] <= second.works[0].times[-1] <= third.works[0].times[-1]
+    assert second.metrics.preemptions + third.metrics.preemptions > 0
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_nobody_starves(data):
+    """Requests come as fast as they are served, urgent and large ones; each begins in a time that has a bound.
+
+    When a request of priority p comes, those that may come before it are the ones that are there, and those that come
+    within 10 seconds for each number between their priorities.
+    """
+    clock, _, engine = served(num_blocks=24, block_size=4, max_running=data.draw(st.integers(1, 6)), max_queue=500)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    watched = engine.submit(rng.integers(0, 90, 60), asked(8), priority=1)
+    requests, arrival = [], clock.now
+    while not watched.is_finished:
+        if clock.now - arrival > 0.2 and engine.stats().waiting < 300:
+            arrival = clock.now
+            length = int(rng.integers(1, 80))
+            requests.append(engine.submit(rng.integers(0, 90, length), asked(int(rng.integers(1, 12))), priority=0))
+        engine.step()
+        assert clock.now < 200.0, "it waits for ever"
+    assert watched.finish_reason == "length"
+    engine.close(cancel=True)
+
+
+def test_the_cost_of_a_step_does_not_depend_on_what_waits():
+    """Lines of Python that a step executes, beside 5 and beside 500 requests that wait."""
+    from interrupts import Lines
+
+    counts = []
+    for waiting in (5, 500):
+        _, _, engine = served(max_running=2, max_queue=1000)
+        for i in range(waiting):
+            engine.submit([1 + i % 90, 2, 3], asked(50))
+        for _ in range(20):
+            engine.step()
+        with Lines() as lines:
+            for _ in range(10):
+                engine.step()
+        counts.append(lines.count)
+        engine.close(cancel=True)
+    assert counts[1] < counts[0] * 1.02 + 10
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_has_ended_is_forgotten(cancelled):
+    """Cancelled requests do not stay in the queues behind one that runs."""
+    _, _, engine = served(max_running=1)
+    engine.submit([1], asked(4000))
+    for _ in range(400):
+        request = engine.submit([1, 2], asked(2), deadline=1e9)
+        if cancelled:
+            request.cancel()
+        elif engine.stats().waiting > 100:
+            engine.close(cancel=True)
+            return
+    scheduler = engine._steps._scheduler
+    engine.step()
+    assert len(scheduler._waiting) < 80
+    assert len(scheduler._deadlines) < 80
+    assert not engine._steps._inbox
+    engine.close(cancel=True)
+    assert len(engine._steps._pending) == 0
+
+
+def test_namespaces_share_nothing(network):
+    engine = BatchEngine(network, num_blocks=40)
+    prompt = np.arange(3, 60)
+    for name in ("a", "b", ("c", 1)):
+        engine.submit(prompt, GREEDY, namespace=name)
+    run(engine)
+    assert engine.stats().cached_tokens == 0

@@ -1,0 +1,86 @@
+"""Requests for the tests of `BatchEngine`, and what one engine alone answers."""
+
+import numpy as np
+
+from kvcache import InferenceEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=8)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def sampled(seed, max_tokens=8, **options):
+    return SamplingParams(temperature=0.9, top_k=0, top_p=0.95, seed=seed, max_tokens=max_tokens, **options)
+
+
+def repeat(text, logits):
+    """A logits processor: the text goes round in a circle, but for some places at which the network chooses."""
+    if len(text) % 11 and len(text) % 17:
+        logits[(37 * (len(text) % 5) + 3) % len(logits)] += 1000.0
+
+
+def repeating(seed, max_tokens=8, **options):
+    """Sampling that guesses often hold under: greedy for even seeds."""
+    return SamplingParams(
+        temperature=seed % 2 * 0.9, top_k=0, seed=seed, max_tokens=max_tokens, logits_processor=repeat, **options
+    )
+
+
+def prompts(seed, count, longest, vocab_size=250):
+    """Random prompts, many of which share their beginning with others."""
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, vocab_size, longest).astype(np.uint32) for _ in range(3)]
+    made = []
+    for _ in range(count):
+        stem, own = stems[rng.integers(3)], rng.integers(0, vocab_size, longest).astype(np.uint32)
+        length, shared = int(rng.integers(1, longest + 1)), int(rng.integers(0, longest + 1))
+        made.append(np.concatenate([stem[:shared], own[shared:]])[:length])
+    return made
+
+
+class Alone:
+    """What each request gives alone in an `InferenceEngine`; answers are remembered."""
+
+    def __init__(self, model, **options):
+        self.engine, self.answers = InferenceEngine(model, **options), {}
+
+    def __call__(self, prompt, params):
+        key = prompt.tobytes(), params
+        if key not in self.answers:
+            self.answers[key] = self.engine.complete(prompt, params)
+        return self.answers[key]
+
+
+def run(engine, check=True):
+    """Step until nothing is left; returns the number of steps."""
+    steps = 1
+    while engine.step():
+        steps += 1
+        if check:
+            engine.check()
+    engine.check()
+    return steps
+
+
+def same(completion, want):
+    """Verify that a request gave what it gives alone, bit for bit in its log-probabilities."""
+    assert completion.tokens == want.tokens
+    assert completion.logprobs == want.logprobs
+    assert completion.text == want.text
+    assert completion.finish_reason == want.finish_reason
+
+
+def settled(engine):
+    """Verify that without requests only the prefix index holds blocks."""
+    engine.check()
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.claimed_blocks) == (0, 0, 0)
+    assert stats.free_blocks + stats.cached_blocks == engine.memory()["kv"] // engine._blocks.cache.block_memory_bytes
