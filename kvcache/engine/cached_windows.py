@@ -57,11 +57,15 @@ class _Group:
         return Pages(self.layers.first_seen(stop) // self.size * self.size, np.array(blocks, np.int32))
 
     def keep(self, tokens: Tokens, place: Place, namespace: Hashable) -> None:
-        """Cache the full pages of the window of `tokens`, the text at `place`, as far as it has them."""
+        """Cache the full pages of the window of `tokens`, the text at `place`, as far as it has them.
+
+        The window is that of the last token: a prompt that is cached whole runs it again.
+        """
         stop = len(tokens) // self.size * self.size
         blocks = self.layers.cache.block_table([place.seq_id]).block_ids
-        page = (self.layers.first_seen(stop) - place.first) // self.size
-        for i, (ids, name) in enumerate(self._window(tokens, stop, namespace), page):
+        first = self.layers.first_seen(max(0, stop - 1)) // self.size
+        pages = _pages(tokens[:stop], self.size, first, namespace)
+        for i, (ids, name) in enumerate(pages, first - place.first // self.size):
             if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
                 self.cache.adopt(ids, blocks[i : i + 1], name)
 

@@ -44,6 +44,15 @@ def test_only_new_tokens_run(kind):
     settled(cached)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_whole_blocks_runs_its_last_token_alone(kind):
+    cached = engine(kind, block_size=4)
+    for length in (4, 96, 100, 116):
+        assert new_tokens(cached, prompt(length, length)) == length
+        assert new_tokens(cached, prompt(length, length)) == 0  # as a step
+    settled(cached)
+
+
 @pytest.mark.parametrize("kind", ["longer", "two windows", "windows alone"])
 def test_a_system_prompt_is_kept_when_a_second_text_parts_from_it(kind):
     """The first text runs whole, the second too, since no window is cached where they part; all others reuse it."""

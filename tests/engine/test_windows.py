@@ -185,8 +185,17 @@ def test_what_cannot_keep_windows_says_so():
     assert it.num_tokens == 0
 
 
+def test_a_quarter_of_the_bytes_at_64_windows():
+    """5 of 6 layers with a window of 512, as in Gemma 3, at 32k tokens."""
+    sizes = []
+    for attention in ((*[window(512)] * 5, FULL), (FULL,) * 6):
+        model = RecordingNetwork(attention)
+        model.config.max_position_embeddings = 32768
+        sizes.append(InferenceEngine(model, num_blocks=2049).memory()["kv"])
+    assert sizes[0] <= 0.25 * sizes[1]
+
+
 def test_bytes_are_bounded_by_the_window():
-    """5 of 6 layers with a window, as in Gemma 3: a quarter of the bytes at 80 windows."""
     attention = tuple(FULL if layer == 5 else window(5) for layer in range(6))
     model, whole = RecordingNetwork(attention), RecordingNetwork((FULL,) * 6)
     few, many = (InferenceEngine(m, block_size=1, prefill_chunk=8, num_blocks=400) for m in (model, whole))
