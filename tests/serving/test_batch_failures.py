@@ -8,7 +8,7 @@ import pytest
 from engines import Failing
 from interrupts import Lines, places
 from pace import FAST
-from serving import Alone, prompts, repeating, run, same, sampled, settled
+from serving import Alone, Clock, prompts, repeating, run, same, sampled, settled
 
 from kvcache import BatchEngine
 
@@ -22,8 +22,8 @@ ASKED = [
 class Served:
     """Requests in a pool that is too small for all, some of them running."""
 
-    def __init__(self, model):
-        self.engine = BatchEngine(model, num_blocks=6, seed=3)
+    def __init__(self, model, **options):
+        self.engine = BatchEngine(model, num_blocks=6, seed=3, clock=Clock(), **options)
         self.requests = [self.engine.submit(*each) for each in ASKED]
         self.samples = self.engine.submit(ASKED[1][0], sampled(50, 6, logprobs=1), n=2)
 
@@ -42,19 +42,20 @@ class Served:
         assert not self.engine._steps._pending
 
 
-def test_interrupted_at_every_line(network, long):
+@pytest.mark.parametrize("options", [{}, {"dtype": "q4", "residual_length": 12}], ids=["plain", "residual"])
+def test_interrupted_at_every_line(network, long, options):
     """Ctrl-C between any two lines; the next call goes on where the text was."""
-    alone = Alone(network)
-    served = Served(network)
+    alone = Alone(network, **options)
+    served = Served(network, **options)
     served.all()
     served.verify(alone)
-    served = Served(network)
+    served = Served(network, **options)
     with Lines() as lines:
         served.all()
     chosen = places(lines.seen, every=long)
-    chosen = chosen if long else chosen[:: 8 if FAST else 2]
+    chosen = chosen if long else chosen[:: 8 if FAST else 3]
     for stop in chosen:
-        served, lines = Served(network), Lines(stop)
+        served, lines = Served(network, **options), Lines(stop)
         with suppress(KeyboardInterrupt), lines:
             served.all()
         gc.collect()  # the error's frames held what its calls had taken
