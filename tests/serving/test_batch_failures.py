@@ -123,7 +123,7 @@ def test_a_call_that_would_wait_for_its_own_step_is_refused(network):
     def nested(text, logits):
         if len(made) < 3:
             made.append(engine.submit([4, 5], GREEDY))
-        for call in (engine.step, made[0].result, lambda: engine.generate_batch([[1], [2]], GREEDY, progress=False)):
+        for call in (engine.step, made[-1].result, lambda: engine.generate_batch([[1], [2]], GREEDY, progress=False)):
             with pytest.raises(InvalidOperationError, match="expected no call of this object"):
                 call()
         made[0].cancel()
