@@ -28,7 +28,7 @@ from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import blend
 
-__all__ = ["LENGTHS", "Residual", "as_length", "default_length"]
+__all__ = ["LENGTHS", "AttendPiece", "Residual", "as_length", "default_length", "merged", "residual_bytes", "unpacked"]
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
 # coarsely enough for a residual to pay.
@@ -65,12 +65,13 @@ def residual_bytes(config: NetworkConfig, dtypes: tuple[str, str], length: int, 
     """Bytes of K and V of a `Residual` with these arguments beside a cache of these formats; 0 without one."""
     if not length:
         return 0
-    group = BlockStore(1, 0, length, config.num_kv_heads, config.head_dim, *_unpacked(*dtypes)).block_bytes
+    group = BlockStore(1, 0, length, config.num_kv_heads, config.head_dim, *unpacked(*dtypes)).block_bytes
     groups, piece_groups = _num_groups(length, chunk)
     return group * (groups * config.num_layers + piece_groups)
 
 
-def _unpacked(key_dtype: str, value_dtype: str) -> tuple[str, str]:
+def unpacked(key_dtype: str, value_dtype: str) -> tuple[str, str]:
+    """The formats of K and V of a residual beside a cache of these."""
     key, value = ("f16" if FORMATS[dtype].quantised else dtype for dtype in (key_dtype, value_dtype))
     return key, value
 
@@ -105,7 +106,7 @@ class Residual:
         # The sinks join the normaliser once, with the query's own group.
         self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
         dtypes = (cache.key_dtype, cache.value_dtype)
-        self._dtypes = _unpacked(*dtypes)
+        self._dtypes = unpacked(*dtypes)
         groups, piece_groups = _num_groups(length, chunk)
         self._groups = self.empty_cache(groups, length)
         # The groups of a piece, one layer at a time: only the last of them is needed after the piece.
@@ -233,7 +234,7 @@ class Residual:
                 layer, queries, packed, query_lens=query_lens, context_lens=context_lens, return_lse=True,
                 **self._far[layer],
             )  # fmt: skip
-            return _merged(far, near)
+            return merged(far, near)
 
         return attend
 
@@ -257,7 +258,7 @@ class Residual:
             far = cache.attention(
                 layer, queries, packed, query_lens=query_lens, context_lens=starts, return_lse=True, **self._far[layer]
             )
-            return _merged(far, near)
+            return merged(far, near)
 
         return attend
 
@@ -297,6 +298,6 @@ class Residual:
                 self._groups.free(seq_id)
 
 
-def _merged(far: tuple[Float32, Float32], near: tuple[Float32, Float32]) -> Float32:
+def merged(far: tuple[Float32, Float32], near: tuple[Float32, Float32]) -> Float32:
     """Merge the attention over packed tokens and over the group, which has at least the query's own token."""
     return blend(far[0], near[0], far[1] - near[1])

@@ -19,6 +19,7 @@ import numpy as np
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
+from kvcache.serving.newest import NewestGroups
 from kvcache.serving.work import Work
 
 __all__ = ["SharedBlocks"]
@@ -30,10 +31,11 @@ class SharedBlocks:
     Attributes:
         cache: the sequences.
         prefixes: the index.
+        newest: the newest group of each text, unpacked; None: there is no residual.
     """
 
-    def __init__(self, cache: PagedKvCache) -> None:
-        self.cache, self.prefixes = cache, PrefixCache.over(cache)
+    def __init__(self, cache: PagedKvCache, newest: NewestGroups | None = None) -> None:
+        self.cache, self.prefixes, self.newest = cache, PrefixCache.over(cache), newest
         self._ids = count()
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -57,6 +59,7 @@ class SharedBlocks:
         tokens = work.tokens if work.shares else work.tokens[:0]
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
             found = min(session.num_tokens, work.num_tokens - 1)
+            found -= found % (1 if self.newest is None else self.newest.length)
             needed = self.blocks_for(work.num_tokens) - found // size + spare - self.cache.free_block_count
             if needed > 0 and needed > self.prefixes.idle_blocks:
                 return False
@@ -65,11 +68,17 @@ class SharedBlocks:
         work.moved(seq_id, found)
         return True
 
-    def fork(self, leader: Work, follower: Work) -> int:
-        """A new sequence with the tokens of the leader's: its id."""
+    def fork(self, leader: Work, follower: Work, computed: int) -> None:
+        """Give a follower a sequence with the tokens of the leader's, whose pass has `computed` of them."""
         seq_id = next(self._ids)
         self.cache.fork(leader.seq_id, seq_id)
-        return seq_id
+        try:
+            group = -1 if self.newest is None else self.newest.fork(leader, computed)
+        except MemoryError:
+            self.cache.free(seq_id)
+            raise
+        follower.next_group = group
+        follower.moved(seq_id, computed, group)
 
     def append(self, pieces: Sequence[tuple[Work, int]]) -> None:
         """Make room for the next tokens of many works, all or nothing; evicts what no sequence refers to.
@@ -87,10 +96,6 @@ class SharedBlocks:
                 if not self.prefixes.evict(error.requested - error.available):
                     raise
 
-    def cut(self, work: Work) -> None:
-        """Drop what a sequence has behind the computed tokens: guesses that did not hold."""
-        self.cache.truncate(work.seq_id, work.computed)
-
     def index(self, work: Work) -> None:
         """Cache the full blocks of a work's sequence, by reference."""
         full = work.computed // self.cache.block_size
@@ -102,14 +107,30 @@ class SharedBlocks:
     def stop(self, work: Work) -> None:
         """Take a work's sequence away; its full blocks stay cached until their memory is needed."""
         if work.seq_id >= 0:
-            seq_id = work.seq_id
+            seq_id, group = work.seq_id, work.group
             work.moved(-1, 0)
             self.cache.free(seq_id)
+            if self.newest is not None:
+                self.newest.stop(group)
+
+    def ran(self, work: Work, count: int, wrong: int) -> None:
+        """Note that the next `count` tokens of a work have run, and `wrong` guesses behind them."""
+        computed = work.computed + count
+        work.moved(work.seq_id, computed, -1 if self.newest is None else self.newest.group_at(work, computed))
+        if wrong:
+            self.cache.truncate(work.seq_id, computed)
+
+    def settle(self, running: Sequence[Work]) -> None:
+        """After a pass: only what running works keep stays."""
+        if self.newest is not None:
+            self.newest.settle(running)
 
     def mend(self, running: Sequence[Work]) -> list[Work]:
         """Free sequences that no work has, and cut others to what was computed; the works that have no sequence."""
-        lost = []
-        owned = {work.seq_id: work for work in running}
+        lost = [] if self.newest is None else self.newest.settle(running)
+        for work in lost:
+            work.moved(-1, 0)
+        owned = {work.seq_id: work for work in running if work not in lost}
         for each in self.cache.sequence_ids():
             if int(each) not in owned:
                 self.cache.free(each)
@@ -130,6 +151,8 @@ class SharedBlocks:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()
         self.prefixes.check()
+        if self.newest is not None:
+            self.newest.check(running)
         assert self.prefixes.pinned_blocks == 0, "blocks of a prefix are held that no work uses"
         owned = {work.seq_id: work for work in running}
         assert sorted(owned) == [int(each) for each in self.cache.sequence_ids()], "sequences and works differ"

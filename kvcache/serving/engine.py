@@ -10,18 +10,20 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvcache.core.arguments import as_bytes, as_count, as_finite, as_instance, as_integer, short
+from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.core.copying import refuse_copies
-from kvcache.core.memory import total
+from kvcache.core.memory import num_blocks_within, total
+from kvcache.core.store import BlockStore
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.requests import SCORE_FLOATS
+from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.text import TextStream
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.blocks import SharedBlocks
@@ -29,6 +31,7 @@ from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
+from kvcache.serving.newest import NewestGroups
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -72,8 +75,9 @@ class BatchEngine:
             a step where a step would last longer (16 to 512).
         speculate: whether requests guess tokens that followed their last ones before, in the prompt or the text, and
             check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
-        residual_length, eviction_policy, kv_budget: as of `InferenceEngine`. 0 and None alone are supported, which are
-            the defaults in every format.
+        residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
+            run count in `max_memory_bytes`. Networks with windows have no residual here.
+        eviction_policy, kv_budget: None alone is supported.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a window keep all tokens here; they attend within the window.
@@ -101,7 +105,7 @@ class BatchEngine:
         max_running: int = 64,
         target_gap: float = 0.1,
         speculate: bool = True,
-        residual_length: int = 0,
+        residual_length: int | None = None,
         eviction_policy: None = None,
         kv_budget: None = None,
         clock: Clock = monotonic,
@@ -109,8 +113,6 @@ class BatchEngine:
         self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
-        if as_count(residual_length, "residual_length"):
-            raise ValueError(f"residual_length: expected 0 in a BatchEngine, got {residual_length}")
         for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
             if value is not None:
                 raise ValueError(f"{name}: expected None in a BatchEngine, which keeps all tokens, got {short(value)}")
@@ -120,15 +122,25 @@ class BatchEngine:
             num_blocks = -(-min(4 * config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
+        max_running = as_count(max_running, "max_running", 1)
+        formats = (key_dtype or dtype, value_dtype or dtype)
+        settings = block_size, config.num_kv_heads, config.head_dim, *formats, rotate
+        BlockStore(config.num_layers, 0, *settings)  # raises for a format that is not supported
+        attention = layer_attention(model)
+        without = "layers that keep a window" if any(each.window for each in attention) else ""
+        self._residual_length = length = as_length(residual_length, *formats, without=without)
+        newest = NewestGroups(config, formats, length, max_running, attention) if length else None
+        beside = 0 if newest is None else newest.nbytes
+        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, config.num_layers, *settings, beside=beside)
         cache = PagedKvCache(
             num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=key_dtype or dtype, value_dtype=value_dtype or dtype, rotate=rotate,
-            max_memory_bytes=None if max_memory_bytes is None else as_bytes(max_memory_bytes, "max_memory_bytes"),
+            key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
         )  # fmt: skip
-        self._blocks, forward = SharedBlocks(cache), Forward(model, cache)
+        self._blocks = SharedBlocks(cache, newest)
+        forward = Forward(model, self._blocks)
         scheduler = Scheduler(
-            self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)),
-            as_count(max_running, "max_running", 1), max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
+            self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
+            max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
         self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
@@ -353,7 +365,13 @@ class BatchEngine:
         weights, blocks = getattr(self.model, "weights", None), self._blocks
         own = {"weights": getattr(weights, "nbytes", 0)}
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), products)}
+        newest = {} if blocks.newest is None else blocks.newest.memory()
+        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), newest, products)}
+
+    @property
+    def residual_length(self) -> int:
+        """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
+        return self._residual_length
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.networks.protocols import Float32, Model, layer_attention
-from kvcache.paged.cache import PagedKvCache
+from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.work import Work
 
 __all__ = ["Forward"]
@@ -21,14 +21,14 @@ class Forward:
 
     Args:
         model: the network.
-        cache: K and V of all layers; layers with a window keep all tokens too, and attend within it.
+        blocks: K and V of all layers; layers with a window keep all tokens too, and attend within it.
 
     Attributes:
         regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
     """
 
-    def __init__(self, model: Model, cache: PagedKvCache) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, model: Model, blocks: SharedBlocks) -> None:
+        self._model, self._blocks = model, blocks
         self._options = [each.options() for each in layer_attention(model)]
         self._selects = bool(getattr(model, "selects_rows", False))
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
@@ -41,16 +41,19 @@ class Forward:
         Returns:
             For each piece float32 `(work.rows_due(count), vocab_size)`.
         """
-        cache, options = self._cache, self._options
+        cache, newest, options = self._blocks.cache, self._blocks.newest, self._options
         tokens = np.concatenate([work.next_tokens(n) for work, n in pieces])
         positions = np.concatenate([np.arange(work.computed, work.computed + n) for work, n in pieces])
         seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
         lens = np.array([n for _, n in pieces])
+        attend_in_groups = None if newest is None else newest.piece(cache, pieces)
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
         ) -> Float32:
             cache.write_ragged(layer, seq_ids, lens, keys, values)
+            if attend_in_groups is not None:
+                return attend_in_groups(layer, queries, keys, values)
             mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=lens, **options[layer])
             return mixed
 

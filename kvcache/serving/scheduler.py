@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
-from kvcache.serving.budget import TokenBudget
+from kvcache.serving.budget import MOST, TokenBudget
+from kvcache.serving.newest import MOST_PROMPTS
 from kvcache.serving.work import FinishReason, Work
 
 __all__ = ["PATIENCE", "Scheduler"]
@@ -52,6 +53,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.blocks, self.budget = blocks, budget
         self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
+        self._most_prompts = MOST if blocks.newest is None else MOST_PROMPTS
         self.works: dict[int, Work] = {}
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
@@ -139,22 +141,23 @@ class Scheduler:
                 heapq.heappush(self._waiting, work)
         pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
         left, rows = self.budget.tokens(len(pieces)), self._most_rows
+        prompts = self._most_prompts
         for work in self.running:
-            if work.remaining > 1 and left and (count := self._count(work, left, rows)):
+            if work.remaining > 1 and left and prompts and (count := self._count(work, left, rows)):
                 pieces.append((work, count))
-                left, rows = left - count, rows - work.rows_due(count)
+                left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
         preemptions = self.preemptions
         pieces = self._fit(pieces)
         if preemptions == self.preemptions:
             for work in self._begin(now):
-                if not (count := self._count(work, left, rows)):
+                if not prompts or not (count := self._count(work, left, rows)):
                     break
                 fits = self._fit([(work, count)], preempt=False)
                 if not fits:
                     break
                 pieces += fits
-                left, rows = left - count, rows - work.rows_due(count)
-                if not left:
+                left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
+                if not left or not prompts:
                     break
         return pieces
 
@@ -166,7 +169,8 @@ class Scheduler:
         left = _CHEAP_ROWS - len(decodes)
         guessed = []
         for work, count in decodes:
-            guess = 0 if left <= 0 or work.followers else work.think(left)
+            most = left if self.blocks.newest is None else min(left, self.blocks.newest.left(work))
+            guess = 0 if most <= 0 or work.followers else work.think(most)
             if guess and self._regime(work.num_tokens + guess) != work.regime:
                 guess = 0
             guessed.append((work, count + guess))
@@ -255,9 +259,7 @@ class Scheduler:
         """
         size = self.blocks.cache.block_size
         filled = (work.computed + count) // size > work.computed // size
-        work.computed += count
-        if wrong:
-            self.blocks.cut(work)
+        self.blocks.ran(work, count, wrong)
         if filled:
             self.blocks.index(work)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
@@ -265,9 +267,14 @@ class Scheduler:
             work.parked.remove(entry)
 
     def fork(self, work: Work, follower: Work, computed: int, now: float) -> None:
-        """Begin a follower with the sequence of its leader, whose prompt has run."""
-        seq_id = self.blocks.fork(work, follower)
-        follower.moved(seq_id, computed)
+        """Begin a follower with the sequence of its leader, whose prompt has run.
+
+        Raises:
+            OutOfMemoryError: as many works run as may.
+        """
+        if len(self.running) >= self._max_running:
+            raise OutOfMemoryError(1, 0, "places")
+        self.blocks.fork(work, follower, computed)
         follower.regime, follower.started = work.regime, now
         follower.cached_tokens = work.cached_tokens
         self._run(follower)

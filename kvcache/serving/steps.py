@@ -104,9 +104,16 @@ class Steps:
         self._tell()
 
     def wait_for_any(self) -> None:
-        """Wait until a work ends, of whichever call."""
-        waited, before = next(iter(list(self._pending.values())), None), self._finished
-        if waited is not None:
+        """Wait until a work ends, of whichever call.
+
+        Raises:
+            InvalidOperationError: this is called inside a step of this thread.
+        """
+        before = self._finished
+        waited = next((each for each in list(self._pending.values()) if not each.is_finished), None)
+        if waited is None:  # all have ended; the step that ended them is to tell so
+            self.step()
+        else:
             waited.wait(lambda: waited.is_finished or self._finished != before)
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -122,6 +129,7 @@ class Steps:
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
             for regime in sorted({work.regime for work, _ in pieces}):
                 self._pass([piece for piece in pieces if piece[0].regime == regime])
+            self._scheduler.blocks.settle(self._scheduler.running)
             if pieces:
                 self._steps += 1
                 self._prefilled += prefilled

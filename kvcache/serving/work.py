@@ -42,6 +42,8 @@ class Work(ABC):
         deadline: when it ends at the latest; None: never.
         seq_id: its sequence in the cache; -1: it waits.
         computed: tokens whose K and V the sequence has.
+        group: its newest tokens unpacked, where it has a residual; -1: none. See `NewestGroups`.
+        next_group: the group in which the pass that runs ends.
         regime: of these, see `protocols.Model`.
         space: the namespace of its cached blocks; one for each regime, if the network has several.
         reason: why it ended; None: it has not.
@@ -64,6 +66,7 @@ class Work(ABC):
         self.arrival = 0.0
         self.deadline: float | None = None
         self.seq_id, self.computed, self.regime = -1, 0, 0
+        self.group = self.next_group = -1
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
@@ -93,9 +96,9 @@ class Work(ABC):
         """Tokens that are to run."""
         return self.num_tokens - self.computed
 
-    def moved(self, seq_id: int, computed: int) -> None:
+    def moved(self, seq_id: int, computed: int, group: int = -1) -> None:
         """Note another sequence, or none, in one step."""
-        self.__dict__.update(seq_id=seq_id, computed=computed)
+        self.__dict__.update(seq_id=seq_id, computed=computed, group=group)
 
     def __lt__(self, other: Work) -> bool:
         return self.key < other.key

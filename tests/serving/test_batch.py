@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from places import GOLDEN
 from serving import GREEDY, Alone, Clock, prompts, run, sampled, settled
+from windowed_networks import Windowed
 
 from kvcache import (
     BatchEngine,
@@ -269,7 +270,7 @@ def test_stop_strings_and_texts():
 
 def test_arguments(network, engine):
     for options, message in (
-        ({"residual_length": 64}, "residual_length: expected 0 in a BatchEngine, got 64"),
+        ({"residual_length": 257}, "residual_length: expected an int <= 256, got 257"),
         ({"eviction_policy": EvictionPolicy.H2O()}, "eviction_policy: expected None in a BatchEngine"),
         ({"kv_budget": 8}, "kv_budget: expected None in a BatchEngine"),
         ({"max_queue": 0}, "max_queue: expected an int >= 1, got 0"),
@@ -279,6 +280,10 @@ def test_arguments(network, engine):
     ):
         with pytest.raises(ValueError, match=message):
             BatchEngine(network, **options)
+    windowed = Windowed(network, 10)
+    assert BatchEngine(windowed, dtype="q4").residual_length == 0
+    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that keep a window, got 64"):
+        BatchEngine(windowed, residual_length=64)
     for call, message in (
         (lambda: engine.submit([]), "tokens: expected at least one, got none"),
         (lambda: engine.submit([1], n=0), "n: expected an int >= 1, got 0"),
@@ -298,6 +303,7 @@ def test_arguments(network, engine):
     with pytest.raises(OutOfMemoryError, match="requested 7 blocks, available 6"):
         BatchEngine(network, num_blocks=6).submit(np.ones(100, int))
     assert BatchEngine(network, max_memory_bytes="100 KiB").memory()["kv"] <= 100 * 1024
+    assert BatchEngine(network, dtype="q4", max_memory_bytes="4MiB").memory()["kv"] <= 4 * 2**20
     assert engine.memory()["weights"] > 0
     run(engine)
 

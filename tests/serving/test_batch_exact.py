@@ -11,14 +11,15 @@ from kvcache import BatchEngine, InferenceEngine, SamplingParams
 from kvcache.engine import Transformer
 
 NETWORKS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-FORMATS = ("f32", "f16", "q8", "q4")
+FORMATS = ("f32", "f16", "q8", "q4", "q2")  # the last two with a residual
 MIXED = [GREEDY, sampled(3), sampled(4, 12, logprobs=2), SamplingParams(temperature=0.0, max_tokens=30, logprobs=0)]
 
 
 def all_of(model, asked, blocks, **options):
     """Run all requests at once and compare each with itself alone."""
-    alone = Alone(model, residual_length=0, **options)
+    alone = Alone(model, **options)
     engine = BatchEngine(model, num_blocks=blocks, **options)
+    assert engine.residual_length == alone.engine.residual_length
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)
     for request, (prompt, params) in zip(requests, asked, strict=True):
@@ -38,9 +39,21 @@ def test_every_network(name):
 def test_every_format_and_little_memory(simd, network, dtype):
     """Requests that grow far beyond their prompts, in a pool that holds few of them."""
     asked = [(prompt, sampled(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(2, 10, 60))]
-    stats = all_of(network, asked, 16, dtype=dtype, block_size=8)
+    stats = all_of(network, asked, 16, dtype=dtype, block_size=8, residual_length=0)
     assert stats.preemptions > 0, "nothing was preempted"
     assert stats.cached_tokens > 0, "nothing was shared"
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 12, 64])
+@pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
+def test_every_length_of_groups(network, dtype, length):
+    """Requests that share prefixes of whole groups and of parts of them, with guesses and preemptions."""
+    asked = [(prompt, repeating(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(12, 9, 90))]
+    stats = all_of(network, asked, 14, dtype=dtype, residual_length=length)
+    assert stats.preemptions > 0
+    assert (stats.accepted_tokens > 0) is (length != 1)
+    assert length == 64 or stats.cached_tokens > 0
+    all_of(network, asked, 90, dtype=dtype, residual_length=length, block_size=6)
 
 
 @pytest.mark.parametrize("weights", ["f16", "q8", "q4"])

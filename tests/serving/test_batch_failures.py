@@ -8,9 +8,9 @@ import pytest
 from engines import Failing
 from interrupts import Lines, places
 from pace import FAST
-from serving import Alone, prompts, repeating, run, same, sampled, settled
+from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
 
-from kvcache import BatchEngine
+from kvcache import BatchEngine, InvalidOperationError, SamplingParams
 
 pytestmark = pytest.mark.no_level
 
@@ -22,8 +22,8 @@ ASKED = [
 class Served:
     """Requests in a pool that is too small for all, some of them running."""
 
-    def __init__(self, model):
-        self.engine = BatchEngine(model, num_blocks=6, seed=3)
+    def __init__(self, model, **options):
+        self.engine = BatchEngine(model, num_blocks=6, seed=3, clock=Clock(), **options)
         self.requests = [self.engine.submit(*each) for each in ASKED]
         self.samples = self.engine.submit(ASKED[1][0], sampled(50, 6, logprobs=1), n=2)
 
@@ -42,19 +42,20 @@ class Served:
         assert not self.engine._steps._pending
 
 
-def test_interrupted_at_every_line(network, long):
+@pytest.mark.parametrize("options", [{}, {"dtype": "q4", "residual_length": 12}], ids=["plain", "residual"])
+def test_interrupted_at_every_line(network, long, options):
     """Ctrl-C between any two lines; the next call goes on where the text was."""
-    alone = Alone(network)
-    served = Served(network)
+    alone = Alone(network, **options)
+    served = Served(network, **options)
     served.all()
     served.verify(alone)
-    served = Served(network)
+    served = Served(network, **options)
     with Lines() as lines:
         served.all()
     chosen = places(lines.seen, every=long)
-    chosen = chosen if long else chosen[:: 8 if FAST else 2]
+    chosen = chosen if long else chosen[:: 8 if FAST else 3]
     for stop in chosen:
-        served, lines = Served(network), Lines(stop)
+        served, lines = Served(network, **options), Lines(stop)
         with suppress(KeyboardInterrupt), lines:
             served.all()
         gc.collect()  # the error's frames held what its calls had taken
@@ -112,4 +113,23 @@ def test_logits_of_another_shape(network):
     engine = BatchEngine(Wrong(), num_blocks=6)
     with pytest.raises(ValueError, match=r"model.forward: expected logits of shape \(1, "):
         engine.submit(*ASKED[0]).result()
+    settled(engine)
+
+
+def test_a_call_that_would_wait_for_its_own_step_is_refused(network):
+    """From a logits processor, which runs inside a step; requests may be submitted there, and cancelled."""
+    engine, made = BatchEngine(network, num_blocks=20, max_queue=3, max_running=1), []
+
+    def nested(text, logits):
+        if len(made) < 3:
+            made.append(engine.submit([4, 5], GREEDY))
+        for call in (engine.step, made[-1].result, lambda: engine.generate_batch([[1], [2]], GREEDY, progress=False)):
+            with pytest.raises(InvalidOperationError, match="expected no call of this object"):
+                call()
+        made[0].cancel()
+
+    outer = engine.submit([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, logits_processor=nested))
+    assert len(outer.result()) == 4
+    assert [request.finish_reason for request in made] == ["cancelled", None, None]
+    assert made[1].result() == made[2].result() == Alone(network)(np.array([4, 5]), GREEDY).tokens
     settled(engine)

@@ -15,8 +15,15 @@ from kvcache.engine import Transformer
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 PROMPTS = prompts(0, 24, 60)
-KINDS = ["f32", "f16", "q8", "q4"]
-ALONE = {kind: Alone(NETWORK, dtype=kind, residual_length=0, block_size=8) for kind in KINDS}
+OPTIONS = {
+    "f32": {"dtype": "f32"},
+    "f16": {"dtype": "f16"},
+    "q8": {"dtype": "q8"},
+    "q4": {"dtype": "q4", "residual_length": 0},
+    "groups of 12": {"dtype": "q4", "residual_length": 12},
+    "groups of 64": {"dtype": "q4"},
+}
+ALONE = {kind: Alone(NETWORK, block_size=8, **options) for kind, options in OPTIONS.items()}
 
 
 class Requests(RuleBasedStateMachine):
@@ -28,15 +35,15 @@ class Requests(RuleBasedStateMachine):
         self.engine = None
 
     @rule(
-        kind=st.sampled_from(KINDS), blocks=st.integers(11, 30), running=st.integers(1, 9),
+        kind=st.sampled_from(sorted(OPTIONS)), blocks=st.integers(11, 30), running=st.integers(1, 9),
         gap=st.sampled_from([0.0, 9.0]),
     )  # fmt: skip
     def begin(self, kind, blocks, running, gap):
         if self.engine is None:
             self.kind = kind
             self.engine = BatchEngine(
-                NETWORK, dtype=kind, block_size=8, num_blocks=blocks, max_running=running, max_queue=12,
-                target_gap=gap, clock=self.clock,
+                NETWORK, block_size=8, num_blocks=blocks, max_running=running, max_queue=12,
+                target_gap=gap, clock=self.clock, **OPTIONS[kind],
             )  # fmt: skip
 
     @rule(

@@ -83,4 +83,4 @@ def settled(engine):
     engine.check()
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.claimed_blocks) == (0, 0, 0)
-    assert stats.free_blocks + stats.cached_blocks == engine.memory()["kv"] // engine._blocks.cache.block_memory_bytes
+    assert stats.free_blocks + stats.cached_blocks == engine._blocks.cache.total_blocks

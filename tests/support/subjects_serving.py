@@ -49,3 +49,12 @@ class Batch(Subject):
         except BaseException:
             request.cancel()
             raise
+
+
+class BatchWithResidual(Batch):
+    """The same where the newest groups are kept unpacked."""
+
+    options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    generate_batch = Batch.generate_batch
+    score_batch = Batch.score_batch
+    samples = Batch.samples

@@ -11,15 +11,16 @@ from kvcache import BatchEngine, InferenceEngine
 class BatchSystem(System):
     """A network that makes nested calls; requests that run beside one another."""
 
+    options: ClassVar[dict[str, object]] = {}
     answers: ClassVar[list[list[int]]] = []
     rare = ("generate_batch", "score_batch", "result")
     slow = 8
 
     def _build(self):
-        self.engine = BatchEngine(Network(self), num_blocks=12, max_queue=20)
+        self.engine = BatchEngine(Network(self), num_blocks=12, max_queue=20, **self.options)
         self.requests = []
         if not self.answers:
-            alone = InferenceEngine(MODEL)
+            alone = InferenceEngine(MODEL, **self.options)
             self.answers.extend(alone.generate(prompt, GREEDY) for prompt in PROMPTS)
         self.submit(self.wrap)
 
@@ -110,3 +111,8 @@ class BatchSystem(System):
         self.engine.clear_cache()
         stats = self.engine.stats()
         assert (stats.waiting, stats.running, stats.claimed_blocks, stats.cached_blocks) == (0, 0, 0, 0)
+
+
+class BatchWithResidualSystem(BatchSystem):
+    options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    answers: ClassVar[list[list[int]]] = []
