@@ -53,6 +53,7 @@ class PrefixCachedEngine:
         engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
         max_cache_blocks: maximum number of blocks of the prefix cache; may be left out if `max_memory_bytes` is given.
             The unpacked groups take more memory: one token for every 32, or two groups if that is more.
+            The pages of windows do too: a quarter as many for each window, or two windows if that is more.
         max_memory_bytes: the most bytes of all K and V, those of the engine and the unpacked groups included: an int or
             a text such as "4GiB". With `max_cache_blocks` the lower limit counts.
         seed: replaces the engine's seed, for requests without their own.
