@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from places import GOLDEN
+from places import GOLDEN, MODELS, in_every_build
 from prefix_engines import GREEDY, SHORT, prompt, settled
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.engine.sampling import Sampler
 
-MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 LENGTHS = (1, 15, 16, 17, 33, 200)
 FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q8", "q4"), ("f16", "q2"), ("q4", "f32")]
 SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=in_every_build(MODELS))
 def golden(request):
     folder = GOLDEN / request.param
     with np.load(folder / "golden.npz") as arrays:

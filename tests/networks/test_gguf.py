@@ -27,7 +27,7 @@ from gguf_files import (
     with_rows_for_llama,
     write,
 )  # fmt: skip
-from places import GOLDEN
+from places import GOLDEN, in_every_build
 from tensor_files import pack_arrays
 
 from kvcache.engine import InferenceEngine, ModelConfig, PrefixCachedEngine, Transformer
@@ -58,7 +58,7 @@ def assert_same_weights(found, expected, lost=0.0):
         np.testing.assert_allclose(a, b, rtol=0, atol=lost * np.abs(b).max())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_every_build(MODELS))
 def test_the_same_network(tmp_path, name):
     """Every golden network: weights bit for bit, configuration, logits."""
     folder = as_converted(GOLDEN / name, tmp_path / name)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from dense_runs import run_dense
 from oracle_engine import DenseKvCache
-from places import GOLDEN
+from places import GOLDEN, MODELS, in_every_build
 
 from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer
 from kvcache.networks.families import FAMILIES
 
-MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
 CHUNKS = (1, 7, 16, 64, 512)
 TOLERANCE = 1e-4
@@ -39,13 +38,17 @@ def loaded(name):
         return Transformer.from_pretrained(GOLDEN / name), dict(arrays)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=in_every_build(MODELS))
 def network(request):
     """A loaded network and its reference arrays."""
     return loaded(request.param)
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda pair: f"{pair[0]}-{pair[1].__name__}")
+@pytest.fixture(
+    scope="module",
+    params=in_every_build(ENGINES, lambda pair: pair[0]),
+    ids=lambda pair: f"{pair[0]}-{pair[1].__name__}",
+)
 def engine_of(request):
     """A golden network's name, and an engine that runs it."""
     return request.param
@@ -151,7 +154,7 @@ def test_the_error_of_compressed_caches(network, dtype, bound):
     assert 0 < error < bound
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_every_build(MODELS))
 def test_older_spelling_of_rope(name, tmp_path):
     """Files from before transformers 5 have `rope_theta` and `rope_scaling`, with the kind as `rope_type` or `type`."""
     shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)

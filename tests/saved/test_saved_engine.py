@@ -4,13 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from places import GOLDEN
+from places import GOLDEN, MODELS, in_every_build
 
 from kvcache import SnapshotError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.networks.fingerprint import fingerprint
 
-MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q2")]
@@ -24,7 +23,7 @@ def prompt(seed, n):
     return np.random.default_rng(seed).integers(0, 250, n).astype(np.uint32)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_every_build(MODELS))
 def test_the_answers_of_every_model(tmp_path, name):
     model = Transformer.from_pretrained(GOLDEN / name)
     with np.load(GOLDEN / name / "golden.npz") as arrays:
