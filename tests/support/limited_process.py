@@ -13,7 +13,7 @@ from places import search_path
 def outcomes_of(module, folder):
     """What `module`, run as a program with the folder as its argument, prints as JSON: how each case ended."""
     environment = os.environ | {"PYTHONPATH": search_path()}
-    ran = subprocess.run([sys.executable, module.__file__, folder], env=environment, capture_output=True, timeout=300)
+    ran = subprocess.run([sys.executable, module.__file__, folder], env=environment, capture_output=True, timeout=900)
     assert ran.returncode == 0, ran.stderr.decode()
     return json.loads(ran.stdout)
 
