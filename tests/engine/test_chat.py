@@ -13,7 +13,7 @@ from kvcache.engine.tokenizer import CheckpointText
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=40)
 TALK = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def walk(path):"}]

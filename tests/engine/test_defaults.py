@@ -16,7 +16,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.engine.defaults import folder_defaults, gguf_defaults
 from kvcache.gguf import GgufFile
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 def defaults(folder, content):

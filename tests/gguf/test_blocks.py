@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.gguf import blocks
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 # Where a block has float16 scales, in bytes from its start.
 SCALES = {

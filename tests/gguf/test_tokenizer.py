@@ -15,7 +15,7 @@ from kvcache.gguf import tokenizer as module
 from kvcache.gguf.tokenizer import build_tokenizer
 from kvcache.gguf.vocabulary import chat_template
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TEXTS = [
     "", " ", "a", "  two  spaces ", "Hello world", "don't I'LL", "12345 3.14", "x1y22", "\n\n \t\r\n", "naïve café",

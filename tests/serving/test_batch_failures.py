@@ -12,7 +12,7 @@ from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled
 
 from kvcache import BatchEngine, InvalidOperationError, SamplingParams
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 ASKED = [
     (prompt, (sampled, repeating)[i % 2](i, 6 + i % 2 * 14, logprobs=1)) for i, prompt in enumerate(prompts(9, 5, 40))

@@ -1,10 +1,13 @@
 """Prompt lookup: what it proposes, and how it learns."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.serving.guesses import MOST, Guesses
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 def ids(*tokens):

@@ -11,6 +11,8 @@ from serving import GREEDY, Clock, run
 from kvcache import BatchEngine, SamplingParams
 from kvcache.serving.budget import LEAST, MOST, TokenBudget
 
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
 
 class Timed:
     """A network that computes nothing and takes its time on a simulated clock; it notes its passes.

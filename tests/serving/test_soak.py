@@ -9,7 +9,7 @@ from serving import Alone, prompts, repeating, same, sampled, settled
 
 from kvcache import BatchEngine, QueueFullError
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 @pytest.mark.parametrize("options", [{"dtype": "q8"}, {"dtype": "q4", "residual_length": 12}], ids=["q8", "residual"])
