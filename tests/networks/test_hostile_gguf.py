@@ -4,7 +4,7 @@ import hostile_gguf
 import pytest
 from limited_process import outcomes_of
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from windowed_networks import KINDS
 from kvcache import BatchEngine, InferenceEngine, SamplingParams
 from kvcache.engine import Transformer
 
+pytestmark = pytest.mark.one_build
+
 NETWORKS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 FORMATS = ("f32", "f16", "q8", "q4", "q2")  # the last two with a residual
 MIXED = [GREEDY, sampled(3), sampled(4, 12, logprobs=2), SamplingParams(temperature=0.0, max_tokens=30, logprobs=0)]
