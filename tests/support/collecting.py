@@ -1,7 +1,17 @@
 """Runs the garbage collector at nearly every allocation, with finalisers and weakref callbacks that call a function."""
 
+import contextvars
 import gc
 import weakref
+
+
+def act():
+    """Call `Finalised.action` in a context of its own.
+
+    CPython 3.11 keeps a freed value where the collector runs inside of `ContextVar.reset` and a finaliser reads
+    the same variable: NumPy reads one in every ufunc and resets it at the end of `errstate`.
+    """
+    contextvars.copy_context().run(Finalised.action)
 
 
 class Finalised:
@@ -15,7 +25,7 @@ class Finalised:
     def __del__(self):
         if Finalised.action is not None:
             Finalised()
-            Finalised.action()
+            act()
 
 
 class Watched:
@@ -31,7 +41,7 @@ class Watched:
     def gone(_):
         if Finalised.action is not None:
             Watched()
-            Finalised.action()
+            act()
 
 
 class Collecting:
