@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memset
+from libc.string cimport memcmp, memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
@@ -52,7 +52,7 @@ cdef class Attention:
             runs: dtype `RUN` `(r,)`.
             queries: `(n, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads, n at most the tokens.
             scale: a float, or None for `head_dim ** -0.5`.
-            out: float32, C-contiguous, like `queries`, written; None: a new array.
+            out: float32 `(n, num_query_heads, value_head_dim)`, C-contiguous, written; None: a new array.
             return_scores: also return each token's attention mass, float32 `(tokens,)`.
             softcap: scores become `softcap * tanh(score / softcap)`.
             sinks: `(num_query_heads,)`, a logit per query head that joins the normaliser of the softmax.
@@ -89,13 +89,15 @@ cdef class Attention:
         return queries
 
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries):
+        cdef cnp.npy_intp shape[3]
+        shape[0], shape[1], shape[2] = queries.shape[0], queries.shape[1], self.store.layout.value_head_dim
         if out is None:
-            return cnp.PyArray_EMPTY(3, queries.shape, cnp.NPY_FLOAT32, 0)
-        if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
-                or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, queries):
-            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {np.shape(queries)}, "
-                             f"got {described(out)}")
-        return out
+            return cnp.PyArray_EMPTY(3, shape, cnp.NPY_FLOAT32, 0)
+        if is_plain(out, cnp.NPY_FLOAT32, 3) and cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
+                and memcmp(cnp.PyArray_DIMS(<cnp.ndarray>out), shape, sizeof(shape)) == 0:
+            return out
+        raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {(shape[0], shape[1], shape[2])}, "
+                         f"got {described(out)}")
 
     cdef float scale_(self, object scale) except? -1:
         if scale is None:

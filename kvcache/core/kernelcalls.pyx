@@ -76,22 +76,27 @@ def write(Layout layout, arena, runs, keys, values):
     cdef unsigned char *to = _bytes(arena)
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
-        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
-        kernels.write_runs(&layout.c, to, c_runs, len(runs), _floats(keys, shape), _floats(values, shape))
+        kernels.write_runs(&layout.c, to, c_runs, len(runs),
+                           _floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim)),
+                           _floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim)))
     finally:
         free(c_runs)
 
 
 def read(Layout layout, arena, runs, keys, values):
     """Into keys and values, either of which may be None."""
+    cdef float *k
+    cdef float *v
     cdef int64_t tokens = 0
     cdef unsigned char *base = _bytes(arena)
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
-        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
-        kernels.read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape),
-                          <float *>_floats(values, shape), <size_t>(layout.c.num_heads * layout.c.head_dim),
-                          <size_t>layout.c.head_dim)
+        k = <float *>_floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim))
+        v = <float *>_floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim))
+        kernels.read_runs(&layout.c, base, c_runs, len(runs), k, NULL,
+                          <size_t>(layout.c.num_heads * layout.c.head_dim), <size_t>layout.c.head_dim)
+        kernels.read_runs(&layout.c, base, c_runs, len(runs), NULL, v,
+                          <size_t>(layout.c.num_heads * layout.c.value_head_dim), <size_t>layout.c.value_head_dim)
     finally:
         free(c_runs)
 
@@ -131,7 +136,8 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
     if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
         raise ValueError(f"queries: expected (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
                          f"threads >= 1, got {queries.shape} and {threads}")
-    out = np.empty_like(queries) if out is None else out
+    if out is None:
+        out = np.empty((*queries.shape[:2], layout.c.value_head_dim), np.float32)
     cdef int heads = queries.shape[1]
     cdef unsigned char *base = _bytes(arena)
     cdef kvc_seq *seqs = <kvc_seq *>malloc((count + 1) * sizeof(kvc_seq))
@@ -166,7 +172,7 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
             args.scores = <float *>_floats(scores, (layout.c.num_heads, total_tokens))
         else:
             args.scores = <float *>_floats(scores, (total_tokens,))
-        args.out = <float *>_floats(out, shape)
+        args.out = <float *>_floats(out, (*shape[:2], layout.c.value_head_dim))
         args.lse, args.sinks = <float *>_floats(lse, shape[:2]), _floats(sinks, (heads,))
         kernels.attend(&args, _bytes(space), threads)
     finally:

@@ -43,13 +43,13 @@ class PagedKvCache:
             `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
-        head_dim: channels per head, a multiple of 8, at most 512.
+        head_dim: channels per head, a multiple of 8, at most 512; `value_head_dim` names those of V apart.
         num_layers: layers; every block holds its tokens' K and V of all of them.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
             many bits.
         rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
-            (QuaRot, arXiv 2404.00456, section 4): "auto" where head_dim is a power of two, True, or False.
+            (QuaRot, arXiv 2404.00456, section 4): "auto" where their head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
@@ -80,11 +80,12 @@ class PagedKvCache:
         key_dtype: str | None = None,
         value_dtype: str | None = None,
         rotate: bool | str = "auto",
+        value_head_dim: int | None = None,
         eviction_strategy: EvictionStrategy | None = None,
         eviction_threshold: float = 0.9,
         max_memory_bytes: int | str | None = None,
     ) -> None:
-        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
+        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate, value_head_dim
         store = BlockStore(
             num_layers, num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings), *settings
         )
@@ -103,7 +104,8 @@ class PagedKvCache:
 
     num_layers = read_only(lambda self: self._store.num_layers, "Layers.")
     num_heads = read_only(lambda self: self._store.num_heads, "KV heads.")
-    head_dim = read_only(lambda self: self._store.head_dim, "Channels per head.")
+    head_dim = read_only(lambda self: self._store.head_dim, "Channels per head of K and of queries.")
+    value_head_dim = read_only(lambda self: self._store.value_head_dim, "Channels per head of V and of the output.")
     block_size = read_only(lambda self: self._store.block_size, "Tokens per block.")
     key_dtype = read_only(lambda self: self._store.key_dtype, "Storage format of K.")
     value_dtype = read_only(lambda self: self._store.value_dtype, "Storage format of V.")
@@ -228,10 +230,10 @@ class PagedKvCache:
         """Store K and V of consecutive tokens in one layer; shared blocks are copied for this sequence first.
 
         Args:
-            keys, values: `(num_tokens, num_heads, head_dim)`: an array, or a tensor with the buffer protocol or DLPack.
-                float32, float16, float64 and bfloat16 (of DLPack or ml_dtypes) are read in place, with any strides of
-                tokens and heads (head-major too), and converted a few tokens at a time. Only what has the channels of
-                a head apart is copied first.
+            keys, values: `(num_tokens, num_heads, head_dim)`, of V `value_head_dim`: arrays, or tensors with the buffer
+                protocol or DLPack. float32, float16, float64 and bfloat16 (of DLPack or ml_dtypes) are read in place,
+                with any strides of tokens and heads (head-major too), and converted a few tokens at a time. Only what
+                has the channels of a head apart is copied first.
             start: index of the first token; by default they are the sequence's last tokens.
         """
         rows = self._blocks.as_rows(keys, values)
@@ -263,7 +265,7 @@ class PagedKvCache:
     @overload
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Pair) -> Pair: ...
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Any = None) -> Any:
-        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
+        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each, of V `value_head_dim`.
 
         `out`: a pair of such arrays, or tensors, with any strides of tokens and heads: written and returned.
         """
@@ -304,7 +306,7 @@ class PagedKvCache:
             scale: by default head_dim ** -0.5.
             sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same queries under
                 the RoPE of the shorter distance.
-            out: float32, C-contiguous, shaped like `queries`, or a tensor such as that: written in place and returned.
+            out: float32, C-contiguous, of the shape of the result, or a tensor such as that: written and returned.
             return_scores: also return each token's attention mass, summed over queries and heads; "head": over queries
                 and the query heads of each KV head.
             context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
@@ -321,7 +323,7 @@ class PagedKvCache:
                 plus the number of its ancestors. If each parent is the query before, bits are those without `mask`.
 
         Returns:
-            float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
+            float32 `(total_queries, num_query_heads, value_head_dim)`; a tuple if more is asked for, in this order:
             `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """

@@ -27,7 +27,7 @@ static void *ask(void *to) {
     answer *a = to;
     const question *q = a->question;
     const kvc_layout *l = &q->world->layout;
-    const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->head_dim;
+    const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->value_head_dim;
     const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, q->num_seqs, q->query_heads, q->threads);
     a->out = take(floats * sizeof(float), 4, q->at_end);
     a->scores = take((size_t)(q->tokens * (q->by_head ? l->num_heads : 1)) * sizeof(float), 4, q->at_end);
@@ -185,7 +185,9 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
                       const answer *answers, double *weights, double *total, double *error) {
     const world *w = q->world;
     const int dim = w->layout.head_dim, head = query_head / (q->query_heads / w->layout.num_heads);
-    const size_t at = ((size_t)(first_query + query) * (size_t)q->query_heads + (size_t)query_head) * (size_t)dim;
+    const int v_dim = w->layout.value_head_dim;
+    const size_t pair = (size_t)(first_query + query) * (size_t)q->query_heads + (size_t)query_head;
+    const size_t at = pair * (size_t)dim;
     const float *row = (const float *)q->q.at + at,
                 *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
@@ -206,7 +208,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
     }
     free(slots);
     double squares = 0, largest = 0;
-    for (int d = 0; d < dim; d++) {
+    for (int d = 0; d < v_dim; d++) {
         squares += expected.out[d] * expected.out[d];
         largest = fmax(largest, fabs(expected.out[d]));
     }
@@ -214,9 +216,9 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
                          !kvc_format_of(w->layout.value_format)->quantised;
     const int plain = expected.plain && q->kind == GAUSSIAN && q->scale * sqrtf((float)dim) < 1.1f;
     for (int level = 0; level < num_levels(); level++) {
-        const float *out = (const float *)answers[level].out.at + at;
+        const float *out = (const float *)answers[level].out.at + pair * (size_t)v_dim;
         double off = 0, most = 0;
-        for (int d = 0; d < dim; d++) {
+        for (int d = 0; d < v_dim; d++) {
             const double each = out[d] - expected.out[d];
             off += each * each;
             most = isfinite(each) ? fmax(most, fabs(each)) : INFINITY;
@@ -224,7 +226,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
         off = sqrt(off);
         if (!(off <= expected.error))
             fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
-        const float *lse = (const float *)answers[level].lse.at + at / (size_t)dim;
+        const float *lse = (const float *)answers[level].lse.at + pair;
         if (w->lse && !(seen || q->has_logits ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
             fail("%s: lse is %g, not %g, may err %g", level_at(level)->name, *lse, expected.lse,
                  expected.lse_error);
@@ -270,7 +272,7 @@ static memory keep_tokens(kvc_seq *of, int64_t first, int64_t stop) {
 /* One query in a separate call, with another number of threads and maybe without the tokens that it does not see, has
  * the same bits at every level. */
 static void expect_same_alone(const question *q, int seq, int64_t query, int64_t first, const answer *answers) {
-    const int dim = q->world->layout.head_dim;
+    const int dim = q->world->layout.head_dim, v_dim = q->world->layout.value_head_dim;
     const size_t heads = (size_t)q->query_heads, row = (size_t)(first + query) * heads;
     question alone = *q;
     kvc_seq *of = &alone.seqs[0];
@@ -292,9 +294,9 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     for (int level = 0; level < num_levels(); level++) {
         answer again = {.kernels = level_at(level), .question = &alone};
         ask(&again);
-        const float *out = (const float *)answers[level].out.at + row * (size_t)dim;
+        const float *out = (const float *)answers[level].out.at + row * (size_t)v_dim;
         const float *lse = (const float *)answers[level].lse.at + row;
-        if (memcmp(again.out.at, out, heads * (size_t)dim * sizeof *out) ||
+        if (memcmp(again.out.at, out, heads * (size_t)v_dim * sizeof *out) ||
             (q->world->lse && memcmp(again.lse.at, lse, heads * sizeof *lse)))
             fail("%s: query %d has other bits alone%s", again.kernels->name, (int)query,
                  dropped ? ", without the tokens before its window" : "");

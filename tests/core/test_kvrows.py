@@ -15,7 +15,7 @@ from kvcache.core.kvrows import KvRows
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
 
-HEADS, DIM, SIZE = 3, 24, 40
+HEADS, DIM, VALUE_DIM, SIZE = 3, 24, 40, 40
 TYPES = ("f32", "f16", "bf16", "f64")
 LAYOUTS = {
     "C": lambda x: x,
@@ -38,7 +38,7 @@ def stored(type_, floats):
 
 
 def bytes_after(rows, runs, dtypes):
-    store = BlockStore(1, 6, SIZE, HEADS, DIM, *dtypes)
+    store = BlockStore(1, 6, SIZE, HEADS, DIM, *dtypes, value_head_dim=VALUE_DIM)
     store.write(0, runs, *rows)
     return store.raw(0).copy()
 
@@ -49,7 +49,7 @@ def test_rows_of_any_kind_store_the_bytes_of_their_floats(simd, rng, type_, layo
     runs = np.array([(4, 3, 5), (1, 0, SIZE), (0, 15, 18), (5, 39, 40), (2, 7, 33)], RUN)
     n = int((runs["stop"].astype(int) - runs["first"]).sum())
     (keys, key_floats), (values, value_floats) = (
-        stored(type_, rng.standard_normal((n, HEADS, DIM)).astype(np.float32)) for _ in range(2)
+        stored(type_, rng.standard_normal((n, HEADS, dim)).astype(np.float32)) for dim in (DIM, VALUE_DIM)
     )
     rows = LAYOUTS[layout](keys), LAYOUTS[layout](values)
     mixed = LAYOUTS[layout](keys), value_floats
@@ -110,7 +110,8 @@ def test_the_whole_is_not_copied(rng):
 
 def test_mistakes():
     floats = np.zeros((2, 1, 8), np.float32)
-    with pytest.raises(ValueError, match=r"^values: expected shape \(2, 1, 8\), as of keys, got \(1, 1, 8\)$"):
-        KvRows(floats, floats[:1])
+    for other in (floats[:1], floats.repeat(2, 1), floats[0]):
+        with pytest.raises(ValueError, match=r"^values: expected as many rows and heads as keys of shape \(2, 1, 8\)"):
+            KvRows(floats, other)
     with pytest.raises(TypeError, match=r"^rows: expected float32, float16, float64 or words of bfloat16, got int64$"):
         KvRows(floats.astype(np.int64), floats.astype(np.int64))
