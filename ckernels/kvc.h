@@ -43,7 +43,7 @@ typedef struct kvc_layout {
     size_t block_bytes;      /* all heads, K and V, rounded up to 64 */
 } kvc_layout;
 
-/* Rows of K or V as a caller has them, (tokens, heads, dim): the channels of a head lie together. */
+/* Rows of K, V or queries as a caller has them, (tokens, heads, dim): the channels of a head lie together. */
 typedef enum kvc_element { KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64 } kvc_element;
 typedef struct kvc_tensor {
     const unsigned char *data;         /* aligned for its elements, as the strides are */
@@ -70,7 +70,8 @@ typedef struct kvc_seq {
     const int64_t *parents, *depths;
 } kvc_seq;
 
-/* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs.
+/* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs. Queries are widened
+ * where an item reads them, doubles rounded.
  *
  * The bits of a row of out and lse depend on its query, the scale, softcap and sink, the tokens that the query sees and
  * their text positions, the position that ends the sink tokens, the layout and the level. They do not depend on other
@@ -85,8 +86,8 @@ typedef struct kvc_attend_args {
     int64_t num_seqs;
     int32_t num_query_heads; /* a multiple of layout->num_heads; query head i reads KV head i / group */
     float scale;
-    const float *queries;      /* (total_queries, num_query_heads, head_dim) */
-    const float *sink_queries; /* the same shape, or NULL */
+    kvc_tensor queries;        /* (total_queries, num_query_heads, head_dim) */
+    kvc_tensor sink_queries;   /* the same shape; its data is NULL if there are none */
     float *out;                /* (total_queries, num_query_heads, value_head_dim) */
     float *scores; /* (total seen tokens), or NULL: each token's weight, summed over queries and query heads */
     float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */

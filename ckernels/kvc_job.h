@@ -160,7 +160,7 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     const int most = j->units ? KVC_CHUNK - at->skipped * KVC_TILE : KVC_CHUNK - at->skipped / 16 * 16;
     const int lead = j->units ? 0 : at->skipped % 16;
     c->lanes = lead, c->pieces = 0, c->even = 1;
-    c->sink = j->args->sink_queries && at->token < sinks;
+    c->sink = j->args->sink_queries.data && at->token < sinks;
     if (at->token < sinks && stop > sinks) stop = sinks;
     while (at->token < stop && c->lanes < most) {
         while (at->slot == at->run->stop) at->run++, at->slot = at->run->first;
@@ -225,21 +225,31 @@ static void take_scratch(job *j, void *scratch) {
     j->alpha = free;
 }
 
-/* The index of a row of a KV head in queries and out, in (query, query head) pairs. */
+/* The index of a row of a KV head in out, in (query, query head) pairs. */
 static size_t pair_index(const job *j, int head, int64_t row) {
     const int64_t query = j->item->first_query + row / j->group;
     return (size_t)(query * j->args->num_query_heads + (int64_t)head * j->group + row % j->group);
+}
+
+/* A row of queries as floats: where it lies, or widened to q. */
+static const float *query_row(const job *j, const kvc_tensor *queries, int head, int64_t row, float *q) {
+    kvc_tensor one = *queries;
+    const int64_t query = j->item->first_query + row / j->group;
+    one.data += ((int64_t)head * j->group + row % j->group) * one.head_stride + query * one.token_stride;
+    if (one.element == KVC_ELEMENT_F32) return (const float *)one.data;
+    KVC_FN(gather_rows)(&one, 0, 1, 1, j->k_rows.dim, q);
+    return q;
 }
 
 /* Copies rows of one KV head to index and following: scaled, and rotated and split into digits if K is. */
 static void pack_queries(const job *j, int head, int64_t row, int rows, size_t index) {
     const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
     const int dim = j->k_rows.dim;
-    for (int sink = 0; sink <= (j->args->sink_queries != NULL); sink++) {
-        const float *queries = sink ? j->args->sink_queries : j->args->queries;
+    for (int sink = 0; sink <= (j->args->sink_queries.data != NULL); sink++) {
+        const kvc_tensor *queries = sink ? &j->args->sink_queries : &j->args->queries;
         float *q = (sink ? j->sink_q : j->q) + index * (size_t)j->padded;
         for (int r = 0; r < rows; r++, q += j->padded) {
-            const float *from = queries + pair_index(j, head, row + r) * (size_t)dim;
+            const float *from = query_row(j, queries, head, row + r, q);
             for (int d = 0; d < dim; d += KVC_LANES)
                 f32v_store(q + d, f32v_mul(load_dims(from, d, dim), scale_v));
             for (int d = dim; d < j->padded; d++) q[d] = 0.0f;

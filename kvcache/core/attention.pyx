@@ -9,11 +9,12 @@ from libc.string cimport memcmp, memset
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
 from kvcache.core.kernels cimport kvc_attend_args, kvc_run, kvc_seq
+from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.store cimport BlockStore
 
 import numpy as np
 
-from kvcache.core.arguments import as_finite, as_floats, described
+from kvcache.core.arguments import as_finite, as_floats, as_stored, described
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
@@ -50,7 +51,7 @@ cdef class Attention:
 
         Args:
             runs: dtype `RUN` `(r,)`.
-            queries: `(n, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads, n at most the tokens.
+            queries: `(n, num_query_heads, head_dim)`, as of `PagedKvCache.attention`; n at most the tokens.
             scale: a float, or None for `head_dim ** -0.5`.
             out: float32 `(n, num_query_heads, value_head_dim)`, C-contiguous, written; None: a new array.
             return_scores: also return each token's attention mass, float32 `(tokens,)`.
@@ -80,9 +81,8 @@ cdef class Attention:
     # -- below the shell ------------------------------------------------------------------------------------
 
     cdef cnp.ndarray queries_(self, object queries, str name):
-        """`(n, heads, head_dim)` float32, as it is where it is that already."""
         if not is_plain(queries, cnp.NPY_FLOAT32, 3) or (<cnp.ndarray>queries).shape[2] != self.store.layout.head_dim:
-            queries = as_floats(queries, (None, None, self.store.layout.head_dim), name)
+            queries = together(as_stored(queries, (None, None, self.store.layout.head_dim), name))
         cdef int64_t heads = (<cnp.ndarray>queries).shape[1]
         if heads == 0 or heads % self.store.layout.num_heads:
             raise ValueError(f"{name}: expected a multiple of {self.store.layout.num_heads} heads, got {heads}")
@@ -149,9 +149,9 @@ cdef class Attention:
         memset(&args, 0, sizeof(kvc_attend_args))
         args.layout, args.arena, args.seqs, args.num_seqs = &self.store.layout, base, self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
-        args.queries, args.out = <const float *>cnp.PyArray_DATA(queries), <float *>cnp.PyArray_DATA(out)
+        args.queries, args.out = tensor_of(queries), <float *>cnp.PyArray_DATA(out)
         if sink_queries is not None:
-            args.sink_queries = <const float *>cnp.PyArray_DATA(sink_queries)
+            args.sink_queries = tensor_of(sink_queries)
         if sinks is not None:
             args.sinks = <const float *>cnp.PyArray_DATA(sinks)
         if scores is not None:

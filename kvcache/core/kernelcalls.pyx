@@ -7,7 +7,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport Layout, kvc_attend_args, kvc_format, kvc_run, kvc_seq
+from kvcache.core.kernels cimport (
+    KVC_ELEMENT_F32, Layout, kvc_attend_args, kvc_format, kvc_run, kvc_seq, kvc_tensor,
+)
 
 
 cdef struct _Runs:
@@ -63,6 +65,14 @@ cdef const float *_floats(object array, object shape) except? NULL:
     if array.dtype != np.float32 or not array.flags.c_contiguous or array.shape != shape:
         raise ValueError(f"array: expected C-contiguous float32 {shape}, got {array.dtype} {array.shape}")
     return <const float *><size_t>array.ctypes.data
+
+
+cdef kvc_tensor _rows(object array, object shape) except *:
+    """`_floats` as a tensor."""
+    cdef kvc_tensor tensor
+    tensor.data, tensor.element = <const unsigned char *>_floats(array, shape), KVC_ELEMENT_F32
+    tensor.token_stride, tensor.head_stride = 4 * shape[1] * shape[2], 4 * shape[2]
+    return tensor
 
 
 cdef unsigned char *_bytes(object arena) except NULL:
@@ -166,7 +176,7 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
             raise ValueError(f"scratch: expected {need} bytes, got {len(space)}")
         args.layout, args.arena, args.seqs, args.num_seqs = &layout.c, base, seqs, count
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
-        args.queries, args.sink_queries = _floats(queries, shape), _floats(sink_queries, shape)
+        args.queries, args.sink_queries = _rows(queries, shape), _rows(sink_queries, shape)
         if scores is not None and scores.ndim == 2:
             args.score_stride = total_tokens
             args.scores = <float *>_floats(scores, (layout.c.num_heads, total_tokens))

@@ -44,7 +44,7 @@ cdef extern from "kvc.h" nogil:
     ctypedef enum kvc_element:
         KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64
 
-    ctypedef struct kvc_tensor:     # rows (tokens, heads, head_dim), channels together
+    ctypedef struct kvc_tensor:     # rows (tokens, heads, head_dim) of K, V or queries, channels together
         const unsigned char *data
         int64_t token_stride        # in bytes, of any sign
         int64_t head_stride
@@ -70,8 +70,8 @@ cdef extern from "kvc.h" nogil:
         int64_t num_seqs
         int32_t num_query_heads
         float scale
-        const float *queries            # (total_queries, num_query_heads, head_dim)
-        const float *sink_queries       # the same shape, or NULL
+        kvc_tensor queries              # (total_queries, num_query_heads, head_dim)
+        kvc_tensor sink_queries         # the same shape; data is NULL where there are none
         float *out                      # (total_queries, num_query_heads, value_head_dim)
         float *scores                   # (total shown tokens), or NULL
         float *lse                      # (total_queries, num_query_heads), or NULL

@@ -20,5 +20,10 @@ cdef class KvRows:
     # The first value, counted from the first of the first row, that the format cannot hold; -1: it can hold all.
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil
 
+# An array (tokens, heads, channels), or a copy: aligned, with the channels of a head one behind another.
+cdef cnp.ndarray together(cnp.ndarray x)
+# Such an array for the kernels; TypeError: neither floats nor words of bfloat16.
+cdef kvc_tensor tensor_of(cnp.ndarray x) except *
+
 cdef enum:
     STEP = 16    # tokens of a tile, which are packed together

@@ -36,8 +36,8 @@ cdef class KvRows:
         self.count, self.num_heads = keys.shape[0], <int>keys.shape[1]
         self.dims[0], self.dims[1] = <int>keys.shape[2], <int>values.shape[2]
         self.plain = is_plain(keys, cnp.NPY_FLOAT32, 3) and is_plain(values, cnp.NPY_FLOAT32, 3)
-        self.keys, self.values = _together(keys), _together(values)
-        self.tensors[0], self.tensors[1] = _tensor(self.keys), _tensor(self.values)
+        self.keys, self.values = together(keys), together(values)
+        self.tensors[0], self.tensors[1] = tensor_of(self.keys), tensor_of(self.values)
         if self.plain:
             return
         cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * <size_t>(self.dims[0] + self.dims[1])
@@ -79,14 +79,13 @@ cdef class KvRows:
         return -1
 
 
-cdef cnp.ndarray _together(cnp.ndarray x):
-    """x, or a copy, aligned and with the channels of a head one behind another."""
+cdef cnp.ndarray together(cnp.ndarray x):
     if cnp.PyArray_ISALIGNED(x) and (x.shape[2] == 1 or cnp.PyArray_STRIDE(x, 2) == cnp.PyArray_ITEMSIZE(x)):
         return x
     return np.ascontiguousarray(x)
 
 
-cdef kvc_tensor _tensor(cnp.ndarray x) except *:
+cdef kvc_tensor tensor_of(cnp.ndarray x) except *:
     cdef kvc_tensor tensor
     cdef int number = cnp.PyArray_TYPE(x)
     if number == cnp.NPY_FLOAT32:
