@@ -2,7 +2,7 @@
 
     probe     the keys of all groups that the prompt lacks, one call of each tier
     decide    fetch where latency + bytes / rate of the tier is below half of the seconds that computing takes
-    fetch     in windows of about 8 MB, each checked and delivered before the next; stop at the first gap
+    fetch     in windows of about 8 MB, each checked and delivered while the next is on its way; stop at the first gap
 
 The first window of a tier whose rate is not known has one value. Before each window the groups that have been computed
 meanwhile are passed over, and it is decided again.
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.tiers.links import Link, Measured
+from kvcache.tiers.protocol import Buffer
 from kvcache.tiers.values import ValueFormat
 
 __all__ = ["Lookup", "Reader"]
@@ -89,16 +90,18 @@ class Lookup:
 
     def cancel(self) -> None:
         """Nothing more is needed."""
-        self.cancelled = True
-        self.bodies.clear()
+        with self._changed:
+            self.cancelled = True
+            self.bodies.clear()
 
-    def deliver(self, group: int, bodies: list[memoryview]) -> None:
+    def deliver(self, group: int, body: memoryview) -> None:
+        """Accept the body of a group, unless nothing more is needed."""
         with self._changed:
             if not self.cancelled:
-                self.bodies.update(enumerate(bodies, group))
-            self._changed.notify_all()
+                self.bodies[group] = body
 
     def end(self) -> None:
+        """Nothing more arrives."""
         with self._changed:
             self.ended = True
             self._changed.notify_all()
@@ -189,37 +192,63 @@ class Reader:
     def _fetch(self, lookup: Lookup, number: int, link: Link, at: int, end: int) -> int:
         """Fetch the groups from `at` to `end`; the first that did not arrive."""
         value_bytes = lookup.format.value_bytes
+        check: _Check | None = None
         while (at := max(at, lookup.reached)) < end and not lookup.cancelled and not self._closed:
             if not _pays(lookup, link, end - at):
                 link.count("declined")
-                return lookup.stop  # the next tiers are slower
+                at = lookup.stop  # the next tiers are slower
+                break
             count = 1 if link.rate.mean is None else max(1, WINDOW // value_bytes)
             groups = range(at, min(at + count, end))
             self._began = began = monotonic()
             values = link.get([lookup.keys[number][group] for group in groups])
             self._began = None
-            if values is None:
-                return at
-            bodies: list[memoryview] = []
-            for group, value in zip(groups, values, strict=True):
-                key = lookup.keys[number][group]
+            if values is None or (check is not None and not check.passed()):
+                break
+            check = _Check(lookup, number, link, groups, values)
+            check.start()
+            at = groups.stop
+            link.rate.add(len(groups) * value_bytes / max(monotonic() - began, 1e-9))
+        return at if check is None or check.passed() else check.stop
+
+
+class _Check(Thread):
+    """Checks a window of values and delivers those that are accepted, while the next window is fetched.
+
+    Attributes:
+        stop: the first group that was not accepted.
+    """
+
+    def __init__(
+        self, lookup: Lookup, number: int, link: Link, groups: range, values: Sequence[Buffer | None]
+    ) -> None:  # fmt: skip
+        super().__init__(name=f"kvcache check {link.name}", daemon=True)
+        self._lookup, self._number, self._link, self._groups, self._values = lookup, number, link, groups, values
+        self.stop = groups.start
+
+    def run(self) -> None:
+        lookup, link = self._lookup, self._link
+        try:
+            for group, value in zip(self._groups, self._values, strict=True):
+                key = lookup.keys[self._number][group]
                 body = lookup.format.open(link.secret, key, lookup.tokens_of(group), value)
                 if body is None:
                     if value is not None:
                         link.count("wrong")
-                        lookup.wrong.append((number, group))
+                        lookup.wrong.append((self._number, group))
                         logger.warning("%s: a value is not what belongs under its key; it is a miss", link.name)
-                    break
-                bodies.append(body)
-            if bodies:
-                link.rate.add(len(bodies) * value_bytes / max(monotonic() - began, 1e-9))
-                link.count("late" if lookup.cancelled else "hits", len(bodies))
-                link.count("bytes_read", len(bodies) * value_bytes)
-                lookup.deliver(at, bodies)
-            at += len(bodies)
-            if len(bodies) < len(groups):
-                return at
-        return at
+                    return
+                link.count("late" if lookup.cancelled else "hits")
+                link.count("bytes_read", lookup.format.value_bytes)
+                lookup.deliver(group, body)
+                self.stop = group + 1
+        except Exception as error:
+            link.failed(error)
+
+    def passed(self) -> bool:
+        """Wait for its end; whether all values were accepted."""
+        self.join()
+        return self.stop == self._groups.stop
 
 
 def _pays(lookup: Lookup, link: Link, groups: int) -> bool:

@@ -253,11 +253,12 @@ class TierSource:
         """Copies of the K and V of groups, `(len(groups), body_bytes)`."""
         assert self._cached is not None
         store, count = self._cached.store, self._pages
-        places = np.array([pages[group * count : (group + 1) * count] for group in groups])
-        layer_bytes = store.block_bytes // store.num_layers
-        bodies = np.empty((len(groups), count, store.num_layers, layer_bytes), np.uint8)
-        for layer in range(store.num_layers):
-            bodies[:, :, layer] = store.raw(layer)[places]
+        layers = [store.raw(layer) for layer in range(store.num_layers)]
+        bodies = np.empty((len(groups), count, store.num_layers, store.block_bytes // store.num_layers), np.uint8)
+        for body, group in zip(bodies, groups, strict=True):
+            for out, page in zip(body, pages[group * count : (group + 1) * count].tolist(), strict=True):
+                for place, layer in zip(out, layers, strict=True):
+                    place[...] = layer[page]
         return bodies.reshape(len(groups), -1)
 
     def _queue(

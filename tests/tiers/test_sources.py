@@ -14,7 +14,7 @@ from kvcache.core.kernels import simd_level
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.saved.tables import Arena
-from kvcache.tiers import Tiers
+from kvcache.tiers import Tiers, lookups
 from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, _pays
 from kvcache.tiers.values import ValueFormat
@@ -171,8 +171,9 @@ def test_a_tier_that_fails_is_passed_over(network, monkeypatch):
         assert len(store.calls) == FAILURES + 1
 
 
-def test_a_fetch_has_to_pay():
+def test_a_fetch_has_to_pay(monkeypatch):
     """Below half of the seconds of computing; what is not known is tried."""
+    monkeypatch.setattr(lookups, "_SHARE", 0.5)
     form, speed = ValueFormat(64, 10**6), Measured()
     lookup = Lookup(None, np.zeros(640, np.uint32), 0, 10, [[]], form, speed)
     link = Link(ObjectStore(), SECRET, 1)
@@ -189,7 +190,9 @@ def test_a_fetch_has_to_pay():
     assert not _pays(lookup, link, 10**6)
 
 
-def test_what_is_slower_than_computing_is_declined(network):
+def test_what_is_slower_than_computing_is_declined(network, monkeypatch):
+    monkeypatch.setattr(lookups, "_SHARE", 0.5)
+
     class Slow(ObjectStore):
         def get_many(self, keys):
             time.sleep(0.3)
