@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.sequence import LiveSequence
 from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.lookups import Lookup
-from kvcache.tiers.source import GROUP_TOKENS
+from kvcache.tiers.source import GROUP_TOKENS, TierSource
 from kvcache.tiers.tiers import Tiers
 
-__all__ = ["Tiered", "as_tiers"]
+__all__ = ["Tiered", "as_tiers", "source_of"]
 
 AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
 
@@ -57,6 +58,15 @@ def as_tiers(
     return Tiers([directory], after_uses=1)
 
 
+def source_of(tiers: Tiers, model: Model, residual_length: int) -> TierSource:
+    """The tiers as the source of the prefix cache of an engine; engines of all kinds share values.
+
+    Raises:
+        TypeError: the model is no `Transformer`.
+    """
+    return tiers.source(f"{fingerprint(model)}, residual_length {residual_length}", waits=False)
+
+
 class Tiered:
     """The tiers of a `PrefixCachedEngine`.
 
@@ -68,8 +78,7 @@ class Tiered:
 
     def __init__(self, tiers: Tiers, engine: InferenceEngine, sequence: LiveSequence, cache: PrefixCache) -> None:
         self._tiers, self._engine, self._sequence, self._cache = tiers, engine, sequence, cache
-        residual = f"residual {engine.residual_length}"
-        self._source = tiers.source(f"{fingerprint(engine.model)} {residual}", waits=False)
+        self._source = source_of(tiers, engine.model, engine.residual_length)
         cache.source = self._source
         self._lookup: Lookup | None = None
 

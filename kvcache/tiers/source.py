@@ -92,13 +92,14 @@ class TierSource:
     @contextmanager
     def looking(self, name: Hashable, tokens: Tokens, start: int) -> Iterator[Lookup | None]:
         """A lookup of the groups of `tokens` from token `start` on that runs meanwhile; None: there is none."""
-        lookup = self._start(name, tokens, start)
+        lookup = self.start(name, tokens, start)
         try:
             yield lookup
         finally:
-            self._end(lookup)
+            self.end(lookup)
 
-    def _start(self, name: Hashable, tokens: Tokens, start: int) -> Lookup | None:
+    def start(self, name: Hashable, tokens: Tokens, start: int) -> Lookup | None:
+        """Begin a lookup, as `looking` does; `end` has to follow."""
         first, stop = start // self.format.group_tokens, len(tokens) // self.format.group_tokens
         if first >= stop:
             return None
@@ -113,7 +114,8 @@ class TierSource:
         self._lookups.append(lookup)
         return lookup
 
-    def _end(self, lookup: Lookup | None) -> None:
+    def end(self, lookup: Lookup | None) -> None:
+        """End a lookup, and note what it learned of the tiers."""
         if lookup is None:
             return
         lookup.cancel()
@@ -151,14 +153,14 @@ class TierSource:
     def _offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
         lookup = self._lookup_of(name, tokens)
         if lookup is None and self._deadline > 0:
-            lookup = self._start(name, tokens, start * self._size)
+            lookup = self.start(name, tokens, start * self._size)
             if lookup is not None:
                 lookup.wait(self._deadline)
         if lookup is None:
             return 0
         count = lookup.available(start * self._size) // self._size - start
         if self._deadline > 0 and not count:
-            self._end(lookup)
+            self.end(lookup)
         return count
 
     def _lookup_of(self, name: Hashable, tokens: Tokens) -> Lookup | None:
@@ -186,7 +188,7 @@ class TierSource:
             lookups.append(lookup)
         if self._deadline > 0:
             for lookup in set(lookups):
-                self._end(lookup)
+                self.end(lookup)
         return np.array(good, np.int32)
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
