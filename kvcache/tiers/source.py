@@ -77,7 +77,7 @@ class TierSource:
         """See `Source`."""
         store = cached.store
         arena = Arena(
-            store.num_layers, store.num_heads, cached.head_dim, store.key_dtype, store.value_dtype, *store.rotated,
+            store.num_layers, store.num_heads, *cached.dims, store.key_dtype, store.value_dtype, *store.rotated,
             "blocks", store.block_size, store.block_bytes,
         )  # fmt: skip
         self._cached, self._size = cached, store.block_size
