@@ -63,7 +63,7 @@ def test_the_values_of_a_cache_are_those_of_the_twin(rng):
         cache.evict(10)
         assert tiers.flush(60)
     blocks = cache._store
-    arena = Arena(3, 2, 8, "q8", "q8", *blocks.rotated, "blocks", SIZE, blocks.block_bytes)
+    arena = Arena(3, 2, 8, 8, "q8", "q8", *blocks.rotated, "blocks", SIZE, blocks.block_bytes)
     context = b"\0".join([b"1", simd_level().encode(), arena.pack(), b"name"])
     keys = twin_keys(SECRET, context, encode_namespace(("a", 7)), tokens, 64)
     assert sorted(store.bucket) == sorted(keys)
