@@ -87,10 +87,11 @@ class Link:
     Args:
         tier: the store.
         secret: of its keys and values.
+        encrypt: whether values are encrypted.
         after_uses: a group of tokens is written when so many requests had it.
 
     Attributes:
-        tier, secret, after_uses: see above.
+        tier, secret, encrypt, after_uses: see above.
         name: the class of the tier.
         counts: the counters of `TierStats`, by name.
         latency: seconds of a probe.
@@ -102,8 +103,8 @@ class Link:
         "bytes_read", "bytes_written",
     )  # fmt: skip
 
-    def __init__(self, tier: Tier, secret: bytes, after_uses: int) -> None:
-        self.tier, self.secret, self.after_uses = tier, secret, after_uses
+    def __init__(self, tier: Tier, secret: bytes, after_uses: int, *, encrypt: bool = False) -> None:
+        self.tier, self.secret, self.after_uses, self.encrypt = tier, secret, after_uses, encrypt
         self.name = type(tier).__name__
         self.counts = dict.fromkeys(self.COUNTED, 0)
         self.latency, self.rate = Measured(), Measured()

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.protocol import Buffer
-from kvcache.tiers.values import ValueFormat
+from kvcache.tiers.values import ValueFormat, Wrapping
 
 __all__ = ["Lookup", "Reader"]
 
@@ -45,6 +45,7 @@ class Lookup:
         tokens: of the prompt.
         first, stop: the groups to look up.
         keys: for each tier, the keys of all groups.
+        wrappings: for each tier, of the values.
         format: of the values.
         computing: tokens per second of the network.
 
@@ -57,11 +58,11 @@ class Lookup:
     """
 
     def __init__(
-        self, name: Hashable, tokens: Tokens, first: int, stop: int, keys: Sequence[list[bytes]], format: ValueFormat,
-        computing: Measured,
+        self, name: Hashable, tokens: Tokens, first: int, stop: int, keys: Sequence[list[bytes]],
+        wrappings: Sequence[Wrapping], format: ValueFormat, computing: Measured,
     ) -> None:  # fmt: skip
         self.name, self.tokens, self.first, self.stop = name, tokens, first, stop
-        self.keys, self.format, self.computing = keys, format, computing
+        self.keys, self.wrappings, self.format, self.computing = keys, wrappings, format, computing
         self.bodies: dict[int, memoryview] = {}
         self.reached, self.ended, self.cancelled = first, False, False
         self.present: list[range] = [range(0)] * len(keys)
@@ -227,11 +228,11 @@ class _Check(Thread):
         self.stop = groups.start
 
     def run(self) -> None:
-        lookup, link = self._lookup, self._link
+        lookup, link, wrapping = self._lookup, self._link, self._lookup.wrappings[self._number]
         try:
             for group, value in zip(self._groups, self._values, strict=True):
                 key = lookup.keys[self._number][group]
-                body = lookup.format.open(link.secret, key, lookup.tokens_of(group), value)
+                body = wrapping.open(lookup.format, key, lookup.tokens_of(group), value)
                 if body is None:
                     if value is not None:
                         link.count("wrong")
