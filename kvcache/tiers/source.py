@@ -87,7 +87,9 @@ class TierSource:
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
         # Levels of SIMD add in different orders, so each has K and V of its own.
         context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), self._model.encode()))
-        self._chains = [KeyChain(link.secret, context, self.format.group_tokens) for link in self._links]
+        contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
+        size = self.format.group_tokens
+        self._chains = [KeyChain(link.secret, each, size) for link, each in zip(self._links, contexts, strict=True)]
 
     # -- lookups --------------------------------------------------------------------------------------------
 
