@@ -2,10 +2,10 @@
 
     probe     the keys of all groups that the prompt lacks, one call of each tier
     decide    fetch where latency + bytes / rate of the tier is below half of the seconds that computing takes
-    fetch     in windows of about 8 MB, each checked and delivered while the next is on its way; stop at the first gap
+    fetch     in windows, each checked and delivered while the next is on its way; stop at the first gap
 
-The first window of a tier whose rate is not known has one value. Before each window the groups that have been computed
-meanwhile are passed over, and it is decided again.
+A window has what takes a tenth of a second, 8 MB at most, and a value at least. Before each window the groups that have
+been computed meanwhile are passed over, and it is decided again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ __all__ = ["Lookup", "Reader"]
 logger = logging.getLogger("kvcache")
 
 WINDOW = 8 << 20  # bytes of values in one call of a tier
+_SECONDS = 0.1  # of one call
 _SHARE = 0.5  # of the seconds of computing that a fetch may take
+_LEAST_SHARE = 0.05  # of the seconds of a fetch that count as those of its bytes
 _MOST_WAITING = 16  # lookups
 _PATIENCE = 1.0  # seconds of one call after which further lookups do not wait for it
 
@@ -199,7 +201,7 @@ class Reader:
                 link.count("declined")
                 at = lookup.stop  # the next tiers are slower
                 break
-            count = 1 if link.rate.mean is None else max(1, WINDOW // value_bytes)
+            count = max(1, int(min(WINDOW, (link.rate.mean or 0.0) * _SECONDS)) // value_bytes)
             groups = range(at, min(at + count, end))
             self._began = began = monotonic()
             values = link.get([lookup.keys[number][group] for group in groups])
@@ -209,7 +211,10 @@ class Reader:
             check = _Check(lookup, number, link, groups, values)
             check.start()
             at = groups.stop
-            link.rate.add(len(groups) * value_bytes / max(monotonic() - began, 1e-9))
+            seconds = monotonic() - began
+            # Without the round trip, which one value does not outweigh.
+            seconds = max(seconds - (link.latency.mean or 0.0), seconds * _LEAST_SHARE, 1e-9)
+            link.rate.add(len(groups) * value_bytes / seconds)
         return at if check is None or check.passed() else check.stop
 
 
@@ -257,5 +262,7 @@ def _pays(lookup: Lookup, link: Link, groups: int) -> bool:
     speed, rate = lookup.computing.mean, link.rate.mean
     if speed is None or rate is None:
         return True
-    seconds = (link.latency.mean or 0.0) + groups * lookup.format.value_bytes / rate
+    size = groups * lookup.format.value_bytes
+    calls = 1 + size / min(WINDOW, max(rate * _SECONDS, lookup.format.value_bytes))
+    seconds = calls * (link.latency.mean or 0.0) + size / rate
     return seconds < _SHARE * groups * lookup.format.group_tokens / speed

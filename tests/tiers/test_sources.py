@@ -180,11 +180,11 @@ def test_a_fetch_has_to_pay(monkeypatch):
     assert _pays(lookup, link, 10)
     speed.add(64.0)  # a group a second
     assert _pays(lookup, link, 10)
-    link.rate.add(form.value_bytes * 2.2)
+    link.rate.add(form.value_bytes * 2.2)  # a value takes 0.45 seconds
     assert _pays(lookup, link, 10)
-    link.latency.add(0.4)
+    link.latency.add(0.04)  # of each of 11 calls, for 10 values
     assert _pays(lookup, link, 10)
-    assert not _pays(lookup, link, 5)
+    assert not _pays(lookup, link, 1)
     for _ in range(50):
         link.rate.add(form.value_bytes * 1.9)
     assert not _pays(lookup, link, 10**6)
