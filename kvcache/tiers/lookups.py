@@ -4,8 +4,8 @@
     decide    fetch where latency + bytes / rate of the tier is below half of the seconds that computing takes
     fetch     in windows, each checked and delivered while the next is on its way; stop at the first gap
 
-A window has what takes a tenth of a second, 8 MB at most, and a value at least. Before each window the groups that have
-been computed meanwhile are passed over, and it is decided again.
+A window has what takes a tenth of a second or four round trips, 8 MB at most, and a value at least. Before each window
+the groups that have been computed meanwhile are passed over, and it is decided again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Lookup", "Reader"]
 logger = logging.getLogger("kvcache")
 
 WINDOW = 8 << 20  # bytes of values in one call of a tier
-_SECONDS = 0.1  # of one call
+_SECONDS, _ROUND_TRIPS = 0.1, 4  # of one call, the longer of both
 _SHARE = 0.5  # of the seconds of computing that a fetch may take
 _LEAST_SHARE = 0.05  # of the seconds of a fetch that count as those of its bytes
 _MOST_WAITING = 16  # lookups
@@ -201,7 +201,7 @@ class Reader:
                 link.count("declined")
                 at = lookup.stop  # the next tiers are slower
                 break
-            count = max(1, int(min(WINDOW, (link.rate.mean or 0.0) * _SECONDS)) // value_bytes)
+            count = max(1, int(_window(link)) // value_bytes)
             groups = range(at, min(at + count, end))
             self._began = began = monotonic()
             values = link.get([lookup.keys[number][group] for group in groups])
@@ -257,12 +257,17 @@ class _Check(Thread):
         return self.stop == self._groups.stop
 
 
+def _window(link: Link) -> float:
+    """Bytes of one call."""
+    return min(WINDOW, (link.rate.mean or 0.0) * max(_SECONDS, _ROUND_TRIPS * (link.latency.mean or 0.0)))
+
+
 def _pays(lookup: Lookup, link: Link, groups: int) -> bool:
     """Whether a fetch of so many groups takes less than half of the time of computing them, as far as is known."""
     speed, rate = lookup.computing.mean, link.rate.mean
     if speed is None or rate is None:
         return True
     size = groups * lookup.format.value_bytes
-    calls = 1 + size / min(WINDOW, max(rate * _SECONDS, lookup.format.value_bytes))
+    calls = 1 + size / max(_window(link), lookup.format.value_bytes)
     seconds = calls * (link.latency.mean or 0.0) + size / rate
     return seconds < _SHARE * groups * lookup.format.group_tokens / speed
