@@ -28,7 +28,7 @@ from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.block_rows import checked_rows
+from kvcache.prefix.block_rows import Dims, checked_rows
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
 from kvcache.prefix.indexed import IndexedCache
@@ -84,7 +84,7 @@ class PrefixCache(IndexedCache):
         settings = (block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype)
         max_blocks = num_blocks_within(max_blocks, max_memory_bytes, num_layers, *settings, name="max_blocks")
         store = BlockStore(num_layers, max_blocks, *settings)
-        self._own(PagedBlocks(store), head_dim, max_blocks, policy, shared=False)
+        self._own(PagedBlocks(store), (head_dim, head_dim), max_blocks, policy, shared=False)
         self._cached.attach(source)
 
     @classmethod
@@ -110,13 +110,13 @@ class PrefixCache(IndexedCache):
         cache = cls.__new__(cls)
         most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
         with paged._blocks.lock:  # no `grow` before the records of its blocks are known
-            cache._own(paged._blocks, paged.head_dim, most, policy, shared=True)
+            cache._own(paged._blocks, (paged.head_dim, paged.value_head_dim), most, policy, shared=True)
         return cache
 
     def _own(
-        self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None, *, shared: bool
+        self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None, *, shared: bool
     ) -> None:
-        self._cached, self._blocks, self._shared = CachedBlocks(blocks, head_dim, max_blocks, policy), blocks, shared
+        self._cached, self._blocks, self._shared = CachedBlocks(blocks, dims, max_blocks, policy), blocks, shared
         self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
 
     @property
@@ -194,7 +194,8 @@ class PrefixCache(IndexedCache):
         """Cache the block of tokens `block_start..block_start + block_size`, unless it is; its index.
 
         Args:
-            keys, values: per layer float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
+            keys, values: per layer float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim];
+                over a paged cache, V with its `value_head_dim`.
 
         Raises:
             ValueError: no full block of the tokens begins at `block_start`; another shape; values that the format
@@ -207,7 +208,7 @@ class PrefixCache(IndexedCache):
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = checked_rows(self._store, [(keys, values)], self._cached.head_dim)
+        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims)
         with self._lock:
             if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
@@ -226,7 +227,7 @@ class PrefixCache(IndexedCache):
         count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = checked_rows(self._store, pairs[:count], self._cached.head_dim)
+        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims)
         with self._lock:
             return self._cached.store_rows(ids[: start + count * size], start // size, keys, values, namespace)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.blocks import PagedBlocks
-from kvcache.prefix.block_rows import write_blocks
+from kvcache.prefix.block_rows import Dims, write_blocks
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Claim, Slots
 from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
@@ -29,7 +29,7 @@ class CachedBlocks:
 
     Args:
         blocks: the store, the pool and the lock.
-        head_dim: channels of K and V; the store may have more.
+        dims: channels per head of K and of V; the store may have more.
         max_blocks: the most that the index may name; None: all that there are.
         policy: the order of eviction.
 
@@ -37,9 +37,9 @@ class CachedBlocks:
         source: a `Source` beside the cache; None: no source.
     """
 
-    def __init__(self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None) -> None:
+    def __init__(self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None) -> None:
         self.store, self.pool, self.lock = blocks.store, blocks.pool, blocks.lock
-        self.head_dim, self._limit = head_dim, max_blocks
+        self.dims, self._limit = dims, max_blocks
         self.slots = Slots([self.pool], self.store.block_size)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
