@@ -1,7 +1,7 @@
 """`Tiered`: a prompt that runs while tiers are asked for its blocks, and jumps ahead where these reach past it.
 
-The prompt runs in short pieces as long as something may arrive, and at once to its end afterwards. The pieces change no
-bit of its K and V. After each piece, blocks that have arrived are copied into the prefix cache, with those that were
+The prompt runs in pieces as long as something may arrive, and at once to its end afterwards. The pieces change no bit
+of its K and V. After each piece, blocks that have arrived are copied into the prefix cache, with those that were
 computed, and the sequence becomes one that shares them.
 """
 
@@ -97,12 +97,15 @@ class Tiered:
         if lookup is None:
             return start
         lookup.wait(self._tiers.head_start)
+        piece = GROUP_TOKENS
         while True:
-            ended = lookup.ended  # read before what has arrived
+            ended, before = lookup.ended, start  # read before what has arrived
             start = self._jump(lookup, tokens, start, namespace)
             if ended or start >= last:
                 break
-            end = min(start - start % GROUP_TOKENS + GROUP_TOKENS, last)
+            end = min(start - start % GROUP_TOKENS + piece, last)
+            # Short pieces take more time for each token: where nothing has arrived, the next one is longer.
+            piece = GROUP_TOKENS if start > before else min(2 * piece, self._sequence.chunk)
             with self.measured(end - start):
                 requests.prefill_part(tokens[start:end], start, len(tokens))
             start = end

@@ -17,7 +17,6 @@ logger = logging.getLogger("kvcache")
 
 FAILURES = 3  # in a row, after which a tier is passed over
 PAUSE = 10.0  # seconds for which it is
-_WEIGHT = 0.3  # of the newest measurement in a mean
 _FORGET = 60.0  # seconds after which a measurement is too old to decide by
 
 Result = TypeVar("Result")
@@ -41,7 +40,7 @@ class TierStats:
         errors: calls of the tier that raised.
         bytes_read, bytes_written: of values.
         queued_bytes: of values that wait to be written.
-        seconds_per_call: of a probe, a moving mean; None: not measured in the last minute.
+        seconds_per_call: of a round trip, a moving mean of the least; None: not measured in the last minute.
         bytes_per_second: of a fetch, the same.
     """
 
@@ -64,10 +63,14 @@ class TierStats:
 
 
 class Measured:
-    """A moving mean that is forgotten when it was not measured for a minute."""
+    """A moving mean that is forgotten when it was not measured for a minute.
 
-    def __init__(self) -> None:
-        self._mean, self._at = 0.0, -_FORGET
+    Args:
+        up, down: weight of a measurement above the mean, and below it.
+    """
+
+    def __init__(self, up: float = 0.3, down: float = 0.3) -> None:
+        self._mean, self._at, self._up, self._down = 0.0, -_FORGET, up, down
 
     @property
     def mean(self) -> float | None:
@@ -77,7 +80,9 @@ class Measured:
     def add(self, value: float) -> None:
         """Measured once more."""
         before = self.mean
-        self._mean = value if before is None else before + _WEIGHT * (value - before)
+        if before is not None:
+            value = before + (self._up if value > before else self._down) * (value - before)
+        self._mean = value
         self._at = monotonic()
 
 
@@ -87,13 +92,14 @@ class Link:
     Args:
         tier: the store.
         secret: of its keys and values.
+        encrypt: whether values are encrypted.
         after_uses: a group of tokens is written when so many requests had it.
 
     Attributes:
-        tier, secret, after_uses: see above.
+        tier, secret, encrypt, after_uses: see above.
         name: the class of the tier.
         counts: the counters of `TierStats`, by name.
-        latency: seconds of a probe.
+        latency: seconds of a round trip.
         rate: bytes per second of a fetch.
     """
 
@@ -102,11 +108,12 @@ class Link:
         "bytes_read", "bytes_written",
     )  # fmt: skip
 
-    def __init__(self, tier: Tier, secret: bytes, after_uses: int) -> None:
-        self.tier, self.secret, self.after_uses = tier, secret, after_uses
+    def __init__(self, tier: Tier, secret: bytes, after_uses: int, *, encrypt: bool = False) -> None:
+        self.tier, self.secret, self.after_uses, self.encrypt = tier, secret, after_uses, encrypt
         self.name = type(tier).__name__
         self.counts = dict.fromkeys(self.COUNTED, 0)
-        self.latency, self.rate = Measured(), Measured()
+        # The first call also connects, and a fetch takes a round trip and more: the least one counts most.
+        self.latency, self.rate = Measured(0.1, 1.0), Measured()
         self._lock = RLock()
         self._failures, self._closed_until = 0, 0.0
 
@@ -130,7 +137,10 @@ class Link:
 
     def get(self, keys: Sequence[bytes]) -> list[Buffer | None] | None:
         """The values of keys, unchecked; None: the call failed."""
+        began = monotonic()
         values: list[Buffer | None] | None = self._call(self.tier.get_many, keys, len(keys))
+        if values is not None and (known := self.latency.mean) is not None and monotonic() - began < known:
+            self.latency.add(monotonic() - began)
         return values
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> bool:

@@ -2,10 +2,10 @@
 
     probe     the keys of all groups that the prompt lacks, one call of each tier
     decide    fetch where latency + bytes / rate of the tier is below half of the seconds that computing takes
-    fetch     in windows of about 8 MB, each checked and delivered while the next is on its way; stop at the first gap
+    fetch     in windows, each checked and delivered while the next is on its way; stop at the first gap
 
-The first window of a tier whose rate is not known has one value. Before each window the groups that have been computed
-meanwhile are passed over, and it is decided again.
+A window has what takes a tenth of a second or four round trips, 8 MB at most, and a value at least. Before each window
+the groups that have been computed meanwhile are passed over, and it is decided again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import numpy.typing as npt
 
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.protocol import Buffer
-from kvcache.tiers.values import ValueFormat
+from kvcache.tiers.values import ValueFormat, Wrapping
 
 __all__ = ["Lookup", "Reader"]
 
 logger = logging.getLogger("kvcache")
 
 WINDOW = 8 << 20  # bytes of values in one call of a tier
+_SECONDS, _ROUND_TRIPS = 0.1, 4  # of one call, the longer of both
 _SHARE = 0.5  # of the seconds of computing that a fetch may take
+_LEAST_SHARE = 0.05  # of the seconds of a fetch that count as those of its bytes
 _MOST_WAITING = 16  # lookups
 _PATIENCE = 1.0  # seconds of one call after which further lookups do not wait for it
 
@@ -45,6 +47,7 @@ class Lookup:
         tokens: of the prompt.
         first, stop: the groups to look up.
         keys: for each tier, the keys of all groups.
+        wrappings: for each tier, of the values.
         format: of the values.
         computing: tokens per second of the network.
 
@@ -57,11 +60,11 @@ class Lookup:
     """
 
     def __init__(
-        self, name: Hashable, tokens: Tokens, first: int, stop: int, keys: Sequence[list[bytes]], format: ValueFormat,
-        computing: Measured,
+        self, name: Hashable, tokens: Tokens, first: int, stop: int, keys: Sequence[list[bytes]],
+        wrappings: Sequence[Wrapping], format: ValueFormat, computing: Measured,
     ) -> None:  # fmt: skip
         self.name, self.tokens, self.first, self.stop = name, tokens, first, stop
-        self.keys, self.format, self.computing = keys, format, computing
+        self.keys, self.wrappings, self.format, self.computing = keys, wrappings, format, computing
         self.bodies: dict[int, memoryview] = {}
         self.reached, self.ended, self.cancelled = first, False, False
         self.present: list[range] = [range(0)] * len(keys)
@@ -198,7 +201,7 @@ class Reader:
                 link.count("declined")
                 at = lookup.stop  # the next tiers are slower
                 break
-            count = 1 if link.rate.mean is None else max(1, WINDOW // value_bytes)
+            count = max(1, int(_window(link)) // value_bytes)
             groups = range(at, min(at + count, end))
             self._began = began = monotonic()
             values = link.get([lookup.keys[number][group] for group in groups])
@@ -208,7 +211,10 @@ class Reader:
             check = _Check(lookup, number, link, groups, values)
             check.start()
             at = groups.stop
-            link.rate.add(len(groups) * value_bytes / max(monotonic() - began, 1e-9))
+            seconds = monotonic() - began
+            # Without the round trip, which one value does not outweigh.
+            seconds = max(seconds - (link.latency.mean or 0.0), seconds * _LEAST_SHARE, 1e-9)
+            link.rate.add(len(groups) * value_bytes / seconds)
         return at if check is None or check.passed() else check.stop
 
 
@@ -227,11 +233,11 @@ class _Check(Thread):
         self.stop = groups.start
 
     def run(self) -> None:
-        lookup, link = self._lookup, self._link
+        lookup, link, wrapping = self._lookup, self._link, self._lookup.wrappings[self._number]
         try:
             for group, value in zip(self._groups, self._values, strict=True):
                 key = lookup.keys[self._number][group]
-                body = lookup.format.open(link.secret, key, lookup.tokens_of(group), value)
+                body = wrapping.open(lookup.format, key, lookup.tokens_of(group), value)
                 if body is None:
                     if value is not None:
                         link.count("wrong")
@@ -251,10 +257,17 @@ class _Check(Thread):
         return self.stop == self._groups.stop
 
 
+def _window(link: Link) -> float:
+    """Bytes of one call."""
+    return min(WINDOW, (link.rate.mean or 0.0) * max(_SECONDS, _ROUND_TRIPS * (link.latency.mean or 0.0)))
+
+
 def _pays(lookup: Lookup, link: Link, groups: int) -> bool:
     """Whether a fetch of so many groups takes less than half of the time of computing them, as far as is known."""
     speed, rate = lookup.computing.mean, link.rate.mean
     if speed is None or rate is None:
         return True
-    seconds = (link.latency.mean or 0.0) + groups * lookup.format.value_bytes / rate
+    size = groups * lookup.format.value_bytes
+    calls = 1 + size / max(_window(link), lookup.format.value_bytes)
+    seconds = calls * (link.latency.mean or 0.0) + size / rate
     return seconds < _SHARE * groups * lookup.format.group_tokens / speed

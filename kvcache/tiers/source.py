@@ -24,7 +24,7 @@ from kvcache.saved.tables import Arena
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.lookups import Lookup, Reader
-from kvcache.tiers.values import VERSION, ValueFormat
+from kvcache.tiers.values import VERSION, ValueFormat, Wrapping, wrapping
 from kvcache.tiers.writing import WriteBehind, Written
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ logger = logging.getLogger("kvcache")
 
 GROUP_TOKENS = 64  # of a value, or one block where that is larger
 _MOST_KNOWN = 1 << 17  # groups whose uses are remembered
+_MOST_NAMES = 1 << 10  # namespaces whose keys are
 
 Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
@@ -70,6 +71,7 @@ class TierSource:
         self.computing = Measured()
         self._lookups: list[Lookup] = []
         self._known: OrderedDict[bytes, _Group] = OrderedDict()
+        self._wrapped: OrderedDict[bytes, list[Wrapping]] = OrderedDict()
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
 
@@ -85,7 +87,9 @@ class TierSource:
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
         # Levels of SIMD add in different orders, so each has K and V of its own.
         context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), self._model.encode()))
-        self._chains = [KeyChain(link.secret, context, self.format.group_tokens) for link in self._links]
+        contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
+        size = self.format.group_tokens
+        self._chains = [KeyChain(link.secret, each, size) for link, each in zip(self._links, contexts, strict=True)]
 
     # -- lookups --------------------------------------------------------------------------------------------
 
@@ -104,10 +108,10 @@ class TierSource:
         if first >= stop:
             return None
         try:
-            keys = self._keys(name, tokens)
+            keys, wrappings = self._keys(name, tokens), self._wrappings(name)
         except TypeError:  # a namespace that has no bytes
             return None
-        lookup = Lookup(name, tokens, first, stop, keys, self.format, self.computing)
+        lookup = Lookup(name, tokens, first, stop, keys, wrappings, self.format, self.computing)
         if not self._reader.submit(lookup):
             self._links[0].count("late")
             return None
@@ -139,6 +143,16 @@ class TierSource:
             if chain.secret not in by_secret:
                 by_secret[chain.secret] = chain.keys(encoded, tokens)
         return [by_secret[chain.secret] for chain in self._chains]
+
+    def _wrappings(self, name: Hashable) -> list[Wrapping]:
+        """Of the values of a namespace, for each tier."""
+        encoded = encode_namespace(name)
+        if (found := self._wrapped.get(encoded)) is None:
+            found = [wrapping(link.secret, link.encrypt, encoded) for link in self._links]
+            self._wrapped[encoded] = found
+            if len(self._wrapped) > _MOST_NAMES:
+                self._wrapped.popitem(last=False)
+        return found
 
     # -- Source ---------------------------------------------------------------------------------------------
 
@@ -249,7 +263,8 @@ class TierSource:
             for number in numbers:
                 self._links[number].count("dropped")
         if wanted := wanted[: max(0, room)]:
-            self._queue(tokens, keys, wanted, self._bodies(pages, [group for group, _ in wanted]))
+            bodies = self._bodies(pages, [group for group, _ in wanted])
+            self._queue(tokens, keys, self._wrappings(name), wanted, bodies)
 
     def _bodies(self, pages: Int32, groups: list[int]) -> npt.NDArray[np.uint8]:
         """Copies of the K and V of groups, `(len(groups), body_bytes)`."""
@@ -264,8 +279,8 @@ class TierSource:
         return bodies.reshape(len(groups), -1)
 
     def _queue(
-        self, tokens: Tokens, keys: list[list[bytes]], wanted: list[tuple[int, list[int]]],
-        bodies: npt.NDArray[np.uint8],
+        self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
+        wanted: list[tuple[int, list[int]]], bodies: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
         size = self.format.group_tokens
         for (group, numbers), body in zip(wanted, bodies, strict=True):
@@ -273,8 +288,8 @@ class TierSource:
             for number in numbers:
                 bit = 1 << number
                 item = Written(
-                    keys[number][group], own, memoryview(body), self.format, bool(known.wrong & bit),
-                    partial(_lost, known, bit),
+                    keys[number][group], own, memoryview(body), self.format, wrappings[number],
+                    bool(known.wrong & bit), partial(_lost, known, bit),
                 )  # fmt: skip
                 known.sent |= bit
                 known.wrong &= ~bit

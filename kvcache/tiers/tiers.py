@@ -14,6 +14,7 @@ from kvcache.tiers.links import Link, TierStats
 from kvcache.tiers.lookups import Reader
 from kvcache.tiers.protocol import Tier
 from kvcache.tiers.source import TierSource
+from kvcache.tiers.values import wrapping
 from kvcache.tiers.writing import WriteBehind
 
 __all__ = ["Tiers"]
@@ -39,11 +40,14 @@ class Tiers:
             values. It keys the hashes that name values and those that prove them: who does not have it can delete
             values, and cannot make one that is read, or tell which texts there are.
         after_uses: 1 writes what was computed at the end of the request.
+        encrypt: whether values are encrypted, with AES-256-GCM and a key for each namespace. It takes the package
+            `cryptography` (extra `encryption`), and less time than the proof of values that are not encrypted.
         queue_bytes: the most bytes of K and V that wait to be written to one tier, an int or a text such as "1GiB".
         deadline: seconds that a lookup of a `PrefixCache` waits for tiers, since it cannot compute meanwhile.
         head_start: seconds that a prompt of an engine waits for tiers before it runs.
 
     Raises:
+        ImportError: `encrypt` without the package.
         TypeError, ValueError: no tier, or more than eight; an object without the methods of one; no secret; numbers out
             of range.
     """
@@ -54,6 +58,7 @@ class Tiers:
         *,
         secret: bytes | None = None,
         after_uses: int = 2,
+        encrypt: bool = False,
         queue_bytes: int | str = 256 << 20,
         deadline: float = 0.25,
         head_start: float = 0.0,
@@ -66,7 +71,9 @@ class Tiers:
         most = as_bytes(queue_bytes, "queue_bytes")
         self.deadline = as_finite(deadline, "deadline", 0.0)
         self.head_start = as_finite(head_start, "head_start", 0.0)
-        self._links = [Link(_checked(tier), _secret(tier, common), uses) for tier in given]
+        self._links = [Link(_checked(tier), _secret(tier, common), uses, encrypt=bool(encrypt)) for tier in given]
+        for link in self._links:
+            wrapping(link.secret, link.encrypt, b"")  # ImportError now rather than on another thread
         self._writers = [WriteBehind(link, most) for link in self._links]
         self._reader = Reader(self._links)
         self._finalizer = finalize(self, _close, self._reader, self._writers, _AT_EXIT)

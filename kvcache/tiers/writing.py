@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.tiers.links import Link
-from kvcache.tiers.values import ValueFormat
+from kvcache.tiers.values import ValueFormat, Wrapping
 
 __all__ = ["WriteBehind", "Written"]
 
@@ -25,7 +25,7 @@ class Written(NamedTuple):
 
     Attributes:
         key, tokens, body: of its value.
-        format: of the value.
+        form, wrapping: of the value.
         again: whether to replace the value under the key.
         lost: called if the value was not written.
     """
@@ -33,7 +33,8 @@ class Written(NamedTuple):
     key: bytes
     tokens: npt.NDArray[np.uint32]
     body: memoryview
-    format: ValueFormat
+    form: ValueFormat
+    wrapping: Wrapping
     again: bool
     lost: Callable[[], None]
 
@@ -135,7 +136,7 @@ class WriteBehind:
         link.count("present", len(items) - len(missing))
         if not missing:
             return True
-        values = [(each.key, each.format.seal(link.secret, each.key, each.tokens, each.body)) for each in missing]
+        values = [(each.key, each.wrapping.seal(each.form, each.key, each.tokens, each.body)) for each in missing]
         if not link.put(values):
             return False
         link.count("stored", len(values))

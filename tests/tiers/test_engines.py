@@ -1,5 +1,7 @@
 """Engines with tiers: every answer is that of an engine without, whatever the tiers have, do, and return."""
 
+import sys
+
 import numpy as np
 import pytest
 from pace import FAST
@@ -68,6 +70,22 @@ def test_nothing_is_shared_between_models_formats_namespaces_and_secrets(network
             assert tiers.stats()[0].hits == 0
     with waiting(store) as tiers:
         assert engine_over(network, tiers).complete(tokens, SHORT, namespace="a").cached_tokens == 192
+
+
+def test_encrypted_values(network, monkeypatch):
+    """No value has the bytes of the prompt; without encryption they are others' values."""
+    store, tokens = ObjectStore(), prompt(1, 200)
+    with waiting(store, encrypt=True) as tiers:
+        want = engine_over(network, tiers).generate(tokens, SHORT, namespace="a")
+        assert tiers.flush(60)
+    assert not any(tokens[i : i + 8].tobytes() in value for value in store.bucket.values() for i in range(190))
+    for encrypt, cached in ((True, 192), (False, 0)):
+        with waiting(store, encrypt=encrypt) as tiers:
+            answer = engine_over(network, tiers).complete(tokens, SHORT, namespace="a")
+            assert (answer.tokens, answer.cached_tokens) == (want, cached)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ImportError, match=r"cryptography package: pip install 'kvcache-cpu\[encryption\]'"):
+        Tiers([store], secret=SECRET, encrypt=True)
 
 
 def test_a_namespace_without_bytes_is_not_shared(network):

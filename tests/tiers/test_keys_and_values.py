@@ -8,7 +8,7 @@ from tier_stores import SECRET, twin_keys, twin_value
 
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.keys import KeyChain, as_secret
-from kvcache.tiers.values import ValueFormat
+from kvcache.tiers.values import Encrypted, Signed, ValueFormat
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -45,7 +45,7 @@ def test_a_key_and_a_value_stay_as_they_are():
     tokens = np.arange(128, dtype=np.uint32)
     keys = KeyChain(SECRET, b"model", 64).keys(encode_namespace("a"), tokens)
     assert [key.hex() for key in keys] == KNOWN_KEYS
-    value = ValueFormat(64, 5).seal(SECRET, keys[1], tokens[64:], b"hello")
+    value = Signed(SECRET).seal(ValueFormat(64, 5), keys[1], tokens[64:], b"hello")
     assert hashlib.sha256(value).hexdigest() == KNOWN_VALUE
 
 
@@ -58,32 +58,49 @@ def test_values_are_those_of_the_twin(rng):
         size, body = int(rng.integers(1, 70)), rng.bytes(int(rng.integers(0, 500)))
         tokens, key = rng.integers(0, 2**32, size).astype(np.uint32), rng.bytes(20)
         form = ValueFormat(size, len(body))
-        value = form.seal(SECRET, key, tokens, body)
+        value = Signed(SECRET).seal(form, key, tokens, body)
         assert value == twin_value(SECRET, key, tokens, body)
         assert len(value) == form.value_bytes
         for given in (value, bytearray(value), memoryview(value), memoryview(bytearray(value))):
-            assert form.open(SECRET, key, tokens, given) == body
+            assert Signed(SECRET).open(form, key, tokens, given) == body
 
 
-def test_any_other_bytes_are_a_miss(rng):
+@pytest.mark.parametrize("wrap", [Signed, lambda secret: Encrypted(secret, b"name")])
+def test_any_other_bytes_are_a_miss(rng, wrap):
     """Every byte changed, every length, other keys, tokens, secrets and formats, and objects that are no bytes."""
     tokens, key, body = rng.integers(0, 99, 8).astype(np.uint32), rng.bytes(20), rng.bytes(40)
-    form = ValueFormat(8, 40)
-    value = form.seal(SECRET, key, tokens, body)
+    form, mine = ValueFormat(8, 40), wrap(SECRET)
+    value = mine.seal(form, key, tokens, body)
+    assert mine.open(form, key, tokens, value) == body
+    assert len(value) == form.value_bytes
     for at in range(len(value)):
         wrong = bytearray(value)
         wrong[at] ^= 1 << int(rng.integers(8))
-        assert form.open(SECRET, key, tokens, wrong) is None
-        assert form.open(SECRET, key, tokens, value[:at]) is None
-    assert form.open(SECRET, key, tokens, value + b"\0") is None
-    assert form.open(SECRET, rng.bytes(20), tokens, value) is None
-    assert form.open(SECRET, key, tokens + 1, value) is None
-    assert form.open(SECRET[::-1], key, tokens, value) is None
-    assert ValueFormat(8, 41).open(SECRET, key, tokens, value) is None
+        assert mine.open(form, key, tokens, wrong) is None or (at in range(76, 80) and wrap is not Signed)
+        assert mine.open(form, key, tokens, value[:at]) is None
+    assert mine.open(form, key, tokens, value + b"\0") is None
+    assert mine.open(form, rng.bytes(20), tokens, value) is None
+    assert mine.open(form, key, tokens + 1, value) is None
+    assert wrap(SECRET[::-1]).open(form, key, tokens, value) is None
+    assert mine.open(ValueFormat(8, 41), key, tokens, value) is None
     # The same number of bytes, divided in another way.
-    assert ValueFormat(7, 44).open(SECRET, key, tokens[:7], value) is None
+    assert mine.open(ValueFormat(7, 44), key, tokens[:7], value) is None
     for wrong in (None, "text", 7, [value], object()):
-        assert form.open(SECRET, key, tokens, wrong) is None
+        assert mine.open(form, key, tokens, wrong) is None
+
+
+def test_an_encrypted_value_shows_neither_tokens_nor_k_and_v(rng):
+    """It differs each time, and another namespace has another key."""
+    tokens, key, body = rng.integers(0, 2**32, 8).astype(np.uint32), rng.bytes(20), rng.bytes(40)
+    form, mine = ValueFormat(8, 40), Encrypted(SECRET, b"name")
+    value, again = (mine.seal(form, key, tokens, body) for _ in range(2))
+    assert value[:64] == again[:64]
+    assert value[64:] != again[64:]
+    assert mine.open(form, key, tokens, again) == body
+    assert not any(token.tobytes() in value for token in tokens)
+    assert Encrypted(SECRET, b"other").open(form, key, tokens, value) is None
+    assert Signed(SECRET).open(form, key, tokens, value) is None
+    assert mine.open(form, key, tokens, Signed(SECRET).seal(form, key, tokens, body)) is None
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", bytes(65), "a text of 20 letters", None, bytearray(32)])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import redis
 from prefix_engines import SHORT, prompt
-from redis_servers import Cluster, Server
 from tier_stores import SECRET
 
+from bench.support.redis_servers import Cluster, Server
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import RedisTier, Tiers
 

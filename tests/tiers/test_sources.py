@@ -17,7 +17,7 @@ from kvcache.saved.tables import Arena
 from kvcache.tiers import Tiers, lookups
 from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, _pays
-from kvcache.tiers.values import ValueFormat
+from kvcache.tiers.values import Signed, ValueFormat
 
 pytestmark = pytest.mark.one_build
 
@@ -175,16 +175,16 @@ def test_a_fetch_has_to_pay(monkeypatch):
     """Below half of the seconds of computing; what is not known is tried."""
     monkeypatch.setattr(lookups, "_SHARE", 0.5)
     form, speed = ValueFormat(64, 10**6), Measured()
-    lookup = Lookup(None, np.zeros(640, np.uint32), 0, 10, [[]], form, speed)
+    lookup = Lookup(None, np.zeros(640, np.uint32), 0, 10, [[]], [Signed(SECRET)], form, speed)
     link = Link(ObjectStore(), SECRET, 1)
     assert _pays(lookup, link, 10)
     speed.add(64.0)  # a group a second
     assert _pays(lookup, link, 10)
-    link.rate.add(form.value_bytes * 2.2)
+    link.rate.add(form.value_bytes * 2.2)  # a value takes 0.45 seconds
     assert _pays(lookup, link, 10)
-    link.latency.add(0.4)
+    link.latency.add(0.04)  # of each of 11 calls, for 10 values
     assert _pays(lookup, link, 10)
-    assert not _pays(lookup, link, 5)
+    assert not _pays(lookup, link, 1)
     for _ in range(50):
         link.rate.add(form.value_bytes * 1.9)
     assert not _pays(lookup, link, 10**6)
