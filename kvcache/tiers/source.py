@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.kernels import simd_level
+from kvcache.prefix.files import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
-from kvcache.saved.tables import Arena
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.lookups import Lookup, Reader
@@ -77,11 +77,7 @@ class TierSource:
 
     def attach(self, cached: CachedBlocks) -> None:
         """See `Source`."""
-        store = cached.store
-        arena = Arena(
-            store.num_layers, store.num_heads, cached.head_dim, store.key_dtype, store.value_dtype, *store.rotated,
-            "blocks", store.block_size, store.block_bytes,
-        )  # fmt: skip
+        store, arena = cached.store, arena_of_blocks(cached)
         self._cached, self._size = cached, store.block_size
         self._pages = max(1, GROUP_TOKENS // self._size)  # of a group
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)

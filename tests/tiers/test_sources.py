@@ -12,8 +12,8 @@ from tier_stores import SECRET, ObjectStore, twin_keys, twin_value
 from kvcache import PrefixCache
 from kvcache.core.kernels import simd_level
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
+from kvcache.prefix.files import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
-from kvcache.saved.tables import Arena
 from kvcache.tiers import Tiers, lookups
 from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, _pays
@@ -62,8 +62,7 @@ def test_the_values_of_a_cache_are_those_of_the_twin(rng):
         cache.store(tokens, 0, rows(rng, 10), ("a", 7))
         cache.evict(10)
         assert tiers.flush(60)
-    blocks = cache._store
-    arena = Arena(3, 2, 8, "q8", "q8", *blocks.rotated, "blocks", SIZE, blocks.block_bytes)
+    arena = arena_of_blocks(cache._cached)
     context = b"\0".join([b"1", simd_level().encode(), arena.pack(), b"name"])
     keys = twin_keys(SECRET, context, encode_namespace(("a", 7)), tokens, 64)
     assert sorted(store.bucket) == sorted(keys)
