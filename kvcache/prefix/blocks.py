@@ -113,10 +113,8 @@ class PrefixCache(IndexedCache):
             cache._own(paged._blocks, (paged.head_dim, paged.value_head_dim), most, policy, shared=True)
         return cache
 
-    def _own(
-        self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None, *, shared: bool
-    ) -> None:
-        self._cached, self._blocks, self._shared = CachedBlocks(blocks, dims, max_blocks, policy), blocks, shared
+    def _own(self, blocks: PagedBlocks, dims: Dims, limit: int | None, policy: Policy | None, *, shared: bool) -> None:
+        self._cached, self._blocks, self._shared = CachedBlocks(blocks, dims, limit, policy), blocks, shared
         self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
 
     @property
