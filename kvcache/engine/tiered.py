@@ -98,6 +98,7 @@ class Tiered:
     @contextmanager
     def looking(self, tokens: Tokens, start: int, namespace: Hashable) -> Iterator[None]:
         """Ask the tiers for the blocks of a prompt from token `start` on, meanwhile."""
+        self._source.end_all()  # what an interrupt has left
         with self._source.looking(namespace, tokens, start) as self._lookup:
             try:
                 yield

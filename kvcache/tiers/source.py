@@ -133,6 +133,11 @@ class TierSource:
         for number, group in lookup.wrong:
             self.wrong(lookup.keys[0][group], number)
 
+    def end_all(self) -> None:
+        """End all lookups."""
+        for lookup in self._lookups:
+            self.end(lookup)
+
     def lacks(self, key: bytes, number: int) -> None:
         """Note that a tier has no value for a group."""
         if (known := self._known.get(key)) is not None:

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -209,3 +210,30 @@ def test_what_is_slower_than_computing_is_declined(network, monkeypatch):
         (stats,) = tiers.stats()
         assert stats.declined >= 1
         assert stats.bytes_per_second < 10**6
+
+
+def test_memory_stays_as_it_is(network, long):
+    """Requests that fetch, store and evict take no more memory with time."""
+    store = ObjectStore()
+    with Tiers([store], secret=SECRET, after_uses=1, head_start=60, queue_bytes="1MB") as tiers:
+        cached = PrefixCachedEngine(InferenceEngine(network), 24, tiers=tiers, strict=True)
+
+        def run():
+            for seed in range(8):
+                cached.generate(prompt(seed, 300), SHORT, namespace=seed % 3)
+            assert tiers.flush(60)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                run()
+            before = run()
+            for _ in range(300 if long else 8):
+                after = run()
+        finally:
+            tracemalloc.stop()
+        assert after < before + 50_000
+        assert cached._tiered._source._lookups == []
+        assert cached._tiered._source._expected == {}
