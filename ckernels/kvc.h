@@ -151,6 +151,8 @@ typedef struct kvc_kernels {
 int kvc_num_levels(void);                        /* at least 1 */
 const kvc_kernels *kvc_level(int index);         /* 0 is the best */
 const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
+/* The fastest way of a level on this CPU to multiply rows rounded to bf16: KVC_BF16_ROUNDED or KVC_BF16_PAIRS. */
+kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *);
 
 /* kvc_layout.c */
 int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, int value_head_dim,

@@ -99,6 +99,11 @@ cdef extern from "kvc_matrix.h" nogil:
         size_t panel_bytes
         unsigned char *data
 
+    ctypedef enum kvc_bf16_rows:        # how rows meet weights in bf16
+        KVC_BF16_FLOATS
+        KVC_BF16_ROUNDED
+        KVC_BF16_PAIRS
+
     ctypedef struct kvc_matmul_args:    # out (n, rows) = x (n, columns) times the matrix transposed, plus bias
         const kvc_matrix *matrix
         const float *x
@@ -106,6 +111,7 @@ cdef extern from "kvc_matrix.h" nogil:
         float *out
         int64_t n
         int digits                      # of activations that meet packed weights: 1 or 2
+        kvc_bf16_rows bf16_rows
         unsigned char *prepared
 
 
@@ -155,6 +161,7 @@ cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char 
 cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
+cdef kvc_bf16_rows rounded_rows() noexcept nogil    # the fastest way of the level in use
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil
 cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
 

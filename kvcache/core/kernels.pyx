@@ -40,6 +40,7 @@ cdef extern from "kvc.h" nogil:
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
     const kvc_kernels *kvc_find_level(const char *name) noexcept
+    kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) noexcept
     int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
                         kvc_format key_format, kvc_format value_format, int rotate_keys,
                         int rotate_values) noexcept
@@ -80,6 +81,7 @@ cdef object MAX_THREADS = 1024
 
 # The state of the process: the level in use, and how many threads a call may use.
 cdef const kvc_kernels *_active = NULL
+cdef kvc_bf16_rows _rounded_rows = KVC_BF16_ROUNDED
 cdef int _threads = min(MAX_THREADS, available_cpus())
 
 
@@ -156,6 +158,10 @@ cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) n
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil:
     _active.quantise_weights(format, count, columns, x, codes, scales, minima)
+
+
+cdef kvc_bf16_rows rounded_rows() noexcept nogil:
+    return _rounded_rows
 
 
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil:
@@ -261,14 +267,14 @@ def simd_levels():
 
 
 cdef int _use_level(object level, str what) except -1:
-    global _active
+    global _active, _rounded_rows
     cdef const kvc_kernels *found = NULL
     if isinstance(level, str):
         name = level.encode()
         found = kvc_find_level(name)
     if found == NULL:
         raise ValueError(f"{what}: expected a level of this CPU, one of {', '.join(simd_levels())}, got {level!r:.100}")
-    _active = found
+    _active, _rounded_rows = found, kvc_bf16_rows_of(found)
     return 0
 
 

@@ -187,7 +187,7 @@ cdef class PagedSequences:
         if num_blocks < 0:
             raise ValueError(f"num_blocks: expected a count >= 0, got {num_blocks}")
         with self.lock:
-            total = pool.num_blocks + num_blocks
+            total = <object>pool.num_blocks + num_blocks    # no sum wraps around
             memory = self.store.memory_for(total)
             for reserve in reserves:
                 reserve(total)
