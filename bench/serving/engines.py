@@ -232,13 +232,16 @@ class Transformers:
         import torch
         import transformers
 
-        del longest, tokens, running
+        del longest
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         torch.set_num_threads(threads)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(network.folder, dtype=torch.bfloat16).eval()
         settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=64, eos_token_id=-1, pad_token_id=0)
-        self._manager: Any = model.init_continuous_batching(generation_config=settings)
+        pages = transformers.ContinuousBatchingConfig(num_blocks=-(-2 * tokens // 256) + running, max_batch_tokens=512)
+        self._manager: Any = model.init_continuous_batching(
+            generation_config=settings, continuous_batching_config=pages
+        )
         self._manager.start()
         self._seen: dict[str, int] = {}
 
