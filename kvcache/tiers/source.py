@@ -77,6 +77,7 @@ class TierSource:
         self._lookups: list[Lookup] = []
         self._known: OrderedDict[bytes, _Group] = OrderedDict()
         self._wrapped: OrderedDict[bytes, list[Wrapping]] = OrderedDict()
+        self._last: tuple[bytes, Tokens, list[list[bytes]]] = b"", np.empty(0, np.uint32), []
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
 
@@ -151,11 +152,16 @@ class TierSource:
 
     def _keys(self, name: Hashable, tokens: Tokens) -> list[list[bytes]]:
         """The keys of all groups, for each tier."""
-        encoded, by_secret = encode_namespace(name), {}
+        encoded, size = encode_namespace(name), self.format.group_tokens
+        before, known, keys = self._last
+        if encoded == before and len(tokens) <= len(known) and np.array_equal(known[: len(tokens)], tokens):
+            return [each[: len(tokens) // size] for each in keys]  # as when a text is evicted from its end
+        by_secret: dict[bytes, list[bytes]] = {}
         for chain in self._chains:
             if chain.secret not in by_secret:
                 by_secret[chain.secret] = chain.keys(encoded, tokens)
-        return [by_secret[chain.secret] for chain in self._chains]
+        self._last = encoded, tokens.copy(), [by_secret[chain.secret] for chain in self._chains]
+        return self._last[2]
 
     def names(self, name: Hashable, tokens: Tokens) -> tuple[list[list[bytes]], list[Wrapping]]:
         """The keys and the wrappings of the values of a text, for each tier; TypeError: its namespace has no bytes."""
