@@ -311,7 +311,7 @@ class TierSource:
         self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
         wanted: list[tuple[int, list[int]]], bodies: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
-        size = self.format.group_tokens
+        size, rooms = self.format.group_tokens, [writer.room() for writer in self._writers]
         for (group, numbers), body in zip(wanted, bodies, strict=True):
             known, own = self._group(keys[0][group]), tokens[group * size : (group + 1) * size].copy()
             for number in numbers:
@@ -320,10 +320,13 @@ class TierSource:
                     keys[number][group], own, memoryview(body), self.format, wrappings[number],
                     bool(known.wrong & bit), partial(_lost, known, bit),
                 )  # fmt: skip
+                if rooms[number] < body.nbytes:
+                    self._links[number].count("dropped")
+                    continue
+                rooms[number] -= body.nbytes
                 known.sent |= bit
                 known.wrong &= ~bit
-                if not self._writers[number].offer(item):
-                    known.sent &= ~bit
+                self._writers[number].offer(item)
 
     def _group(self, key: bytes) -> _Group:
         known = self._known.get(key)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from _thread import start_new_thread
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from threading import RLock
+from queue import SimpleQueue
 from time import monotonic, sleep
 from typing import NamedTuple
 
@@ -45,39 +45,41 @@ class Written(NamedTuple):
 class WriteBehind:
     """The queue and the thread of one tier. No call waits for the tier but `flush` and `close`.
 
-    Callers use compiled locks and queues alone: an interrupt leaves none of them locked.
+    Callers use single operations of compiled objects: an interrupt leaves no lock taken, and nothing counted twice.
 
     Args:
-        most_bytes: of the bodies in the queue; further ones are dropped.
+        most_bytes: of the bodies in the queue.
     """
 
     def __init__(self, link: Link, most_bytes: int) -> None:
         self._link, self._most_bytes = link, most_bytes
-        self._lock = RLock()
-        self._queue: SimpleQueue[Written | None] = SimpleQueue()
-        self.queued_bytes = 0  # of the queue and of what is being written
+        self._queue: deque[Written] = deque()
+        self._writing: list[Written] = []  # for a moment some are in the queue too
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._closed = False
         self._process = -1  # in which the thread runs
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the bodies in the queue, and of those that are being written."""
+        return sum(item.body.nbytes for item in (*self._queue, *self._writing))
 
     def room(self) -> int:
         """Bytes that the queue still takes; 0 after `close`."""
         return 0 if self._closed else self._most_bytes - self.queued_bytes
 
-    def offer(self, item: Written) -> bool:
-        """Queue a group; False, and it is dropped, if the queue is full."""
-        if item.body.nbytes > self.room():
-            self._link.count("dropped")
-            return False
+    def offer(self, item: Written) -> None:
+        """Queue a group, for which there is room."""
         if self._process != os.getpid():  # a forked process has no thread of its parent
             start_new_thread(self._run, ())
             self._process = os.getpid()
-        self._add(item.body.nbytes)
-        self._queue.put(item)
-        return True
+        self._queue.append(item)
+        self._wake.put(None)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty, for so many seconds at most; whether it is."""
         end = monotonic() + timeout
+        self._wake.put(None)
         while self.queued_bytes and monotonic() < end:
             sleep(_POLL)
         return not self.queued_bytes
@@ -86,44 +88,39 @@ class WriteBehind:
         """Accept nothing more, `flush`, drop the rest and end the thread; whether everything was written."""
         self._closed = True
         whole = self.flush(timeout)
-        with suppress(Empty):
+        with suppress(IndexError):
             while True:
-                self._drop(self._queue.get_nowait())
-        self._queue.put(None)
+                self._drop(self._queue.popleft())
+        self._wake.put(None)
         return whole
 
-    def _add(self, size: int) -> None:
-        with self._lock:
-            self.queued_bytes += size
-
     def _run(self) -> None:
-        following: Written | None = None
         while True:
-            first = self._queue.get() if following is None else following
-            if first is None:
+            self._wake.get()
+            while self._queue:
+                while self._link.pause and not self._closed:
+                    sleep(min(self._link.pause, _PAUSED))
+                self._write_some()
+            if self._closed:
                 return
-            items, size, following = [first], first.body.nbytes, None
-            with suppress(Empty):
-                while size < _AT_ONCE and (following := self._queue.get_nowait()) is not None:
-                    size += following.body.nbytes
-                    if size <= _AT_ONCE:
-                        items.append(following)
-                        following = None
-                if size < _AT_ONCE:
-                    self._queue.put(None)  # the end, for the next turn
-            while self._link.pause and not self._closed:
-                sleep(min(self._link.pause, _PAUSED))
-            written = False
-            try:
-                written = not self._link.pause and self._write(items)
-            except Exception as error:
-                self._link.failed(error)
-            for item in items:
-                if written:
-                    self._add(-item.body.nbytes)
-                else:
-                    self._drop(item)
-            del first, items, item
+
+    def _write_some(self) -> None:
+        """Write what one call of the tier takes."""
+        size = 0
+        with suppress(IndexError):  # `close` drops what is queued
+            while not size or size + self._queue[0].body.nbytes <= _AT_ONCE:
+                self._writing.append(self._queue[0])
+                self._writing[-1] = self._queue.popleft()
+                size += self._writing[-1].body.nbytes
+        written = False
+        try:
+            written = not self._link.pause and self._write(self._writing)
+        except Exception as error:
+            self._link.failed(error)
+        while self._writing:
+            if not written:
+                self._drop(self._writing[-1])
+            self._writing.pop()
 
     def _write(self, items: list[Written]) -> bool:
         link = self._link
@@ -141,8 +138,6 @@ class WriteBehind:
         link.count("bytes_written", sum(len(value) for _, value in values))
         return True
 
-    def _drop(self, item: Written | None) -> None:
-        if item is not None:
-            self._add(-item.body.nbytes)
-            self._link.count("dropped")
-            item.lost()
+    def _drop(self, item: Written) -> None:
+        self._link.count("dropped")
+        item.lost()
