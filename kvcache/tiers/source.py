@@ -77,6 +77,7 @@ class TierSource:
         self._lookups: list[Lookup] = []
         self._known: OrderedDict[bytes, _Group] = OrderedDict()
         self._wrapped: OrderedDict[bytes, list[Wrapping]] = OrderedDict()
+        self._last: tuple[bytes, Tokens, list[list[bytes]]] = b"", np.empty(0, np.uint32), []
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
 
@@ -151,11 +152,16 @@ class TierSource:
 
     def _keys(self, name: Hashable, tokens: Tokens) -> list[list[bytes]]:
         """The keys of all groups, for each tier."""
-        encoded, by_secret = encode_namespace(name), {}
+        encoded, size = encode_namespace(name), self.format.group_tokens
+        before, known, keys = self._last
+        if encoded == before and len(tokens) <= len(known) and np.array_equal(known[: len(tokens)], tokens):
+            return [each[: len(tokens) // size] for each in keys]  # as when a text is evicted from its end
+        by_secret: dict[bytes, list[bytes]] = {}
         for chain in self._chains:
             if chain.secret not in by_secret:
                 by_secret[chain.secret] = chain.keys(encoded, tokens)
-        return [by_secret[chain.secret] for chain in self._chains]
+        self._last = encoded, tokens.copy(), [by_secret[chain.secret] for chain in self._chains]
+        return self._last[2]
 
     def names(self, name: Hashable, tokens: Tokens) -> tuple[list[list[bytes]], list[Wrapping]]:
         """The keys and the wrappings of the values of a text, for each tier; TypeError: its namespace has no bytes."""
@@ -305,7 +311,7 @@ class TierSource:
         self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
         wanted: list[tuple[int, list[int]]], bodies: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
-        size = self.format.group_tokens
+        size, rooms = self.format.group_tokens, [writer.room() for writer in self._writers]
         for (group, numbers), body in zip(wanted, bodies, strict=True):
             known, own = self._group(keys[0][group]), tokens[group * size : (group + 1) * size].copy()
             for number in numbers:
@@ -314,10 +320,13 @@ class TierSource:
                     keys[number][group], own, memoryview(body), self.format, wrappings[number],
                     bool(known.wrong & bit), partial(_lost, known, bit),
                 )  # fmt: skip
+                if rooms[number] < body.nbytes:
+                    self._links[number].count("dropped")
+                    continue
+                rooms[number] -= body.nbytes
                 known.sent |= bit
                 known.wrong &= ~bit
-                if not self._writers[number].offer(item):
-                    known.sent &= ~bit
+                self._writers[number].offer(item)
 
     def _group(self, key: bytes) -> _Group:
         known = self._known.get(key)

@@ -45,7 +45,7 @@ class Tiers:
             `cryptography` (extra `encryption`), and less time than the proof of values that are not encrypted.
         queue_bytes: the most bytes of K and V that wait to be written to one tier, an int or a text such as "1GiB".
         deadline: seconds that a lookup of a `PrefixCache` waits for tiers, since it cannot compute meanwhile.
-        head_start: seconds that a prompt of an engine waits for tiers before it runs.
+        head_start: seconds that a prompt of an engine waits for tiers before it runs; in a `BatchEngine` all wait.
 
     Raises:
         ImportError: `encrypt` without the package.
@@ -64,6 +64,8 @@ class Tiers:
         deadline: float = 0.25,
         head_start: float = 0.0,
     ) -> None:
+        if not isinstance(tiers, Iterable):
+            raise TypeError(f"tiers: expected a list of tiers, got {type(tiers).__name__}")
         given = list(tiers)
         if not 1 <= len(given) <= _MOST_TIERS:
             raise ValueError(f"tiers: expected 1 to {_MOST_TIERS}, got {len(given)}")

@@ -231,6 +231,7 @@ def test_refused_by_name(network, tmp_path):
         PrefixCachedEngine(InferenceEngine(network), 8, tiers=[ObjectStore()])
     for given, options, message in [
         ([], {}, "tiers: expected 1 to 8, got 0"),
+        (5, {}, "tiers: expected a list of tiers, got int"),
         ([object()], {}, "tiers: expected objects with get_many, got object"),
         ([ObjectStore()], {}, "secret: expected one for ObjectStore"),
         ([ObjectStore()], {"secret": "text"}, "secret: expected bytes, got str"),
