@@ -1,0 +1,125 @@
+"""The attention that `attn_implementation="kvcache"` names: over the packed blocks of a `PagedCache` where it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.integrations.transformers.dense import dense_attention
+from kvcache.integrations.transformers.hf import torch
+from kvcache.integrations.transformers.layer import PagedLayer
+from kvcache.integrations.transformers.masks import PatternMask
+from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.sight import Call, calls_for
+from kvcache.integrations.transformers.states import StoredStates
+
+__all__ = ["attention"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+def attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
+    position_bias: Any = None, **kwargs: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """softmax(q K^T scaling) V; arguments as of every attention function of transformers.
+
+    Args:
+        query: `(batch, query heads, queries, head_dim)`.
+        key, value: `StoredStates` of a `PagedCache`, or tensors.
+        attention_mask: what `make_mask` returned, or a 4D mask of the caller.
+        softcap: a score s becomes `softcap * tanh(s / softcap)`.
+        s_aux: a logit per query head that joins the normaliser of the softmax.
+
+    Returns:
+        `(batch, queries, query heads, head_dim of V)`, and None in the place of weights.
+    """
+    if type(key) is StoredStates and type(value) is StoredStates and key._layer is value._layer:
+        layer: PagedLayer = key._layer
+        reason = _why_dense(layer, key, attention_mask, dropout, position_bias)
+        if reason is None:
+            pattern = attention_mask
+            if pattern is None:
+                causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+                causal, window = causal or query.shape[2] == 1 and layer.window is not None, layer.window
+            else:
+                causal, window = pattern.causal, pattern.window or layer.window
+            return _packed(layer, query, causal, window, scaling, softcap, s_aux), None
+        layer.state.ways.went_dense(reason)
+        key, value = key.dense().to(query.dtype), value.dense().to(query.dtype)
+    mask = attention_mask.dense() if type(attention_mask) is PatternMask else attention_mask
+    out = dense_attention(
+        module, query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
+        is_causal=is_causal, position_bias=position_bias,
+    )  # fmt: skip
+    return out, None
+
+
+def _why_dense(layer: PagedLayer, key: StoredStates, mask: Any, dropout: float, position_bias: Any) -> str | None:
+    """Store what waits; why attention cannot read the blocks, or None."""
+    known = mask is None or type(mask) is PatternMask
+    padding = mask.padding if known and mask is not None else None
+    layer.commit(padding)
+    if not known:
+        return "a mask of another pattern than causal, window and padding"
+    if key._epoch != layer.epoch or key._total != layer.rows.length:
+        return "states of an earlier step"
+    if not layer.rows.agrees(padding, key.shape[2]):
+        return "a mask that hides stored tokens"
+    if position_bias is not None:
+        return "position biases"
+    if dropout:
+        return "dropout"
+    return None
+
+
+def _packed(
+    layer: PagedLayer, query: Any, causal: bool, window: int | None, scaling: float | None, softcap: float | None,
+    s_aux: Any,
+) -> Any:  # fmt: skip
+    rows, (batch, heads, n, width) = layer.rows, query.shape
+    layer.state.ways.packed += 1
+    scale = width**-0.5 if scaling is None else float(scaling)
+    sinks = None if s_aux is None else s_aux.detach().float().numpy()
+    queries = query.detach().transpose(1, 2)
+    if queries.dtype != torch.float32:
+        queries = queries.float()
+    channels = rows.kind.channels
+    if width != channels:
+        queries = torch.nn.functional.pad(queries, (0, channels - width))
+    flat: Float32 = queries.reshape(batch * n, heads, channels).numpy()
+    calls = calls_for(rows, n, causal, window)
+    out = None
+    for call in calls:
+        if call.queries is None:
+            out = _call(rows, layer.slot, call, flat, scale, softcap, sinks)
+        else:
+            out = np.zeros_like(flat) if out is None else out
+            out[call.queries] = _call(rows, layer.slot, call, flat[call.queries], scale, softcap, sinks)
+    mixed = torch.zeros(batch * n, heads, channels) if out is None else torch.from_numpy(out)
+    if rows.eviction is not None and not layer.state.recording:
+        rows.evict()
+    mixed = mixed.view(batch, n, heads, channels)
+    if layer.channels[1] != channels:
+        mixed = mixed[..., : layer.channels[1]].contiguous()
+    return mixed if mixed.dtype == query.dtype else mixed.to(query.dtype)
+
+
+def _call(
+    rows: Rows, slot: int, call: Call, queries: Float32, scale: float, softcap: float | None, sinks: Any
+) -> Float32:
+    scored = rows.eviction is not None and rows.eviction.by_score
+    got = rows.paged.attention(
+        slot, queries, call.ids, query_lens=call.lens, scale=scale, context_lens=call.shown, window=call.window,
+        softcap=softcap, sinks=sinks, starts=call.starts, causal=call.causal, return_scores=scored,
+    )  # fmt: skip
+    if not scored:
+        return got  # type: ignore[no-any-return]
+    assert rows.eviction is not None
+    counts = rows.stored()[call.rows] if call.shown is None else call.shown
+    for row, scores in zip(call.rows, np.split(got[1], np.cumsum(counts)[:-1]), strict=True):
+        rows.eviction.add(int(row), scores)
+    return got[0]  # type: ignore[no-any-return]
