@@ -112,10 +112,11 @@ def _call(
     rows: Rows, slot: int, call: Call, queries: Float32, scale: float, softcap: float | None, sinks: Any
 ) -> Float32:
     scored = rows.eviction is not None and rows.eviction.by_score
-    got = rows.paged.attention(
-        slot, queries, call.ids, query_lens=call.lens, scale=scale, context_lens=call.shown, window=call.window,
-        softcap=softcap, sinks=sinks, starts=call.starts, causal=call.causal, return_scores=scored,
-    )  # fmt: skip
+    with rows.ending_at(call.ids, call.shown) as ids:
+        got = rows.paged.attention(
+            slot, queries, ids, query_lens=call.lens, scale=scale, window=call.window, softcap=softcap, sinks=sinks,
+            starts=call.starts, causal=call.causal, return_scores=scored,
+        )  # fmt: skip
     if not scored:
         return got  # type: ignore[no-any-return]
     assert rows.eviction is not None

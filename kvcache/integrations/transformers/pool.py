@@ -18,7 +18,7 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.integrations.transformers.hf import get_layer_types_and_kwargs
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["MOST_CHANNELS", "PAGED_TYPES", "Kind", "Pool"]
+__all__ = ["MOST_CHANNELS", "PAGED_TYPES", "Kind", "Pool", "UInt64"]
 
 PAGED_TYPES = ("full_attention", "sliding_attention")
 MOST_CHANNELS = 512  # of a head: what the kernels take

@@ -11,7 +11,8 @@ in a mask or an eviction, `positions` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.integrations.transformers.evicting import Eviction
-from kvcache.integrations.transformers.pool import Kind, Pool
+from kvcache.integrations.transformers.pool import Kind, Pool, UInt64
 
 __all__ = ["Rows"]
 
@@ -260,6 +261,20 @@ class Rows:
         if self.new_hidden is not None:
             counts = self.new - self.new_hidden.sum(1)
         self.paged.write_ragged(slot, self.ids, counts, *pair)
+
+    @contextmanager
+    def ending_at(self, ids: UInt64, counts: Int64 | None) -> Iterator[UInt64]:
+        """Sequences of the first `counts[i]` tokens of each sequence `ids[i]`, which may repeat; None: `ids` alone."""
+        if counts is None:
+            yield ids
+            return
+        forks = self.pool.new_ids(len(ids))
+        self.paged.fork_batch(ids, forks)
+        try:
+            self.paged.truncate_batch(forks, counts)
+            yield forks
+        finally:
+            self.paged.free_batch(forks)
 
     def read(self, slot: int, which: int, total: int, visible: int) -> Float32:
         """K (`which` 0) or V of the text positions `total - visible` to `total`, zeros where none is stored.

@@ -1,8 +1,9 @@
 """Which stored tokens each query of a batch sees, as calls of `PagedKvCache.attention`.
 
-Without masked tokens among the new ones, one call says it all: the queries of a row are its last tokens. Otherwise each
-query sees the stored tokens `low` to `high` of its row, and queries whose `high` rises one by one, under one width of
-the window, are a run: one entry of a call. Calls have one width of the window each.
+Without holes in the mask one call says it all: the queries of a row are its last tokens, and those of its left padding
+see nothing. Otherwise each query sees the stored tokens `low` to `high` of its row; queries whose `high` rises one by
+one, under one width of the window, are a run: one entry of a call, which ends at the last of these tokens. Calls have
+one width of the window each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Call(NamedTuple):
     Attributes:
         queries: indices of the queries among `(batch, n)`, flattened; None: all of them.
         rows: the row of each entry.
-        ids, lens, shown, starts, window, causal: `seq_ids`, `query_lens`, `context_lens` and so on.
+        ids, lens, starts, window, causal: `seq_ids`, `query_lens` and so on.
+        shown: where each entry's sequence is to end; None: at its last token.
     """
 
     queries: Int64 | None
@@ -53,10 +55,16 @@ def _plan(rows: Rows, n: int, causal: bool, window: int | None) -> list[Call]:
         return [Call(None, every, rows.ids, np.full(rows.batch, n), causal=False)]
     if window is not None and rows.length <= window:
         window = None
+    starts = None if window is None else rows.first
+    if rows.positions is None:
+        lens = np.minimum(rows.length - rows.first, n)
+        if (lens == n).all():
+            return [Call(None, every, rows.ids, None if n == 1 else lens, None, starts, window)]
+        queries = np.concatenate([np.arange((row + 1) * n - lens[row], (row + 1) * n) for row in every])
+        return [Call(queries, every, rows.ids, lens, None, starts, window)]
     hidden = rows.hidden is not None and bool(rows.hidden[:, rows.length - n :].any())
-    if not hidden and (window is None or rows.positions is None):
-        lens = None if n == 1 else np.full(rows.batch, n)
-        return [Call(None, every, rows.ids, lens, None, None if window is None else rows.first, window)]
+    if not hidden and window is None:
+        return [Call(None, every, rows.ids, None if n == 1 else np.full(rows.batch, n))]
     return _runs(rows, n, window)
 
 
