@@ -4,14 +4,20 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")
     model.generate(**inputs, past_key_values=kvt.PagedCache(model.config, dtype="q4"))
+
+    store = kvt.PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
+    cache = store.cache_for(inputs.input_ids)
+    out = model.generate(**inputs, past_key_values=cache)
+    store.keep(cache, out)
 """
 
 from kvcache.integrations.transformers.attention import attention
 from kvcache.integrations.transformers.cache import PagedCache, PagedCacheStats
 from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface, torch
 from kvcache.integrations.transformers.masks import make_mask
+from kvcache.integrations.transformers.prefixes import PrefixStore
 
-__all__ = ["PagedCache", "PagedCacheStats"]
+__all__ = ["PagedCache", "PagedCacheStats", "PrefixStore"]
 
 AttentionInterface.register("kvcache", torch.compiler.disable(attention))
 AttentionMaskInterface.register("kvcache", make_mask)

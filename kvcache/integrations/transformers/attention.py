@@ -41,12 +41,12 @@ def attention(
         layer: PagedLayer = key._layer
         reason = _why_dense(layer, key, attention_mask, dropout, position_bias)
         if reason is None:
-            pattern = attention_mask
-            if pattern is None:
-                causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-                causal, window = causal or query.shape[2] == 1 and layer.window is not None, layer.window
-            else:
-                causal, window = pattern.causal, pattern.window or layer.window
+            if attention_mask is not None:
+                causal, window = attention_mask.causal, attention_mask.window
+            else:  # as `sdpa` reads it; one query sees all there is, and is the last token where there is a window
+                causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
+                causal = bool(causal or (query.shape[2] == 1 and layer.window))
+            window = (window or layer.window) if causal else None
             return _packed(layer, query, causal, window, scaling, softcap, s_aux), None
         layer.state.ways.went_dense(reason)
         key, value = key.dense().to(query.dtype), value.dense().to(query.dtype)

@@ -139,7 +139,7 @@ class PagedCache(DynamicCache):
         self._settle()
         for each in self.state.rows.values():
             each.select(rows)
-        before = self.state.row_of
+        before, self.state.mixed_at = self.state.row_of, self.get_seq_length()
         self.state.row_of = rows if before is None else before[rows]
 
     def _batch(self) -> int:
@@ -207,6 +207,7 @@ class PagedCache(DynamicCache):
         self._settle()
         state = State(self.state.pool, self.state.rules, self.state.by_score)
         state.recording, state.row_of = self.state.recording, self.state.row_of
+        state.prompt, state.mixed_at = self.state.prompt, self.state.mixed_at
         for kind, rows in self.state.rows.items():
             state.rows[kind] = rows.fork()
         new = memo[id(self)] = self._over(state)

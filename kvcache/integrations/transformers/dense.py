@@ -22,20 +22,22 @@ def dense_attention(
     Returns:
         `(batch, queries, heads, head_dim of V)`.
     """
-    if softcap is None and s_aux is None:
+    queries, keys, heads = query.shape[2], key.shape[2], query.shape[1]
+    causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    plain = softcap is None and s_aux is None
+    if mask is None and causal and not (plain and queries == keys):  # the last query sees all keys
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
+    if plain:
         extra = {} if position_bias is None else {"position_bias": position_bias}
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **extra
         )[0]
-    queries, keys, heads = query.shape[2], key.shape[2], query.shape[1]
     key, value = (states.repeat_interleave(heads // states.shape[1], 1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if position_bias is not None:
         scores = scores + position_bias
-    if mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask

@@ -68,7 +68,7 @@ class Eviction:
     def add(self, row: int, scores: npt.NDArray[np.float32]) -> None:
         """Add the attention mass of new queries on each stored token of a row."""
         known = self._scores[row]
-        self._scores[row] = scores + np.pad(known, (0, len(scores) - len(known)))
+        self._scores[row] = scores.astype(np.float64) + np.pad(known, (0, len(scores) - len(known)))
 
     def cut(self, counts: list[int]) -> None:
         """Forget the scores of the tokens after the first `counts[row]`."""

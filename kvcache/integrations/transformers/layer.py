@@ -41,6 +41,8 @@ class State:
         rules: limits of the layers that evict tokens.
         epoch: number of changes other than `update`.
         row_of: of each row, the row of the first batch that it goes back to; None: it is the same.
+        mixed_at: the most tokens at which rows were reordered or selected.
+        prompt: of a cache of a `PrefixStore`: token ids, their mask and the namespace.
     """
 
     def __init__(self, pool: Pool, rules: dict[int, Rule], by_score: bool) -> None:
@@ -50,6 +52,8 @@ class State:
         self.ways = Ways()
         self.epoch = 0
         self.row_of: Int64 | None = None
+        self.mixed_at = 0
+        self.prompt: tuple[Int64, Bool, Any] | None = None
 
     def rows_of(self, kind: Kind, batch: int, num_tokens: int) -> Rows:
         """The rows of a kind, made if there are none."""
@@ -64,7 +68,7 @@ class State:
         while self.rows:
             self.rows.popitem()[1].free()
         self.epoch += 1
-        self.row_of = None
+        self.row_of, self.mixed_at = None, 0
 
     def __del__(self) -> None:
         self.clear()
@@ -129,7 +133,7 @@ class PagedLayer(CacheLayerMixin):
             if self.state.recording and self.window:
                 self.inner.activate_past_recording()
         else:
-            self._kind, self.slot = self.state.pool.place(self.index, self.heads, -(-width // 8) * 8)
+            self._kind, self.slot = self.state.pool.place(self.index, self.heads, width)
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -191,7 +195,7 @@ class PagedLayer(CacheLayerMixin):
         """K (0) or V (1) of the last `visible` of the first `total` tokens, float32."""
         self.commit()
         dense = torch.from_numpy(self.rows.read(self.slot, which, total, visible))
-        return dense[..., : self.channels[which]].transpose(1, 2)
+        return dense[..., : self.channels[which]].contiguous()
 
     # -- what transformers reads ----------------------------------------------------------------------------
 
@@ -208,7 +212,7 @@ class PagedLayer(CacheLayerMixin):
     def _now(self, which: int) -> Any:
         if self.inner is not None:
             return (self.inner.keys, self.inner.values)[which]
-        if not self.seen:
+        if not self.seen or not self.is_initialized:
             return None
         self.commit()
         visible = self.seen if self.window is None else min(self.seen, self.window - 1)

@@ -8,6 +8,7 @@ query sees all tokens up to its own, as for `sdpa`. Any other pattern becomes th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -41,22 +42,35 @@ class PatternMask(torch.Tensor):
         make: Callable[[], Any],
     ) -> Any:  # fmt: skip
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device="cpu", requires_grad=False)
-        mask.causal, mask.window, mask.padding, mask._make, mask._made = causal, window, padding, make, None
+        mask.causal, mask.window, mask.padding, mask._make = causal, window, padding, cache(make)
         return mask
 
     def dense(self) -> Any:
         """The boolean tensor."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        return self._make()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.alias.default:
+            return _last_queries(*args)
+        if func is torch.ops.aten.slice.Tensor and (part := _last_queries(*args)) is not None:
+            return part
         args, kwargs = tree_map(lambda each: each.dense() if type(each) is cls else each, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"PatternMask(shape={tuple(self.shape)}, causal={self.causal}, window={self.window})"
+
+
+def _last_queries(mask: PatternMask, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    """The mask of the last queries alone, or all of it; None: the slice is another one."""
+    size = mask.shape[dim]
+    first, last, _ = slice(start, stop).indices(size)
+    if step != 1 or last != size or (first and dim != 2):
+        return None
+    batch, one, queries, keys = mask.shape
+    shape = batch, one, queries - first, keys
+    return PatternMask(shape, mask.causal, mask.window, mask.padding, lambda: mask.dense()[:, :, first:])
 
 
 def make_mask(
@@ -66,10 +80,10 @@ def make_mask(
 ) -> Any:  # fmt: skip
     """The mask of one kind of layers; arguments as of transformers' `sdpa_mask`."""
 
-    def make() -> Any:
+    def make(**skips: bool) -> Any:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs,
+            **{"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, **skips}, **kwargs,
         )  # fmt: skip
 
     causal, window, known = _pattern(mask_function, local_size)
@@ -79,10 +93,7 @@ def make_mask(
     else:
         known = known and allow_is_bidirectional_skip
     if not known or torch.compiler.is_compiling():
-        return sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
-            allow_is_causal_skip, allow_is_bidirectional_skip, **kwargs,
-        )  # fmt: skip
+        return make(allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     padding = None
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].numpy()

@@ -57,6 +57,7 @@ class Pool:
         self.reclaim: Callable[[Kind, int], int] | None = None  # frees blocks that are kept for later
         self._formats, self._by = formats, by
         self._slots: dict[int, tuple[Kind, int]] = {}  # layer -> its kind and its number among those of its kind
+        self.said = self.kinds_of(config.get_text_config(decoder=True))
         self._next_id = 1
         BlockStore(1, 0, self.block_size, 1, 8, *self._names())  # checks the formats
 
@@ -69,21 +70,34 @@ class Pool:
         window: int | None = self._options[layer].get("sliding_window")
         return window if self.types[layer] == "sliding_attention" else None
 
+    def _kind(self, layer: int, heads: int, channels: int) -> Kind:
+        window = self.window(layer) if self._by == "window" else None
+        return Kind(window, heads, -(-channels // 8) * 8, layer if self._by == "layer" else None)
+
     def place(self, layer: int, heads: int, channels: int) -> tuple[Kind, int]:
         """The kind of a layer and its number in the `PagedKvCache` of that kind."""
-        window = self.window(layer) if self._by == "window" else None
-        kind = Kind(window, heads, channels, layer if self._by == "layer" else None)
-        placed = self._slots.get(layer)
-        if placed is None or placed[0] != kind:
+        if layer not in self._slots:
+            kind = self._kind(layer, heads, channels)
             used = sum(other == kind for other, _ in self._slots.values())
-            placed = self._slots[layer] = kind, used
-        return placed
+            if used == self._layers_of(kind):  # more layers than the configuration says
+                kind, used = kind._replace(layer=layer), 0
+            self._slots[layer] = kind, used
+        return self._slots[layer]
+
+    def kinds_of(self, config: Any) -> dict[int, Kind]:
+        """The kinds of the layers by what the configuration says of heads, before a model has run."""
+        kinds = {}
+        for layer, each in enumerate(config.per_layer_config):
+            heads = getattr(each, "num_key_value_heads", None) or getattr(each, "num_attention_heads", None)
+            width = getattr(each, "head_dim", None) or getattr(each, "hidden_size", 0) // max(1, heads or 0)
+            if self.types[layer] in PAGED_TYPES and heads and width:
+                kinds[layer] = self._kind(layer, heads, width)
+        return kinds
 
     def blocks_of(self, kind: Kind, wanted: int) -> PagedKvCache:
         """The `PagedKvCache` of a kind, made with `wanted` blocks if there is none."""
         if kind not in self.paged:
-            layers = self._layers_of(kind)
-            size = BlockStore(layers, 0, self.block_size, kind.heads, kind.channels, *self._names()).block_bytes
+            layers, size = self._layers_of(kind), self.block_bytes(kind)
             count = wanted if self.limit is None else min(wanted, (self.limit - self._mapped()) // size)
             if count < 1:
                 raise OutOfMemoryError(size, max(0, (self.limit or 0) - self._mapped()), "bytes")
@@ -92,16 +106,19 @@ class Pool:
             )
         return self.paged[kind]
 
+    def block_bytes(self, kind: Kind) -> int:
+        """Bytes of a block of this kind, of all its layers."""
+        store = BlockStore(self._layers_of(kind), 0, self.block_size, kind.heads, kind.channels, *self._names())
+        return int(store.block_bytes)
+
     def _layers_of(self, kind: Kind) -> int:
         if kind.layer is not None:
             return 1
-        taken = {layer for layer, (other, _) in self._slots.items() if other != kind}
-        same = [
-            layer
+        said = sum(each == kind for each in self.said.values())
+        return said or sum(
+            name in PAGED_TYPES and (self._by == "shape" or self.window(layer) == kind.window)
             for layer, name in enumerate(self.types)
-            if name in PAGED_TYPES and layer not in taken and (self._by == "shape" or self.window(layer) == kind.window)
-        ]
-        return len(same)
+        )
 
     def _mapped(self) -> int:
         return sum(paged.total_memory_bytes for paged in self.paged.values())

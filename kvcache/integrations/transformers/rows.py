@@ -280,11 +280,11 @@ class Rows:
         """K (`which` 0) or V of the text positions `total - visible` to `total`, zeros where none is stored.
 
         Returns:
-            float32 `(batch, visible, KV heads, channels)`.
+            float32 `(batch, KV heads, visible, channels)`.
         """
-        out = np.zeros((self.batch, visible, self.kind.heads, self.kind.channels), np.float32)
+        out = np.zeros((self.batch, self.kind.heads, visible, self.kind.channels), np.float32)
         for row in range(self.batch):
             at = self.positions_of(row) - (total - visible)
             shown = (at >= 0) & (at < visible)
-            out[row, at[shown]] = self.paged.read(slot, int(self.ids[row]))[which][shown]
+            out[row][:, at[shown]] = self.paged.read(slot, int(self.ids[row]))[which][shown].swapaxes(0, 1)
         return out

@@ -8,6 +8,7 @@ one width of the window each.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -78,13 +79,13 @@ def _runs(rows: Rows, n: int, window: int | None) -> list[Call]:
         width = np.where(low == 0, 0, high - low)  # 0: no limit
         begins = (high[:-1] == low[:-1]) | (np.diff(high) != 1) | (np.diff(width) != 0)  # a run, at the next query
         edges = np.concatenate([[0], np.flatnonzero(begins) + 1, [n]])
-        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        for start, stop in pairwise(edges.tolist()):
             if high[start] > low[start]:
-                run = row, row * n + int(start), int(stop - start), int(high[stop - 1])
+                run = row, row * n + start, stop - start, int(high[stop - 1])
                 found.setdefault(int(width[start]), []).append(run)
     calls = []
-    for width, runs in found.items():
+    for limit, runs in found.items():
         each, starts, lens, shown = np.array(runs, np.int64).T
         queries = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, lens, strict=True)])
-        calls.append(Call(queries, each, rows.ids[each], lens, shown, None, width or None))
+        calls.append(Call(queries, each, rows.ids[each], lens, shown, None, limit or None))
     return calls
