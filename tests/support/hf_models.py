@@ -19,7 +19,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_inner": 40, "n_ctx": 128, "rotary_dim": 4}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
-# Model type -> settings beside COMMON. In all of them attention never needs dense K and V.
+# Model type -> settings beside COMMON. Of all of them every attention call with a cache reads packed blocks.
 PACKED = {
     "apertus": {},
     "arcee": {},
@@ -65,8 +65,17 @@ PACKED = {
     "smollm3": {},
     "stablelm": {},
     "starcoder2": WINDOW,
+    "gemma3n_text": MIXED | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 61, "laurel_rank": 4}
+    | {"hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": MIXED | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 61, "global_head_dim": 16}
+    | {"hidden_size_per_layer_input": 8},
+    "jamba": MOE | {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"use_mamba_kernels": False},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen3_next": MOE | {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+    | {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    | {"shared_expert_intermediate_size": 16},
 }
-
 
 # Models with an attention of their own, or with layers of other kinds: the same logits by dense K and V.
 DENSE = {
@@ -76,20 +85,10 @@ DENSE = {
     "diffllama": {},
     "falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
-    "gemma3n_text": MIXED | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 61, "laurel_rank": 4}
-    | {"hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 4},
-    "gemma4_text": MIXED | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 61, "global_head_dim": 16}
-    | {"hidden_size_per_layer_input": 8},
     "gptj": GPT,
-    "jamba": MOE | {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
-    | {"use_mamba_kernels": False},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": MOE | {"attention_chunk_size": 8, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "expansion_ratio": 2},
     "xglm": {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 40},
-    "qwen3_next": MOE | {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
-    | {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    | {"shared_expert_intermediate_size": 16},
 }
 
 
