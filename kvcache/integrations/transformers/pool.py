@@ -71,7 +71,7 @@ class Pool:
         return window if self.types[layer] == "sliding_attention" else None
 
     def _kind(self, layer: int, heads: int, channels: int) -> Kind:
-        window = self.window(layer) if self._by == "window" else None
+        window = None if self._by == "shape" else self.window(layer)
         return Kind(window, heads, -(-channels // 8) * 8, layer if self._by == "layer" else None)
 
     def place(self, layer: int, heads: int, channels: int) -> tuple[Kind, int]:
