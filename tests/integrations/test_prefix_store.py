@@ -145,8 +145,8 @@ def test_save_and_load(kind, tmp_path):
     assert cache.get_seq_length() == 59
     assert torch.equal(generate(model, cache, ids, mask).sequences, cold.sequences)
     tomorrow.check()
-    for other, name in ((PrefixStore(make_model("llama").config, dtype="q8"), None), (store.__class__(model.config), None),
-                        (PrefixStore(model.config, dtype="q8"), "another")):  # fmt: skip
+    others = PrefixStore(make_model("llama").config, dtype="q8"), PrefixStore(model.config)
+    for other, name in (*((each, None) for each in others), (PrefixStore(model.config, dtype="q8"), "another")):
         with pytest.raises(SnapshotError):
             other.load(tmp_path / "prefixes.kv", name)
         assert other.memory()["kv"] == 0
