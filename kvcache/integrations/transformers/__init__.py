@@ -13,11 +13,11 @@
 
 from kvcache.integrations.transformers.attention import attention
 from kvcache.integrations.transformers.cache import PagedCache, PagedCacheStats
-from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface, torch
+from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface
 from kvcache.integrations.transformers.masks import make_mask
 from kvcache.integrations.transformers.prefixes import PrefixStore
 
 __all__ = ["PagedCache", "PagedCacheStats", "PrefixStore"]
 
-AttentionInterface.register("kvcache", torch.compiler.disable(attention))
+AttentionInterface.register("kvcache", attention)
 AttentionMaskInterface.register("kvcache", make_mask)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvcache.integrations.transformers.dense import dense_attention
 from kvcache.integrations.transformers.hf import torch
-from kvcache.integrations.transformers.layer import PagedLayer
+from kvcache.integrations.transformers.layer import PagedLayer, padded
 from kvcache.integrations.transformers.masks import PatternMask
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.sight import Call, calls_for
@@ -37,6 +37,11 @@ def attention(
     Returns:
         `(batch, queries, query heads, head_dim of V)`, and None in the place of weights.
     """
+    if torch.compiler.is_compiling():
+        out: tuple[Any, None] = _apart(
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, position_bias
+        )
+        return out
     if type(key) is StoredStates and type(value) is StoredStates and key._layer is value._layer:
         layer: PagedLayer = key._layer
         reason = _why_dense(layer, key, attention_mask, dropout, position_bias)
@@ -58,11 +63,15 @@ def attention(
     return out, None
 
 
+_apart = torch.compiler.disable(attention)
+
+
 def _why_dense(layer: PagedLayer, key: StoredStates, mask: Any, dropout: float, position_bias: Any) -> str | None:
     """Store what waits; why attention cannot read the blocks, or None."""
     known = mask is None or type(mask) is PatternMask
     padding = mask.padding if known and mask is not None else None
-    layer.commit(padding)
+    if layer.waits:
+        layer.commit(padding)
     if not known:
         return "a mask of another pattern than causal, window and padding"
     if key._epoch != layer.epoch or key._total != layer.rows.length:
@@ -84,13 +93,13 @@ def _packed(
     layer.state.ways.packed += 1
     scale = width**-0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
-    queries = query.detach().transpose(1, 2)
-    if queries.dtype != torch.float32:
-        queries = queries.float()
     channels = rows.kind.channels
-    if width != channels:
-        queries = torch.nn.functional.pad(queries, (0, channels - width))
-    flat: Float32 = queries.reshape(batch * n, heads, channels).numpy()
+    queries = padded(query, channels)
+    flat: Float32
+    if n == 1:
+        flat = queries.numpy().reshape(batch, heads, channels)
+    else:
+        flat = queries.transpose(1, 2).reshape(batch * n, heads, channels).numpy()
     calls = calls_for(rows, n, causal, window)
     out = None
     for call in calls:
@@ -112,11 +121,15 @@ def _call(
     rows: Rows, slot: int, call: Call, queries: Float32, scale: float, softcap: float | None, sinks: Any
 ) -> Float32:
     scored = rows.eviction is not None and rows.eviction.by_score
-    with rows.ending_at(call.ids, call.shown) as ids:
+    ids = call.ids if call.shown is None else rows.fork_up_to(call.ids, call.shown)
+    try:
         got = rows.paged.attention(
             slot, queries, ids, query_lens=call.lens, scale=scale, window=call.window, softcap=softcap, sinks=sinks,
             starts=call.starts, causal=call.causal, return_scores=scored,
         )  # fmt: skip
+    finally:
+        if call.shown is not None:
+            rows.paged.free_batch(ids)
     if not scored:
         return got  # type: ignore[no-any-return]
     assert rows.eviction is not None

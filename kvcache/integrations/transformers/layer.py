@@ -24,7 +24,7 @@ from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
 
-__all__ = ["PagedLayer", "State"]
+__all__ = ["PagedLayer", "State", "padded"]
 
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
@@ -104,6 +104,11 @@ class PagedLayer(CacheLayerMixin):
         return self.state.epoch
 
     @property
+    def waits(self) -> bool:
+        """Whether `update` took K and V that are not stored."""
+        return self._pending is not None
+
+    @property
     def rows(self) -> Rows:
         """The batch of the layer's kind."""
         return self.state.rows[self._kind]
@@ -152,7 +157,8 @@ class PagedLayer(CacheLayerMixin):
             self.seen += new
             self.state.ways.went_dense(f"heads of more than {MOST_CHANNELS} channels")
             return self.inner.update(key_states, value_states)  # type: ignore[no-any-return]
-        self.commit()
+        if self.waits:
+            self.commit()
         rows = self.state.rows.get(self._kind)
         if rows is not None and rows.batch != key_states.shape[0]:
             raise ValueError(
@@ -189,7 +195,7 @@ class PagedLayer(CacheLayerMixin):
             )
         self._pending = None
         if new:
-            rows.write(self.slot, *(_padded(states.detach(), rows.kind.channels) for states in (keys, values)))
+            rows.write(self.slot, padded(keys, rows.kind.channels), padded(values, rows.kind.channels))
 
     def dense(self, which: int, total: int, visible: int) -> Any:
         """K (0) or V (1) of the last `visible` of the first `total` tokens, float32."""
@@ -256,8 +262,10 @@ class PagedLayer(CacheLayerMixin):
     crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
 
 
-def _padded(states: Any, channels: int) -> Any:
+def padded(states: Any, channels: int) -> Any:
     """`states` in float32 with `channels` channels, the last ones zero."""
+    if states.requires_grad:
+        states = states.detach()
     if states.dtype != torch.float32:
         states = states.float()
     missing = channels - states.shape[3]

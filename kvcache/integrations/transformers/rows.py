@@ -11,8 +11,7 @@ in a mask or an eviction, `positions` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -253,7 +252,7 @@ class Rows:
     def write(self, slot: int, keys: Any, values: Any) -> None:
         """Store K and V of the tokens of the last `extend`, `(batch, KV heads, new, channels)` float32 tensors."""
         if self.new == 1 and self.new_hidden is None:
-            return self.paged.write_batch(slot, self.ids, keys[:, :, 0].numpy(), values[:, :, 0].numpy())
+            return self.paged.write_batch(slot, self.ids, keys.numpy()[:, :, 0], values.numpy()[:, :, 0])
         counts, pair = np.full(self.batch, self.new), []
         for states in (keys, values):
             rows = states.transpose(1, 2).flatten(0, 1).numpy()
@@ -262,19 +261,12 @@ class Rows:
             counts = self.new - self.new_hidden.sum(1)
         self.paged.write_ragged(slot, self.ids, counts, *pair)
 
-    @contextmanager
-    def ending_at(self, ids: UInt64, counts: Int64 | None) -> Iterator[UInt64]:
-        """Sequences of the first `counts[i]` tokens of each sequence `ids[i]`, which may repeat; None: `ids` alone."""
-        if counts is None:
-            yield ids
-            return
+    def fork_up_to(self, ids: UInt64, counts: Int64) -> UInt64:
+        """New sequences of the first `counts[i]` tokens of each sequence `ids[i]`, which may repeat."""
         forks = self.pool.new_ids(len(ids))
         self.paged.fork_batch(ids, forks)
-        try:
-            self.paged.truncate_batch(forks, counts)
-            yield forks
-        finally:
-            self.paged.free_batch(forks)
+        self.paged.truncate_batch(forks, counts)
+        return forks
 
     def read(self, slot: int, which: int, total: int, visible: int) -> Float32:
         """K (`which` 0) or V of the text positions `total - visible` to `total`, zeros where none is stored.
