@@ -283,6 +283,24 @@ def test_compiled_with_graph_breaks():
     torch.testing.assert_close(torch.cat(got, 1)[mask.bool()], want[mask.bool()], rtol=0, atol=1e-5)
 
 
+def test_k_and_v_from_elsewhere():
+    """Layers that are filled without attention, then a model that goes on."""
+    model, (ids, mask) = make_model("gemma3_text"), left_padded([30, 30], 30)
+    want = logits_of(model, dynamic(model), ids, mask, 12)
+    theirs, ours = dynamic(model), PagedCache(model.config, dtype="f32")
+    logits_of(model, theirs, ids[:, :5], mask[:, :5], 5)  # fewer than a window
+    for layer in range(4):
+        ours.update(theirs.layers[layer].keys, theirs.layers[layer].values, layer)
+    model.set_attn_implementation("kvcache")
+    got = []
+    for start, stop in ((5, 12), (12, 30)):
+        at = torch.arange(start, stop)[None].expand(2, -1)
+        with torch.no_grad():
+            got.append(model(ids[:, start:stop], position_ids=at, past_key_values=ours).logits)
+    torch.testing.assert_close(torch.cat(got, 1), want[:, 5:], rtol=0, atol=1e-4)
+    ours.check()
+
+
 def test_threads_do_not_change_results():
     model, (ids, mask) = make_model("llama", "kvcache"), left_padded([20, 15], 20)
     one = logits_of(model, PagedCache(model.config, dtype="q8"), ids, mask, 13)

@@ -9,6 +9,9 @@
     cache = store.cache_for(inputs.input_ids)
     out = model.generate(**inputs, past_key_values=cache)
     store.keep(cache, out)
+
+Import it before torch: torch's threads then sleep soon after each operation and leave the cores to attention. Give both
+libraries the same number of threads: `kvcache.set_num_threads(torch.get_num_threads())`.
 """
 
 from kvcache.integrations.transformers.attention import attention

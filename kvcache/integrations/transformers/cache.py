@@ -125,8 +125,7 @@ class PagedCache(DynamicCache):
         return [layer for layer in self.layers if type(layer) is PagedLayer]
 
     def _settle(self) -> None:
-        for layer in self._paged():
-            layer.commit()
+        self.state.settle()
         self.state.epoch += 1
 
     def _others(self, name: str, *args: Any) -> None:

@@ -1,12 +1,13 @@
 """`PagedLayer`: one layer of a `PagedCache`, whose K and V lie in the blocks of its kind.
 
-`update` keeps the new K and V until attention says which tokens are masked, and returns `StoredStates`. `commit` stores
-them. The first layer of a kind that commits in a forward pass makes room for the tokens of all layers of that kind.
+`update` keeps the new K and V until attention says which tokens are masked, and returns `StoredStates`. `State.store`
+stores them. The first layer of a kind that is stored in a forward pass makes room for the tokens of all layers of that
+kind.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,16 @@ Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
 
 
+class Pending(NamedTuple):
+    """K and V that a layer's `update` took, until attention says which tokens are masked; `total`: its tokens then."""
+
+    kind: Kind
+    slot: int
+    keys: Any
+    values: Any
+    total: int
+
+
 class State:
     """What a cache and its layers share.
 
@@ -37,6 +48,7 @@ class State:
 
     Attributes:
         rows: the batch, by kind of layer.
+        pending: what is not stored yet, by layer.
         recording: whether dropped and evicted tokens stay until the next `crop` (`activate_past_recording`).
         rules: limits of the layers that evict tokens.
         epoch: number of changes other than `update`.
@@ -48,6 +60,7 @@ class State:
     def __init__(self, pool: Pool, rules: dict[int, Rule], by_score: bool) -> None:
         self.pool, self.rules, self.by_score = pool, rules, by_score
         self.rows: dict[Kind, Rows] = {}
+        self.pending: dict[int, Pending] = {}
         self.recording = False
         self.ways = Ways()
         self.epoch = 0
@@ -63,8 +76,37 @@ class State:
             self.rows[kind] = Rows(self.pool, kind, batch, num_tokens, eviction)
         return self.rows[kind]
 
+    def store(self, layer: int, padding: Bool | None = None) -> None:
+        """Store what a layer's `update` took, if it waits; `padding`: of the last tokens, see `Rows.extend`.
+
+        Raises:
+            OutOfMemoryError: within `max_memory_bytes` there are too few blocks. The cache is in the middle of a
+                forward pass then: `reset` it.
+            RuntimeError: another number of tokens than other layers have.
+        """
+        if layer not in self.pending:
+            return
+        kind, slot, keys, values, total = self.pending[layer]
+        rows, new = self.rows_of(kind, keys.shape[0], keys.shape[2]), keys.shape[2]
+        if total > rows.length:
+            rows.extend(total, padding, trim=not self.recording)
+        if total != rows.length or new != rows.new:
+            raise RuntimeError(
+                f"layer {layer}: expected the {rows.new} tokens up to {rows.length} that other layers have, got {new} "
+                f"up to {total}"
+            )
+        del self.pending[layer]
+        if new:
+            rows.write(slot, padded(keys, kind.channels), padded(values, kind.channels))
+
+    def settle(self) -> None:
+        """Store what waits in any layer."""
+        for layer in list(self.pending):
+            self.store(layer)
+
     def clear(self) -> None:
         """Give all blocks back."""
+        self.pending.clear()
         while self.rows:
             self.rows.popitem()[1].free()
         self.epoch += 1
@@ -94,7 +136,6 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.seen = 0
         self.inner: Any = None  # transformers' layer, where a head is too wide for the kernels
-        self._pending: tuple[Any, Any] | None = None
         self._kind: Kind
         self.slot: int
 
@@ -106,7 +147,7 @@ class PagedLayer(CacheLayerMixin):
     @property
     def waits(self) -> bool:
         """Whether `update` took K and V that are not stored."""
-        return self._pending is not None
+        return self.index in self.state.pending
 
     @property
     def rows(self) -> Rows:
@@ -157,17 +198,17 @@ class PagedLayer(CacheLayerMixin):
             self.seen += new
             self.state.ways.went_dense(f"heads of more than {MOST_CHANNELS} channels")
             return self.inner.update(key_states, value_states)  # type: ignore[no-any-return]
-        if self.waits:
-            self.commit()
+        if self.waits:  # the step before ended without attention in this layer, so perhaps in others
+            self.state.settle()
         rows = self.state.rows.get(self._kind)
         if rows is not None and rows.batch != key_states.shape[0]:
             raise ValueError(
                 f"key_states: expected the {rows.batch} rows that the cache holds, got {key_states.shape[0]}; "
                 "batch_repeat_interleave and batch_select_indices change their number"
             )
-        self._pending = key_states, value_states
         past = self.seen if self.window is None else min(self.seen, self.window - 1)
         self.seen += new
+        self.state.pending[self.index] = Pending(self._kind, self.slot, key_states, value_states, self.seen)
         return self._states(key_states.shape[0], past + new)
 
     def _states(self, batch: int, visible: int) -> tuple[StoredStates, StoredStates]:
@@ -175,27 +216,8 @@ class PagedLayer(CacheLayerMixin):
         return StoredStates(self, 0, k, self.dtype, self.seen), StoredStates(self, 1, v, self.dtype, self.seen)
 
     def commit(self, padding: Bool | None = None) -> None:
-        """Store what `update` took; `padding`: of the last tokens, see `Rows.extend`.
-
-        Raises:
-            OutOfMemoryError: within `max_memory_bytes` there are too few blocks. The cache is in the middle of a
-                forward pass then: `reset` it.
-        """
-        if self._pending is None:
-            return
-        keys, values = self._pending
-        rows = self.state.rows_of(self._kind, keys.shape[0], keys.shape[2])
-        new = keys.shape[2]
-        if self.seen > rows.length:
-            rows.extend(self.seen, padding, trim=not self.state.recording)
-        if self.seen != rows.length or new != rows.new:
-            raise RuntimeError(
-                f"layer {self.index}: expected the {rows.new} tokens up to {rows.length} that other layers have, "
-                f"got {new} up to {self.seen}"
-            )
-        self._pending = None
-        if new:
-            rows.write(self.slot, padded(keys, rows.kind.channels), padded(values, rows.kind.channels))
+        """Store what `update` took; `padding`: of the last tokens, see `Rows.extend`."""
+        self.state.store(self.index, padding)
 
     def dense(self, which: int, total: int, visible: int) -> Any:
         """K (0) or V (1) of the last `visible` of the first `total` tokens, float32."""
@@ -245,7 +267,7 @@ class PagedLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         """What `reset` does beside giving the blocks back."""
-        self._pending, self.seen = None, 0
+        self.seen = 0
         if self.inner is not None:
             self.inner.reset()
 
