@@ -8,11 +8,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hf_models import dynamic, left_padded, logits_of, make_model
+from hf_models import difference, dynamic, left_padded, logits_of, make_model
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, DynamicCache, StaticCache
 
 import kvcache
 from kvcache import OutOfMemoryError
@@ -222,6 +222,18 @@ def test_other_implementations_of_attention():
         assert cache.stats().packed_calls == 0
 
 
+def test_other_caches_with_this_attention():
+    """The registered attention over tensors: DynamicCache, StaticCache; and PagedCache in inference mode."""
+    model, (ids, mask) = make_model("gemma3_text"), left_padded([20, 13], 20)
+    want = logits_of(model, dynamic(model), ids, mask, 14)
+    model.set_attn_implementation("kvcache")
+    paged = PagedCache(model.config, dtype="f32")
+    with torch.inference_mode():
+        for cache in (dynamic(model), StaticCache(config=model.config, max_cache_len=32), paged):
+            assert difference(logits_of(model, cache, ids, mask, 14), want, mask) < 1e-5
+    assert paged.stats().dense_calls == {}
+
+
 def test_heads_wider_than_the_kernels():
     model = make_model("llama", head_dim=520, num_hidden_layers=2)
     ids, mask = left_padded([9, 5], 9)
@@ -250,6 +262,8 @@ def test_what_cannot_be_right_raises():
             llama(ids[:, :1], attention_mask=shown, past_key_values=full)
         with pytest.raises(ValueError, match="key_states: expected the 2 rows that the cache holds, got 3"):
             model(ids[:1].expand(3, -1), past_key_values=cache)
+        with pytest.raises(ValueError, match="output_attentions: expected False"):
+            llama(ids, past_key_values=PagedCache(llama.config), output_attentions=True)
         compiled = torch.compile(llama, fullgraph=True, backend="eager")
         with pytest.raises(Exception, match="kvcache: expected no fullgraph=True"):
             compiled(ids, past_key_values=PagedCache(llama.config))

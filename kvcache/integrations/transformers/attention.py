@@ -36,7 +36,15 @@ def attention(
 
     Returns:
         `(batch, queries, query heads, head_dim of V)`, and None in the place of weights.
+
+    Raises:
+        ValueError: `output_attentions` is asked for: no weights are computed.
     """
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: expected False, for attn_implementation='kvcache' computes no weights, got True; "
+            "set_attn_implementation('eager') does"
+        )
     if torch.compiler.is_compiling():
         out: tuple[Any, None] = _apart(
             module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, position_bias
