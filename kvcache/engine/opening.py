@@ -41,7 +41,7 @@ def from_pretrained(
             of `SamplingParams` for what it does not say.
         weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
             bits per weight), "q4" (5 bits; the head has 8.5).
-        activations: how rows meet packed weights, "int8" or "exact"; see `Transformer`.
+        activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
         progress: called with the bytes of weights that are loaded, and those of all.
         seed, options: as for the constructor.
 
