@@ -10,6 +10,7 @@ from kvcache.integrations.transformers.masks import PatternMask, make_mask
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
 KINDS = ("llama", "mistral", "gemma2", "gpt_oss")
+IDS = left_padded([20] * 3, 20)[0]
 
 
 def random_mask(seed, rows, total):
@@ -111,3 +112,29 @@ def test_masks_of_the_caller_take_the_dense_way():
             got = model(ids, attention_mask=mask, past_key_values=cache).logits
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
         assert cache.stats().dense_calls == {"a mask of another pattern than causal, window and padding": 4}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_crop_of_padded_rows(kind, seed):
+    """Back to before the first token of a row, or into holes, and on with other tokens under another mask."""
+    model, total, cut = make_model(kind), 20, 9
+    ids, mask = left_padded([20, 4, 14], total) if seed % 2 else (IDS, random_mask(seed, 3, total))
+    other, later = left_padded([total] * 3, total, seed=9)[0], mask.clone()
+    later[:, cut:] = random_mask(seed + 7, 3, total - cut) if seed > 1 else 1
+    native = model.config._attn_implementation
+    runs = []
+    for cache in (dynamic(model), PagedCache(model.config, dtype="f32", block_size=4)):
+        model.set_attn_implementation("kvcache" if isinstance(cache, PagedCache) else native)
+        cache.activate_past_recording()
+        logits_of(model, cache, ids[:, :12], mask[:, :12], 12)
+        cache.crop(cut - 12)
+        positions = (later.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            given = {"position_ids": positions[:, cut:], "attention_mask": later}
+            runs.append(model(other[:, cut:], past_key_values=cache, **given).logits)
+    cache.check()
+    assert cache.stats().dense_calls == {}
+    window = getattr(model.config, "sliding_window", None) or total
+    sees = torch.stack([later[:, max(0, at + 1 - window) : at + 1].any(1) for at in range(cut, total)], 1)
+    assert difference(runs[1], runs[0], sees) < 1e-5
