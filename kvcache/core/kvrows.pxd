@@ -18,6 +18,8 @@ cdef class KvRows:
     cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil
     # The first value, counted from the first of the first row, that the format cannot hold; -1: it can hold all.
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil
+    # The first key beyond +-most, counted in the same way, or -1.
+    cdef int64_t first_above(self, float most) noexcept nogil
 
 cdef enum:
     STEP = 16    # tokens of a tile, which are packed together

@@ -70,7 +70,8 @@ static void read_whole(const kvc_kernels *kernels, const world *w, const unsigne
                        float *const rows[2]) {
     kvc_run *runs = malloc((size_t)w->num_blocks * sizeof *runs);
     for (int b = 0; b < w->num_blocks; b++) runs[b] = (kvc_run){b, 0, (uint16_t)w->layout.block_size};
-    kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row, (size_t)w->layout.head_dim);
+    kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row, (size_t)w->layout.head_dim,
+                       NULL);
     free(runs);
 }
 
@@ -167,11 +168,11 @@ static void step_write(source *s, world *w) {
     memory before = take(w->arena_bytes, 64, 1);
     memcpy(before.at, w->arena, w->arena_bytes);
     const kvc_kernels *scalar = scalar_level();
-    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1]);
+    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1], NULL);
     for (int level = 0; level < num_levels(); level++) {
         memory arena = take(w->arena_bytes, 64, draw(s, 2));
         memcpy(arena.at, before.at, w->arena_bytes);
-        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1]);
+        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1], NULL);
         if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
             fail("%s: other bytes stored", level_at(level)->name);
         give_back(&arena);
@@ -180,7 +181,7 @@ static void step_write(source *s, world *w) {
         if (!given[side]) continue;
         float *back = malloc((floats + 1) * sizeof *back);
         scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL, w->row,
-                          (size_t)w->layout.head_dim);
+                          (size_t)w->layout.head_dim, NULL);
         for (int64_t t = 0; t < q.num_tokens; t++)
             memcpy(w->rows[side] + q.slots[t] * w->row, back + (size_t)t * w->row, w->row * sizeof(float));
         free(back);
