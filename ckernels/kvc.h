@@ -68,6 +68,7 @@ typedef struct kvc_seq {
     int64_t sink_tokens;
     int64_t num_queries;
     int64_t hidden_tokens; /* 0 to num_tokens */
+    int64_t skipped_tokens; /* the first so many tokens, which no query sees either; any number from 0 on */
     int64_t start;         /* the text position of the first token, 0 to 2^62; the others follow it */
     int64_t window;        /* a query at position p sees positions from p - window + 1 on; 0: from the first token on */
     int32_t whole;         /* 1: every query sees all tokens but the hidden ones; there is neither window nor tree then */

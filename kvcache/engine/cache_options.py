@@ -6,11 +6,12 @@ from bisect import bisect_right
 from typing import Any
 
 from kvcache.core.arguments import as_bytes, as_count
+from kvcache.core.calibration import Calibration
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.residual import residual_bytes
+from kvcache.engine.residual import num_firsts, residual_bytes
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.windows import LayerGroups, num_pages
 from kvcache.networks.protocols import Model
@@ -32,6 +33,7 @@ def cache_options(
     dtypes: tuple[str, str],
     rotate: bool | str,
     groups: LayerGroups,
+    calibration: Calibration | None = None,
 ) -> dict[str, Any]:
     """The arguments of `PagedKvCache` for an engine over `model`, for the layers that keep all tokens.
 
@@ -39,6 +41,7 @@ def cache_options(
     those of the windows and the residual together.
     """
     config = model.config
+    firsts = num_firsts(calibration, residual_length)
     num_layers, positions = len(groups.whole) if budgets is None else 1, config.max_position_embeddings
     if num_blocks is None and budgets is not None:
         num_blocks = budgets.peak_blocks(block_size, prefill_chunk, positions)
@@ -50,7 +53,7 @@ def cache_options(
     if max_memory_bytes is not None:
         settings = block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
         BlockStore(num_layers, 0, *settings)  # raises for a format that is not supported
-        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions)) + sum(
+        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions), firsts) + sum(
             group.num_blocks * BlockStore(len(group.layers), 0, *settings).block_bytes for group in groups.windows
         )
         num_blocks = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings, beside=beside)
@@ -63,6 +66,7 @@ def cache_options(
         "key_dtype": dtypes[0],
         "value_dtype": dtypes[1],
         "rotate": rotate,
+        "calibration": calibration,
     }
 
 

@@ -153,11 +153,13 @@ class LiveSequence(ModelSequence):
         cache: K and V of the layers that no group of `windows` has, in their order.
         windows: the layers that keep a window alone.
         residual_length: tokens per group of the `Residual`; 0: no residual. With windows it must be 0.
+        firsts: first tokens that the residual keeps.
     """
 
     def __init__(
-        self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows, residual_length: int = 0
-    ) -> None:
+        self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows, residual_length: int = 0,
+        firsts: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(model, cache, chunk)
         self._seq_id = 0
         self.windows, self.places = windows, windows.working
@@ -166,7 +168,7 @@ class LiveSequence(ModelSequence):
         self._options = {layer: (own, attention[layer].options()) for own, layer in enumerate(whole)}
         if residual_length:  # a piece is not longer than a text
             most = min(chunk, model.config.max_position_embeddings)
-            self.residual = Residual(model.config, cache, residual_length, most, attention)
+            self.residual = Residual(model.config, cache, residual_length, most, attention, firsts)
         cache.allocate(0, 0)
 
     @property
