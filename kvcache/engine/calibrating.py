@@ -39,14 +39,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
 
 
-def as_calibration(
-    model: Model, calibrate: Any, key_dtype: str, with_residual: bool, without: str
-) -> Calibration | None:  # fmt: skip
+def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -> Calibration | None:
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
-        with_residual: whether the first tokens of a text are kept in f16. Otherwise nothing is centred: their keys are
-            far from the centre of all others, and rounded badly once it is subtracted.
         without: what excludes a calibration; empty: nothing does.
 
     Raises:
@@ -61,11 +57,9 @@ def as_calibration(
     if key_dtype in FORMATS and not FORMATS[key_dtype].quantised:
         return None
     found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate)
-    layers = range(model.config.num_layers)
     # A softcap or sinks of the network tell the constant that a centre takes from all scores.
     tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
-    dropped = tell if with_residual else list(layers)
-    return found.without_centres(dropped) if dropped else found
+    return found.without_centres(tell) if tell else found
 
 
 def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:

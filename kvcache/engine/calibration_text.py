@@ -29,8 +29,7 @@ cream or soft cheese. Fill the pancakes, roll them up and keep them warm in the 
 
 def moving_average(values, width):
     """Mean of the last `width` values at each position; shorter at the beginning."""
-    if width < 1:
-        raise ValueError(f"width must be at least 1, not {width}")
+    assert width >= 1, f"width must be at least 1, not {width}"
     total, result = 0.0, []
     for i, value in enumerate(values):
         total += value
@@ -49,7 +48,7 @@ class Stack:
 
     def pop(self):
         if not self._items:
-            raise IndexError("pop from an empty stack")
+            raise LookupError("pop from an empty stack")
         return self._items.pop()
 
     def __len__(self):

@@ -110,7 +110,7 @@ class InferenceEngine:
         dtypes = (key_dtype or dtype, value_dtype or dtype)
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
-        calibration = as_calibration(model, calibrate, dtypes[0], residual_length != 0, without)
+        calibration = as_calibration(model, calibrate, dtypes[0], without)
         length = as_length(residual_length, *dtypes, without=without, calibrated=calibration is not None)
         self._residual_length, firsts = length, num_firsts(calibration, length)
         self._cache_options = cache_options(

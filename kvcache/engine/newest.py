@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
+from kvcache.engine.firsts import FirstTokens
 from kvcache.engine.residual import Residual
 from kvcache.errors import SequenceNotFoundError
 from kvcache.networks.protocols import Float32
@@ -27,7 +28,7 @@ _SHARE = 32
 Tokens = NDArray[np.uint32]
 
 
-def _shape(residual: Residual, block_size: int, max_blocks: int) -> tuple[int, int]:
+def _shape(residual: Residual | FirstTokens, block_size: int, max_blocks: int) -> tuple[int, int]:
     """Number and size of the blocks of `NewestGroups`."""
     # The end of a cached block is also the end of one of these blocks, as is that of the first tokens.
     size = gcd(residual.length, block_size, residual.firsts)
@@ -48,13 +49,13 @@ class NewestGroups:
             bytes of all tokens before it)`.
     """
 
-    def __init__(self, residual: Residual, block_size: int, max_blocks: int) -> None:
+    def __init__(self, residual: Residual | FirstTokens, block_size: int, max_blocks: int) -> None:
         self._residual = residual
         self._paged = residual.empty_cache(*_shape(residual, block_size, max_blocks))
         self.cache = PrefixCache.over(self._paged)
 
     @staticmethod
-    def kv_bytes(residual: Residual, block_size: int, max_blocks: int) -> int:
+    def kv_bytes(residual: Residual | FirstTokens, block_size: int, max_blocks: int) -> int:
         """Bytes of K and V of an object with these arguments."""
         num_blocks, size = _shape(residual, block_size, max_blocks)
         return num_blocks * residual.empty_cache(0, size).block_memory_bytes
@@ -66,7 +67,7 @@ class NewestGroups:
     def keep(self, text: Tokens, namespace: Hashable) -> None:
         """Store the full blocks of the residual's group, the last of `text`, and its first tokens, if there is room."""
         residual, size = self._residual, self.cache.block_size
-        first, num_blocks = residual.first, (residual.stop - residual.first) // size
+        first, num_blocks = residual.first, len(residual.read(0)[0]) // size
         if first and residual.firsts and len(residual.read_firsts(0)[0]):
             self._keep(text[: residual.firsts], _name(text[:0], namespace), residual.read_firsts)
         if first % residual.length or not num_blocks:

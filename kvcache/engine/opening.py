@@ -61,8 +61,9 @@ def from_pretrained(
         return from_gguf(cls, path, sampling_params, seed, calibrate=calibrate, **network, **options)
     defaults = folder_defaults(path) if sampling_params is None else sampling_params
     text = CheckpointText(path)
-    known = text_or_calibration(calibrate, lambda: text.tokenizer)
-    engine = cls(Transformer.from_pretrained(path, **network), defaults, seed, calibrate=known, **options)
+    if calibrate is not False:
+        options["calibrate"] = text_or_calibration(calibrate, lambda: text.tokenizer)
+    engine = cls(Transformer.from_pretrained(path, **network), defaults, seed, **options)
     engine._text = text
     return engine
 
@@ -81,7 +82,8 @@ def from_gguf(
     network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
     defaults = gguf_defaults(GgufFile(path)) if sampling_params is None else sampling_params
     text = GgufText(Path(path))
-    known = text_or_calibration(calibrate, lambda: text.tokenizer)
-    engine = cls(Transformer.from_gguf(path, **network), defaults, seed, calibrate=known, **options)
+    if calibrate is not False:
+        options["calibrate"] = text_or_calibration(calibrate, lambda: text.tokenizer)
+    engine = cls(Transformer.from_gguf(path, **network), defaults, seed, **options)
     engine._text = text
     return engine

@@ -297,6 +297,8 @@ class PrefixCachedEngine:
             # Every token reads the first ones unpacked. Without a copy of these, all run again.
             firsts = [] if self.newest is None else self.newest.recall_firsts(tokens, namespace)
             start = start if firsts else 0
+        elif residual is not None and not engine.residual_length:
+            start = 0  # the first tokens are cached in part
         if begun := start % (engine.residual_length or 1):
             # A token must read its own group unpacked, as in a run without the cache. The unpacked copy provides the
             # first `count` tokens of the group; the other cached ones run again.

@@ -36,7 +36,7 @@ from kvcache.paged.merging import blend
 
 __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "Residual", "as_length", "default_length", "merged", "num_firsts",
-    "residual_bytes", "unpacked",
+    "residual_bytes", "unpacked", "unpacked_cache",
 ]  # fmt: skip
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
@@ -77,15 +77,15 @@ def as_length(
 
 
 def num_firsts(calibration: Calibration | None, length: int) -> int:
-    """The first tokens that a residual of this length keeps: some where keys have a calibration."""
-    return 0 if calibration is None else min(FIRSTS, length)
+    """The first tokens that are kept unpacked beside a residual of this length: some where keys have a calibration."""
+    return 0 if calibration is None else min(FIRSTS, length or FIRSTS)
 
 
 def residual_bytes(config: NetworkConfig, dtypes: tuple[str, str], length: int, chunk: int, firsts: int = 0) -> int:
-    """Bytes of K and V of a `Residual` with these arguments beside a cache of these formats; 0 without one."""
-    if not length:
+    """Bytes of K and V of a `Residual`, or of `FirstTokens` alone, beside a cache of these formats; 0 without them."""
+    if not length and not firsts:
         return 0
-    size, groups, piece_groups = _blocks(length, chunk, firsts)
+    size, groups, piece_groups = _blocks(length, chunk, firsts) if length else (firsts, 2, 0)
     block = BlockStore(1, 0, size, config.num_kv_heads, config.head_dim, *unpacked(*dtypes)).block_bytes
     return block * (groups * config.num_layers + piece_groups)
 
@@ -94,6 +94,17 @@ def unpacked(key_dtype: str, value_dtype: str) -> tuple[str, str]:
     """The formats of K and V of a residual beside a cache of these."""
     key, value = ("f16" if FORMATS[dtype].quantised else dtype for dtype in (key_dtype, value_dtype))
     return key, value
+
+
+def unpacked_cache(
+    config: NetworkConfig, dtypes: tuple[str, str], num_blocks: int, block_size: int, num_layers: int
+) -> PagedKvCache:  # fmt: skip
+    """A cache for the unpacked tokens beside one of these formats."""
+    key_dtype, value_dtype = unpacked(*dtypes)
+    return PagedKvCache(
+        num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=num_layers, key_dtype=key_dtype,
+        value_dtype=value_dtype,
+    )  # fmt: skip
 
 
 def _blocks(length: int, chunk: int, firsts: int) -> tuple[int, int, int]:
@@ -133,7 +144,7 @@ class Residual:
         # The sinks join the normaliser once, with the query's own group.
         self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
         dtypes = (cache.key_dtype, cache.value_dtype)
-        self._dtypes = unpacked(*dtypes)
+        self._dtypes = dtypes
         size, groups, piece_groups = _blocks(length, chunk, firsts)
         self._groups = self.empty_cache(groups, size)
         # The groups of a piece, one layer at a time: only the last of them is needed after the piece.
@@ -146,12 +157,8 @@ class Residual:
 
     def empty_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedKvCache:
         """A cache for unpacked tokens, with the network's dimensions and by default all its layers."""
-        config, (key_dtype, value_dtype) = self._config, self._dtypes
-        return PagedKvCache(
-            num_blocks, block_size, config.num_kv_heads, config.head_dim,
-            num_layers=config.num_layers if num_layers is None else num_layers,
-            key_dtype=key_dtype, value_dtype=value_dtype,
-        )  # fmt: skip
+        layers = self._config.num_layers if num_layers is None else num_layers
+        return unpacked_cache(self._config, self._dtypes, num_blocks, block_size, layers)
 
     def read(self, layer: int) -> tuple[Float32, Float32]:
         """K and V of the tokens [first, stop), `(stop - first, num_kv_heads, head_dim)` each."""

@@ -66,19 +66,20 @@ def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("dtype", ["q8", "q4", "q2"])
-def test_a_cached_prefix_gives_the_bits_of_a_cold_run(model, rng, dtype):
+@pytest.mark.parametrize(("dtype", "length"), [("q8", None), ("q4", None), ("q2", None), ("q4", 0)])
+def test_a_cached_prefix_gives_the_bits_of_a_cold_run(model, rng, dtype, length):
     text = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
     known = measure(model, rng.integers(0, model.config.vocab_size, 200).astype(np.uint32))
     logits = []
+    options = {"dtype": dtype, "calibrate": known, "residual_length": length}
     for chunk in (512, 7, 64):
-        engine = InferenceEngine(model, dtype=dtype, calibrate=known, prefill_chunk=chunk)
-        assert engine.residual_length == {"q8": 64, "q4": 64, "q2": 128}[dtype]
+        engine = InferenceEngine(model, prefill_chunk=chunk, **options)
+        assert engine.residual_length == (0 if length == 0 else {"q8": 64, "q4": 64, "q2": 128}[dtype])
         logits.append(engine.prefill_from_pos(text, 0))
         engine.check()
         np.testing.assert_array_equal(logits[-1], logits[0])
-    cached = PrefixCachedEngine(InferenceEngine(model, dtype=dtype, calibrate=known), 40, strict=True)
-    alone = InferenceEngine(model, dtype=dtype, calibrate=known)
+    cached = PrefixCachedEngine(InferenceEngine(model, **options), 40, strict=True)
+    alone = InferenceEngine(model, **options)
     for head in (300, 250, 200, 10, 40, 299):
         prompt = np.r_[text[:head], text[: 30 if head < 300 else 0]]
         before = cached.inner.prefill_token_count
@@ -114,8 +115,8 @@ def test_what_calibrate_takes(model, folder, rng):
     assert InferenceEngine(model, calibrate=text, dtype="f16").cache.calibration is None  # it needs none
     assert not folder.exists()
     engine = InferenceEngine(model, calibrate=text, dtype="q4", residual_length=0)
-    assert not engine.cache.calibration.centres.any()  # nothing keeps the first tokens
-    assert engine.cache.calibration.moments.any()
+    assert engine.cache.calibration.centres.any()
+    assert engine.residual_length == 0
     assert len(list(folder.iterdir())) == 1
     for wrong in ("auto", True):
         with pytest.raises(TypeError, match=r"^calibrate: expected False, a Calibration or tokens, got"):

@@ -76,10 +76,10 @@ def calibration():
     return Calibration(rng.standard_normal((LAYERS, KV_HEADS, DIM)), (moments + moments.swapaxes(2, 3)) / 2)
 
 
-@given(length=st.sampled_from([1, 4, 16, 17, 64]), chunk=st.sampled_from([1, 5, 16, 64]), steps=STEPS, calibrated=...)
+@given(length=st.sampled_from([0, 1, 4, 16, 17, 64]), chunk=st.sampled_from([1, 5, 64]), steps=STEPS, calibrated=...)
 def test_any_history(length, chunk, steps, calibrated: bool):
     """Runs, failures, steps back and shared prefixes: every result agrees with float64 over the expected rows."""
-    network, most = Echo(), min(16, length) if calibrated else 0
+    network, most = Echo(), min(16, length or 16) if calibrated else 0
     engine = InferenceEngine(
         network, dtype="q4", residual_length=length, prefill_chunk=chunk, num_blocks=64,
         calibrate=calibration() if calibrated else False,
@@ -94,7 +94,7 @@ def test_any_history(length, chunk, steps, calibrated: bool):
             pos -= min(count, pos)
             if held and pos < most:
                 start = 0
-            elif pos <= start or pos // length != start // length:
+            elif not length or pos <= start or pos // length != start // length:
                 start = pos  # the unpacked rows there are dropped
             held = held and (pos >= most or start == 0)
         if what == "share":  # a cached prefix has the same tokens, all packed
@@ -115,7 +115,7 @@ def test_any_history(length, chunk, steps, calibrated: bool):
             assert engine.version == version
         else:
             engine.prefill_from_pos([0] * count, pos)
-            full[pos:] = [max(start, p - p % length) for p in range(pos, pos + count)]
+            full[pos:] = [max(start, p - p % length) if length else p + 1 for p in range(pos, pos + count)]
             firsts[pos:] = [min(most, p + 1) * held for p in range(pos, pos + count)]
             start = full[-1]
         engine.check()
