@@ -32,7 +32,8 @@ typedef struct kvc_run {
 typedef struct kvc_layout {
     int32_t block_size; /* slots (tokens) per block, 1 to 256 */
     int32_t num_heads;  /* KV heads */
-    int32_t head_dim;   /* a multiple of 8, at most KVC_MAX_HEAD_DIM */
+    int32_t head_dim;   /* of K and of queries: a multiple of 8, at most KVC_MAX_HEAD_DIM */
+    int32_t value_head_dim; /* of V and of the output, within the same limits */
     kvc_format key_format;
     kvc_format value_format;
     int32_t rotate_keys; /* 1: rows are stored under a Hadamard rotation of the head */
@@ -50,7 +51,7 @@ typedef struct kvc_head_keys {
     const float *factor; /* (head_dim, head_dim), of which the part above the diagonal is read; or NULL */
 } kvc_head_keys;
 
-/* Rows of K or V as a caller has them, (tokens, heads, dim): the channels of a head lie together. */
+/* Rows of K, V or queries as a caller has them, (tokens, heads, dim): the channels of a head lie together. */
 typedef enum kvc_element { KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64 } kvc_element;
 typedef struct kvc_tensor {
     const unsigned char *data;         /* aligned for its elements, as the strides are */
@@ -78,7 +79,8 @@ typedef struct kvc_seq {
     const int64_t *parents, *depths;
 } kvc_seq;
 
-/* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs.
+/* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs. Queries are widened
+ * where an item reads them, doubles rounded.
  *
  * The bits of a row of out and lse depend on its query, the scale, softcap and sink, the tokens that the query sees and
  * their text positions, the position that ends the sink tokens, the layout and the level. They do not depend on other
@@ -93,9 +95,9 @@ typedef struct kvc_attend_args {
     int64_t num_seqs;
     int32_t num_query_heads; /* a multiple of layout->num_heads; query head i reads KV head i / group */
     float scale;
-    const float *queries;      /* (total_queries, num_query_heads, head_dim) */
-    const float *sink_queries; /* the same shape, or NULL */
-    float *out;                /* the same shape */
+    kvc_tensor queries;        /* (total_queries, num_query_heads, head_dim) */
+    kvc_tensor sink_queries;   /* the same shape; its data is NULL if there are none */
+    float *out;                /* (total_queries, num_query_heads, value_head_dim) */
     float *scores; /* (total seen tokens), or NULL: each token's weight, summed over queries and query heads */
     float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */
     float softcap; /* c > 0: a score s becomes c tanh(s / c); 0: none */
@@ -121,8 +123,8 @@ typedef struct kvc_item {
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    /* Float rows (sum of run lengths, heads, dim) into the slots of the runs; NULL: not written. Of each head what is
-     * known of its keys, or NULL. */
+    /* Float rows (sum of run lengths, heads, dim of the side) into the slots of the runs; NULL: not written. Of each head
+     * what is known of its keys, or NULL. */
     void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
                        const float *keys, const float *values, const kvc_head_keys *);
     /* Tokens [first, first + count) of a tensor as float rows (count, heads, dim); doubles are rounded. */
@@ -159,10 +161,12 @@ typedef struct kvc_kernels {
 int kvc_num_levels(void);                        /* at least 1 */
 const kvc_kernels *kvc_level(int index);         /* 0 is the best */
 const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
+/* The fastest way of a level on this CPU to multiply rows rounded to bf16: KVC_BF16_ROUNDED or KVC_BF16_PAIRS. */
+kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *);
 
 /* kvc_layout.c */
-int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, kvc_format key_format,
-                    kvc_format value_format, int rotate_keys, int rotate_values);
+int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, int value_head_dim,
+                    kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values);
 /* Copies stored codes, bit for bit, within an arena or between arenas of one layout. Within one block the ranges may
  * overlap; a copy onto itself does nothing. */
 void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t src_block, int src_slot,

@@ -1,6 +1,7 @@
 /* kvc_activations.c - blocks of rows of x as the products read them (kvc_matrix.h). */
 #include <string.h>
 
+#include "kvc_half.h"
 #include "kvc_matrix.h"
 #include "kvc_simd.h"
 
@@ -79,14 +80,32 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
     }
 }
 
-INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows) {
+INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows, int rounded) {
     const int64_t columns = args->matrix->columns;
     const float *x = args->x + first * columns;
     for (int64_t block = 0; block < columns; block += KVC_CHANNEL_BLOCK) {
         const int64_t left = columns - block, channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
         float *to = (float *)args->prepared + block * args->n + first * channels;
         for (int64_t k = 0; k < channels; k++) {
-            for (int i = 0; i < rows; i++) to[k * rows + i] = x[i * columns + block + k];
+            for (int i = 0; i < rows; i++) {
+                const float value = x[i * columns + block + k];
+                to[k * rows + i] = rounded ? kvc_float_of_bits((uint32_t)kvc_bf16_of_float(value) << 16) : value;
+            }
+        }
+    }
+}
+
+INLINE void put_pairs(const kvc_matmul_args *args, int64_t first, int rows) {
+    const int64_t columns = args->matrix->columns;
+    for (int64_t block = 0; block < columns; block += KVC_CHANNEL_BLOCK) {
+        const int64_t left = columns - block, channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
+        const float *x = args->x + first * columns + block;
+        uint32_t *to = (uint32_t *)args->prepared + block / 2 * args->n + first * ((channels + 1) / 2);
+        for (int i = 0; i < rows; i++, x += columns) {
+            for (int64_t k = 0; k < channels; k += 2) {
+                const uint32_t next = k + 1 < channels ? kvc_bf16_of_float(x[k + 1]) : 0;
+                to[k / 2 * rows + i] = kvc_bf16_of_float(x[k]) | next << 16;
+            }
         }
     }
 }
@@ -98,8 +117,10 @@ void KVC_FN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t st
     while (first < stop) {
         const int rows = kvc_block_rows(packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS, args->n - first);
         unsigned char *to = args->prepared + (size_t)first * row_bytes;
-        if (!packed)
-            put_floats(args, first, rows);
+        if (kvc_in_pairs(args))
+            put_pairs(args, first, rows);
+        else if (!packed)
+            put_floats(args, first, rows, args->matrix->format == KVC_MATRIX_BF16 && args->bf16_rows);
         else if (args->digits == 1)
             put_packed(args, first, rows, 1, to);
         else

@@ -116,9 +116,10 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     float inverse = sum > 0.0f ? 1.0f / sum : 0.0f, lse = -INFINITY;
     if (j->args->lse && sum > 0.0f) lse = largest * (float)LN2 + logf(sum);
     if (j->args->sinks) add_sink(j->args->sinks[pair % (size_t)j->args->num_query_heads], largest, sum, &inverse, &lse);
-    float *out = j->args->out + pair * (size_t)j->dim;
-    for (int d = 0; d < j->dim; d++) out[d] = acc[d] * inverse + 0.0f;
-    if (j->v_rows.rotated) KVC_FN(hadamard)(out, j->dim);
+    const int dim = j->v_rows.dim;
+    float *out = j->args->out + pair * (size_t)dim;
+    for (int d = 0; d < dim; d++) out[d] = acc[d] * inverse + 0.0f;
+    if (j->v_rows.rotated) KVC_FN(hadamard)(out, dim);
     if (j->args->lse) j->args->lse[pair] = lse;
     if (j->item->norms) {
         j->item->norms[2 * pair] = largest;
@@ -130,7 +131,7 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
 static void write_rows(const job *j, results total, int first, int stop) {
     for (int i = first; i < stop; i++) {
         write_row(j, j->item->head + i / j->rows, j->item->row + i % j->rows,
-                  total.acc + (size_t)i * (size_t)j->padded, total.largest[i], total.sum[i]);
+                  total.acc + (size_t)i * (size_t)j->v_padded, total.largest[i], total.sum[i]);
     }
 }
 
@@ -138,15 +139,15 @@ static void begin_segment(job *j, int64_t segment) {
     const int rows = (j->item->head_stop - j->item->head) * j->rows;
     if (j->item->parts > 1) {
         const int64_t floats = kvc_result_floats(j->layout, rows);
-        j->segment = results_at(j->item->results + (segment - j->item->first_segment) * floats, rows, j->padded);
+        j->segment = results_at(j->item->results + (segment - j->item->first_segment) * floats, rows, j->v_padded);
     }
-    clear_results(j->segment, rows, j->padded);
+    clear_results(j->segment, rows, j->v_padded);
 }
 
 static void end_segment(job *j) {
     if (j->item->parts > 1) return;
     if (j->merged++) {
-        merge_results(j->segment, 0, (j->item->head_stop - j->item->head) * j->rows, j->padded, j->total);
+        merge_results(j->segment, 0, (j->item->head_stop - j->item->head) * j->rows, j->v_padded, j->total);
         return;
     }
     const results first = j->segment;
@@ -165,7 +166,7 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (size_t)j->k_rows.bits / 8};
     const int lanes = score_chunk(j, now, head, index, j->rows, v, next);
     softmax_rows(j, now, item->row, j->rows, lanes, j->segment.largest + index, j->segment.sum + index);
-    mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->padded, k, next);
+    mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->v_padded, k, next);
 }
 
 void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
@@ -191,7 +192,7 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
         if (!next->lanes || next->segment != segment) end_segment(&j);
     }
     if (item->parts > 1) return;
-    if (!j.merged) clear_results(j.total, heads * j.rows, j.padded);
+    if (!j.merged) clear_results(j.total, heads * j.rows, j.v_padded);
     write_rows(&j, j.total, 0, heads * j.rows);
 }
 
@@ -206,9 +207,9 @@ void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     const int rows = (item->head_stop - item->head) * j.rows;
     const int first = share_of(rows, item->part, item->parts), stop = share_of(rows, item->part + 1, item->parts);
     const int64_t floats = kvc_result_floats(j.layout, rows);
-    const results total = results_at(item->results, rows, j.padded);
+    const results total = results_at(item->results, rows, j.v_padded);
     for (int64_t s = 1; s < item->segments; s++)
-        merge_results(results_at(item->results + s * floats, rows, j.padded), first, stop, j.padded, total);
+        merge_results(results_at(item->results + s * floats, rows, j.v_padded), first, stop, j.v_padded, total);
     write_rows(&j, total, first, stop);
 }
 

@@ -19,7 +19,8 @@ enum {
 };
 _Static_assert(KVC_SEGMENT % KVC_CHUNK == 0, "a segment is whole chunks");
 
-static inline int64_t kvc_padded_dim(const kvc_layout *layout) { return (layout->head_dim + 15) / 16 * 16; }
+/* Floats of a row of q (head_dim) or of an accumulator (value_head_dim). */
+static inline int64_t kvc_padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 
 /* The tokens that a query sees, counted from the first stored one: all those of [first, stop), or of a tree some of
  * them. Neither end is smaller for a later query. */
@@ -49,7 +50,7 @@ static inline int64_t kvc_num_segments(const kvc_seq *seq, kvc_span seen) {
 
 /* Floats of one segment's results for `rows` rows: accumulators, maxima, sums; a multiple of 16. */
 static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) {
-    return rows * kvc_padded_dim(layout) + 2 * ((rows + 15) / 16 * 16);
+    return rows * kvc_padded_dim(layout->value_head_dim) + 2 * ((rows + 15) / 16 * 16);
 }
 
 /* A query row in digits. */
@@ -74,9 +75,11 @@ static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
  * and of those before it. For one head: the scores of a chunk and their factors; K panels and staged rows, or weights
  * in digits. */
 static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
-    const int64_t dim = kvc_padded_dim(layout), rows = kvc_item_max_rows(layout);
-    return rows * (2 * dim + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
-           2 * kvc_result_floats(layout, rows) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) + 2 * KVC_CHUNK * dim + 64;
+    const int64_t key_dim = kvc_padded_dim(layout->head_dim), value_dim = kvc_padded_dim(layout->value_head_dim);
+    const int64_t rows = kvc_item_max_rows(layout), staged_dim = key_dim > value_dim ? key_dim : value_dim;
+    return rows * (2 * key_dim + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
+           2 * kvc_result_floats(layout, rows) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) +
+           KVC_CHUNK * (key_dim + staged_dim) + 64;
 }
 
 _Static_assert(KVC_ITEM_ROWS * sizeof(unit_weights) <= 2 * KVC_CHUNK * 32 * sizeof(float),

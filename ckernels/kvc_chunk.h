@@ -8,23 +8,24 @@
 
 /* One head's rows of the chunk as floats, and pointers to them. Pointers behind the last token repeat it. */
 static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
+    const int padded = rows.side == KVC_KEYS ? j->padded : j->v_padded;
     const size_t k_bytes = j->layout->key_head_bytes, v_bytes = j->layout->value_head_bytes;
     const size_t values = (size_t)j->layout->num_heads * k_bytes + (size_t)head * v_bytes;
     const size_t offset = rows.side == KVC_KEYS ? (size_t)head * k_bytes : values;
     for (int i = 0; rows.quantised && i < c->pieces; i++) {
         const piece *p = &c->piece[i];
-        float *to = j->stage + p->lane * j->padded;
-        KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)j->padded);
+        float *to = j->stage + p->lane * padded;
+        KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)padded);
     }
     const int first = c->piece[0].lane;
     for (int t = 0; t < KVC_POINTERS; t++) {
-        float *to = j->stage + (t < first ? first : t < c->lanes ? t : c->lanes - 1) * j->padded;
+        float *to = j->stage + (t < first ? first : t < c->lanes ? t : c->lanes - 1) * padded;
         staged[t] = (const unsigned char *)to;
         if (rows.quantised || t < first || t >= c->lanes) continue;
         const unsigned char *from =
             rows.side == KVC_KEYS ? c->k[t] + (size_t)head * k_bytes : c->v[t] + (size_t)head * v_bytes;
-        for (int d = 0; d < j->dim; d += KVC_LANES)
-            f32v_store(to + d, load_row(rows.format, from, d, j->dim));
+        for (int d = 0; d < rows.dim; d += KVC_LANES)
+            f32v_store(to + d, load_row(rows.format, from, d, rows.dim));
     }
 }
 
@@ -102,7 +103,7 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
             ahead = tile_of(j, &next->piece[i], j->k_rows, head);
             fetch_lines(ahead, KVC_TILE_HEADER);
         }
-        unit_dot(j->k_rows.bits, j->dim, rows, q, tile, j->weights + KVC_TILE * i, ahead);
+        unit_dot(j->k_rows.bits, j->k_rows.dim, rows, q, tile, j->weights + KVC_TILE * i, ahead);
     }
     return c->lanes;
 }
@@ -135,7 +136,7 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
         fetch_lines(ahead[i], KVC_TILE_HEADER);
     }
     quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
-    unit_mix(j->v_rows.bits, j->dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->padded,
+    unit_mix(j->v_rows.bits, j->v_rows.dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->v_padded,
              next && next->pieces ? ahead : NULL);
 }
 #endif
@@ -160,9 +161,9 @@ NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, i
         k = staged, offset = 0;
     }
     if (!few)
-        panels(j->dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
+        panels(j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
     else
-        dots(stage ? KVC_F32 : j->k_rows.format, j->dim, rows, tokens, q, j->padded, k, offset, j->weights,
+        dots(stage ? KVC_F32 : j->k_rows.format, j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->weights,
              ahead);
     return tokens;
 }
@@ -187,10 +188,10 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
     }
     if (!few) ahead.rows = NULL;
     if (!few)
-        mix_many(j->dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->padded, ahead);
+        mix_many(j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->v_padded, ahead);
     else
-        mix_few(stage ? KVC_F32 : j->v_rows.format, j->dim, rows, tokens, j->weights, v, offset, j->alpha,
-                acc, j->padded, ahead);
+        mix_few(stage ? KVC_F32 : j->v_rows.format, j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha,
+                acc, j->v_padded, ahead);
 }
 
 #endif

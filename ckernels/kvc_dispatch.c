@@ -12,6 +12,7 @@ enum { /* leaf 1, ecx */ FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C =
 enum { /* leaf 7, ebx */ AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17, AVX512BW = 1 << 30 };
 #define AVX512VL (1u << 31)
 enum { /* leaf 7, ecx */ AVX512VNNI = 1 << 11 };
+enum { /* leaf 7, subleaf 1, eax */ AVX512BF16 = 1 << 5 };
 enum { /* xcr0: state that the system saves on a switch */ XMM = 1 << 1, YMM = 1 << 2, OPMASK_ZMM = 7 << 5 };
 
 static unsigned saved_state(void) {
@@ -36,6 +37,11 @@ static int cpu_runs_avx512(void) {
     if (!cpu_runs_avx2() || !has_all(saved_state(), XMM | YMM | OPMASK_ZMM)) return 0;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;
     return has_all(ebx, AVX512F | AVX512DQ | AVX512BW | AVX512VL) && has_all(ecx, AVX512VNNI);
+}
+
+static int cpu_has_bf16_pairs(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && has_all(eax, AVX512BF16);
 }
 #endif
 #endif
@@ -68,6 +74,14 @@ static int find_levels(const kvc_kernels *levels[4]) {
 #endif
     levels[count++] = &kvc_kernels_scalar;
     return count;
+}
+
+kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) {
+#if defined(KVC_HAVE_AVX512)
+    if (kernels == &kvc_kernels_avx512 && cpu_has_bf16_pairs()) return KVC_BF16_PAIRS;
+#endif
+    (void)kernels;
+    return KVC_BF16_ROUNDED;
 }
 
 int kvc_num_levels(void) {

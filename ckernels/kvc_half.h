@@ -1,7 +1,8 @@
-/* kvc_half.h - IEEE half precision in integer arithmetic: round half to even, denormals, infinities, NaN.
+/* kvc_half.h - IEEE half precision and bfloat16 in integer arithmetic: round half to even, denormals, infinities, NaN.
  *
  *   f32   s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm    bias 127
  *   f16   s eeeee mmmmmmmmmm                    bias 15
+ *   bf16  s eeeeeeee mmmmmmm                    bias 127: the upper half of an f32
  */
 #ifndef KVC_HALF_H
 #define KVC_HALF_H
@@ -51,6 +52,12 @@ static inline float kvc_float_of_half(uint16_t half) {
     if (exponent == 31)
         return kvc_float_of_bits(sign | 0x7f800000 | (mantissa ? 0x400000 | mantissa << 13 : 0));
     return kvc_float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+static inline uint16_t kvc_bf16_of_float(float x) {
+    const uint32_t bits = kvc_float_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN, made quiet */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 #endif

@@ -42,16 +42,17 @@ typedef struct job {
     const kvc_item *item;
     const kvc_layout *layout;
     const kvc_seq *seq;
-    int dim, padded, group, rows;
+    int group, rows;
+    int padded, v_padded; /* floats of a row of q, and of an accumulator: kvc_padded_dim */
     int units; /* 1: K and V are tiled, and products are integer */
     kvc_rows k_rows, v_rows;
     size_t k_row_bytes, v_row_bytes;
     float *q, *sink_q;                /* [head][row][padded] */
-    results segment, total;           /* of the current segment, and of those before it */
+    results segment, total;           /* of the current segment, and of those before it; [head][row][v_padded] */
     int merged;                       /* segments merged into total */
     float cap, inverse_cap;           /* of scores in powers of two; 0: none */
     float *weights, *alpha;           /* [row][KVC_CHUNK], [row] */
-    float *panels, *stage;            /* [KVC_CHUNK * padded] each */
+    float *panels, *stage;            /* [KVC_CHUNK * padded] of K, [KVC_CHUNK * the larger of both] of either */
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
     unit_weights *unit_w;             /* [row], in the memory of panels and stage */
 } job;
@@ -159,7 +160,7 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     const int most = j->units ? KVC_CHUNK - at->skipped * KVC_TILE : KVC_CHUNK - at->skipped / 16 * 16;
     const int lead = j->units ? 0 : at->skipped % 16;
     c->lanes = lead, c->pieces = 0, c->even = 1;
-    c->sink = j->args->sink_queries && at->token < sinks;
+    c->sink = j->args->sink_queries.data && at->token < sinks;
     if (at->token < sinks && stop > sinks) stop = sinks;
     while (at->token < stop && c->lanes < most) {
         while (at->slot == at->run->stop) at->run++, at->slot = at->run->first;
@@ -190,8 +191,8 @@ static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     j->item = item;
     j->layout = layout;
     j->seq = &args->seqs[item->seq];
-    j->dim = layout->head_dim;
-    j->padded = (int)kvc_padded_dim(layout);
+    j->padded = (int)kvc_padded_dim(layout->head_dim);
+    j->v_padded = (int)kvc_padded_dim(layout->value_head_dim);
     j->group = args->num_query_heads / layout->num_heads;
     j->rows = (int)(item->row_stop - item->row);
     j->k_rows = kvc_rows_of(layout, KVC_KEYS);
@@ -213,38 +214,49 @@ static void take_scratch(job *j, void *scratch) {
     float *free = scratch;
     j->q = free, free += rows * j->padded;
     j->sink_q = free, free += rows * j->padded;
-    j->segment = results_at(free, rows, j->padded), free += kvc_result_floats(j->layout, rows);
-    j->total = results_at(free, rows, j->padded), free += kvc_result_floats(j->layout, rows);
+    j->segment = results_at(free, rows, j->v_padded), free += kvc_result_floats(j->layout, rows);
+    j->total = results_at(free, rows, j->v_padded), free += kvc_result_floats(j->layout, rows);
     j->unit_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
     j->unit_sink_q = (unit_query *)free, free += rows * (int64_t)(sizeof(unit_query) / sizeof(float));
     j->unit_w = (unit_weights *)free;
     j->panels = free, free += KVC_CHUNK * j->padded;
-    j->stage = free, free += KVC_CHUNK * j->padded;
+    j->stage = free, free += KVC_CHUNK * (j->padded > j->v_padded ? j->padded : j->v_padded);
     j->weights = free, free += KVC_ITEM_ROWS * KVC_CHUNK;
     j->alpha = free;
 }
 
-/* The index of a row of a KV head in queries and out, in (query, query head) pairs. */
+/* The index of a row of a KV head in out, in (query, query head) pairs. */
 static size_t pair_index(const job *j, int head, int64_t row) {
     const int64_t query = j->item->first_query + row / j->group;
     return (size_t)(query * j->args->num_query_heads + (int64_t)head * j->group + row % j->group);
 }
 
+/* A row of queries as floats: where it lies, or widened to q. */
+static const float *query_row(const job *j, const kvc_tensor *queries, int head, int64_t row, float *q) {
+    kvc_tensor one = *queries;
+    const int64_t query = j->item->first_query + row / j->group;
+    one.data += ((int64_t)head * j->group + row % j->group) * one.head_stride + query * one.token_stride;
+    if (one.element == KVC_ELEMENT_F32) return (const float *)one.data;
+    KVC_FN(gather_rows)(&one, 0, 1, 1, j->k_rows.dim, q);
+    return q;
+}
+
 /* Copies rows of one KV head to index and following: scaled, and rotated and split into digits if K is. */
 static void pack_queries(const job *j, int head, int64_t row, int rows, size_t index) {
     const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
-    for (int sink = 0; sink <= (j->args->sink_queries != NULL); sink++) {
-        const float *queries = sink ? j->args->sink_queries : j->args->queries;
+    const int dim = j->k_rows.dim;
+    for (int sink = 0; sink <= (j->args->sink_queries.data != NULL); sink++) {
+        const kvc_tensor *queries = sink ? &j->args->sink_queries : &j->args->queries;
         float *q = (sink ? j->sink_q : j->q) + index * (size_t)j->padded;
         for (int r = 0; r < rows; r++, q += j->padded) {
-            const float *from = queries + pair_index(j, head, row + r) * (size_t)j->dim;
-            for (int d = 0; d < j->dim; d += KVC_LANES)
-                f32v_store(q + d, f32v_mul(load_dims(from, d, j->dim), scale_v));
-            for (int d = j->dim; d < j->padded; d++) q[d] = 0.0f;
-            if (j->k_rows.rotated) KVC_FN(hadamard)(q, j->dim);
+            const float *from = query_row(j, queries, head, row + r, q);
+            for (int d = 0; d < dim; d += KVC_LANES)
+                f32v_store(q + d, f32v_mul(load_dims(from, d, dim), scale_v));
+            for (int d = dim; d < j->padded; d++) q[d] = 0.0f;
+            if (j->k_rows.rotated) KVC_FN(hadamard)(q, dim);
 #if defined(KVC_HAVE_DOTS)
             if (j->units)
-                quantise_query(j->k_rows.bits, q, j->dim,
+                quantise_query(j->k_rows.bits, q, dim,
                                (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
 #endif
         }

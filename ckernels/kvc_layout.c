@@ -1,18 +1,25 @@
 /* kvc_layout.c - the size of a block, and copying and clearing of slots. */
 #include "kvc_quant.h"
 
-int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
-                    kvc_format value_format, int rotate_keys, int rotate_values) {
+static int is_supported(int dim) { return dim >= 8 && dim <= KVC_MAX_HEAD_DIM && dim % 8 == 0; }
+
+/* Quantised rows can be rotated if their length is a power of two. */
+static int can_rotate(kvc_format format, int dim) {
+    return kvc_format_of(format)->quantised && (dim & (dim - 1)) == 0;
+}
+
+int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
+                    kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values) {
     const int whole = block_size >= 1 && block_size <= KVC_MAX_BLOCK_SIZE && num_heads >= 1 &&
-                      head_dim >= 8 && head_dim <= KVC_MAX_HEAD_DIM && head_dim % 8 == 0;
+                      is_supported(head_dim) && is_supported(value_head_dim);
     const int known = (unsigned)key_format < KVC_NUM_FORMATS && (unsigned)value_format < KVC_NUM_FORMATS;
     if (!whole || !known) return -1;
-    const int power_of_two = (head_dim & (head_dim - 1)) == 0;
-    if (rotate_keys && !(kvc_format_of(key_format)->quantised && power_of_two)) return -1;
-    if (rotate_values && !(kvc_format_of(value_format)->quantised && power_of_two)) return -1;
+    if (rotate_keys && !can_rotate(key_format, head_dim)) return -1;
+    if (rotate_values && !can_rotate(value_format, value_head_dim)) return -1;
     layout->block_size = block_size;
     layout->num_heads = num_heads;
     layout->head_dim = head_dim;
+    layout->value_head_dim = value_head_dim;
     layout->key_format = key_format;
     layout->value_format = value_format;
     layout->rotate_keys = rotate_keys != 0;

@@ -323,19 +323,71 @@ typedef void float_fn(const kvc_matrix *, int64_t k, int64_t k_stop, const float
 static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
     {FLOAT_BLOCKS(FLOAT_LINE, F32)}, {FLOAT_BLOCKS(FLOAT_LINE, F16)}, {FLOAT_BLOCKS(FLOAT_LINE, BF16)}};
 
+/* ---- Pairs of bf16, on CPUs that have them: as floats, two channels at a time. */
+
+#if KVC_BF16_TARGET
+INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix *matrix, int rows, int panels, int64_t k,
+                                                                int64_t k_stop, const uint32_t *x, tile *t) {
+    const unsigned char *data[4];
+    f32v sums[24];
+    UNROLL
+    for (int p = 0; p < panels; p++) {
+        const int64_t here = p < t->existing ? p : t->existing - 1;
+        data[p] = matrix->data + (size_t)(t->panel + here) * matrix->panel_bytes;
+    }
+    UNROLL
+    for (int i = 0; i < rows * panels; i++) sums[i] = f32v_zero();
+    for (; k < k_stop; k += 2, x += rows) {
+        bf16x2 w[4];
+        UNROLL
+        for (int p = 0; p < panels; p++) {
+            const uint16_t *words = (const uint16_t *)data[p] + k * KVC_PANEL;
+            if (t->cold)
+                prefetch((const unsigned char *)words +
+                             ahead_of((size_t)(2 * k * KVC_PANEL), rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD,
+                                      matrix->panel_bytes, panels), 64);
+            w[p] = k + 1 < k_stop ? bf16x2_load(words) : bf16x2_load_one(words);
+        }
+        UNROLL
+        for (int i = 0; i < rows; i++) {
+            const bf16x2 pair = bf16x2_set1(x[i]);
+            UNROLL
+            for (int p = 0; p < panels; p++) sums[i * panels + p] = bf16x2_dot(sums[i * panels + p], w[p], pair);
+        }
+    }
+    t->rows = rows, t->panels = panels;
+    UNROLL
+    for (int i = 0; i < rows * panels; i++) f32v_store(t->results + i * KVC_PANEL, sums[i]);
+}
+
+#define PAIRS(unused, also, rows)                                                                                     \
+    NOINLINE __attribute__((target(KVC_BF16_FEATURE))) void pairs_##rows(const kvc_matrix *matrix, int64_t k,         \
+                                                                         int64_t k_stop, const float *x, tile *t) {   \
+        pair_tile(matrix, rows, PANELS(rows), k, k_stop, (const uint32_t *)(const void *)x, t);                       \
+    }
+FLOAT_BLOCKS(PAIRS, )
+#define PAIRS_LINE(unused, also, rows) [rows] = pairs_##rows,
+static float_fn *const pair_tiles[KVC_FLOAT_ROWS + 1] = {FLOAT_BLOCKS(PAIRS_LINE, )};
+#else
+static float_fn *const *const pair_tiles = NULL;
+#endif
+
 /* Panels [panel, panel_stop), at most `wide`, times all rows, over one block of channels. */
 INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, int64_t k) {
     const int64_t columns = args->matrix->columns, left = columns - k;
     const int64_t channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
-    const float *x = (const float *)args->prepared + k * args->n;
+    const int pairs = kvc_in_pairs(args);
+    float_fn *const *tiles = pairs ? pair_tiles : float_tiles[args->matrix->format];
+    const float *x = (const float *)args->prepared + (pairs ? k / 2 : k) * args->n;
     for (int64_t row = 0; row < args->n;) {
         const int rows = kvc_block_rows(KVC_FLOAT_ROWS, args->n - row);
+        const float *mine = x + row * (pairs ? (channels + 1) / 2 : channels);
         const int64_t step = PANELS(rows);
         for (int64_t q = panel; q < panel_stop; q += step) {
             tile t;
             begin(&t, args, row, q, panel_stop);
             expect(args, row, rows, q, step);
-            float_tiles[args->matrix->format][rows](args->matrix, k, k + channels, x + row * channels, &t);
+            tiles[rows](args->matrix, k, k + channels, mine, &t);
             give(args, &t, k > 0, k + channels == columns ? args->bias : NULL);
         }
         row += rows;

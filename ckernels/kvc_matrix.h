@@ -23,11 +23,13 @@
  *     q4    U4 << 4 | U0, U5 << 4 | U1, ... U7 << 4 | U3
  *     U0    | row 0: c0 c1 c2 c3 | row 1: c0 c1 c2 c3 | ... | row 15: c0 c1 c2 c3 |
  *
- * ACTIVATIONS that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
+ * ACTIVATIONS meet weights in floats as float32, or, if the call asks for it, weights in bf16 as bf16, rounded half to even.
+ * Those that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
  * magnitude of the group / 127: one digit of 8 bits. With two digits (high * 128 + low) it is the largest / 16256.
  *
  * A RESULT is a sum of integer dot products, each exact, times both scales, added group by group with one rounding each.
- * Floats are added channel by channel in blocks of 256, and the blocks one after another. So the bits of a row of the
+ * Floats are added channel by channel in blocks of 256, and the blocks one after another; where a CPU multiplies pairs of
+ * bf16 numbers (KVC_BF16_PAIRS), two channels at a time, and what is below 2^-126 counts as zero. So the bits of a row of the
  * result depend on that row of x, the matrix, the digits and the level alone: not on other rows, threads or pieces.
  * Error against exact arithmetic over the same weights, with K = columns, a bound for each output:
  *
@@ -110,6 +112,9 @@ void kvc_matrix_get_codes(const kvc_matrix *, int64_t row, unsigned char *codes,
 /* Row `row` as floats. */
 void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 
+/* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, two channels in 32 bits. */
+typedef enum kvc_bf16_rows { KVC_BF16_FLOATS, KVC_BF16_ROUNDED, KVC_BF16_PAIRS } kvc_bf16_rows;
+
 /* The product of a call: out (n, matrix->rows) = x (n, matrix->columns) times the matrix transposed, plus bias. */
 typedef struct kvc_matmul_args {
     const kvc_matrix *matrix;
@@ -118,18 +123,25 @@ typedef struct kvc_matmul_args {
     float *out;
     int64_t n;
     int digits; /* of activations that meet packed weights: 1 or 2 */
+    kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4 */
 } kvc_matmul_args;
+
+static inline int kvc_in_pairs(const kvc_matmul_args *args) {
+    return args->matrix->format == KVC_MATRIX_BF16 && args->bf16_rows == KVC_BF16_PAIRS;
+}
 
 /* Bytes of one prepared row of x. Blocks of rows lie one behind another, as kvc_block_rows divides them; floats do so for
  * each block of 256 channels, packed rows for all channels:
  *
  *   floats     | channel 0 of each row of the block | channel 1 | ...
+ *   pairs      | channels 0 and 1 of each row of the block, 16 bits each | 2 and 3 | ...    zero behind the last channel
  *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | correction of each row |
  *
  * The correction is what the offset of codes adds to the sum: -zero * (sum of the row's numbers), i32; with minima it is
  * scale * sum, f32. */
 static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
+    if (kvc_in_pairs(args)) return (size_t)(args->matrix->columns + 1) / 2 * sizeof(uint32_t);
     if (!kvc_matrix_format_of(args->matrix->format)->packed) return (size_t)args->matrix->columns * sizeof(float);
     return (size_t)args->matrix->groups * (size_t)(KVC_GROUP * args->digits + 8);
 }

@@ -28,7 +28,8 @@ _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
 
-/* Rows of the next product. While a product reads a line of token t, it prefetches the same line of the next one's. */
+/* Rows of the next product. While a product reads a line of token t, it prefetches the same line of the next one's, also
+ * where those rows are shorter or longer. */
 typedef struct ahead_rows {
     const unsigned char *const *rows; /* KVC_POINTERS of them, or NULL */
     size_t offset;                    /* from each of them */

@@ -88,7 +88,8 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
 }
 
 /* Up to 16 rows that are coded together but written to separate tiles or slots: single tokens of several heads and
- * sequences fill the lanes as well as 16 tokens of one head. Keys and values of one format share the queue. */
+ * sequences fill the lanes as well as 16 tokens of one head. Keys and values of one format and
+ * length share the queue. */
 typedef struct row_queue {
     int count;
     kvc_rows rows; /* of all rows; its side is not used */
@@ -124,7 +125,8 @@ static void write_queue(row_queue *queue) {
 
 static void enqueue(kvc_rows rows, row_queue *queue, kvc_source x, unsigned char *to, int token) {
     if (queue->count) { /* queue->rows of an empty queue is not set */
-        const int other = rows.format != queue->rows.format || rows.rotated != queue->rows.rotated;
+        const int other = rows.format != queue->rows.format || rows.dim != queue->rows.dim ||
+                          rows.rotated != queue->rows.rotated;
         if (other || queue->count == KVC_TILE) write_queue(queue);
     }
     const int i = queue->count++;

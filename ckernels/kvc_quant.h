@@ -2,6 +2,8 @@
  *
  * A row of one head is  minimum + scale * code,  with codes of exactly `bits` bits, and scale >= 0 and minimum in f16.
  *
+ * Its head_dim is that of K or that of V, and each side has its own layout.
+ *
  * TILES, if block_size is a multiple of 16 and head_dim of 32: 16 tokens of one head, 64-byte aligned.
  *
  *   | 16 scales f16 | 16 minima f16 | codes: head_dim * 16 * bits / 8 bytes |
@@ -53,8 +55,9 @@ static inline kvc_rows kvc_rows_of(const kvc_layout *layout, kvc_side side) {
     const kvc_format format = side == KVC_KEYS ? layout->key_format : layout->value_format;
     const int rotated = side == KVC_KEYS ? layout->rotate_keys : layout->rotate_values;
     const int bits = kvc_format_of(format)->bits, quantised = kvc_format_of(format)->quantised;
-    const int tiled = quantised && layout->block_size % KVC_TILE == 0 && layout->head_dim % 32 == 0;
-    return (kvc_rows){format, bits, quantised, tiled, rotated, layout->head_dim, side};
+    const int dim = side == KVC_KEYS ? layout->head_dim : layout->value_head_dim;
+    const int tiled = quantised && layout->block_size % KVC_TILE == 0 && dim % 32 == 0;
+    return (kvc_rows){format, bits, quantised, tiled, rotated, dim, side};
 }
 
 static inline size_t kvc_row_bytes(kvc_rows rows) {

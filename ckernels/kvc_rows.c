@@ -74,18 +74,18 @@ void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kv
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
     const float *k = k_rows.quantised ? NULL : keys, *v = v_rows.quantised ? NULL : values;
     KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values, known);
-    const size_t heads = (size_t)layout->num_heads, dim = (size_t)layout->head_dim, row_stride = heads * dim;
+    const size_t heads = (size_t)layout->num_heads;
     for (int64_t i = 0; (k || v) && i < num_runs; i++) {
         unsigned char *block = arena + (size_t)runs[i].block * layout->block_bytes;
         const int first = runs[i].first, count = runs[i].stop - first, num_heads = layout->num_heads;
         if (k) {
             write_floats(k_rows, block, layout->key_head_bytes, num_heads, first, count, k, known);
-            k += (size_t)count * row_stride;
+            k += (size_t)count * heads * (size_t)k_rows.dim;
         }
         if (v) {
             write_floats(v_rows, block + heads * layout->key_head_bytes, layout->value_head_bytes, num_heads,
                          first, count, v, NULL);
-            v += (size_t)count * row_stride;
+            v += (size_t)count * heads * (size_t)v_rows.dim;
         }
     }
 }

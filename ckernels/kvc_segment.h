@@ -1,7 +1,7 @@
 /* kvc_segment.h - the results of one segment of the context for each row, and the merging of segments.
  *
  *   context    | text positions 0 to KVC_SEGMENT - 1 | the next KVC_SEGMENT positions | ... | maybe fewer |
- *   results    acc [head][row][padded]; largest, sum [head][row]          one segment, n = heads * rows
+ *   results    acc [head][row][v_padded]; largest, sum [head][row]        one segment, n = heads * rows
  *
  * The online softmax of a segment starts from zero. merge_results merges segments in text order: after each segment if
  * one item has them all, at the end of the call if several items share them. So the bits of a row depend neither on the
@@ -12,8 +12,8 @@
  * 128; with 512 tokens about 4 and 2 %. The threads still have enough pieces: decode with too few segments is also
  * divided by heads (kvc_parallel.c).
  *
- * The results of a unit in parts take (head_dim + 2) floats per segment, row and head: at head_dim 128 and 4 rows per
- * head, about 1/500 of the bytes of K and V of the segment in f32.
+ * The results of a unit in parts take (value_head_dim + 2) floats per segment, row and head: with K and V of 128 channels
+ * and 4 rows per head, about 1/500 of the bytes of K and V of the segment in f32.
  */
 #ifndef KVC_SEGMENT_H
 #define KVC_SEGMENT_H

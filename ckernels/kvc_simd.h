@@ -23,6 +23,7 @@
  *   KVC_PACKED_PANELS(rows)         panels of that tile: one reads like a stream, two use each broadcast twice
  *   KVC_FLOAT_ROWS                  the most rows of a tile of float weights: 12, 6 or 2
  *   KVC_FLOAT_SUMS                  accumulators of a tile of float weights
+ *   KVC_BF16_TARGET                 1: the level has bf16x2, for CPUs with the feature that KVC_BF16_FEATURE names
  */
 #ifndef KVC_SIMD_H
 #define KVC_SIMD_H

@@ -160,6 +160,24 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 #define KVC_FLOAT_ROWS 12
 #define KVC_FLOAT_SUMS 24
 
+/* Pairs of bf16 numbers: an extension that not every CPU of this level has, so functions that use it name it. */
+#define KVC_BF16_TARGET 1
+#define KVC_BF16_FEATURE "avx512bf16"
+typedef __m512i bf16x2;
+/* Channels k and k + 1 of 16 rows, 32 words, as 16 pairs; of the last channel alone, beside zeros. */
+INLINE bf16x2 bf16x2_load(const uint16_t *p) {
+    const __m512i lanes = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(lanes, _mm512_loadu_si512(p));
+}
+INLINE bf16x2 bf16x2_load_one(const uint16_t *p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE bf16x2 bf16x2_set1(uint32_t x) { return _mm512_set1_epi32((int)x); }
+INLINE __attribute__((target("avx512bf16"))) f32v bf16x2_dot(f32v sum, bf16x2 a, bf16x2 b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
 typedef __m512i u8x64;
 typedef __m512i i32x16;
 

@@ -201,7 +201,7 @@ class KvCacheHandle(ABC):
 
     @abstractmethod
     def value_cache(self, layer: int) -> Float32 | None:
-        """V of one layer, float32 `(num_tokens, num_heads, head_dim)`."""
+        """V of one layer, as `key_cache`; of a `PagedKvCache` with `value_head_dim`, that many channels per head."""
 
     @abstractmethod
     def clone_handle(self) -> KvCacheHandle:

@@ -1,4 +1,4 @@
-"""Rivals that read the same GGUF files: llama.cpp and OpenVINO GenAI, each with its default precision.
+"""Rivals that read the same GGUF files: llama.cpp and OpenVINO GenAI in their default precision, transformers in bf16.
 
 A rival prefills a prompt (`prefill`) and decodes `steps` tokens behind it (`rewind`, then `decode`), as our engine
 does. All inputs are token ids.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 from bench.engine import engine_rivals
 from bench.engine.shapes import Shape
@@ -45,6 +46,8 @@ def write_files(size: Size | Shape, folder: Path) -> None:
 class LlamaCpp(engine_rivals.LlamaCpp):
     """llama.cpp through llama-cpp-python, with flash attention and float16 K and V, its defaults but for the former."""
 
+    files = tuple(GGUF_FILES)
+
     def __init__(self, path: Path, threads: int) -> None:
         import llama_cpp
 
@@ -55,10 +58,31 @@ class LlamaCpp(engine_rivals.LlamaCpp):
         self._held = 0
 
 
+class Transformers(engine_rivals.Transformers):
+    """transformers on PyTorch in bfloat16, with `DynamicCache`. It multiplies packed weights as floats."""
+
+    files = ("f16",)
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._torch, self._cache_class = torch, transformers.DynamicCache
+        torch.set_num_threads(threads)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.bfloat16
+        ).eval()
+        self._cache: Any = None
+        self._held = 0
+
+
 class OpenVino(engine_rivals.OpenVino):
     """OpenVINO GenAI's pipeline for one request, with the defaults of the CPU plugin: bf16 where the CPU has it."""
 
     name = "OpenVINO"
+    files = tuple(GGUF_FILES)
 
     def __init__(self, path: Path, threads: int) -> None:
         import openvino_genai
@@ -73,7 +97,7 @@ class OpenVino(engine_rivals.OpenVino):
         )
 
 
-RIVALS = (LlamaCpp, OpenVino)
+RIVALS = (LlamaCpp, OpenVino, Transformers)
 
 
 def availability() -> list[str]:

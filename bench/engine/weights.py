@@ -2,7 +2,7 @@
 
 The products read matrices that no cache holds, as the layers of a network do, compared with a plain read of as many
 bytes and with the arithmetic peak of the same run. The network has the shape of Llama-3.2-1B and random weights;
-llama.cpp and OpenVINO read the same GGUF files, each with its default precision.
+llama.cpp and OpenVINO read the same GGUF files with their default precision, transformers the f16 file in bf16.
 """
 
 from __future__ import annotations
@@ -112,9 +112,11 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
 class Ours:
     """The engine over a GGUF file or, with `weights`, over the same numbers in another format; K and V in q8."""
 
-    def __init__(self, path: Path, threads: int, weights: str, context: int) -> None:
+    def __init__(self, path: Path, threads: int, weights: str, context: int, activations: str = "int8") -> None:
         self._context, blocks = context, (context + STEPS) // 16 + 2
-        self._engine = InferenceEngine.from_gguf(path, weights=weights, dtype="q8", num_blocks=blocks)
+        self._engine = InferenceEngine.from_gguf(
+            path, weights=weights, activations=activations, dtype="q8", num_blocks=blocks
+        )
 
     def prefill(self, tokens: npt.NDArray[np.uint32]) -> None:
         """Run a prompt with an empty cache, up to the logits of its last token."""
@@ -135,11 +137,12 @@ def builders(folder: Path, threads: int, rivals: bool, context: int) -> Iterator
     """`(name, function that makes the engine)` for each engine and file."""
     for weights in ("f32", "q8", "q4"):
         yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights, context)
+    yield "kvcache bf16 x bf16", partial(Ours, folder / "f16.gguf", threads, "bf16", context, "bf16")
     files = [name for name in GGUF_FILES if (folder / f"{name}.gguf").exists()]
     for name in files:
         yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto", context)
     for rival in RIVALS if rivals else ():
-        for name in files:
+        for name in (one for one in files if one in rival.files):
             yield f"{rival.name} {name}", partial(rival, folder / f"{name}.gguf", threads)
 
 

@@ -18,7 +18,8 @@ cdef class Attention:
     cdef int64_t seqs_capacity
 
     # Conversions of arguments, which may run any code
-    cdef cnp.ndarray queries_(self, object queries, str name)             # or TypeError, ValueError
+    # (n, heads, head_dim) of any float type, as `together` of core/kvrows.pxd leaves it; or TypeError, ValueError
+    cdef cnp.ndarray queries_(self, object queries, str name)
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries)       # `out` or a new array; ValueError
     cdef float scale_(self, object scale) except? -1                      # None: head_dim ** -0.5
     cdef float softcap_(self, object softcap) except? -1                  # None: 0; ValueError unless finite, above 0

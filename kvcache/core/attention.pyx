@@ -4,17 +4,18 @@ cimport numpy as cnp
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memset
+from libc.string cimport memcmp, memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
-from kvcache.core.kernels cimport kvc_attend_args, kvc_head_keys, kvc_run, kvc_seq
+from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_attend_args, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor
 from kvcache.core.knownkeys cimport is_centred
+from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.store cimport BlockStore
 
 import numpy as np
 
-from kvcache.core.arguments import as_finite, as_floats, described
+from kvcache.core.arguments import as_finite, as_floats, as_stored, described
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
@@ -51,9 +52,9 @@ cdef class Attention:
 
         Args:
             runs: dtype `RUN` `(r,)`.
-            queries: `(n, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads, n at most the tokens.
+            queries: `(n, num_query_heads, head_dim)`, as of `PagedKvCache.attention`; n at most the tokens.
             scale: a float, or None for `head_dim ** -0.5`.
-            out: float32, C-contiguous, like `queries`, written; None: a new array.
+            out: float32 `(n, num_query_heads, value_head_dim)`, C-contiguous, written; None: a new array.
             return_scores: also return each token's attention mass, float32 `(tokens,)`.
             softcap: scores become `softcap * tanh(score / softcap)`.
             sinks: `(num_query_heads,)`, a logit per query head that joins the normaliser of the softmax.
@@ -81,22 +82,23 @@ cdef class Attention:
     # -- below the shell ------------------------------------------------------------------------------------
 
     cdef cnp.ndarray queries_(self, object queries, str name):
-        """`(n, heads, head_dim)` float32, as it is where it is that already."""
         if not is_plain(queries, cnp.NPY_FLOAT32, 3) or (<cnp.ndarray>queries).shape[2] != self.store.layout.head_dim:
-            queries = as_floats(queries, (None, None, self.store.layout.head_dim), name)
+            queries = together(as_stored(queries, (None, None, self.store.layout.head_dim), name))
         cdef int64_t heads = (<cnp.ndarray>queries).shape[1]
         if heads == 0 or heads % self.store.layout.num_heads:
             raise ValueError(f"{name}: expected a multiple of {self.store.layout.num_heads} heads, got {heads}")
         return queries
 
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries):
+        cdef cnp.npy_intp shape[3]
+        shape[0], shape[1], shape[2] = queries.shape[0], queries.shape[1], self.store.layout.value_head_dim
         if out is None:
-            return cnp.PyArray_EMPTY(3, queries.shape, cnp.NPY_FLOAT32, 0)
-        if not is_plain(out, cnp.NPY_FLOAT32, 3) or not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
-                or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, queries):
-            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {np.shape(queries)}, "
-                             f"got {described(out)}")
-        return out
+            return cnp.PyArray_EMPTY(3, shape, cnp.NPY_FLOAT32, 0)
+        if is_plain(out, cnp.NPY_FLOAT32, 3) and cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
+                and memcmp(cnp.PyArray_DIMS(<cnp.ndarray>out), shape, sizeof(shape)) == 0:
+            return out
+        raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {(shape[0], shape[1], shape[2])}, "
+                         f"got {described(out)}")
 
     cdef float scale_(self, object scale) except? -1:
         if scale is None:
@@ -152,9 +154,9 @@ cdef class Attention:
         memset(&args, 0, sizeof(kvc_attend_args))
         args.layout, args.arena, args.seqs, args.num_seqs = &self.store.layout, base, self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
-        args.queries, args.out = <const float *>cnp.PyArray_DATA(queries), <float *>cnp.PyArray_DATA(out)
+        args.queries, args.out = tensor_of(queries), <float *>cnp.PyArray_DATA(out)
         if sink_queries is not None:
-            args.sink_queries = <const float *>cnp.PyArray_DATA(sink_queries)
+            args.sink_queries = tensor_of(sink_queries)
         if sinks is not None:
             args.sinks = <const float *>cnp.PyArray_DATA(sinks)
         if scores is not None:
@@ -173,12 +175,15 @@ cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, 
     """Make each lse that of the keys as `read` returns them: the stored ones lack their centre, which all share."""
     cdef int64_t dim = args.layout.head_dim, heads = args.num_query_heads, group = heads // args.layout.num_heads
     cdef int64_t row, i
-    cdef const float *q = args.queries
+    cdef float q[KVC_MAX_HEAD_DIM]
     cdef const float *c
+    cdef kvc_tensor one = args.queries
     cdef double sums[4]
     for row in range(num_queries * heads):
         c = known[row % heads // group].centre
         if c != NULL:
+            one.data = args.queries.data + row % heads * one.head_stride
+            kernels.gather_rows(&one, row // heads, 1, 1, <int>dim, q)
             sums[0] = sums[1] = sums[2] = sums[3] = 0.0    # four, so that no addition waits for the one before
             for i in range(0, dim, 4):
                 sums[0] += <double>q[i] * c[i]
@@ -186,4 +191,3 @@ cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, 
                 sums[2] += <double>q[i + 2] * c[i + 2]
                 sums[3] += <double>q[i + 3] * c[i + 3]
             args.lse[row] += <float>(args.scale * ((sums[0] + sums[1]) + (sums[2] + sums[3])))
-        q += dim

@@ -7,7 +7,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport Layout, kvc_attend_args, kvc_format, kvc_head_keys, kvc_run, kvc_seq
+from kvcache.core.kernels cimport (
+    KVC_ELEMENT_F32, Layout, kvc_attend_args, kvc_format, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor,
+)
 
 
 cdef struct _Runs:
@@ -65,6 +67,14 @@ cdef const float *_floats(object array, object shape) except? NULL:
     return <const float *><size_t>array.ctypes.data
 
 
+cdef kvc_tensor _rows(object array, object shape) except *:
+    """`_floats` as a tensor."""
+    cdef kvc_tensor tensor
+    tensor.data, tensor.element = <const unsigned char *>_floats(array, shape), KVC_ELEMENT_F32
+    tensor.token_stride, tensor.head_stride = 4 * shape[1] * shape[2], 4 * shape[2]
+    return tensor
+
+
 cdef unsigned char *_bytes(object arena) except NULL:
     if arena.dtype != np.uint8 or not arena.flags.c_contiguous or arena.ndim != 1 or len(arena) == 0:
         raise ValueError(f"arena: expected a one-dimensional uint8 array, got {arena.dtype} {arena.shape}")
@@ -98,9 +108,10 @@ def write(Layout layout, arena, runs, keys, values, centres=None, factors=None):
     cdef kvc_head_keys *known = NULL
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
-        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
         known = _known(layout, centres, factors)
-        kernels.write_runs(&layout.c, to, c_runs, len(runs), _floats(keys, shape), _floats(values, shape), known)
+        kernels.write_runs(&layout.c, to, c_runs, len(runs),
+                           _floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim)),
+                           _floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim)), known)
     finally:
         free(known)
         free(c_runs)
@@ -108,16 +119,21 @@ def write(Layout layout, arena, runs, keys, values, centres=None, factors=None):
 
 def read(Layout layout, arena, runs, keys, values, centres=None):
     """Into keys and values, either of which may be None; of each head the centre that its keys were written with."""
+    cdef float *k
+    cdef float *v
     cdef int64_t tokens = 0
     cdef unsigned char *base = _bytes(arena)
     cdef kvc_head_keys *known = NULL
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
-        shape = (tokens, layout.c.num_heads, layout.c.head_dim)
         known = _known(layout, centres, None)
-        kernels.read_runs(&layout.c, base, c_runs, len(runs), <float *>_floats(keys, shape),
-                          <float *>_floats(values, shape), <size_t>(layout.c.num_heads * layout.c.head_dim),
-                          <size_t>layout.c.head_dim, known)
+        k = <float *>_floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim))
+        v = <float *>_floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim))
+        kernels.read_runs(&layout.c, base, c_runs, len(runs), k, NULL,
+                          <size_t>(layout.c.num_heads * layout.c.head_dim), <size_t>layout.c.head_dim, known)
+        kernels.read_runs(&layout.c, base, c_runs, len(runs), NULL, v,
+                          <size_t>(layout.c.num_heads * layout.c.value_head_dim), <size_t>layout.c.value_head_dim,
+                          NULL)
     finally:
         free(known)
         free(c_runs)
@@ -158,7 +174,8 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
     if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
         raise ValueError(f"queries: expected (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
                          f"threads >= 1, got {queries.shape} and {threads}")
-    out = np.empty_like(queries) if out is None else out
+    if out is None:
+        out = np.empty((*queries.shape[:2], layout.c.value_head_dim), np.float32)
     cdef int heads = queries.shape[1]
     cdef unsigned char *base = _bytes(arena)
     cdef kvc_seq *seqs = <kvc_seq *>malloc((count + 1) * sizeof(kvc_seq))
@@ -187,13 +204,13 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
             raise ValueError(f"scratch: expected {need} bytes, got {len(space)}")
         args.layout, args.arena, args.seqs, args.num_seqs = &layout.c, base, seqs, count
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
-        args.queries, args.sink_queries = _floats(queries, shape), _floats(sink_queries, shape)
+        args.queries, args.sink_queries = _rows(queries, shape), _rows(sink_queries, shape)
         if scores is not None and scores.ndim == 2:
             args.score_stride = total_tokens
             args.scores = <float *>_floats(scores, (layout.c.num_heads, total_tokens))
         else:
             args.scores = <float *>_floats(scores, (total_tokens,))
-        args.out = <float *>_floats(out, shape)
+        args.out = <float *>_floats(out, (*shape[:2], layout.c.value_head_dim))
         args.lse, args.sinks = <float *>_floats(lse, shape[:2]), _floats(sinks, (heads,))
         kernels.attend(&args, _bytes(space), threads)
     finally:

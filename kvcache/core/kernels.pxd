@@ -31,7 +31,8 @@ cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_layout:     # how the bytes of one block of one layer lie
         int32_t block_size
         int32_t num_heads           # KV heads
-        int32_t head_dim
+        int32_t head_dim            # of K and of queries
+        int32_t value_head_dim      # of V and of the output
         kvc_format key_format
         kvc_format value_format
         int32_t rotate_keys         # stored under a Hadamard rotation of the head
@@ -47,7 +48,7 @@ cdef extern from "kvc.h" nogil:
     ctypedef enum kvc_element:
         KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64
 
-    ctypedef struct kvc_tensor:     # rows (tokens, heads, head_dim), channels together
+    ctypedef struct kvc_tensor:     # rows (tokens, heads, head_dim) of K, V or queries, channels together
         const unsigned char *data
         int64_t token_stride        # in bytes, of any sign
         int64_t head_stride
@@ -74,9 +75,9 @@ cdef extern from "kvc.h" nogil:
         int64_t num_seqs
         int32_t num_query_heads
         float scale
-        const float *queries            # (total_queries, num_query_heads, head_dim)
-        const float *sink_queries       # the same shape, or NULL
-        float *out                      # the same shape
+        kvc_tensor queries              # (total_queries, num_query_heads, head_dim)
+        kvc_tensor sink_queries         # the same shape; data is NULL where there are none
+        float *out                      # (total_queries, num_query_heads, value_head_dim)
         float *scores                   # (total shown tokens), or NULL
         float *lse                      # (total_queries, num_query_heads), or NULL
         float softcap                   # 0: none
@@ -103,6 +104,11 @@ cdef extern from "kvc_matrix.h" nogil:
         size_t panel_bytes
         unsigned char *data
 
+    ctypedef enum kvc_bf16_rows:        # how rows meet weights in bf16
+        KVC_BF16_FLOATS
+        KVC_BF16_ROUNDED
+        KVC_BF16_PAIRS
+
     ctypedef struct kvc_matmul_args:    # out (n, rows) = x (n, columns) times the matrix transposed, plus bias
         const kvc_matrix *matrix
         const float *x
@@ -110,6 +116,7 @@ cdef extern from "kvc_matrix.h" nogil:
         float *out
         int64_t n
         int digits                      # of activations that meet packed weights: 1 or 2
+        kvc_bf16_rows bf16_rows
         unsigned char *prepared
 
 
@@ -118,10 +125,11 @@ cdef extern from "kvc_threads.h" nogil:
 
 
 # 0, or -1 where the sizes or formats are not supported.
-cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
-                     kvc_format value_format, int rotate_keys, int rotate_values) noexcept nogil
+cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
+                     kvc_format key_format, kvc_format value_format, int rotate_keys,
+                     int rotate_values) noexcept nogil
 
-# Float rows (tokens of the runs in order, num_heads, head_dim) into slots and back. NULL: that side is left
+# Float rows (tokens of the runs in order, num_heads, head_dim of the side) into slots and back. NULL: that side is left
 # alone. Strides are in floats, those of contiguous rows where none are given. known: of each head, or NULL.
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
                      int64_t num_runs, const float *keys, const float *values,
@@ -159,6 +167,7 @@ cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char 
 cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
+cdef kvc_bf16_rows rounded_rows() noexcept nogil    # the fastest way of the level in use
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil
 cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
 

@@ -40,7 +40,8 @@ cdef extern from "kvc.h" nogil:
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
     const kvc_kernels *kvc_find_level(const char *name) noexcept
-    int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim,
+    kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) noexcept
+    int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
                         kvc_format key_format, kvc_format value_format, int rotate_keys,
                         int rotate_values) noexcept
     void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
@@ -80,15 +81,17 @@ cdef object MAX_THREADS = 1024
 
 # The state of the process: the level in use, and how many threads a call may use.
 cdef const kvc_kernels *_active = NULL
+cdef kvc_bf16_rows _rounded_rows = KVC_BF16_ROUNDED
 cdef int _threads = min(MAX_THREADS, available_cpus())
 
 
 # ---- For Cython: see core/kernels.pxd.
 
-cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, kvc_format key_format,
-                     kvc_format value_format, int rotate_keys, int rotate_values) noexcept nogil:
-    return kvc_layout_init(layout, block_size, num_heads, head_dim, key_format, value_format, rotate_keys,
-                           rotate_values)
+cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
+                     kvc_format key_format, kvc_format value_format, int rotate_keys,
+                     int rotate_values) noexcept nogil:
+    return kvc_layout_init(layout, block_size, num_heads, head_dim, value_head_dim, key_format, value_format,
+                           rotate_keys, rotate_values)
 
 
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
@@ -158,6 +161,10 @@ cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t colu
     _active.quantise_weights(format, count, columns, x, codes, scales, minima)
 
 
+cdef kvc_bf16_rows rounded_rows() noexcept nogil:
+    return _rounded_rows
+
+
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil:
     return kvc_matmul_scratch_bytes(args)
 
@@ -208,15 +215,16 @@ cdef int format_code(object name, str what) except -1:
 
 cdef class Layout:
     def __init__(self, int block_size, int num_heads, int head_dim, key_format="f32", value_format="f32",
-                 bint rotate_keys=False, bint rotate_values=False):
+                 bint rotate_keys=False, bint rotate_values=False, value_head_dim=None):
+        cdef int values = head_dim if value_head_dim is None else value_head_dim
         cdef int key = format_code(key_format, "key_format"), value = format_code(value_format, "value_format")
-        if layout_init(&self.c, block_size, num_heads, head_dim, <kvc_format>key, <kvc_format>value,
+        if layout_init(&self.c, block_size, num_heads, head_dim, values, <kvc_format>key, <kvc_format>value,
                        rotate_keys, rotate_values) < 0:
             raise ValueError(
                 f"layout: expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
                 f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated, got "
                 f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
-                f"rotate_keys={rotate_keys}, rotate_values={rotate_values}")
+                f"rotate_keys={rotate_keys}, rotate_values={rotate_values}, value_head_dim={values}")
 
     @property
     def block_size(self):
@@ -229,6 +237,10 @@ cdef class Layout:
     @property
     def head_dim(self):
         return self.c.head_dim
+
+    @property
+    def value_head_dim(self):
+        return self.c.value_head_dim
 
     @property
     def key_head_bytes(self):
@@ -256,14 +268,14 @@ def simd_levels():
 
 
 cdef int _use_level(object level, str what) except -1:
-    global _active
+    global _active, _rounded_rows
     cdef const kvc_kernels *found = NULL
     if isinstance(level, str):
         name = level.encode()
         found = kvc_find_level(name)
     if found == NULL:
         raise ValueError(f"{what}: expected a level of this CPU, one of {', '.join(simd_levels())}, got {level!r:.100}")
-    _active = found
+    _active, _rounded_rows = found, kvc_bf16_rows_of(found)
     return 0
 
 

@@ -8,11 +8,12 @@ from kvcache.core.kernels cimport kvc_format, kvc_tensor
 
 cdef class KvRows:
     cdef readonly int64_t count           # tokens
-    cdef int num_heads, head_dim
-    cdef cnp.ndarray keys, values         # (count, num_heads, head_dim) each
+    cdef int num_heads
+    cdef int dims[2]                      # head_dim of K and of V
+    cdef cnp.ndarray keys, values         # (count, num_heads, dims[side]) each
     cdef bint plain                       # both are C-contiguous float32
     cdef kvc_tensor tensors[2]            # of K and of V
-    cdef float *staged                    # not plain: (2, STEP, num_heads, head_dim), K before V
+    cdef float *staged                    # not plain: (STEP, num_heads, dims[0]) of K, then the same of V
 
     # K (side 0) or V of tokens [first, first + n) as float32 rows; n is at most STEP, unless `plain`.
     cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil
@@ -20,6 +21,11 @@ cdef class KvRows:
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil
     # The first key beyond +-most, counted in the same way, or -1.
     cdef int64_t first_above(self, float most) noexcept nogil
+
+# An array (tokens, heads, channels), or a copy: aligned, with the channels of a head one behind another.
+cdef cnp.ndarray together(cnp.ndarray x)
+# Such an array for the kernels; TypeError: neither floats nor words of bfloat16.
+cdef kvc_tensor tensor_of(cnp.ndarray x) except *
 
 cdef enum:
     STEP = 16    # tokens of a tile, which are packed together

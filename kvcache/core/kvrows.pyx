@@ -21,24 +21,26 @@ cdef class KvRows:
     """K and V of some tokens, converted to float32 a few tokens at a time where they are not float32 already.
 
     Args:
-        keys, values: `(n, num_heads, head_dim)` of the same shape, of float32, float16, float64, or words of bfloat16
-            (uint16). An array whose channels do not lie together, or that is not aligned, is copied.
+        keys, values: `(n, num_heads, head_dim)`, each with a head_dim of its own, of float32, float16, float64, or
+            words of bfloat16 (uint16). An array whose channels do not lie together, or that is not aligned, is copied.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: other dimensions, or another number of rows or heads in each.
         MemoryError: no memory for the converted rows of a few tokens.
     """
 
     def __cinit__(self, cnp.ndarray keys not None, cnp.ndarray values not None):
-        if keys.ndim != 3 or not cnp.PyArray_SAMESHAPE(keys, values):
-            raise ValueError(f"values: expected shape {np.shape(keys)}, as of keys, got {np.shape(values)}")
-        self.count, self.num_heads, self.head_dim = keys.shape[0], <int>keys.shape[1], <int>keys.shape[2]
+        if keys.ndim != 3 or values.ndim != 3 or keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[1]:
+            raise ValueError(f"values: expected as many rows and heads as keys of shape {np.shape(keys)}, "
+                             f"got {np.shape(values)}")
+        self.count, self.num_heads = keys.shape[0], <int>keys.shape[1]
+        self.dims[0], self.dims[1] = <int>keys.shape[2], <int>values.shape[2]
         self.plain = is_plain(keys, cnp.NPY_FLOAT32, 3) and is_plain(values, cnp.NPY_FLOAT32, 3)
-        self.keys, self.values = _together(keys), _together(values)
-        self.tensors[0], self.tensors[1] = _tensor(self.keys), _tensor(self.values)
+        self.keys, self.values = together(keys), together(values)
+        self.tensors[0], self.tensors[1] = tensor_of(self.keys), tensor_of(self.values)
         if self.plain:
             return
-        cdef size_t size = 2 * STEP * sizeof(float) * <size_t>self.num_heads * <size_t>self.head_dim
+        cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * <size_t>(self.dims[0] + self.dims[1])
         self.staged = <float *>malloc(size)
         if self.staged == NULL:
             raise MemoryError(f"no memory for {size} bytes of converted rows")
@@ -47,17 +49,17 @@ cdef class KvRows:
         free(self.staged)
 
     cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil:
-        cdef int64_t row = <int64_t>self.num_heads * self.head_dim
-        cdef float *staged = self.staged + side * STEP * row
+        cdef int64_t row = <int64_t>self.num_heads * self.dims[side]
+        cdef float *staged = self.staged + side * STEP * <int64_t>self.num_heads * self.dims[0]
         if self.plain:
             return <const float *>self.tensors[side].data + first * row
-        kernels.gather_rows(&self.tensors[side], first, n, self.num_heads, self.head_dim, staged)
+        kernels.gather_rows(&self.tensors[side], first, n, self.num_heads, self.dims[side], staged)
         return staged
 
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil:
         cdef const kvc_tensor *tensor = &self.tensors[side]
-        cdef int64_t row = <int64_t>self.num_heads * self.head_dim, bad = -1, first = 0, n
-        cdef int head
+        cdef int64_t row = <int64_t>self.num_heads * self.dims[side], bad = -1, first = 0, n
+        cdef int head, dim = self.dims[side]
         if self.plain:
             return kernels.check_representable(self.rows(side, 0, self.count), self.count * row, format)
         while first < self.count:
@@ -65,9 +67,9 @@ cdef class KvRows:
                 n = 1
                 for head in range(self.num_heads):
                     bad = kernels.check_representable(<const float *>(
-                        tensor.data + first * tensor.token_stride + head * tensor.head_stride), self.head_dim, format)
+                        tensor.data + first * tensor.token_stride + head * tensor.head_stride), dim, format)
                     if bad >= 0:
-                        return first * row + head * self.head_dim + bad
+                        return first * row + head * dim + bad
             else:
                 n = min(<int64_t>STEP, self.count - first)
                 bad = kernels.check_representable(self.rows(side, first, n), n * row, format)
@@ -77,7 +79,7 @@ cdef class KvRows:
         return -1
 
     cdef int64_t first_above(self, float most) noexcept nogil:
-        cdef int64_t row = <int64_t>self.num_heads * self.head_dim, first = 0, n, i
+        cdef int64_t row = <int64_t>self.num_heads * self.dims[0], first = 0, n, i
         cdef const float *x
         while first < self.count:
             n = min(<int64_t>STEP, self.count - first)
@@ -89,14 +91,13 @@ cdef class KvRows:
         return -1
 
 
-cdef cnp.ndarray _together(cnp.ndarray x):
-    """x, or a copy, aligned and with the channels of a head one behind another."""
+cdef cnp.ndarray together(cnp.ndarray x):
     if cnp.PyArray_ISALIGNED(x) and (x.shape[2] == 1 or cnp.PyArray_STRIDE(x, 2) == cnp.PyArray_ITEMSIZE(x)):
         return x
     return np.ascontiguousarray(x)
 
 
-cdef kvc_tensor _tensor(cnp.ndarray x) except *:
+cdef kvc_tensor tensor_of(cnp.ndarray x) except *:
     cdef kvc_tensor tensor
     cdef int number = cnp.PyArray_TYPE(x)
     if number == cnp.NPY_FLOAT32:

@@ -13,6 +13,7 @@ class MatrixFormat(NamedTuple):
     has_minima: bool
     zero: int
 
+ACTIVATIONS: tuple[str, ...]
 MATRIX_FORMATS: dict[str, MatrixFormat]
 
 class Matrix:
@@ -33,5 +34,5 @@ class Matrix:
     def __getitem__(self, rows: npt.NDArray[Any]) -> Float32: ...
     def to_float32(self) -> Float32: ...
     def multiply(
-        self, x: Float32, bias: Float32 | None = None, *, exact: bool = False, out: Float32 | None = None
+        self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8", out: Float32 | None = None
     ) -> Float32: ...

@@ -34,10 +34,11 @@ cdef class BlockStore:
     # Store rows of values that were checked, as many as the runs have slots.
     cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil
 
-    # Into float32 (n, num_heads, head_dim), channels together, no negative strides; None: that side is not read.
+    cdef int dim_(self, int side) noexcept nogil                          # head_dim of K (0) or of V (1)
+    # Into float32 (n, num_heads, dim_), channels together, no negative strides; None: that side is not read.
     cdef int read_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
                    cnp.ndarray values) except -1
-    cdef object new_rows(self, int64_t n)      # float32 (n, num_heads, head_dim), not filled
+    cdef object new_rows(self, int64_t n, int side)    # float32 (n, num_heads, dim_), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks
     # The last `count` slots of these runs are new tokens: they read as zeros until they are written.
     cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil

@@ -22,6 +22,7 @@ class BlockStore:
         key_dtype: str = "f32",
         value_dtype: str = "f32",
         rotate: bool | str = "auto",
+        value_head_dim: int | None = None,
         calibration: Calibration | None = None,
     ) -> None: ...
     @property
@@ -30,6 +31,8 @@ class BlockStore:
     def num_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def value_head_dim(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
     @property

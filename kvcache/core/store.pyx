@@ -26,14 +26,21 @@ cdef object MOST = 2**31 - 1    # of layers, blocks and heads
 cnp.import_array()
 
 
-def _rotation(rotate, head_dim, quantised):
+def _rotation(rotate, head_dim, quantised, name):
     """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
     power_of_two = head_dim & (head_dim - 1) == 0
     if rotate is True and not power_of_two:
-        raise ValueError(f"head_dim: expected a power of two for rotate=True, got {head_dim}")
+        raise ValueError(f"{name}: expected a power of two for rotate=True, got {head_dim}")
     if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
         raise ValueError(f'rotate: expected True, False or "auto", got {short(rotate)}')
     return int(bool(rotate) and quantised and power_of_two)
+
+
+def _head_dim(value, name):
+    value = as_integer(value, name)
+    if value % 8 != 0 or not 8 <= value <= KVC_MAX_HEAD_DIM:
+        raise ValueError(f"{name}: expected a multiple of 8, at most {KVC_MAX_HEAD_DIM}, got {value}")
+    return value
 
 
 cdef class BlockStore:
@@ -46,6 +53,7 @@ cdef class BlockStore:
         head_dim: a multiple of 8, at most 512.
         key_dtype, value_dtype: storage formats, of `kernels.FORMATS`.
         rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
+        value_head_dim: `head_dim` of V alone; None: that of K.
         calibration: of keys; a `Calibration` of these layers, heads and channels, or None.
 
     Raises:
@@ -54,7 +62,7 @@ cdef class BlockStore:
     """
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
-                  value_dtype="f32", rotate="auto", calibration=None):
+                  value_dtype="f32", rotate="auto", value_head_dim=None, calibration=None):
         # Callers that take one `dtype` for both give the same object twice.
         names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, names[0])
@@ -64,13 +72,15 @@ cdef class BlockStore:
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
         block_size = as_count(block_size, "block_size", 1, 256)
         num_heads = as_count(num_heads, "num_heads", 1, MOST)
-        head_dim = as_integer(head_dim, "head_dim")
-        if head_dim % 8 != 0 or not 8 <= head_dim <= KVC_MAX_HEAD_DIM:
-            raise ValueError(f"head_dim: expected a multiple of 8, at most {KVC_MAX_HEAD_DIM}, got {head_dim}")
-        if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, key_format, value_format,
-                               _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised),
-                               _rotation(rotate, head_dim, kernels.kvc_format_of(value_format).quantised)) != 0:
-            raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}")
+        head_dim = _head_dim(head_dim, "head_dim")
+        value_dim = head_dim if value_head_dim is None else _head_dim(value_head_dim, "value_head_dim")
+        rotated = [
+            _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised, "head_dim"),
+            _rotation(rotate, value_dim, kernels.kvc_format_of(value_format).quantised, "value_head_dim"),
+        ]
+        if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, value_dim, key_format, value_format,
+                               rotated[0], rotated[1]) != 0:
+            raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}, {value_dim}")
         self.num_layers = num_layers
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
         self.known = known_keys(calibration, self.num_layers, &self.layout)
@@ -95,8 +105,13 @@ cdef class BlockStore:
 
     @property
     def head_dim(self):
-        """Channels per head."""
+        """Channels per head of K and of queries."""
         return self.layout.head_dim
+
+    @property
+    def value_head_dim(self):
+        """Channels per head of V and of what attention returns."""
+        return self.layout.value_head_dim
 
     @property
     def block_bytes(self):
@@ -134,7 +149,8 @@ cdef class BlockStore:
         Args:
             layer: in [0, num_layers).
             runs: dtype `RUN` `(r,)`.
-            keys, values: `(n, num_heads, head_dim)` as `KvRows` takes them, n the slots in `runs`.
+            keys, values: `(n, num_heads, head_dim)`, of V `value_head_dim`, as `KvRows` takes them, n the slots in
+                `runs`.
 
         Raises:
             IndexError, ValueError: no such layer; runs outside the arena, another number of rows; values that
@@ -149,14 +165,14 @@ cdef class BlockStore:
                 self.write_(base, &view[0], view.shape[0], rows)
 
     def read(self, layer, runs):
-        """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32 `(n, num_heads, head_dim)` each.
+        """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32, of the shapes that `write` takes.
 
         Raises:
             IndexError, ValueError: no such layer; runs outside the arena.
         """
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
-        keys, values = self.new_rows(n), self.new_rows(n)
+        keys, values = self.new_rows(n, 0), self.new_rows(n, 1)
         cdef unsigned char *base = self.layer_base(layer)
         if n:
             self.read_(base, &view[0], view.shape[0], keys, values)
@@ -166,7 +182,7 @@ cdef class BlockStore:
         """`read` of the keys alone, side 0, or of the values alone, side 1."""
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
-        rows = self.new_rows(n)
+        rows = self.new_rows(n, side)
         cdef unsigned char *base = self.layer_base(layer)
         if n:
             self.read_(base, &view[0], view.shape[0], None if side else rows, rows if side else None)
@@ -273,8 +289,11 @@ cdef class BlockStore:
                 old.give_back(layer * old_bytes, (layer + 1) * old_bytes)
             memcpy(self.written_slots, written, count * sizeof(uint16_t))
 
-    cdef object new_rows(self, int64_t n):
-        return np.empty((n, self.layout.num_heads, self.layout.head_dim), np.float32)
+    cdef int dim_(self, int side) noexcept nogil:
+        return self.layout.value_head_dim if side else self.layout.head_dim
+
+    cdef object new_rows(self, int64_t n, int side):
+        return np.empty((n, self.layout.num_heads, self.dim_(side)), np.float32)
 
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots):
         if runs.dtype != RUN or runs.ndim != 1:
@@ -333,9 +352,10 @@ cdef class BlockStore:
         cdef int64_t bad, row
         cdef kvc_format format
         cdef int side
-        if rows.num_heads != self.layout.num_heads or rows.head_dim != self.layout.head_dim:
-            raise ValueError(f"rows: expected shape (n, {self.layout.num_heads}, {self.layout.head_dim}) of both, got "
-                             f"{np.shape(rows.keys)} and {np.shape(rows.values)}")
+        for side in range(2):
+            if rows.num_heads != self.layout.num_heads or rows.dims[side] != self.dim_(side):
+                raise ValueError(f"{'values' if side else 'keys'}: expected shape (n, {self.layout.num_heads}, "
+                                 f"{self.dim_(side)}), got {np.shape(rows.values if side else rows.keys)}")
         if rows.count == 0:
             return 0
         for side in range(2):
@@ -345,8 +365,8 @@ cdef class BlockStore:
                 if bad < 0 and side == 0 and self.known.most_key > 0:
                     bad = rows.first_above(self.known.most_key)
             if bad >= 0:
-                row = bad // (self.layout.num_heads * self.layout.head_dim)
-                value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.layout.head_dim)]
+                row = bad // (self.layout.num_heads * self.dim_(side))
+                value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.dim_(side))]
                 name, dtype = ("values", self.value_dtype) if side else ("keys", self.key_dtype)
                 most = kernels.kvc_format_of(format).largest.decode()
                 if side == 0 and 0 < self.known.most_key < 65504:

@@ -43,7 +43,7 @@ def from_pretrained(
             of `SamplingParams` for what it does not say.
         weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
             bits per weight), "q4" (5 bits; the head has 8.5).
-        activations: how rows meet packed weights, "int8" or "exact"; see `Transformer`.
+        activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
         progress: called with the bytes of weights that are loaded, and those of all.
         calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the library
             has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's cache folder

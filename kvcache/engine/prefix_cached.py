@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.newest import NewestGroups
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence
+from kvcache.engine.tiered import Tiered, as_tiers
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
@@ -31,6 +32,8 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.sessions import CacheSession, PrefixCacheStats
+from kvcache.tiers.directory import DirectoryTier
+from kvcache.tiers.tiers import Tiers
 
 __all__ = ["PrefixCachedEngine"]
 
@@ -58,10 +61,13 @@ class PrefixCachedEngine:
             a text such as "4GiB". With `max_cache_blocks` the lower limit counts.
         seed: replaces the engine's seed, for requests without their own.
         strict: re-raise internal failures of `generate` instead of logging them.
+        tiers: where blocks go beyond this process, and come from, while prompts run: a directory, Redis; see `Tiers`.
+        autosave: a directory, or a `DirectoryTier`, in which everything that is computed is kept, so that a later
+            process over the same model finds it; a path is bounded to 8 GiB. `close` writes what is left.
 
     Raises:
         TypeError, ValueError: not an engine, or one that evicts tokens; a negative number of blocks; too few bytes for
-            the engine's own K and V and one block.
+            the engine's own K and V and one block; tiers for a network with sliding windows.
         OutOfMemoryError: the system refuses the memory.
 
     Attributes:
@@ -69,6 +75,7 @@ class PrefixCachedEngine:
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
         windows: the cached windows of layers that keep a window alone, `CachedWindows`.
         newest: the unpacked groups; None: the engine has no residual.
+        tiers: see above, those of `autosave` too; None: there are none.
         strict: see above.
     """
 
@@ -82,6 +89,8 @@ class PrefixCachedEngine:
         seed: int | None = None,
         strict: bool = False,
         max_memory_bytes: int | str | None = None,
+        tiers: Tiers | None = None,
+        autosave: str | os.PathLike[str] | DirectoryTier | None = None,
     ) -> None:
         as_instance(engine, InferenceEngine, "engine")
         if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
@@ -89,6 +98,7 @@ class PrefixCachedEngine:
         sequence = engine._sequence
         assert isinstance(sequence, LiveSequence)
         self._sequence = sequence
+        self.tiers = as_tiers(tiers, autosave, sequence)
         max_cache_blocks = num_cache_blocks(sequence, max_cache_blocks, max_memory_bytes)
         engine.enlarge(max_cache_blocks)
         if seed is not None:
@@ -100,7 +110,23 @@ class PrefixCachedEngine:
         self.newest: NewestGroups | None = None
         if residual is not None and residual.length > 1 and max_cache_blocks:
             self.newest = NewestGroups(residual, engine.cache.block_size, max_cache_blocks)
+        self._tiered: Tiered | None = None
+        if self.tiers is not None:
+            self._tiered = Tiered(self.tiers, engine, sequence, self.prefix_cache.cache)
         self.strict = strict
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Write what waits for the tiers, for so many seconds at most, and go on without them; whether all was written.
+
+        Without tiers it does nothing.
+        """
+        return self.tiers is None or self.tiers.close(timeout)
+
+    def __enter__(self) -> PrefixCachedEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
@@ -265,7 +291,8 @@ class PrefixCachedEngine:
             try:
                 with requests.lock:
                     before = requests.num_prefilled
-                    logits = self._prefill(tokens, session, key)
+                    with self._looking(tokens, session.num_tokens, key):
+                        logits = self._prefill(tokens, session, key)
                     request.cached_tokens = len(tokens) - (requests.num_prefilled - before)
                     turn.leave(engine.version)
                     self._store(text, namespace)
@@ -283,6 +310,11 @@ class PrefixCachedEngine:
             # A stream that is dropped inside a call of the cache cannot store its tokens.
             with suppress(InvalidOperationError):
                 self._store(text, namespace)
+                self._offer(text, namespace)
+
+    def _looking(self, tokens: Tokens, start: int, namespace: Hashable) -> AbstractContextManager[None]:
+        """Ask the tiers, if any, for what follows token `start`, while the prompt runs inside."""
+        return nullcontext() if self._tiered is None else self._tiered.looking(tokens, start, namespace)
 
     def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
         """Start the sequence with the cached blocks and run the rest; returns the logits after the prompt."""
@@ -328,9 +360,12 @@ class PrefixCachedEngine:
             engine._requests.prefill(tokens[start:end], start, whole)
             self.newest.keep(tokens[:end], namespace)
             start = end
+        if self._tiered is not None:
+            start = self._tiered.run(tokens, start, namespace)
         if session.num_tokens == len(tokens) == start + 1:
             return engine._requests.extend(tokens[-1:], start)
-        return engine._requests.prefill(tokens[start:], start)
+        with nullcontext() if self._tiered is None else self._tiered.measured(len(tokens) - start):
+            return engine._requests.prefill(tokens[start:], start)
 
     def _store(self, text: list[int], namespace: Hashable) -> None:
         """Insert the full blocks of the sequence into the trie, by reference."""
@@ -343,3 +378,9 @@ class PrefixCachedEngine:
         self.windows.keep(tokens, self._sequence.places, namespace)
         if self.newest is not None and cached == full:
             self.newest.keep(tokens, namespace)
+
+    def _offer(self, text: list[int], namespace: Hashable) -> None:
+        """Offer the text of a request that has ended to the tiers."""
+        if self._tiered is not None:
+            key = self.inner._requests.regimes.key(namespace, self.inner._requests.regimes.current)
+            self._tiered.used(np.array(text[: self.inner.num_tokens], np.uint32), key)

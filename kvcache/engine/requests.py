@@ -57,6 +57,11 @@ class Requests:
         self.num_prefilled += len(tokens)
         return logits
 
+    def prefill_part(self, tokens: Tokens, pos: int, whole: int) -> None:
+        """Do what `prefill` does for a part of a text of `whole` tokens, without logits."""
+        self.regimes.extend(tokens, pos, "none", whole)
+        self.num_prefilled += len(tokens)
+
     def extend(self, tokens: Tokens, pos: int, whole: int = 0) -> Float32:
         """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token.
 

@@ -21,9 +21,9 @@ def fingerprint(model: Any) -> str:
 
     The hash covers every option of the configuration that changes K and V, the shape of every weight, and 64 samples
     of 64 values spread over each array (all values of a smaller array). It takes milliseconds for a model of any size.
-    Models that differ in an option or a shape, in the format of packed weights or in what meets them, or that were
-    trained separately, have different names. Floats count as float32, however they are kept. A change of
-    single weights between the samples goes unnoticed, and a name can be forged.
+    Models that differ in an option or a shape, in the format of packed weights, in the activations that meet their
+    weights, or that were trained separately, have different names. Floats count as float32, however they are kept. A
+    change of single weights between the samples goes unnoticed, and a name can be forged.
 
     Raises:
         TypeError: another kind of model.
@@ -35,9 +35,12 @@ def fingerprint(model: Any) -> str:
     options = asdict(config)
     del options["eos_token_ids"]  # does not change K and V
     digest.update(repr(sorted(options.items())).encode())
-    packed = [array.format for array in weights.arrays() if not isinstance(array, np.ndarray) and "q" in array.format]
+    formats = [array.format for array in weights.arrays() if not isinstance(array, np.ndarray)]
+    packed = [format for format in formats if "q" in format]
     if packed:
-        digest.update(repr((packed, model.activations)).encode())
+        digest.update(repr((packed, "exact" if model.activations == "exact" else "int8")).encode())
+    if model.activations == "bf16" and any("bf16" in format for format in formats):
+        digest.update(repr(("bf16", formats)).encode())
     _add(digest, weights.embedding)
     for layer in weights.layers:
         for array in layer.arrays():

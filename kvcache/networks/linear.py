@@ -60,9 +60,9 @@ class MatrixStack:
         """All weights as a float32 array `(rows, columns)`."""
         return np.concatenate([part.to_float32() for part in self.parts])
 
-    def multiply(self, x: Float32, bias: Float32 | None = None, *, exact: bool = False) -> Float32:
+    def multiply(self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8") -> Float32:
         """What `Matrix.multiply` does."""
-        out = np.concatenate([part.multiply(x, exact=exact) for part in self.parts], axis=1)
+        out = np.concatenate([part.multiply(x, activations=activations) for part in self.parts], axis=1)
         if bias is not None:
             out += bias
         return out

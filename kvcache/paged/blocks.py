@@ -54,8 +54,9 @@ class PagedBlocks:
 
     def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
         """K and V `(n, num_heads, head_dim)` as they are. TypeError, ValueError: not such arrays of floats."""
-        shape = None, self.store.num_heads, self.store.head_dim
-        return KvRows(as_stored(keys, shape, "keys"), as_stored(values, shape, "values"))
+        store = self.store
+        k = as_stored(keys, (None, store.num_heads, store.head_dim), "keys")
+        return KvRows(k, as_stored(values, (None, store.num_heads, store.value_head_dim), "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """See `PagedKvCache.copy_blocks`."""

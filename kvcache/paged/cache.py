@@ -6,7 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
-from kvcache.paged import eviction, reports
+from kvcache.paged import attending, eviction, reports
 from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
@@ -44,13 +44,13 @@ class PagedKvCache:
             `max_memory_bytes` is given.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
-        head_dim: channels per head, a multiple of 8, at most 512.
+        head_dim: channels per head, a multiple of 8, at most 512; `value_head_dim` names those of V apart.
         num_layers: layers; every block holds its tokens' K and V of all of them.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
             many bits.
         rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
-            (QuaRot, arXiv 2404.00456, section 4): "auto" where head_dim is a power of two, True, or False.
+            (QuaRot, arXiv 2404.00456, section 4): "auto" where their head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
         calibration: a `Calibration` of the keys of these layers, heads and channels. Keys are stored less their centre,
@@ -85,12 +85,13 @@ class PagedKvCache:
         key_dtype: str | None = None,
         value_dtype: str | None = None,
         rotate: bool | str = "auto",
+        value_head_dim: int | None = None,
         eviction_strategy: EvictionStrategy | None = None,
         eviction_threshold: float = 0.9,
         max_memory_bytes: int | str | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate
+        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate, value_head_dim
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store)
@@ -108,7 +109,8 @@ class PagedKvCache:
 
     num_layers = read_only(lambda self: self._store.num_layers, "Layers.")
     num_heads = read_only(lambda self: self._store.num_heads, "KV heads.")
-    head_dim = read_only(lambda self: self._store.head_dim, "Channels per head.")
+    head_dim = read_only(lambda self: self._store.head_dim, "Channels per head of K and of queries.")
+    value_head_dim = read_only(lambda self: self._store.value_head_dim, "Channels per head of V and of the output.")
     block_size = read_only(lambda self: self._store.block_size, "Tokens per block.")
     key_dtype = read_only(lambda self: self._store.key_dtype, "Storage format of K.")
     value_dtype = read_only(lambda self: self._store.value_dtype, "Storage format of V.")
@@ -226,7 +228,7 @@ class PagedKvCache:
         """
         self._sequences.compact(as_seq_id(seq_id))
 
-    # -- K and V --------------------------------------------------------------------------------------------
+    # -- K and V; attention: see paged/attending.py -------------------------------------------------------
 
     def write(
         self, layer: int, seq_id: int, keys: npt.ArrayLike, values: npt.ArrayLike, start: int | None = None
@@ -234,10 +236,10 @@ class PagedKvCache:
         """Store K and V of consecutive tokens in one layer; shared blocks are copied for this sequence first.
 
         Args:
-            keys, values: `(num_tokens, num_heads, head_dim)`: an array, or a tensor with the buffer protocol or DLPack.
-                float32, float16, float64 and bfloat16 (of DLPack or ml_dtypes) are read in place, with any strides of
-                tokens and heads (head-major too), and converted a few tokens at a time. Only what has the channels of
-                a head apart is copied first.
+            keys, values: `(num_tokens, num_heads, head_dim)`, of V `value_head_dim`: arrays, or tensors with the buffer
+                protocol or DLPack. float32, float16, float64 and bfloat16 (of DLPack or ml_dtypes) are read in place,
+                with any strides of tokens and heads (head-major too), and converted a few tokens at a time. Only what
+                has the channels of a head apart is copied first.
             start: index of the first token; by default they are the sequence's last tokens.
         """
         rows = self._blocks.as_rows(keys, values)
@@ -269,7 +271,7 @@ class PagedKvCache:
     @overload
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Pair) -> Pair: ...
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None, *, out: Any = None) -> Any:
-        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each.
+        """`(keys, values)` of tokens `start`..`stop`, float32 `(n, num_heads, head_dim)` each, of V `value_head_dim`.
 
         `out`: a pair of such arrays, or tensors, with any strides of tokens and heads: written and returned.
         """
@@ -279,62 +281,7 @@ class PagedKvCache:
         rows = self._sequences.read(layer, seq_id, first, last, keys=as_output(keys), values=as_output(values))
         return rows if out is None else (keys, values)
 
-    def attention(
-        self,
-        layer: int,
-        queries: npt.ArrayLike,
-        seq_ids: npt.ArrayLike,
-        *,
-        query_lens: npt.ArrayLike | None = None, scale: float | None = None,
-        sink_queries: npt.ArrayLike | None = None, out: Any = None,
-        return_scores: bool | Literal["head"] = False, context_lens: npt.ArrayLike | None = None,
-        return_lse: bool = False, window: int | None = None, softcap: float | None = None,
-        sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
-        causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
-    ) -> Any:  # fmt: skip
-        """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
-
-        Causal: the last query of a sequence has the position of its last token, the one before it the position before.
-
-        A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
-        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees,
-        their text positions and the SIMD level; in quantised formats also on the slots of these tokens within their
-        blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
-        tokens before a window are stored.
-
-        Args:
-            queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads;
-                query head h reads KV head h // (num_query_heads / num_heads).
-            seq_ids: the sequences whose tokens are attended, in the order of the queries.
-            query_lens: queries of each sequence, by default one each.
-            scale: by default head_dim ** -0.5.
-            sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same queries under
-                the RoPE of the shorter distance.
-            out: float32, C-contiguous, shaped like `queries`, or a tensor such as that: written in place and returned.
-            return_scores: also return each token's attention mass, summed over queries and heads; "head": over queries
-                and the query heads of each KV head.
-            context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
-                context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
-                times, with different queries. The output of a query that sees no token is 0.
-            skip_tokens: the first so many tokens of each sequence are seen by no query, as if a window had left them.
-            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
-            window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
-            softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
-            sinks: `(num_query_heads,)`, logits that join the normaliser of the softmax, and the log-sum-exp, alone.
-            starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
-            causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
-            mask: a tree: each query's parent, the index of an earlier query of its sequence, or -1. A query sees the
-                tokens before the queries', its ancestors' and its own; its position is the first behind those tokens
-                plus the number of its ancestors. If each parent is the query before, bits are those without `mask`.
-
-        Returns:
-            float32 `(total_queries, num_query_heads, head_dim)`; a tuple if more is asked for, in this order:
-            `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
-            `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
-        """
-        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
-                                    context_lens, bool(return_lse), window, softcap, sinks, starts, bool(causal),
-                                    mask, skip_tokens)  # fmt: skip
+    attention = attending.attention
 
     # -- eviction, which callers start: see paged/eviction.py -------------------------------------------------
 

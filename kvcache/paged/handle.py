@@ -74,6 +74,11 @@ class PagedKvCacheHandle(KvCacheHandle):
     def head_dim(self) -> int:
         return self._cache.head_dim
 
+    @property
+    def value_head_dim(self) -> int:
+        """Channels per head of V."""
+        return self._cache.value_head_dim
+
     def key_cache(self, layer: int) -> Float32:
         return self.kv_cache(layer)[0]
 

@@ -24,7 +24,7 @@ def merge_attention(
     et al., "FlashInfer" (arXiv 2501.01005), section 2.2, after Milakov and Gimelshein (arXiv 1805.02867).
 
     Args:
-        out_a, out_b: `(num_queries, num_query_heads, head_dim)`, from `PagedKvCache.attention(..., return_lse=True)`.
+        out_a, out_b: `(num_queries, num_query_heads, dim)`, from `PagedKvCache.attention(..., return_lse=True)`.
         lse_a, lse_b: `(num_queries, num_query_heads)`, from the same calls; -inf where a part had no token.
 
     Returns:

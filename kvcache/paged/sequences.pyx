@@ -187,7 +187,7 @@ cdef class PagedSequences:
         if num_blocks < 0:
             raise ValueError(f"num_blocks: expected a count >= 0, got {num_blocks}")
         with self.lock:
-            total = pool.num_blocks + num_blocks
+            total = <object>pool.num_blocks + num_blocks    # no sum wraps around
             memory = self.store.memory_for(total)
             for reserve in reserves:
                 reserve(total)
@@ -217,7 +217,7 @@ cdef class PagedSequences:
             self.lock.leave()
 
     def read(self, int64_t layer, uint64_t seq_id, int64_t start, stop, int64_t uid=-1, keys=None, values=None):
-        """Tokens `start`..`stop` (None: the end) as `(keys, values)`, float32 `(n, num_heads, head_dim)`; an access.
+        """Tokens `start`..`stop` (None: the end) as `(keys, values)`, float32, as `PagedKvCache.read`; an access.
 
         Args:
             uid: of the sequence that is meant; -1 for whichever has the id.
@@ -239,7 +239,7 @@ cdef class PagedSequences:
                 raise IndexError(f"start: expected 0 <= start <= stop <= {seq.num_tokens}, got [{start}, {last})")
             base = self.store.layer_base(layer)
             if keys is None:
-                keys, values = self.store.new_rows(last - start), self.store.new_rows(last - start)
+                keys, values = self.store.new_rows(last - start, 0), self.store.new_rows(last - start, 1)
             else:
                 self._check_outputs(keys, values, last - start)
             lists.num_cut = 0
@@ -257,11 +257,12 @@ cdef class PagedSequences:
         return 0
 
     cdef int _check_outputs(self, keys, values, int64_t count) except -1:
-        shape = (count, self.store.layout.num_heads, self.store.layout.head_dim)
-        for out in (keys, values):
+        for side, out in enumerate((keys, values)):
+            shape = (count, self.store.layout.num_heads, self.store.dim_(side))
             if type(out) is not np.ndarray or out.dtype != np.float32 or out.shape != shape or not _is_writeable(out):
-                raise ValueError(f"out: expected two writeable float32 arrays of shape {shape}, the channels of a head "
-                                 f"together, got {described(out)}")
+                name = "V" if side else "K"
+                raise ValueError(f"out: expected two writeable float32 arrays, {name} of shape {shape}, the channels "
+                                 f"of a head together, got {described(out)}")
         if _share_memory(keys, values):
             raise ValueError("out: expected arrays with memory of their own, got the same memory twice")
         return 0

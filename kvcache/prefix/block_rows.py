@@ -12,16 +12,18 @@ from kvcache.core.arguments import as_flat, as_floats
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
 
-__all__ = ["block_rows", "checked_rows", "read_block", "write_blocks"]
+__all__ = ["Dims", "block_rows", "checked_rows", "read_block", "write_blocks"]
 
 Float32 = npt.NDArray[np.float32]
+Dims = tuple[int, int]  # channels per head of K and of V that a caller has; the store may have more
 
 
-def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Float32]:
-    """Per layer the rows of all blocks, float32 `(len(blocks) * block_size, num_heads, store.head_dim)`.
+def block_rows(store: BlockStore, blocks: list[Any], head_dim: int, stored_dim: int) -> list[Float32]:
+    """Per layer the rows of all blocks, float32 `(len(blocks) * block_size, num_heads, stored_dim)`.
 
     Args:
-        blocks: each per layer `(num_heads * block_size * head_dim,)`; the store may have more channels, filled with 0.
+        blocks: each per layer `(num_heads * block_size * head_dim,)`.
+        stored_dim: channels of the store, as many or more; those behind are 0.
 
     Raises:
         TypeError, ValueError: other layers, lengths or dtypes.
@@ -33,15 +35,16 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int) -> list[Floa
     layers = []
     for layer in range(store.num_layers):
         flat = [as_floats(as_flat(block[layer], "a layer"), (heads * size * head_dim,), "a layer") for block in blocks]
-        rows = np.zeros((len(blocks), size, heads, store.head_dim), np.float32)
+        rows = np.zeros((len(blocks), size, heads, stored_dim), np.float32)
         rows[..., :head_dim] = np.reshape(flat, (len(blocks), heads, size, head_dim)).swapaxes(1, 2)
-        layers.append(rows.reshape(-1, heads, store.head_dim))
+        layers.append(rows.reshape(-1, heads, stored_dim))
     return layers
 
 
-def checked_rows(store: BlockStore, pairs: Sequence[Any], head_dim: int) -> tuple[list[Float32], list[Float32]]:
+def checked_rows(store: BlockStore, pairs: Sequence[Any], dims: Dims) -> tuple[list[Float32], list[Float32]]:
     """Per layer the rows of K and of V of `(keys, values)` of blocks; ValueError unless the store can hold them."""
-    keys, values = (block_rows(store, [pair[i] for pair in pairs], head_dim) for i in (0, 1))
+    stored = store.head_dim, store.value_head_dim
+    keys, values = (block_rows(store, [pair[i] for pair in pairs], dims[i], stored[i]) for i in (0, 1))
     for k, v in zip(keys, values, strict=True):
         store.check_values(k, v)
     return keys, values
@@ -57,12 +60,12 @@ def write_blocks(
         store.write(layer, runs, k[rows], v[rows])
 
 
-def read_block(store: BlockStore, index: int, head_dim: int) -> tuple[list[Float32], list[Float32]]:
-    """`(keys, values)` of one block, each per layer float32 `(num_heads * block_size * head_dim,)`."""
+def read_block(store: BlockStore, index: int, dims: Dims) -> tuple[list[Float32], list[Float32]]:
+    """`(keys, values)` of one block, each per layer float32 `(num_heads * block_size * its channels,)`."""
     runs = np.array([(index, 0, store.block_size)], RUN)
     keys: list[Float32] = []
     values: list[Float32] = []
     for layer in range(store.num_layers):
-        for rows, out in zip(store.read(layer, runs), (keys, values), strict=True):
-            out.append(rows[..., :head_dim].swapaxes(0, 1).reshape(-1))
+        for rows, dim, out in zip(store.read(layer, runs), dims, (keys, values), strict=True):
+            out.append(rows[..., :dim].swapaxes(0, 1).reshape(-1))
     return keys, values

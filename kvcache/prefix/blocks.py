@@ -28,7 +28,7 @@ from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.block_rows import checked_rows
+from kvcache.prefix.block_rows import Dims, checked_rows
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.files import fetch_all, load_blocks, save_blocks
 from kvcache.prefix.indexed import IndexedCache
@@ -53,6 +53,7 @@ class PrefixCache(IndexedCache):
         policy: the order of eviction: `kvcache.LRU()`, the default, or `kvcache.LFU(age)`.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `max_blocks`
             the lower limit counts.
+        source: a `Source` that delivers missing blocks and receives evicted ones, such as `Tiers.source`.
 
     Raises:
         TypeError, ValueError: a setting that is not supported; too few bytes for one block.
@@ -76,13 +77,15 @@ class PrefixCache(IndexedCache):
         value_dtype: str | None = None,
         policy: Policy | None = None,
         max_memory_bytes: int | str | None = None,
+        source: Source | None = None,
     ) -> None:
         check_integers(block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
         padded, head_dim = -(-int(head_dim) // 8) * 8, int(head_dim)
         settings = (block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype)
         max_blocks = num_blocks_within(max_blocks, max_memory_bytes, num_layers, *settings, name="max_blocks")
         store = BlockStore(num_layers, max_blocks, *settings)
-        self._own(PagedBlocks(store), head_dim, max_blocks, policy, shared=False)
+        self._own(PagedBlocks(store), (head_dim, head_dim), max_blocks, policy, shared=False)
+        self._cached.attach(source)
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
@@ -107,23 +110,21 @@ class PrefixCache(IndexedCache):
         cache = cls.__new__(cls)
         most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
         with paged._blocks.lock:  # no `grow` before the records of its blocks are known
-            cache._own(paged._blocks, paged.head_dim, most, policy, shared=True)
+            cache._own(paged._blocks, (paged.head_dim, paged.value_head_dim), most, policy, shared=True)
         return cache
 
-    def _own(
-        self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None, *, shared: bool
-    ) -> None:
-        self._cached, self._blocks, self._shared = CachedBlocks(blocks, head_dim, max_blocks, policy), blocks, shared
+    def _own(self, blocks: PagedBlocks, dims: Dims, limit: int | None, policy: Policy | None, *, shared: bool) -> None:
+        self._cached, self._blocks, self._shared = CachedBlocks(blocks, dims, limit, policy), blocks, shared
         self._slots, self._pool, self._store, self._lock = self._cached.slots, blocks.pool, blocks.store, blocks.lock
 
     @property
     def source(self) -> Source | None:
-        """A `Source` that may deliver missing blocks and receives evicted ones; None: no source."""
+        """See the constructor."""
         return self._cached.source
 
     @source.setter
     def source(self, source: Source | None) -> None:
-        self._cached.source = source
+        self._cached.attach(source)
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -161,6 +162,14 @@ class PrefixCache(IndexedCache):
             matched = claim.num_held * self.block_size
             return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
 
+    def open_again(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
+        """A session on the full blocks that are cached now, for a request that `open_session` has counted."""
+        ids = as_tokens(token_ids)
+        with self._lock:
+            claim, count = self._cached.head(ids, namespace)
+            found = [] if claim is None else claim.pages.tolist()
+            return CacheSession(count * self.block_size, found, claim=claim, close=self.close_session)
+
     def peek(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many of the first tokens are cached, those of a block that matches in part included.
 
@@ -183,7 +192,8 @@ class PrefixCache(IndexedCache):
         """Cache the block of tokens `block_start..block_start + block_size`, unless it is; its index.
 
         Args:
-            keys, values: per layer float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
+            keys, values: per layer float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim];
+                over a paged cache, V with its `value_head_dim`.
 
         Raises:
             ValueError: no full block of the tokens begins at `block_start`; another shape; values that the format
@@ -196,7 +206,7 @@ class PrefixCache(IndexedCache):
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = checked_rows(self._store, [(keys, values)], self._cached.head_dim)
+        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims)
         with self._lock:
             if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
@@ -215,7 +225,7 @@ class PrefixCache(IndexedCache):
         count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = checked_rows(self._store, pairs[:count], self._cached.head_dim)
+        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims)
         with self._lock:
             return self._cached.store_rows(ids[: start + count * size], start // size, keys, values, namespace)
 
@@ -314,8 +324,7 @@ class PrefixCache(IndexedCache):
         """The cached blocks, ascending."""
         with self._lock:
             fetch_all(self._index)
-            named: list[int] = self._slots.records()["named"].nonzero()[0].tolist()
-            return named
+            return [int(block) for block in self._slots.records()["named"].nonzero()[0]]
 
     @property
     def pinned_blocks(self) -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.blocks import PagedBlocks
-from kvcache.prefix.block_rows import write_blocks
+from kvcache.prefix.block_rows import Dims, write_blocks
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Claim, Slots
 from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
@@ -29,7 +29,7 @@ class CachedBlocks:
 
     Args:
         blocks: the store, the pool and the lock.
-        head_dim: channels of K and V; the store may have more.
+        dims: channels per head of K and of V; the store may have more.
         max_blocks: the most that the index may name; None: all that there are.
         policy: the order of eviction.
 
@@ -37,9 +37,9 @@ class CachedBlocks:
         source: a `Source` beside the cache; None: no source.
     """
 
-    def __init__(self, blocks: PagedBlocks, head_dim: int, max_blocks: int | None, policy: Policy | None) -> None:
+    def __init__(self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None) -> None:
         self.store, self.pool, self.lock = blocks.store, blocks.pool, blocks.lock
-        self.head_dim, self._limit = head_dim, max_blocks
+        self.dims, self._limit = dims, max_blocks
         self.slots = Slots([self.pool], self.store.block_size)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
@@ -51,13 +51,20 @@ class CachedBlocks:
         """The most blocks that the index may name now: a pool may grow."""
         return self.pool.num_blocks if self._limit is None else min(self._limit, self.pool.num_blocks)
 
+    def attach(self, source: Source | None) -> None:
+        """Make `source` the store beside the cache."""
+        with self.lock:
+            if source is not None:
+                source.attach(self)
+            self.source = source
+
     def fetch(self, ids: Tokens, name: Hashable) -> None:
         """Load the blocks of `ids` that a file or the source has, if they are good and there is room."""
         fetch_waiting(self.index, ids, name)
         if self.source is not None:
             fetch_offered(self.index, self.source, self.slots, ids, name, partial(self.make_room, new=True))
 
-    def _head(self, ids: Tokens, name: Hashable) -> tuple[Claim | None, int]:
+    def head(self, ids: Tokens, name: Hashable) -> tuple[Claim | None, int]:
         """A claim on the blocks of `ids` that are cached, so that making room does not evict them; and how many."""
         self.fetch(ids, name)
         head = self.index.head(ids, name)
@@ -68,7 +75,7 @@ class CachedBlocks:
     ) -> int:  # fmt: skip
         """Cache the blocks of `ids` from block `first` on, with rows of `checked_rows`; how many of them are cached."""
         size = self.store.block_size
-        head, existing = self._head(ids, name)
+        head, existing = self.head(ids, name)
         if existing < first:
             raise InvalidOperationError(f"expected {first} blocks before this one in the cache, got {existing}")
         room = self.make_room(len(ids) // size - existing, new=True)
@@ -82,7 +89,7 @@ class CachedBlocks:
         """Cache the blocks of `ids`, which are in use in the pool, by reference; how many of them are cached."""
         known = self.pool.in_use(blocks)
         self.pool.expect_each_once(known)
-        head, existing = self._head(ids, name)
+        head, existing = self.head(ids, name)
         elsewhere = self.slots.records(known)["named"] != 0
         if head is not None:
             elsewhere[:existing] &= head.pages != known[:existing]

@@ -149,7 +149,7 @@ def _arena(cache: CachedBlocks) -> Arena:
     """How a file stores the blocks."""
     store = cache.store
     return Arena(
-        store.num_layers, store.num_heads, cache.head_dim, store.key_dtype, store.value_dtype, *store.rotated,
+        store.num_layers, store.num_heads, *cache.dims, store.key_dtype, store.value_dtype, *store.rotated,
         "blocks", store.block_size, store.block_bytes,
     )  # fmt: skip
 

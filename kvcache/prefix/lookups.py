@@ -22,8 +22,8 @@ Float32 = npt.NDArray[np.float32]
 
 def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token_ids: list[int]) -> CacheBlock:
     """A block as it was when the index's clock said `clock`; its K and V are read when first asked for."""
-    store, head_dim, slots = cached.store, cached.head_dim, cached.slots
-    block = CacheBlock(store.num_layers, store.num_heads, head_dim, store.block_size)
+    store, dims, slots = cached.store, cached.dims, cached.slots
+    block = CacheBlock(store.num_layers, store.num_heads, dims[0], store.block_size, dims[1])
     block.index, block.token_ids, block.ref_count, block.last_used = index, token_ids, ref_count, clock
 
     def read() -> tuple[list[Float32], list[Float32]]:
@@ -31,7 +31,7 @@ def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token
             record = slots.records([index])[0]
             if record["born"] > clock or not (record["named"] or slots.counts()[index]):
                 raise BlockNotFoundError(index)
-            return read_block(store, index, head_dim)
+            return read_block(store, index, dims)
 
     block._read = read
     return block

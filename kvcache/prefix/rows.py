@@ -73,7 +73,7 @@ class PlainRows:
     def arena(self) -> Arena:
         """What a page of rows is in a saved cache."""
         return Arena(
-            self.num_layers, 1, self.kv_dim, *self._names, False, False, "rows", BLOCK_SIZE,
+            self.num_layers, 1, self.kv_dim, self.kv_dim, *self._names, False, False, "rows", BLOCK_SIZE,
             self.slot_bytes * BLOCK_SIZE,
         )  # fmt: skip
 
@@ -151,8 +151,8 @@ class PackedRows:
         """What a page of rows is in a saved cache: a block."""
         store = self._empty
         return Arena(
-            self.num_layers, store.num_heads, store.head_dim, store.key_dtype, store.value_dtype, *store.rotated,
-            "blocks", BLOCK_SIZE, store.block_bytes,
+            self.num_layers, store.num_heads, store.head_dim, store.value_head_dim, store.key_dtype, store.value_dtype,
+            *store.rotated, "blocks", BLOCK_SIZE, store.block_bytes,
         )  # fmt: skip
 
     def page(self) -> PackedPage:

@@ -17,7 +17,7 @@ from kvcache.prefix.slots import Claim
 __all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
 
 Float32 = npt.NDArray[np.float32]
-# Reads K and V of one block: per layer float32 (num_kv_heads * block_size * head_dim,).
+# Reads K and V of one block: per layer float32 (num_kv_heads * block_size * head_dim,), each with its own head_dim.
 ReadBlock = Callable[[], tuple[list[Float32], list[Float32]]]
 
 
@@ -26,6 +26,7 @@ class CacheBlock:
 
     Args:
         num_layers, num_kv_heads, head_dim, block_size: its dimensions; the tensors are zero.
+        value_head_dim: `head_dim` of V alone; None: that of K.
 
     Attributes:
         token_ids: the tokens that it covers, none in a new block.
@@ -34,15 +35,18 @@ class CacheBlock:
         index: its id in the cache, -1 outside.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, value_head_dim: int | None = None
+    ) -> None:
         num_layers, num_kv_heads = as_count(num_layers, "num_layers"), as_count(num_kv_heads, "num_kv_heads")
         head_dim, block_size = as_count(head_dim, "head_dim"), as_count(block_size, "block_size")
-        self._floats = num_layers * num_kv_heads * head_dim * block_size
+        value_dim = head_dim if value_head_dim is None else as_count(value_head_dim, "value_head_dim")
+        self._floats = num_layers * num_kv_heads * (head_dim + value_dim) * block_size
         self._rows: tuple[list[Float32], list[Float32]] | None = None
-        size = num_kv_heads * head_dim * block_size
+        sizes = num_kv_heads * head_dim * block_size, num_kv_heads * value_dim * block_size
         self._read: ReadBlock = lambda: (
-            [np.zeros(size, np.float32) for _ in range(num_layers)],
-            [np.zeros(size, np.float32) for _ in range(num_layers)],
+            [np.zeros(sizes[0], np.float32) for _ in range(num_layers)],
+            [np.zeros(sizes[1], np.float32) for _ in range(num_layers)],
         )
         self.token_ids: list[int] = []
         self.last_used = 0
@@ -64,13 +68,13 @@ class CacheBlock:
 
     @property
     def values(self) -> list[Float32]:
-        """V per layer, as `keys`."""
+        """V per layer, as `keys`, with the `head_dim` of V."""
         return self._content()[1]
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of K and V of all layers as float32."""
-        return 2 * 4 * self._floats
+        return 4 * self._floats
 
     def __getstate__(self) -> dict[str, Any]:
         self._content()  # a copy has K and V of its own; BlockNotFoundError as by `keys`

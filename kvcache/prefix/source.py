@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.prefix.index import PrefixIndex
 from kvcache.prefix.slots import Slots
+
+if TYPE_CHECKING:
+    from kvcache.prefix.cached_blocks import CachedBlocks
 
 __all__ = ["PageReader", "Source", "fetch_offered", "fetch_waiting"]
 
@@ -29,6 +32,9 @@ class PageReader(Protocol):
 
 class Source(PageReader, Protocol):
     """A store outside of the cache: it is asked for the pages that the cache lacks, and receives those evicted."""
+
+    def attach(self, cached: CachedBlocks) -> None:
+        """The cache whose source it is from now on; the other calls follow, with the lock of the cache held."""
 
     def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
         """How many pages of `tokens` it has, from page `start` on, for every group that needs them."""

@@ -19,11 +19,13 @@ __all__ = [
 UInt32 = npt.NDArray[np.uint32]
 Int64 = npt.NDArray[np.int64]
 
-# layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes
-ARENA = struct.Struct("<III4s4sBBHIQ28x")
+# layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes;
+# channels per head of V where how bytes lie is `_APART`, else 0
+ARENA = struct.Struct("<III4s4sBBHIQI24x")
 # How the bytes of a page lie, the same at every SIMD level. rows: [K, V][layer][token][channel]. blocks: [layer], each
 # as one block in ckernels/kvc.h.
 LAYOUTS = {"rows": 1, "blocks": 2}
+_APART = 3  # blocks whose V has other channels per head than K; a reader that does not know it refuses it
 SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
 NO_PARENT = 2**32 - 1
 _PAGE_ALIGNMENT = 64
@@ -40,7 +42,7 @@ class Arena:
     """How the K and V of some namespaces are stored.
 
     Attributes:
-        num_layers, num_heads, head_dim: the shape of one token's K, and of its V.
+        num_layers, num_heads, head_dim: the shape of one token's K; that of its V has `value_head_dim`.
         key_dtype, value_dtype: storage formats.
         rotate_keys, rotate_values: whether rows lie under a Hadamard rotation.
         layout: "rows" or "blocks", see `LAYOUTS`.
@@ -50,6 +52,7 @@ class Arena:
     num_layers: int
     num_heads: int
     head_dim: int
+    value_head_dim: int
     key_dtype: str
     value_dtype: str
     rotate_keys: bool
@@ -65,23 +68,29 @@ class Arena:
 
     def pack(self) -> bytes:
         """As a file holds it."""
+        apart = self.value_head_dim != self.head_dim
         return ARENA.pack(
             self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),
-            self.rotate_keys, self.rotate_values, LAYOUTS[self.layout], self.page_tokens, self.page_bytes,
+            self.rotate_keys, self.rotate_values, _APART if apart else LAYOUTS[self.layout], self.page_tokens,
+            self.page_bytes, self.value_head_dim if apart else 0,
         )  # fmt: skip
 
     @classmethod
     def unpack(cls, data: bytes) -> Arena:
         """From the bytes of one; SnapshotError where they contradict each other."""
-        layers, heads, dim, key, value, keys, values, layout, tokens, size = ARENA.unpack(data)
-        names = {number: name for name, number in LAYOUTS.items()}
+        layers, heads, dim, key, value, keys, values, layout, tokens, size, value_dim = ARENA.unpack(data)
+        names = {number: name for name, number in LAYOUTS.items()} | {_APART: "blocks"}
         if layout not in names or not tokens or keys > 1 or values > 1:
-            raise SnapshotError(f"expected an arena with pages of layout 1 or 2, got {tokens}, {layout}")
+            raise SnapshotError(f"expected an arena with pages of layout 1, 2 or 3, got {tokens}, {layout}")
+        if not (value_dim not in (0, dim) if layout == _APART else value_dim == 0):
+            raise SnapshotError(f"expected V of other than {dim} channels, got {value_dim} in layout {layout}")
+        value_dim = value_dim or dim
         # Pages of no layer have no bytes.
-        if not heads * dim or bool(size) > bool(layers) or size < tokens * layers * heads * dim * 2 * _LEAST_BITS // 8:
+        least = tokens * layers * heads * (dim + value_dim) * _LEAST_BITS // 8
+        if not heads * dim or bool(size) > bool(layers) or size < least:
             raise SnapshotError(f"expected pages of {layers} x {heads} x {dim} channels or more, got {size} bytes")
         key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))
-        return cls(layers, heads, dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
+        return cls(layers, heads, dim, value_dim, key, value, bool(keys), bool(values), names[layout], tokens, size)
 
     def expect(self, other: Arena) -> None:
         """SnapshotError that names the first difference between this arena and `other`, that of a file."""

@@ -20,6 +20,7 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.serving.newest import NewestGroups
+from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Work
 
 __all__ = ["SharedBlocks"]
@@ -32,10 +33,12 @@ class SharedBlocks:
         cache: the sequences.
         prefixes: the index.
         newest: the newest group of each text, unpacked; None: there is no residual.
+        tiered: the lookups of works in tiers; None: there are no tiers.
     """
 
     def __init__(self, cache: PagedKvCache, newest: NewestGroups | None = None) -> None:
         self.cache, self.prefixes, self.newest = cache, PrefixCache.over(cache), newest
+        self.tiered: TieredWorks | None = None
         self._ids = count()
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -57,6 +60,8 @@ class SharedBlocks:
         """
         size = self.cache.block_size
         tokens = work.tokens if work.shares else work.tokens[:0]
+        if self.tiered is not None:
+            self.tiered.begin(work)
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
             found = min(session.num_tokens, work.num_tokens - 1)
             found -= found % (1 if self.newest is None else self.newest.length)

@@ -38,7 +38,9 @@ from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
+from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.tiers.tiers import Tiers
 
 __all__ = ["BatchEngine"]
 
@@ -78,6 +80,7 @@ class BatchEngine:
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
         eviction_policy, kv_budget: None alone is supported.
+        tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a window keep all tokens here; they attend within the window.
@@ -85,7 +88,7 @@ class BatchEngine:
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
-        clock: see above.
+        clock, tiers: see above.
     """
 
     def __init__(
@@ -108,9 +111,10 @@ class BatchEngine:
         residual_length: int | None = None,
         eviction_policy: None = None,
         kv_budget: None = None,
+        tiers: Tiers | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.model, self.clock = model, clock
+        self.model, self.clock, self.tiers = model, clock, tiers
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
@@ -137,6 +141,9 @@ class BatchEngine:
             key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
         )  # fmt: skip
         self._blocks = SharedBlocks(cache, newest)
+        if tiers is not None:
+            as_instance(tiers, Tiers, "tiers")
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, length)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,

@@ -20,6 +20,7 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import MOST, TokenBudget
 from kvcache.serving.newest import MOST_PROMPTS
+from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import FinishReason, Work
 
 __all__ = ["PATIENCE", "Scheduler"]
@@ -89,6 +90,8 @@ class Scheduler:
             return
         if work.reason is None:
             work.__dict__.update(reason=reason, error=error)
+        if self.blocks.tiered is not None:
+            self.blocks.tiered.ended(work)
         self._leave(work)
         self.release_followers(work)
         self.ended.append(work)
@@ -139,6 +142,8 @@ class Scheduler:
             if self._regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
+        if self.blocks.tiered is not None:
+            self._jump(self.blocks.tiered)
         pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
         left, rows = self.budget.tokens(len(pieces)), self._most_rows
         prompts = self._most_prompts
@@ -160,6 +165,15 @@ class Scheduler:
                 if not left or not prompts:
                     break
         return pieces
+
+    def _jump(self, tiered: TieredWorks) -> None:
+        """Let works begin again whose blocks have arrived from tiers."""
+        tiered.keep(self.works)
+        for work in list(self.running):
+            if tiered.reaches_past(work):
+                work.left_at = work.computed
+                self._leave(work)
+                heapq.heappush(self._waiting, work)
 
     def _regime(self, num_tokens: int) -> int:
         return 0 if self._regime_of is None else self._regime_of(num_tokens)
@@ -225,6 +239,8 @@ class Scheduler:
             self._run(work)
             if work.started is None:
                 work.started, work.cached_tokens = now, work.computed
+            elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
+                work.cached_tokens += work.computed - work.left_at
             yield work
 
     def _run(self, work: Work) -> None:

@@ -133,6 +133,8 @@ class Steps:
             if pieces:
                 self._steps += 1
                 self._prefilled += prefilled
+                if self._scheduler.blocks.tiered is not None:
+                    self._scheduler.blocks.tiered.measured(prefilled, self._clock() - began)
                 self._scheduler.budget.observe(decodes, prefilled, self._clock() - began)
             self._tell()
             return bool(self._scheduler.works)

@@ -49,6 +49,7 @@ class Work(ABC):
         reason: why it ended; None: it has not.
         error: what it failed with.
         cached_tokens: tokens of the prompt that did not run, at the first start.
+        left_at: what it had computed when it last gave up its sequence for blocks of tiers; -1: never.
         preemptions: how often it lost its sequence.
         started, times: when it first ran, and when each new token came.
         leader: the work whose sequence it will fork; None: it starts by itself.
@@ -70,6 +71,7 @@ class Work(ABC):
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
+        self.left_at = -1
         self.started: float | None = None
         self.times: list[float] = []
         self.leader: Work | None = None

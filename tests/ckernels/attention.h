@@ -13,7 +13,9 @@ typedef struct question {
     int num_seqs, query_heads, threads, offset; /* offset: of the scratch, at any alignment */
     float scale, softcap, sinks[MOST_QUERY_HEADS];
     int64_t queries, tokens;
-    memory q, sink_q, tree[MOST_SEQS]; /* tree: parents and depths, or nothing */
+    memory q, sink_q, tree[MOST_SEQS]; /* floats; tree: parents and depths, or nothing */
+    memory given[2];                   /* the same queries as a caller has them */
+    kvc_tensor rows[2];                /* over those */
     int has_sinks, has_scores, kind, at_end, has_logits, by_head; /* has_logits: sinks are given */
 } question;
 
@@ -27,7 +29,7 @@ static void *ask(void *to) {
     answer *a = to;
     const question *q = a->question;
     const kvc_layout *l = &q->world->layout;
-    const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->head_dim;
+    const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->value_head_dim;
     const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, q->num_seqs, q->query_heads, q->threads);
     a->out = take(floats * sizeof(float), 4, q->at_end);
     a->scores = take((size_t)(q->tokens * (q->by_head ? l->num_heads : 1)) * sizeof(float), 4, q->at_end);
@@ -39,8 +41,8 @@ static void *ask(void *to) {
                                   .num_seqs = q->num_seqs,
                                   .num_query_heads = q->query_heads,
                                   .scale = q->scale,
-                                  .queries = q->q.at,
-                                  .sink_queries = q->has_sinks ? q->sink_q.at : NULL,
+                                  .queries = q->rows[0],
+                                  .sink_queries = q->has_sinks ? q->rows[1] : (kvc_tensor){NULL, 0, 0, 0},
                                   .out = a->out.at,
                                   .scores = q->has_scores ? a->scores.at : NULL,
                                   .lse = q->world->lse ? a->lse.at : NULL,
@@ -113,6 +115,28 @@ static void draw_options(const source *s, question *q) {
     if (splitmix(&state) % 8 == 0) q->sinks[0] = splitmix(&state) % 2 ? 3e38f : -3e38f;
 }
 
+/* Queries of any element, token by token or head by head; x becomes what they are as floats. */
+static kvc_tensor give_queries(uint64_t *state, const question *q, float *x, memory *given) {
+    static const int sizes[] = {4, 2, 2, 8};
+    const kvc_element element = splitmix(state) % 2 ? KVC_ELEMENT_F32 : (kvc_element)(splitmix(state) % 4);
+    const int dim = q->world->layout.head_dim, size = sizes[element], by_head = splitmix(state) % 2;
+    const int64_t row = (int64_t)size * dim, heads = q->query_heads;
+    *given = take((size_t)(q->queries * heads * row), (size_t)size, q->at_end);
+    const int64_t token_stride = by_head ? row : row * heads, head_stride = by_head ? row * q->queries : row;
+    for (int64_t i = 0; i < q->queries * heads * dim; i++) {
+        const int64_t at = i / dim / heads * token_stride + i / dim % heads * head_stride + i % dim * size;
+        uint32_t bits;
+        memcpy(&bits, &x[i], sizeof bits);
+        uint16_t word = (uint16_t)(bits >> 16);
+        const double wide = (double)x[i];
+        if (element == KVC_ELEMENT_BF16) x[i] = kvc_float_of_bits((uint32_t)word << 16);
+        if (element == KVC_ELEMENT_F16) word = kvc_half_of_float(x[i]), x[i] = kvc_float_of_half(word);
+        const void *from = size == 2 ? (const void *)&word : size == 4 ? (const void *)&bits : &wide;
+        memcpy((char *)given->at + at, from, (size_t)size);
+    }
+    return (kvc_tensor){given->at, token_stride, head_stride, element};
+}
+
 static question draw_question(source *s, const world *w) {
     question q = {.world = w, .num_seqs = draw_between(s, 1, MOST_SEQS)};
     const int dim = w->layout.head_dim, usual = draw(s, 6) > 0;
@@ -145,6 +169,9 @@ static question draw_question(source *s, const world *w) {
     draw_floats(s, q.kind, q.q.at, floats);
     draw_floats(s, q.kind, q.sink_q.at, floats);
     draw_options(s, &q);
+    uint64_t state = w->options + s->at * 131 + (uint64_t)q.queries;
+    q.rows[0] = give_queries(&state, &q, q.q.at, &q.given[0]);
+    q.rows[1] = give_queries(&state, &q, q.sink_q.at, &q.given[1]);
     return q;
 }
 
@@ -185,7 +212,9 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
                       const answer *answers, double *weights, double *total, double *error) {
     const world *w = q->world;
     const int dim = w->layout.head_dim, head = query_head / (q->query_heads / w->layout.num_heads);
-    const size_t at = ((size_t)(first_query + query) * (size_t)q->query_heads + (size_t)query_head) * (size_t)dim;
+    const int v_dim = w->layout.value_head_dim;
+    const size_t pair = (size_t)(first_query + query) * (size_t)q->query_heads + (size_t)query_head;
+    const size_t at = pair * (size_t)dim;
     const float *row = (const float *)q->q.at + at,
                 *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
@@ -206,7 +235,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
     }
     free(slots);
     double squares = 0, largest = 0;
-    for (int d = 0; d < dim; d++) {
+    for (int d = 0; d < v_dim; d++) {
         squares += expected.out[d] * expected.out[d];
         largest = fmax(largest, fabs(expected.out[d]));
     }
@@ -214,9 +243,9 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
                          !kvc_format_of(w->layout.value_format)->quantised;
     const int plain = expected.plain && q->kind == GAUSSIAN && q->scale * sqrtf((float)dim) < 1.1f;
     for (int level = 0; level < num_levels(); level++) {
-        const float *out = (const float *)answers[level].out.at + at;
+        const float *out = (const float *)answers[level].out.at + pair * (size_t)v_dim;
         double off = 0, most = 0;
-        for (int d = 0; d < dim; d++) {
+        for (int d = 0; d < v_dim; d++) {
             const double each = out[d] - expected.out[d];
             off += each * each;
             most = isfinite(each) ? fmax(most, fabs(each)) : INFINITY;
@@ -224,7 +253,7 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
         off = sqrt(off);
         if (!(off <= expected.error))
             fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
-        const float *lse = (const float *)answers[level].lse.at + at / (size_t)dim;
+        const float *lse = (const float *)answers[level].lse.at + pair;
         if (w->lse && !(seen || q->has_logits ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
             fail("%s: lse is %g, not %g, may err %g", level_at(level)->name, *lse, expected.lse,
                  expected.lse_error);
@@ -270,7 +299,7 @@ static memory keep_tokens(kvc_seq *of, int64_t first, int64_t stop) {
 /* One query in a separate call, with another number of threads and maybe without the tokens that it does not see, has
  * the same bits at every level. */
 static void expect_same_alone(const question *q, int seq, int64_t query, int64_t first, const answer *answers) {
-    const int dim = q->world->layout.head_dim;
+    const int v_dim = q->world->layout.value_head_dim;
     const size_t heads = (size_t)q->query_heads, row = (size_t)(first + query) * heads;
     question alone = *q;
     kvc_seq *of = &alone.seqs[0];
@@ -287,14 +316,13 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     if (of->hidden_tokens > of->num_tokens) of->hidden_tokens = of->num_tokens;
     alone.num_seqs = 1, alone.queries = 1, alone.tokens = of->num_tokens - of->hidden_tokens;
     alone.threads = q->threads % 3 + 1, alone.has_scores = alone.by_head = 0;
-    alone.q.at = (float *)q->q.at + row * (size_t)dim;
-    alone.sink_q.at = (float *)q->sink_q.at + row * (size_t)dim;
+    for (int i = 0; i < 2; i++) alone.rows[i].data += (first + query) * q->rows[i].token_stride;
     for (int level = 0; level < num_levels(); level++) {
         answer again = {.kernels = level_at(level), .question = &alone};
         ask(&again);
-        const float *out = (const float *)answers[level].out.at + row * (size_t)dim;
+        const float *out = (const float *)answers[level].out.at + row * (size_t)v_dim;
         const float *lse = (const float *)answers[level].lse.at + row;
-        if (memcmp(again.out.at, out, heads * (size_t)dim * sizeof *out) ||
+        if (memcmp(again.out.at, out, heads * (size_t)v_dim * sizeof *out) ||
             (q->world->lse && memcmp(again.lse.at, lse, heads * sizeof *lse)))
             fail("%s: query %d has other bits alone%s", again.kernels->name, (int)query,
                  dropped ? ", without the tokens before its window" : "");
@@ -349,7 +377,7 @@ static void step_attend(source *s, world *w) {
         drop_runs(&q.of[i]);
         if (q.seqs[i].parents) give_back(&q.tree[i]);
     }
-    give_back(&q.q), give_back(&q.sink_q);
+    give_back(&q.q), give_back(&q.sink_q), give_back(&q.given[0]), give_back(&q.given[1]);
 }
 
 #endif

@@ -29,13 +29,17 @@ static void try_any_shape(source *s) {
         x[i] = draw(s, 2) ? (int)bits : draw(s, 300) - 20;
     }
     kvc_layout l;
-    if (kvc_layout_init(&l, x[0], x[1], x[2], (kvc_format)x[3], (kvc_format)x[4], x[5], x[6])) return;
+    const int value_dim = x[0] % 2 ? x[2] : x[5];
+    if (kvc_layout_init(&l, x[0], x[1], x[2], value_dim, (kvc_format)x[3], (kvc_format)x[4], x[5], x[6])) return;
     const size_t row = (size_t)l.head_dim * (size_t)kvc_format_of(l.key_format)->bits / 8;
+    const size_t value_row = (size_t)l.value_head_dim * (size_t)kvc_format_of(l.value_format)->bits / 8;
     if (l.block_size < 1 || l.block_size > KVC_MAX_BLOCK_SIZE || l.head_dim < 8 || l.head_dim % 8 ||
-        l.head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format >= KVC_NUM_FORMATS ||
+        l.head_dim > KVC_MAX_HEAD_DIM || l.value_head_dim < 8 || l.value_head_dim % 8 ||
+        l.value_head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format >= KVC_NUM_FORMATS ||
         l.value_format >= KVC_NUM_FORMATS || l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
+        l.value_head_bytes < value_row * (size_t)l.block_size ||
         l.block_bytes < (size_t)l.num_heads * (l.key_head_bytes + l.value_head_bytes))
-        fail("a layout of %d, %d, %d, %d, %d", x[0], x[1], x[2], x[3], x[4]);
+        fail("a layout of %d, %d, %d, %d, %d, %d", x[0], x[1], x[2], value_dim, x[3], x[4]);
 }
 
 static void draw_layout(source *s, world *w) {
@@ -46,22 +50,26 @@ static void draw_layout(source *s, world *w) {
     const int rotated = draw(s, 4);
     const int block_size = size ? size : draw_between(s, 1, 256),
               head_dim = dim ? dim : 8 * draw_between(s, 1, 64);
-    const int can = (head_dim & (head_dim - 1)) == 0;
+    uint64_t state = w->options;
+    const int others[] = {8, 16, 24, 32, 40, 64, 96, 128, 136, w->many ? 32 : 512};
+    const int value_dim = w->apart ? others[splitmix(&state) % 10] : head_dim;
+    const int most_dim = head_dim > value_dim ? head_dim : value_dim;
+    const int can = (head_dim & (head_dim - 1)) == 0, can_values = (value_dim & (value_dim - 1)) == 0;
     int heads = draw_between(s, 1, 4);
     w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are fast, so there can be many */
     if (w->many) w->most_floats = 1 << 15, heads = 1 + heads % 2;
-    while (heads > 1 && heads * head_dim * block_size > w->most_floats) heads--;
+    while (heads > 1 && heads * most_dim * block_size > w->most_floats) heads--;
     const int refused =
-        kvc_layout_init(&w->layout, block_size, heads, head_dim, (kvc_format)key, (kvc_format)value,
+        kvc_layout_init(&w->layout, block_size, heads, head_dim, value_dim, (kvc_format)key, (kvc_format)value,
                         can && kvc_format_of((kvc_format)key)->quantised && (rotated & 1),
-                        can && kvc_format_of((kvc_format)value)->quantised && (rotated & 2));
-    if (refused) fail("refused %d, %d, %d, %d, %d", block_size, heads, head_dim, key, value);
-    w->row = (size_t)heads * (size_t)head_dim;
-    const int room = w->most_floats / (int)(w->row * (size_t)block_size);
+                        can_values && kvc_format_of((kvc_format)value)->quantised && (rotated & 2));
+    if (refused) fail("refused %d, %d, %d, %d, %d, %d", block_size, heads, head_dim, value_dim, key, value);
+    w->row[0] = (size_t)heads * (size_t)head_dim, w->row[1] = (size_t)heads * (size_t)value_dim;
+    const int room = w->most_floats / (heads * most_dim * block_size);
     w->num_blocks = w->many ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
     w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
-    say("blocks %d of %d, heads %d, dim %d, formats %d %d, rotated %d %d", w->num_blocks, block_size, heads,
-        head_dim, key, value, w->layout.rotate_keys, w->layout.rotate_values);
+    say("blocks %d of %d, heads %d, dims %d %d, formats %d %d, rotated %d %d", w->num_blocks, block_size, heads,
+        head_dim, value_dim, key, value, w->layout.rotate_keys, w->layout.rotate_values);
 }
 
 /* ---- The twin: rows as the scalar level reads them; the steps below copy them too. */
@@ -70,19 +78,24 @@ static void read_whole(const kvc_kernels *kernels, const world *w, const unsigne
                        float *const rows[2]) {
     kvc_run *runs = malloc((size_t)w->num_blocks * sizeof *runs);
     for (int b = 0; b < w->num_blocks; b++) runs[b] = (kvc_run){b, 0, (uint16_t)w->layout.block_size};
-    kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row, (size_t)w->layout.head_dim,
-                       NULL);
+    const size_t dims[2] = {(size_t)w->layout.head_dim, (size_t)w->layout.value_head_dim};
+    if (dims[0] == dims[1]) {
+        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row[0], dims[0], NULL);
+    } else {
+        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], NULL, w->row[0], dims[0], NULL);
+        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, NULL, rows[1], w->row[1], dims[1], NULL);
+    }
     free(runs);
 }
 
 static void expect_rows(const world *w, const char *after) {
-    const size_t floats = (size_t)(w->num_blocks * w->layout.block_size) * w->row;
+    const size_t slots = (size_t)(w->num_blocks * w->layout.block_size), *row = w->row;
     for (int level = 0; level < num_levels(); level++) {
-        memory keys = take(floats * sizeof(float), 4, 1), values = take(floats * sizeof(float), 4, 1);
+        memory keys = take(slots * row[0] * sizeof(float), 4, 1), values = take(slots * row[1] * sizeof(float), 4, 1);
         float *const rows[2] = {keys.at, values.at};
         read_whole(level_at(level), w, w->arena, rows);
         for (int side = 0; side < 2; side++) {
-            for (size_t i = 0; i < floats; i++) {
+            for (size_t i = 0; i < slots * row[side]; i++) {
                 const float got = rows[side][i], expected = w->rows[side][i];
                 if (memcmp(&got, &expected, sizeof got) && !(isnan(got) && isnan(expected)))
                     fail("%s: after %s, %s %zu is %a, not %a", level_at(level)->name, after, side ? "V" : "K",
@@ -98,9 +111,9 @@ static void expect_rows(const world *w, const char *after) {
 static void expect_written(const world *w, const sequence *q, kvc_side side, const float *written) {
     const kvc_rows rows = kvc_rows_of(&w->layout, side);
     for (int64_t t = 0; t < q->num_tokens; t++) {
-        for (size_t at = 0; at < w->row; at += (size_t)rows.dim) {
-            const float *x = written + (size_t)t * w->row + at,
-                        *got = w->rows[side] + q->slots[t] * w->row + at;
+        for (size_t at = 0; at < w->row[side]; at += (size_t)rows.dim) {
+            const float *x = written + (size_t)t * w->row[side] + at,
+                        *got = w->rows[side] + q->slots[t] * w->row[side] + at;
             double squares = 0;
             for (int d = 0; d < rows.dim; d++) squares += ((double)got[d] - x[d]) * ((double)got[d] - x[d]);
             const double error = sqrt(squares / rows.dim), allowed = allowed_error(rows, x);
@@ -131,7 +144,7 @@ static void expect_gathered(source *s, const world *w) {
     const int heads = w->layout.num_heads, dim = w->layout.head_dim, tokens = draw_between(s, 1, 20);
     const kvc_element element = (kvc_element)draw(s, 4);
     const int64_t row_bytes = (int64_t)sizes[element] * dim;
-    const size_t floats = (size_t)tokens * w->row;
+    const size_t floats = (size_t)tokens * w->row[0];
     memory from = take(floats * sizes[element], sizes[element], draw(s, 2)), want = take(floats * sizeof(float), 4, 1);
     if (element == KVC_ELEMENT_F32)
         draw_floats(s, draw(s, NUM_KINDS), from.at, floats);
@@ -144,7 +157,7 @@ static void expect_gathered(source *s, const world *w) {
         memory got = take(floats * sizeof(float), 4, draw(s, 2));
         const int cut = draw_between(s, 0, tokens);
         level_at(level)->gather_rows(&tensor, 0, cut, heads, dim, got.at);
-        level_at(level)->gather_rows(&tensor, cut, tokens - cut, heads, dim, (float *)got.at + (size_t)cut * w->row);
+        level_at(level)->gather_rows(&tensor, cut, tokens - cut, heads, dim, (float *)got.at + (size_t)cut * w->row[0]);
         if (memcmp(got.at, want.at, floats * sizeof(float))) fail("%s: other rows gathered", level_at(level)->name);
         give_back(&got);
     }
@@ -153,12 +166,12 @@ static void expect_gathered(source *s, const world *w) {
 
 static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
-    const size_t floats = (size_t)q.num_tokens * w->row;
     const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
               checked = draw(s, 4); /* sides: 1 only K, 2 only V */
     memory x[2];
     const float *given[2];
     for (int side = 0; side < 2; side++) {
+        const size_t floats = (size_t)q.num_tokens * w->row[side];
         x[side] = take(floats * sizeof(float), 4, draw(s, 2));
         draw_floats(s, kind, x[side].at, floats);
         const kvc_format format = side ? w->layout.value_format : w->layout.key_format;
@@ -179,11 +192,12 @@ static void step_write(source *s, world *w) {
     }
     for (int side = 0; side < 2; side++) {
         if (!given[side]) continue;
-        float *back = malloc((floats + 1) * sizeof *back);
-        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL, w->row,
-                          (size_t)w->layout.head_dim, NULL);
+        const size_t row = w->row[side];
+        float *back = malloc(((size_t)q.num_tokens * row + 1) * sizeof *back);
+        scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL, row,
+                          row / (size_t)w->layout.num_heads, NULL);
         for (int64_t t = 0; t < q.num_tokens; t++)
-            memcpy(w->rows[side] + q.slots[t] * w->row, back + (size_t)t * w->row, w->row * sizeof(float));
+            memcpy(w->rows[side] + q.slots[t] * row, back + (size_t)t * row, row * sizeof(float));
         free(back);
         if (checked) expect_written(w, &q, (kvc_side)side, given[side]);
     }
@@ -201,8 +215,8 @@ static void step_copy(source *s, world *w) {
     kvc_copy_slots(&w->layout, w->arena, from, src, w->arena, to, dst, count);
     const size_t a = slot_of(w, from, src), b = slot_of(w, to, dst);
     for (int side = 0; side < 2; side++)
-        memmove(w->rows[side] + b * w->row, w->rows[side] + a * w->row,
-                (size_t)count * w->row * sizeof(float));
+        memmove(w->rows[side] + b * w->row[side], w->rows[side] + a * w->row[side],
+                (size_t)count * w->row[side] * sizeof(float));
     memmove(w->plain + b, w->plain + a, (size_t)count);
 }
 
@@ -211,7 +225,7 @@ static void step_clear(source *s, world *w) {
     const int count = draw_between(s, 0, w->layout.block_size - slot);
     kvc_clear_slots(&w->layout, w->arena, block, slot, count);
     for (int side = 0; side < 2; side++)
-        memset(w->rows[side] + slot_of(w, block, slot) * w->row, 0, (size_t)count * w->row * sizeof(float));
+        memset(w->rows[side] + slot_of(w, block, slot) * w->row[side], 0, (size_t)count * w->row[side] * sizeof(float));
     memset(w->plain + slot_of(w, block, slot), 0, (size_t)count);
 }
 
@@ -245,6 +259,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 #endif
     w.lse = (s.state >> 32) % 2; /* likewise */
     w.options = s.state >> 8;    /* likewise */
+    w.apart = (s.state >> 48) % 4 == 1; /* likewise; true of one input of the corpus */
     try_any_shape(&s);
     draw_layout(&s, &w);
     memory arena = take(w.arena_bytes, 64, draw(&s, 2));
@@ -252,7 +267,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fill_arena(&s, &w);
     const size_t slots = (size_t)(w.num_blocks * w.layout.block_size);
     w.plain = calloc(slots, 1);
-    for (int side = 0; side < 2; side++) w.rows[side] = malloc(slots * w.row * sizeof(float));
+    for (int side = 0; side < 2; side++) w.rows[side] = malloc(slots * w.row[side] * sizeof(float));
     read_whole(scalar_level(), &w, w.arena, w.rows);
     expect_rows(&w, "nothing");
     for (int left = draw_between(&s, 1, 8); left; left--) {

@@ -7,7 +7,7 @@
  *                   result; all other rows any, but the call stays inside its memory
  *   rows            in several calls, on other numbers of threads, with panels in other pieces: the same bits
  *
- * The twin multiplies weights by the numbers that meet them: x itself (floats), or x rounded group by group. The rows
+ * The twin multiplies weights by the numbers that meet them: x itself (floats), x rounded to bf16, or group by group. Rows
  * that fill up the last panel are zeros or NaN: no result may depend on them.
  */
 #ifndef PRODUCTS_H
@@ -248,7 +248,7 @@ typedef struct product {
     const weights *of;
     memory x, bias;
     int64_t n;
-    int has_bias, digits, offset, at_end; /* offset: of the prepared rows, at any alignment of 4 */
+    int has_bias, digits, rounded, offset, at_end; /* offset: of the prepared rows, at any alignment of 4 */
     double *expected, *allowed;           /* (n, rows); allowed -1: the result is not finite, infinite: it is any */
 } product;
 
@@ -259,6 +259,7 @@ static memory multiply(const kvc_kernels *kernels, const product *p, int64_t fir
     memory out = take((size_t)(n * m->rows) * sizeof(float), 4, p->at_end);
     kvc_matmul_args args = {.matrix = m, .x = (float *)p->x.at + first * m->columns,
                             .bias = p->has_bias ? p->bias.at : NULL, .out = out.at, .n = n, .digits = p->digits};
+    if (p->rounded) args.bf16_rows = kvc_bf16_rows_of(kernels);
     memory scratch = take(kvc_matmul_scratch_bytes(&args) + (size_t)p->offset, 16, p->at_end);
     args.prepared = (unsigned char *)scratch.at + p->offset;
     if (threads) {
@@ -325,7 +326,9 @@ static void expect_from(product *p, int64_t i) {
     for (int64_t k = 0; k < m->columns; k++) finite &= !!isfinite(x[k]), largest = fmaxf(largest, fabsf(x[k]));
     const int ordinary = finite && largest < ldexpf(1.0f, LARGEST);
     if (ordinary && packed) round_row(x, m->columns, p->digits, used);
-    for (int64_t k = 0; ordinary && !packed && k < m->columns; k++) used[k] = x[k];
+    const int rounded = p->rounded && m->format == KVC_MATRIX_BF16;
+    for (int64_t k = 0; ordinary && !packed && k < m->columns; k++)
+        used[k] = rounded ? kvc_float_of_bits((uint32_t)kvc_bf16_of_float(x[k]) << 16) : x[k];
     const double rounding = packed ? (4 + m->columns / 32.0) * 0x1p-23 : (258 + m->columns / 256.0) * 0x1p-24;
     for (int64_t row = 0; row < m->rows; row++) {
         const double *values = p->of->values + row * m->columns, *sizes = p->of->sizes + row * m->columns;
@@ -333,6 +336,8 @@ static void expect_from(product *p, int64_t i) {
         for (int64_t k = 0; ordinary && k < m->columns; k++)
             sum += used[k] * values[k], mass += fabs(used[k]) * sizes[k];
         double allowed = rounding * mass + 0x1p-126;
+        for (int64_t k = 0; ordinary && rounded && k < m->columns; k++) /* below 2^-126 pairs are zeros, and so are sums */
+            allowed += 0x1p-126 * (1 + fabs(used[k]) + sizes[k]);
         if (bias) sum += bias[row], allowed += 0x1p-23 * (fabs(bias[row]) + mass);
         if (!ordinary || !(mass < 0x1p120)) allowed = finite ? INFINITY : -1;
         p->expected[i * m->rows + row] = sum, p->allowed[i * m->rows + row] = allowed;
@@ -375,6 +380,7 @@ static void step_multiply(source *s, const weights *w) {
     const kvc_matrix *m = &w->matrix;
     const size_t rows = (size_t)m->rows;
     product p = {.of = w, .n = w->n, .has_bias = draw(s, 2), .digits = draw_between(s, 1, 2)};
+    p.rounded = draw(s, 2);
     p.offset = 4 * draw(s, 16), p.at_end = draw(s, 2);
     p.x = take((size_t)(p.n * m->columns) * sizeof(float), 4, p.at_end);
     p.bias = take(rows * sizeof(float), 4, p.at_end);

@@ -27,12 +27,13 @@ enum { LARGEST = 40 }; /* magnitudes below 2^40 give scores within float32: fini
 typedef struct world {
     kvc_layout layout;
     uint64_t options; /* of attention: what is drawn from it takes no bytes of the input */
+    int apart; /* 1: K and V have different head_dims */
     int lse;  /* attention returns the logarithms of its sums too */
     int many; /* 1: enough tokens that kvc_parallel.c splits a context and uses threads: at least 2^14 products */
     int num_blocks, most_floats; /* most_floats: approximate limit on the floats of K */
-    size_t arena_bytes, row;     /* floats of a token: heads * dim */
+    size_t arena_bytes, row[2]; /* row: floats of a token, of K and of V: heads * dim */
     unsigned char *arena;
-    float *rows[2];       /* K and V, [block][slot][head][dim] */
+    float *rows[2];       /* K and V, [block][slot][head][dim of the side] */
     unsigned char *plain; /* [block][slot]: Gaussian, both sides */
 } world;
 
@@ -59,8 +60,8 @@ static inline float stored_scale(const world *w, kvc_side side, int block, int s
 /* Whether attention over this slot must be finite: its values are below 2^LARGEST and its scales not negative. */
 static inline int slot_is_ordinary(const world *w, int block, int slot) {
     for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
-        const float *x = w->rows[side] + slot_of(w, block, slot) * w->row;
-        for (size_t i = 0; i < w->row; i++) {
+        const float *x = w->rows[side] + slot_of(w, block, slot) * w->row[side];
+        for (size_t i = 0; i < w->row[side]; i++) {
             if (!(fabsf(x[i]) < ldexpf(1.0f, LARGEST))) return 0;
         }
         for (int head = 0; head < w->layout.num_heads; head++) {
@@ -89,11 +90,11 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
                                     const float *q, const float *sink_q, int64_t sinks, double cap, double sink,
                                     double *weights) {
     const kvc_layout *l = &w->layout;
-    const int dim = l->head_dim;
+    const int dim = l->head_dim, v_dim = l->value_head_dim;
     row_answer answer = {.plain = 1};
     double largest = sink, sum = 0, most = 0, k_norm = 0, k_half = 0, v_norm = 0, v_half = 0, v_most_half = 0;
     for (int64_t t = 0; t < seen; t++) {
-        const float *k = w->rows[KVC_KEYS] + slots[t] * w->row + (size_t)(head * dim);
+        const float *k = w->rows[KVC_KEYS] + slots[t] * w->row[KVC_KEYS] + (size_t)(head * dim);
         const float *x = sink_q && t < sinks ? sink_q : q;
         double product = 0;
         for (int d = 0; d < dim; d++) product += (double)k[d] * x[d];
@@ -107,12 +108,12 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
     if (sink > -INFINITY) sum += exp(sink - largest);
     answer.lse = sum > 0 ? largest + log(sum) : -INFINITY;
     for (int64_t t = 0; t < seen; t++) {
-        const float *v = w->rows[KVC_VALUES] + slots[t] * w->row + (size_t)(head * dim);
+        const float *v = w->rows[KVC_VALUES] + slots[t] * w->row[KVC_VALUES] + (size_t)(head * v_dim);
         const int block = (int)(slots[t] / (size_t)l->block_size),
                   slot = (int)(slots[t] % (size_t)l->block_size);
         weights[t] /= sum;
-        for (int d = 0; d < dim; d++) answer.out[d] += weights[t] * v[d];
-        v_norm = fmax(v_norm, norm_of(v, dim));
+        for (int d = 0; d < v_dim; d++) answer.out[d] += weights[t] * v[d];
+        v_norm = fmax(v_norm, norm_of(v, v_dim));
         const kvc_rows k_rows = kvc_rows_of(l, KVC_KEYS), v_rows = kvc_rows_of(l, KVC_VALUES);
         const float k_scale = stored_scale(w, KVC_KEYS, block, slot, head);
         const double half =
@@ -126,7 +127,7 @@ static inline row_answer attend_row(const world *w, const size_t *slots, int64_t
     answer.score_error = fabs(scale) * (0x1p-19 * q_norm * k_norm + 0.5 / 1791 * q_most * dim * k_half);
     answer.score_error += 0x1p-20 * most; /* of the tangent */
     answer.lse_error = answer.score_error + 1e-5 + (seen ? 0x1p-20 * fabs(answer.lse) : 0);
-    const double rotation = l->rotate_values ? sqrt(dim) : 1.0, channels = sqrt(dim);
+    const double rotation = l->rotate_values ? sqrt(v_dim) : 1.0, channels = sqrt(v_dim);
     answer.error = fmin(expm1(2 * answer.score_error), 2.0) * v_norm;
     answer.error += 1e-5 * channels * (v_norm + rotation * v_most_half);
     answer.error += rotation * channels * (0.5 / 1791 * 128 * 2) *

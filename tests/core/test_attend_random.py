@@ -14,15 +14,21 @@ def one(rng):
     """Test one call over all sequences of a cache; some are truncated, forked or have holes."""
     heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 9))
     dim = int(rng.choice([8, 16, 24, 40, 64, 72, 128, 256, 320, 512]))
+    value_dim = int(rng.choice([8, 24, 32, 64, 96, 128, 256, 512])) if rng.random() < 0.5 else dim
     size = int(rng.choice([1, 3, 8, 16, 17, 32, 64, 256]))
     keys_as, values_as = rng.choice(FORMATS, 2)
     lengths = [int(2 ** rng.uniform(0, 8)) for _ in range(int(rng.integers(1, 4)))]
     blocks = 2 * sum(-(-n // size) for n in lengths) + 8
-    cache = PagedKvCache(blocks, size, heads, dim, key_dtype=keys_as, value_dtype=values_as)
+    formats = {"key_dtype": keys_as, "value_dtype": values_as}
+    cache = PagedKvCache(blocks, size, heads, dim, **formats, value_head_dim=value_dim)
+
+    def rows(n):
+        return [rng.standard_normal((n, heads, d)).astype(np.float32) for d in (dim, value_dim)]
+
     spread = float(rng.choice([0.3, 1.0, 3.0]))
     for seq, n in enumerate(lengths):
         cache.allocate(seq, n)
-        cache.write(0, seq, *rng.standard_normal((2, n, heads, dim)).astype(np.float32))
+        cache.write(0, seq, *rows(n))
         if rng.random() < 0.3:
             cache.keep_tokens(seq, np.flatnonzero(np.append(rng.random(n - 1) < 0.8, True)))
         if rng.random() < 0.3:
@@ -32,7 +38,7 @@ def one(rng):
             cache.fork(100 + seq, seq)
         if rng.random() < 0.3:
             cache.append(seq, 1)
-            cache.write(0, seq, *rng.standard_normal((2, 1, heads, dim)).astype(np.float32))
+            cache.write(0, seq, *rows(1))
     ids = rng.permutation(len(lengths))
     held = [cache.get_sequence(seq).num_tokens for seq in ids]
     counts = [int(rng.integers(0, min(n, 40) + 1)) for n in held]
@@ -52,8 +58,8 @@ def one(rng):
     tolerance = max(TOLERANCE[keys_as], TOLERANCE[values_as])
     expected, mass = np.concatenate(expected), np.concatenate(mass)
     largest = np.abs(expected).max(-1, keepdims=True, initial=1e-3)
-    case = f"{heads} x {group} heads of {dim}, blocks of {size}, {keys_as} {values_as}, {held} tokens, {counts} queries"
-    case += f", {options}"
+    case = f"{heads} x {group} heads of {dim} and {value_dim}, blocks of {size}, {keys_as} {values_as}, "
+    case += f"{held} tokens, {counts} queries, {options}"
     assert (np.abs(out - expected) <= tolerance * largest).all(), case
     np.testing.assert_allclose(scores, mass, rtol=4 * tolerance, atol=4 * tolerance, err_msg=case)
 

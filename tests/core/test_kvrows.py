@@ -1,4 +1,4 @@
-"""`KvRows`: rows of every float type and any strides are stored as their float32 copies would be."""
+"""Rows of every float type and any strides are stored, and queries attend, as their float32 copies would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.core.kvrows import KvRows
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
 
-HEADS, DIM, SIZE = 3, 24, 40
+HEADS, DIM, VALUE_DIM, SIZE = 3, 24, 40, 40
 TYPES = ("f32", "f16", "bf16", "f64")
 LAYOUTS = {
     "C": lambda x: x,
@@ -38,7 +38,7 @@ def stored(type_, floats):
 
 
 def bytes_after(rows, runs, dtypes):
-    store = BlockStore(1, 6, SIZE, HEADS, DIM, *dtypes)
+    store = BlockStore(1, 6, SIZE, HEADS, DIM, *dtypes, value_head_dim=VALUE_DIM)
     store.write(0, runs, *rows)
     return store.raw(0).copy()
 
@@ -49,7 +49,7 @@ def test_rows_of_any_kind_store_the_bytes_of_their_floats(simd, rng, type_, layo
     runs = np.array([(4, 3, 5), (1, 0, SIZE), (0, 15, 18), (5, 39, 40), (2, 7, 33)], RUN)
     n = int((runs["stop"].astype(int) - runs["first"]).sum())
     (keys, key_floats), (values, value_floats) = (
-        stored(type_, rng.standard_normal((n, HEADS, DIM)).astype(np.float32)) for _ in range(2)
+        stored(type_, rng.standard_normal((n, HEADS, dim)).astype(np.float32)) for dim in (DIM, VALUE_DIM)
     )
     rows = LAYOUTS[layout](keys), LAYOUTS[layout](values)
     mixed = LAYOUTS[layout](keys), value_floats
@@ -108,9 +108,82 @@ def test_the_whole_is_not_copied(rng):
         assert peak < 100_000
 
 
+# -- queries ------------------------------------------------------------------------------------------------
+
+
+def attended(cache, queries, sink_queries, **options):
+    options |= {"query_lens": [20, 1], "return_scores": True, "return_lse": True}
+    return cache.attention(0, queries, [1, 2], sink_queries=sink_queries, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("type_", TYPES)
+def test_queries_of_any_kind_have_the_bits_of_their_floats(simd, rng, type_, layout):
+    caches = []
+    for dtype, dim in (("f32", 24), ("f16", 64), ("q8", 32), ("q3", 24)):
+        caches.append((PagedKvCache(20, 16, HEADS, dim, dtype=dtype, value_head_dim=40), dim))
+        caches[-1][0].allocate_batch([1, 2], [70, 45])
+        rows = (rng.standard_normal((115, HEADS, d)).astype(np.float32) for d in (dim, 40))
+        caches[-1][0].write_ragged(0, [1, 2], [70, 45], *rows)
+        caches[-1][0].apply_streaming_llm(1, 5, 40)
+    for cache, dim in caches:
+        given, floats = zip(*(stored(type_, rng.standard_normal((21, 6, dim))) for _ in range(2)), strict=True)
+        given = [LAYOUTS[layout](x) for x in given]
+        if type_ == "bf16":
+            given = [Bfloat16(x) for x in given]
+        want = attended(cache, *floats)
+        out = np.full_like(want[0], np.nan)
+        for got in (attended(cache, *given, out=out), attended(cache, floats[0], given[1])):
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("type_", TYPES)
+def test_nothing_beside_the_queries_is_read(simd, rng, type_, at_end):
+    for dim in (8, 24, 64):
+        cache = PagedKvCache(2, 16, 2, dim, dtype="q8")
+        cache.allocate(1, 20)
+        cache.write(0, 1, *rng.standard_normal((2, 20, 2, dim)).astype(np.float32))
+        rows, floats = stored(type_, rng.standard_normal((4, 17, dim)).astype(np.float32))
+        rows = copy_guarded(rows, at_end=at_end).swapaxes(0, 1)  # head-major
+        got = cache.attention(0, Bfloat16(rows) if type_ == "bf16" else rows, [1], query_lens=[17])
+        np.testing.assert_array_equal(got, cache.attention(0, floats.swapaxes(0, 1), [1], query_lens=[17]))
+
+
+def test_queries_are_not_copied(rng):
+    """8 MiB in each type: what a call takes beside its result does not grow with them."""
+    cache = PagedKvCache(1, 16, 8, 64, dtype="q8")
+    cache.allocate(1, 1)
+    words = words_of(rng.standard_normal((8, 2048, 64))).swapaxes(0, 1)
+    head_major = floats_of(np.ascontiguousarray(words.swapaxes(0, 1))).swapaxes(0, 1)
+    out = np.empty((2048, 8, 64), np.float32)
+    for rows in (Bfloat16(words), head_major, head_major.astype(np.float16), head_major.astype(np.float64)):
+        tracemalloc.start()
+        cache.attention(0, rows, [1], query_lens=[2048], causal=False, sink_queries=rows, out=out)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100_000
+
+
+def test_an_output_within_the_memory_of_queries_is_refused(rng):
+    cache = PagedKvCache(1, 16, 2, 16, dtype="f32")
+    cache.allocate(1, 3)
+    both = np.zeros((6, 3, 16), np.float32)  # heads, queries, channels
+    for queries in (both[2:4].swapaxes(0, 1), both[2:4].swapaxes(0, 1)[::-1], both[3:1:-1].swapaxes(0, 1)):
+        for first, free in ((0, True), (1, False), (2, False), (3, False), (4, True)):
+            out = both[first : first + 2].reshape(3, 2, 16)
+            if free:
+                assert cache.attention(0, queries, [1], query_lens=[3], out=out) is out
+                continue
+            with pytest.raises(ValueError, match=r"^out: expected memory apart from queries, got the same memory$"):
+                cache.attention(0, queries, [1], query_lens=[3], out=out)
+
+
 def test_mistakes():
     floats = np.zeros((2, 1, 8), np.float32)
-    with pytest.raises(ValueError, match=r"^values: expected shape \(2, 1, 8\), as of keys, got \(1, 1, 8\)$"):
-        KvRows(floats, floats[:1])
+    for other in (floats[:1], floats.repeat(2, 1), floats[0]):
+        with pytest.raises(ValueError, match=r"^values: expected as many rows and heads as keys of shape \(2, 1, 8\)"):
+            KvRows(floats, other)
     with pytest.raises(TypeError, match=r"^rows: expected float32, float16, float64 or words of bfloat16, got int64$"):
         KvRows(floats.astype(np.int64), floats.astype(np.int64))

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from oracle_matrix import product, rounded
 
 from kvcache import get_num_threads, set_num_threads, simd_levels, use_simd
-from kvcache.core.matrix import MATRIX_FORMATS, Matrix
+from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
 
 FLOATS = [name for name, line in MATRIX_FORMATS.items() if not line.packed]
 PACKED = [name for name, line in MATRIX_FORMATS.items() if line.packed]
+# Formats and the activations that meet them in a way of their own.
+MEETINGS = [(name, "int8") for name in MATRIX_FORMATS] + [(name, "exact") for name in PACKED] + [("bf16", "bf16")]
 SHAPES = [(1, 1), (16, 64), (33, 70), (100, 257), (17, 576), (130, 1030)]
 # The largest error of a value over the largest magnitude of its group of 32, or of a value over itself.
 STEPS = {"q8_0": 1.04 / 254 + 2**-11, "q4_0": 1 / 8, "q4_1": 2 / 15}
@@ -132,10 +134,8 @@ def test_codes_of_others_are_kept(rng, format, shape):
             np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("format", MATRIX_FORMATS)
-def test_products(rng, simd, threads, format, exact):
-    line = MATRIX_FORMATS[format]
+@pytest.mark.parametrize(("format", "activations"), MEETINGS)
+def test_products(rng, simd, threads, format, activations):
     for shape in SHAPES:
         matrix = matrix_of(normal(rng, *shape), format)
         weights = matrix.to_float32()
@@ -143,8 +143,8 @@ def test_products(rng, simd, threads, format, exact):
             x = normal(rng, n, shape[1]) * np.float32(10.0 ** rng.integers(-3, 4))
             bias = normal(rng, shape[0]) if n % 2 else None
             before = x.copy()
-            out = matrix.multiply(x, bias, exact=exact)
-            want, bound = product(x, weights, bias, packed=line.packed, exact=exact)
+            out = matrix.multiply(x, bias, activations=activations)
+            want, bound = product(x, weights, bias, format=format, activations=activations)
             assert out.dtype == np.float32
             assert out.shape == (n, shape[0])
             assert (np.abs(out - want) <= bound).all(), (shape, n, np.abs(out - want).max(initial=0))
@@ -166,9 +166,9 @@ def test_the_largest_sums_do_not_overflow(simd, format, extreme):
         x[1] = -1
         if extreme == "activations":
             x[2, ::7] = 1000.0
-        for exact in (False, True):
-            want, bound = product(x, matrix.to_float32(), packed=True, exact=exact)
-            assert (np.abs(matrix.multiply(x, exact=exact) - want) <= bound).all()
+        for activations in ("int8", "exact"):
+            want, bound = product(x, matrix.to_float32(), format=format, activations=activations)
+            assert (np.abs(matrix.multiply(x, activations=activations) - want) <= bound).all()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -177,7 +177,8 @@ def test_rounded_activations_stay_in_their_bounds(rng, exact):
     near, steps = rounded(x, exact)
     assert (np.abs(near - x) <= np.repeat(steps, 32, axis=1)[:, :70] * 0.500001).all()
     matrix = matrix_of(np.eye(70, dtype=np.float32), "q8_0")  # its diagonal is 1 within f16
-    assert np.abs(matrix.multiply(x, exact=exact) - near).max() < 1e-3 * np.abs(x).max()
+    out = matrix.multiply(x, activations="exact" if exact else "int8")
+    assert np.abs(out - near).max() < 1e-3 * np.abs(x).max()
 
 
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
@@ -186,13 +187,13 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
     """Rows split at random over calls, beside other rows, on one to four threads."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n, rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 80)), data.draw(st.integers(1, 700))
-    exact = data.draw(st.booleans())
+    how = {"activations": data.draw(st.sampled_from(ACTIVATIONS))}
     matrix, x = matrix_of(normal(rng, rows, columns), format), normal(rng, n, columns)
     bias = normal(rng, rows) if data.draw(st.booleans()) else None
     before = get_num_threads()
     try:
         set_num_threads(1)
-        want = matrix.multiply(x, bias, exact=exact)
+        want = matrix.multiply(x, bias, **how)
         cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=6)))
         parts = [x[a:b] for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
         found = []
@@ -200,7 +201,7 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
             set_num_threads(data.draw(st.integers(1, 4)))
             company = normal(rng, data.draw(st.integers(0, 20)), columns)
             ahead = data.draw(st.booleans())
-            both = matrix.multiply(np.concatenate([company, part] if ahead else [part, company]), bias, exact=exact)
+            both = matrix.multiply(np.concatenate([company, part] if ahead else [part, company]), bias, **how)
             found.append(both[len(company) :] if ahead else both[: len(part)])
     finally:
         set_num_threads(before)
@@ -217,21 +218,21 @@ def test_nothing_beside_the_arrays_is_touched(rng, simd, format, at_end):
         bias = copy_guarded(normal(rng, shape[0]), at_end=at_end)
         for n in (1, 5, 13):
             x = copy_guarded(normal(rng, n, shape[1]), at_end=at_end)
-            for exact in (False, True):
+            for how in ACTIVATIONS:
                 out = guarded((n, shape[0]), np.float32, at_end=at_end)
-                assert matrix.multiply(x, bias, exact=exact, out=out) is out
-                np.testing.assert_array_equal(out, matrix.multiply(x.copy(), bias.copy(), exact=exact))
+                assert matrix.multiply(x, bias, activations=how, out=out) is out
+                np.testing.assert_array_equal(out, matrix.multiply(x.copy(), bias.copy(), activations=how))
 
 
-@pytest.mark.parametrize("format", MATRIX_FORMATS)
+@pytest.mark.parametrize(("format", "activations"), MEETINGS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(rng, simd, format, value):
+def test_what_is_not_finite_shows(rng, simd, format, activations, value):
     """Only in its own row."""
     matrix = matrix_of(np.abs(normal(rng, 20, 70)) + 1, format)
     x = np.abs(normal(rng, 3, 70))
-    want = matrix.multiply(x)
+    want = matrix.multiply(x, activations=activations)
     x[1, 40] = value
-    out = matrix.multiply(x)
+    out = matrix.multiply(x, activations=activations)
     assert not np.isfinite(out[1]).any()
     np.testing.assert_array_equal(out[[0, 2]], want[[0, 2]])
 
@@ -278,6 +279,7 @@ MISTAKES = [
     (lambda m: m.put_codes(0, np.ones((1, 64), np.uint8), F16, F16), ValueError, r"scales: expected float16 \(1, 2\)"),
     (lambda m: m.put_codes(0, np.ones((1, 64), np.uint8), F16[:1], None), TypeError, "minima: expected"),
     (lambda m: m.multiply(np.ones((1, 63), np.float32)), ValueError, r"x: expected \(n, 64\), got \(1, 63\)"),
+    (lambda m: m.multiply(ONE, activations="int4"), ValueError, "activations: expected one of int8, exact, bf16, got"),
     (lambda m: m.multiply(np.ones((1, 64), np.float32), np.ones(3, np.float32)), ValueError, r"bias: expected \(2,\)"),
     *(
         (lambda m, out=out: m.multiply(ONE, out=out), ValueError, r"out: expected C-contiguous, writeable float32 of ")

@@ -50,7 +50,8 @@ class Rows:
             if self.sinks:
                 sink_q.append(self.sink_queries[part.start : part.stop])
         q = np.concatenate(q)
-        out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
+        out = np.full((*q.shape[:2], self.s.layout.value_head_dim), np.nan, np.float32)
+        lse = np.full(q.shape[:2], np.nan, np.float32)
         kernelcalls.attend(
             self.s.layout, self.s.arena, seqs, q, self.s.layout.head_dim**-0.5, out=out, lse=lse, threads=threads,
             sink_queries=np.concatenate(sink_q) if self.sinks else None, hidden_tokens=hidden, scores=scores,
@@ -113,6 +114,16 @@ def test_formats(simd, rng, formats):
 def test_head_dims(simd, rng, dim, name):
     rotate = dim & (dim - 1) == 0 and kernels.FORMATS[name].quantised
     check(rng, 560, 45, dim=dim, heads=1, key_format=name, rotate=rotate)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 256), (8, 40), (24, 16)], ids=str)
+@pytest.mark.parametrize("formats", [("f32", "f32"), ("q8", "q8"), ("q4", "f16"), ("f32", "q3")], ids="-".join)
+def test_values_of_another_head_dim(simd, rng, dims, formats):
+    rotate = tuple(d & (d - 1) == 0 and kernels.FORMATS[name].quantised for d, name in zip(dims, formats, strict=True))
+    check(
+        rng, 1100, 45, dim=dims[0], value_dim=dims[1], heads=1, key_format=formats[0], value_format=formats[1],
+        rotate=rotate,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("group", range(1, 9))

@@ -29,7 +29,8 @@ def pieces_of(rng, tokens):
 
 
 @pytest.mark.parametrize(
-    ("weights", "activations"), [*((weights, "int8") for weights in WEIGHTS), ("q8", "exact"), ("q4", "exact")]
+    ("weights", "activations"),
+    [*((weights, "int8") for weights in WEIGHTS), ("q8", "exact"), ("q4", "exact"), ("bf16", "bf16")],
 )
 @pytest.mark.parametrize("name", NETWORKS)
 def test_pieces_and_threads(rng, simd, name, weights, activations):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvcache.core.matrix import Matrix
+from kvcache.core.matrix import ACTIVATIONS, Matrix
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 
 SHAPES = [(16, 64, "q4_1"), (5, 64, "q8_0"), (33, 64, "bf16")]
@@ -26,10 +26,10 @@ def test_a_stack_is_its_parts(rng, parts):
     rows = np.array([53, 0, 16, 15, 21, 20, 0])
     np.testing.assert_array_equal(stack[rows], whole[rows])
     x, bias = rng.standard_normal((3, 64)).astype(np.float32), rng.standard_normal(54).astype(np.float32)
-    for exact in (False, True):
-        want = np.concatenate([part.multiply(x, exact=exact) for part in parts], axis=1)
-        np.testing.assert_array_equal(stack.multiply(x, exact=exact), want)
-        np.testing.assert_array_equal(stack.multiply(x, bias, exact=exact), want + bias)
+    for activations in ACTIVATIONS:
+        want = np.concatenate([part.multiply(x, activations=activations) for part in parts], axis=1)
+        np.testing.assert_array_equal(stack.multiply(x, activations=activations), want)
+        np.testing.assert_array_equal(stack.multiply(x, bias, activations=activations), want + bias)
 
 
 def test_one_part_needs_no_stack(parts):

@@ -293,7 +293,7 @@ def test_formats(weights, layers, head):
 def test_unknown_formats_and_activations():
     with pytest.raises(ValueError, match="weights: expected one of auto, f32, f16, bf16, q8, q4, got 'int4'"):
         InferenceEngine.from_pretrained(GOLDEN / "llama", weights="int4")
-    with pytest.raises(ValueError, match="activations: expected int8 or exact, got 'int4'"):
+    with pytest.raises(ValueError, match="activations: expected one of int8, exact, bf16, got 'int4'"):
         InferenceEngine.from_pretrained(GOLDEN / "llama", activations="int4")
 
 
@@ -363,4 +363,5 @@ def test_the_name_of_a_model_knows_its_packed_weights():
 
     assert name() == name(weights="f32") == name(weights="bf16") == name(activations="exact")
     others = {name(weights=w, activations=a) for w in ("q8", "q4") for a in ("int8", "exact")}
-    assert len(others | {name()}) == 5
+    others |= {name(activations="bf16", weights=weights) for weights in ("auto", "bf16")}
+    assert len(others | {name()}) == 6

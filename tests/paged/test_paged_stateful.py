@@ -24,11 +24,13 @@ IDS = st.integers(0, 5)
 class PagedMachine(RuleBasedStateMachine):
     """Makes each call on both, and compares outcome, blocks, tokens and victims."""
 
-    num_blocks, block_size = 14, 4
+    num_blocks, block_size, value_dim = 14, 4, DIM
 
     def __init__(self):
         super().__init__()
-        self.real = PagedKvCache(self.num_blocks, self.block_size, HEADS, DIM, num_layers=LAYERS, dtype="f32")
+        self.real = PagedKvCache(
+            self.num_blocks, self.block_size, HEADS, DIM, num_layers=LAYERS, dtype="f32", value_head_dim=self.value_dim
+        )
         self.naive = NaivePagedKvCache(self.num_blocks, self.block_size)
         self.handles = []
         self.stamp = 0
@@ -46,10 +48,10 @@ class PagedMachine(RuleBasedStateMachine):
         return got
 
     def rows(self, n):
-        """Rows that identify their write."""
+        """K and V that identify their write."""
         self.stamp += 1
         row = self.stamp * 1000 + np.arange(n, dtype=np.float32)
-        return np.broadcast_to(row[:, None, None], (n, HEADS, DIM)).copy()
+        return row[:, None, None].repeat(DIM, 2), -row[:, None, None].repeat(self.value_dim, 2)
 
     @rule(seq=IDS, n=st.integers(0, 18))
     def allocate(self, seq, n):
@@ -94,10 +96,10 @@ class PagedMachine(RuleBasedStateMachine):
     )
     def write_ragged(self, seqs, layer):
         ids, counts = self.shares(seqs)
-        k = self.rows(sum(counts))
+        k, v = self.rows(sum(counts))
         self.both(
-            lambda: self.real.write_ragged(layer, ids, counts, k, -k),
-            lambda: self.naive.write_ragged(layer, ids, counts, k, -k),
+            lambda: self.real.write_ragged(layer, ids, counts, k, v),
+            lambda: self.naive.write_ragged(layer, ids, counts, k, v),
         )
 
     @rule(seqs=st.lists(st.tuples(IDS, st.integers(0, 9)), unique_by=lambda pair: pair[0], max_size=4))
@@ -160,10 +162,10 @@ class PagedMachine(RuleBasedStateMachine):
         if seq in self.naive.sequences:
             n = len(self.naive.sequences[seq].content)
             start = round(at * n)
-            k = self.rows(round(share * (n - start)))
+            k, v = self.rows(round(share * (n - start)))
             self.both(
-                lambda: self.real.write(layer, seq, k, -k, start=start),
-                lambda: self.naive.write(layer, seq, start, k, -k),
+                lambda: self.real.write(layer, seq, k, v, start=start),
+                lambda: self.naive.write(layer, seq, start, k, v),
             )
 
     @rule(seq=IDS)
@@ -215,7 +217,8 @@ class PagedMachine(RuleBasedStateMachine):
             assert real._table.info(seq_id)[-1] == seq.sinks
             for layer in range(LAYERS):
                 if seq.content:
-                    keys, values = naive.rows(layer, seq_id, np.zeros((HEADS, DIM), np.float32))
+                    zeros = [np.zeros((HEADS, dim), np.float32) for dim in (DIM, self.value_dim)]
+                    keys, values = naive.rows(layer, seq_id, zeros)
                     got = real._store.read(layer, real._table.runs(seq_id))  # no access is counted
                     np.testing.assert_array_equal(got[0], keys)
                     np.testing.assert_array_equal(got[1], values)
@@ -224,7 +227,7 @@ class PagedMachine(RuleBasedStateMachine):
 
 
 class OneSlotBlocks(PagedMachine):
-    num_blocks, block_size = 40, 1
+    num_blocks, block_size, value_dim = 40, 1, 24
 
 
 TestPaged = PagedMachine.TestCase

@@ -27,6 +27,9 @@ class MemorySource:
         self.kept = [{} for _ in rows]  # (name, text up to the end of the page) -> content
         self.expected, self.damaged = {}, set()
 
+    def attach(self, cached):
+        assert cached.slots is self.slots
+
     def offers(self, name, tokens, start):
         texts = self.texts(name, tokens)
         count = start

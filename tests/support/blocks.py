@@ -34,7 +34,8 @@ def copy_guarded(array, *, at_end=True):
 class Scattered:
     """Sequences of the given lengths in one arena, with blocks in random order, and their rows as written and as read.
 
-    holes: each sequence has only some slots of every block, like scattered survivors of an eviction.
+    holes: each sequence has only some slots of every block, like scattered survivors of an eviction. rotate: of both
+    sides, or a pair.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Scattered:
         block_size=16,
         heads=2,
         dim=32,
+        value_dim=None,
         key_format="f32",
         value_format=None,
         holes=False,
@@ -54,7 +56,9 @@ class Scattered:
     ):
         value_format = value_format or key_format
         self.formats = key_format, value_format
-        self.layout = kernels.Layout(block_size, heads, dim, key_format, value_format, rotate, rotate)
+        value_dim = dim if value_dim is None else value_dim
+        turned = (rotate, rotate) if isinstance(rotate, bool) else rotate
+        self.layout = kernels.Layout(block_size, heads, dim, *self.formats, *turned, value_head_dim=value_dim)
         tables = [list(self._spans(rng, n, block_size, holes)) for n in lengths]
         num_blocks = sum(map(len, tables)) + 2
         free = rng.permutation(num_blocks).tolist()
@@ -62,7 +66,7 @@ class Scattered:
         self.runs, self.keys, self.values, self.read_keys, self.read_values = [], [], [], [], []
         for n, table in zip(lengths, tables, strict=True):
             runs = [(free.pop(), *span) for span in table]
-            keys, values = (rng.standard_normal((n, heads, dim)).astype(np.float32) for _ in range(2))
+            keys, values = (rng.standard_normal((n, heads, d)).astype(np.float32) for d in (dim, value_dim))
             keys *= spread
             kernelcalls.write(self.layout, self.arena, runs, keys, values)
             got = np.full_like(keys, np.nan), np.full_like(values, np.nan)

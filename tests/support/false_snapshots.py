@@ -26,8 +26,8 @@ ROOM = 1 << 30  # bytes that the process may allocate in addition: ten times the
 SECONDS = 60  # for one case; most take milliseconds
 NONE = 2**32 - 1
 WIDTH = HEADS * DIM
-ROWS = (2, 1, WIDTH, b"f32", b"f32", 0, 0, 1, 64, 64 * 2 * WIDTH * 8)  # the arena of `entries`, of two layers
-BLOCKS = (2, HEADS, DIM, b"f32", b"f32", 0, 0, 2, SIZE, SIZE * 2 * WIDTH * 8)
+ROWS = (2, 1, WIDTH, b"f32", b"f32", 0, 0, 1, 64, 64 * 2 * WIDTH * 8, 0)  # the arena of `entries`, of two layers
+BLOCKS = (2, HEADS, DIM, b"f32", b"f32", 0, 0, 2, SIZE, SIZE * 2 * WIDTH * 8, 0)
 ARENAS = {"entries": ROWS, "blocks": BLOCKS}
 MAKERS = {"entries": entries, "blocks": blocks}
 
@@ -88,7 +88,10 @@ class File:
 
 def arena_of(kind, **changes):
     """The valid arena with some fields changed."""
-    fields = ("layers", "heads", "dim", "key", "value", "rotate_k", "rotate_v", "layout", "page_tokens", "page_bytes")
+    fields = (
+        "layers", "heads", "dim", "key", "value", "rotate_k", "rotate_v", "layout", "page_tokens", "page_bytes",
+        "value_dim",
+    )  # fmt: skip
     return tuple(changes.get(field, value) for field, value in zip(fields, ARENAS[kind], strict=True))
 
 
@@ -143,7 +146,8 @@ def cases(kind):
     for field, values in {
         "layers": (0, 1, 2**31, 2**32 - 1), "heads": (0, 2, 2**31, 2**32 - 1), "dim": (0, 1, 2**31, 2**32 - 1),
         "key": (b"f99", b"\xff\xff\xff\xff", b"", b"q4"), "value": (b"q2", b"f16"), "rotate_k": (1, 2, 255),
-        "rotate_v": (1, 255), "layout": (0, 2, 3, 65535), "page_tokens": (0, 1, 63, 65, 2**32 - 1),
+        "rotate_v": (1, 255), "layout": (0, 2, 3, 65535), "value_dim": (1, DIM, WIDTH, 2**32 - 1),
+        "page_tokens": (0, 1, 63, 65, 2**32 - 1),
         "page_bytes": (0, 1, 64, size - 1, size + 1, 2**32, 2**63, 2**64 - 1),
     }.items():  # fmt: skip
         for value in values:

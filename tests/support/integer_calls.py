@@ -178,6 +178,7 @@ SCALARS = [
     ([nothing], "PagedKvCache block_size", lambda _, n: built(PagedKvCache(4, n, 1, 8))),
     ([nothing], "PagedKvCache heads", lambda _, n: built(PagedKvCache(4, 16, n, 8))),
     ([nothing], "PagedKvCache head_dim", lambda _, n: built(PagedKvCache(4, 16, 1, n))),
+    ([nothing], "PagedKvCache value_head_dim", lambda _, n: built(PagedKvCache(4, 16, 1, 8, value_head_dim=n))),
     ([nothing], "PagedKvCache layers", lambda _, n: built(PagedKvCache(4, 16, 1, 8, num_layers=n))),
     ([nothing], "PagedKvCache layers and heads", lambda _, n: built(PagedKvCache(4, 16, n, 8, num_layers=n))),
     ([nothing], "PagedKvCache threshold", lambda _, n: built(PagedKvCache(4, 16, 1, 8, eviction_threshold=n))),

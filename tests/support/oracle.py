@@ -23,20 +23,21 @@ def attend(
     queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None,
     sinks=None, causal=True, parents=None,
 ):  # fmt: skip
-    """Attention of queries (n, query heads, dim) at the last n positions of keys, values (tokens, heads, dim).
+    """Attention of queries (n, query heads, dim) at the last n positions of keys (tokens, heads, dim) and of values
+    (tokens, heads, value dim).
 
     Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position. Scores become
     softcap * tanh(score / softcap). sinks (query heads) are scores of a token without a value. Without `causal`, every
     query sees all shown tokens. parents: of each query, -1 for none; it sees its ancestors instead of all before it.
 
-    Returns the output, shaped like queries; each shown token's weight summed over queries, (query heads, shown); and
-    the logarithm of each sum of exp(score), (n, query heads).
+    Returns the output, (n, query heads, value dim); each shown token's weight summed over queries, (query heads,
+    shown); and the logarithm of each sum of exp(score), (n, query heads).
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
-    count, query_heads, dim = queries.shape
+    count, query_heads, _ = queries.shape
     tokens, heads, _ = keys.shape
     shown = tokens if shown is None else shown
-    out, mass = np.zeros((count, query_heads, dim)), np.zeros((query_heads, shown))
+    out, mass = np.zeros((count, query_heads, values.shape[2])), np.zeros((query_heads, shown))
     lse = np.full((count, query_heads), -np.inf)
     for h in range(query_heads):
         k, v = keys[:shown, h // (query_heads // heads)], values[:shown, h // (query_heads // heads)]

@@ -24,10 +24,19 @@ def rounded(x, exact):
     return whole[:, : x.shape[1]], scales[..., 0]
 
 
-def product(x, weights, bias=None, *, packed, exact=False):
+def rounded_to_bf16(x):
+    """float32 rounded half to even to 8 bits of mantissa."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+
+
+def product(x, weights, bias=None, *, format, activations="int8"):
     """`(result, bound)`: the product in float64, and the largest error of each output."""
-    wide = weights.astype(np.float64)
-    used = rounded(x, exact)[0] if packed else x.astype(np.float64)
+    wide, packed = weights.astype(np.float64), "q" in format
+    if packed:
+        used = rounded(x, activations == "exact")[0]
+    else:
+        used = (rounded_to_bf16(x) if (format, activations) == ("bf16", "bf16") else x).astype(np.float64)
     mass = np.abs(used) @ np.abs(wide).T
     result, columns = used @ wide.T, weights.shape[1]
     if packed:

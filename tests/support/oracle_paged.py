@@ -223,9 +223,9 @@ class NaivePagedKvCache:
         for seq_id, _, _ in parts:
             self.touch(self.sequences[seq_id])
 
-    def rows(self, layer, seq_id, zero):
-        """Keys and values of every token; `zero` for tokens that were never written in this layer."""
-        tokens = [token.get(layer, (zero, zero)) for token in self.sequences[seq_id].content]
+    def rows(self, layer, seq_id, zeros):
+        """Keys and values of every token; `zeros`, a pair, for tokens that were never written in this layer."""
+        tokens = [token.get(layer, zeros) for token in self.sequences[seq_id].content]
         return np.array([k for k, _ in tokens]), np.array([v for _, v in tokens])
 
     def victim(self, rank, *, sole=False):

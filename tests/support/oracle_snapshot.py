@@ -19,15 +19,16 @@ def parse(data):
     at = 128
     arenas = []
     for _ in range(num_arenas):
-        layers, heads, dim, key, value, key_turn, value_turn, layout, page_tokens, page_bytes = struct.unpack(
-            "<III4s4sBBHIQ", data[at : at + 36]
-        )
-        assert data[at + 36 : at + 64] == bytes(28)
+        (
+            layers, heads, dim, key, value, key_turn, value_turn, layout, page_tokens, page_bytes, value_dim,
+        ) = struct.unpack("<III4s4sBBHIQI", data[at : at + 40])  # fmt: skip
+        assert data[at + 40 : at + 64] == bytes(24)
+        assert (layout == 3) == (value_dim > 0)
         arenas.append(
             {
                 "shape": (layers, heads, dim), "formats": (key.rstrip(b"\0").decode(), value.rstrip(b"\0").decode()),
                 "rotated": (key_turn, value_turn), "layout": layout, "page_tokens": page_tokens,
-                "page_bytes": page_bytes, "slots": 0,
+                "page_bytes": page_bytes, "value_dim": value_dim, "slots": 0,
             }
         )  # fmt: skip
         at += 64

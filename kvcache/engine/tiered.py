@@ -1,0 +1,150 @@
+"""`Tiered`: a prompt that runs while tiers are asked for its blocks, and jumps ahead where these reach past it.
+
+The prompt runs in pieces as long as something may arrive, and at once to its end afterwards. The pieces change no bit
+of its K and V. After each piece, blocks that have arrived are copied into the prefix cache, with those that were
+computed, and the sequence becomes one that shares them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.sequence import LiveSequence
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.protocols import Model
+from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.blocks import PrefixCache
+from kvcache.tiers.directory import DirectoryTier
+from kvcache.tiers.lookups import Lookup
+from kvcache.tiers.source import GROUP_TOKENS, TierSource
+from kvcache.tiers.tiers import Tiers
+
+__all__ = ["Tiered", "as_tiers", "source_of"]
+
+AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
+
+Tokens = NDArray[np.uint32]
+
+
+def as_tiers(
+    tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None, sequence: LiveSequence
+) -> Tiers | None:
+    """The tiers of an engine.
+
+    Raises:
+        TypeError, ValueError: another kind; both are given; an engine whose layers keep windows.
+        OSError: the directory of `autosave` cannot be made or read.
+    """
+    if tiers is None and autosave is None:
+        return None
+    name = "tiers" if autosave is None else "autosave"
+    if tiers is not None and not isinstance(tiers, Tiers):
+        raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
+    if tiers is not None and autosave is not None:
+        raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
+    if sequence.windows.groups:
+        raise ValueError(f"{name}: expected a network whose layers keep all tokens, got one with sliding windows")
+    if tiers is not None:
+        return tiers
+    assert autosave is not None
+    directory = autosave if isinstance(autosave, DirectoryTier) else DirectoryTier(autosave, AUTOSAVE_BYTES)
+    return Tiers([directory], after_uses=1)
+
+
+def source_of(tiers: Tiers, model: Model, residual_length: int) -> TierSource:
+    """The tiers as the source of the prefix cache of an engine; engines of all kinds share values.
+
+    Raises:
+        TypeError: the model is no `Transformer`.
+    """
+    return tiers.source(f"{fingerprint(model)}, residual_length {residual_length}", waits=False)
+
+
+class Tiered:
+    """The tiers of a `PrefixCachedEngine`.
+
+    Args:
+        tiers: its tiers.
+        engine, sequence: the engine and its sequence.
+        cache: the prefix cache; the tiers become its source.
+    """
+
+    def __init__(self, tiers: Tiers, engine: InferenceEngine, sequence: LiveSequence, cache: PrefixCache) -> None:
+        self._tiers, self._engine, self._sequence, self._cache = tiers, engine, sequence, cache
+        self._source = source_of(tiers, engine.model, engine.residual_length)
+        cache.source = self._source
+        self._lookup: Lookup | None = None
+
+    @contextmanager
+    def looking(self, tokens: Tokens, start: int, namespace: Hashable) -> Iterator[None]:
+        """Ask the tiers for the blocks of a prompt from token `start` on, meanwhile."""
+        with self._source.looking(namespace, tokens, start) as self._lookup:
+            try:
+                yield
+            finally:
+                self._lookup = None
+
+    def run(self, tokens: Tokens, start: int, namespace: Hashable) -> int:
+        """Run a part of the prompt from `start` on, until nothing more arrives or one token is left; where it ends."""
+        requests, lookup, last = self._engine._requests, self._lookup, len(tokens) - 1
+        if lookup is None:
+            return start
+        lookup.wait(self._tiers.head_start)
+        piece = GROUP_TOKENS
+        while True:
+            ended, before = lookup.ended, start  # read before what has arrived
+            start = self._jump(lookup, tokens, start, namespace)
+            if ended or start >= last:
+                break
+            end = min(start - start % GROUP_TOKENS + piece, last)
+            # Short pieces take more time for each token: where nothing has arrived, the next one is longer.
+            piece = GROUP_TOKENS if start > before else min(2 * piece, self._sequence.chunk)
+            with self.measured(end - start):
+                requests.prefill_part(tokens[start:end], start, len(tokens))
+            start = end
+            lookup.reached = start // self._source.format.group_tokens
+        lookup.cancel()
+        return start
+
+    @contextmanager
+    def measured(self, count: int) -> Iterator[None]:
+        """Measure how long `count` tokens take to compute."""
+        began = perf_counter()
+        yield
+        if count >= GROUP_TOKENS:
+            self._source.computing.add(count / max(perf_counter() - began, 1e-9))
+
+    def _jump(self, lookup: Lookup, tokens: Tokens, start: int, namespace: Hashable) -> int:
+        """Share the blocks that have arrived, if they reach past `start`; the tokens of the sequence."""
+        group = self._engine.residual_length or 1
+        most = lookup.available(start)
+        if min(most, len(tokens) - 1) // group * group <= start:
+            return start
+        cache, sequence, regimes = self._cache, self._sequence, self._engine._requests.regimes
+        full = start // cache.block_size
+        blocks = self._engine.cache.block_table([sequence.seq_id]).block_ids
+        cache.adopt(tokens[: full * cache.block_size], blocks[:full], namespace)
+        with cache.open_again(tokens, namespace) as session:
+            found = min(session.num_tokens, len(tokens) - 1) // group * group
+            if found <= start:
+                lookup.cancel()  # there is no room for them
+                return start
+
+            def share(paged: PagedKvCache, seq_id: int) -> int:
+                paged.adopt(seq_id, session.block_indices[: -(-found // paged.block_size)], found)
+                return found
+
+            sequence.replace(share)
+            regimes.know(tokens[:found], regimes.of(len(tokens)))
+        return found
+
+    def used(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Offer what a request had to the tiers."""
+        self._source.used(namespace, tokens)

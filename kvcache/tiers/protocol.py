@@ -1,0 +1,29 @@
+"""`Tier`: a store of bytes by key, beyond the memory of this process: a directory, a Redis server, an object store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+__all__ = ["Buffer", "Tier"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Tier(Protocol):
+    """What a store has to do. Every method may raise any exception: `Tiers` counts it, and the values are misses.
+
+    Each is called on one of the threads of `Tiers`, never on the thread of a request; several threads may call at once.
+    A store may forget any value at any time. It may return any bytes: `Tiers` checks them. A key has 20 bytes.
+
+    A tier may have an attribute `secret`, see `Tiers`.
+    """
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
+        """The value of each key; None where there is none."""
+
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """Store values under their keys; another value under a key is replaced."""
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key has a value."""

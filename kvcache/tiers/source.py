@@ -1,0 +1,311 @@
+"""`TierSource`: the tiers as the `Source` of one `PrefixCache`.
+
+A value has the pages of `group_tokens` tokens. What a lookup has fetched is copied into the pages of the cache with the
+cache's lock held, by the thread of the request. What is to be written is copied out in the same way, so the threads of
+the tiers never touch the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.kernels import simd_level
+from kvcache.saved.namespaces import encode_namespace
+from kvcache.saved.tables import Arena
+from kvcache.tiers.keys import KeyChain
+from kvcache.tiers.links import Link, Measured
+from kvcache.tiers.lookups import Lookup, Reader
+from kvcache.tiers.values import VERSION, ValueFormat, Wrapping, wrapping
+from kvcache.tiers.writing import WriteBehind, Written
+
+if TYPE_CHECKING:
+    from kvcache.prefix.cached_blocks import CachedBlocks
+
+__all__ = ["GROUP_TOKENS", "TierSource"]
+
+logger = logging.getLogger("kvcache")
+
+GROUP_TOKENS = 64  # of a value, or one block where that is larger
+_MOST_KNOWN = 1 << 17  # groups whose uses are remembered
+_MOST_NAMES = 1 << 10  # namespaces whose keys are
+
+Int32 = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is known of a group of tokens: how many requests had it, and which tiers have or get it, a bit each."""
+
+    uses: int = 0
+    sent: int = 0
+    wrong: int = 0  # tiers that have something else under its key
+
+
+class TierSource:
+    """What a cache asks tiers for, and offers them. No call raises an exception of a tier.
+
+    Args:
+        links, writers, reader: of the `Tiers`, the `owner`.
+        model: the model's name: all that K and V depend on beside the tokens and what the cache's store says.
+        deadline: seconds that `offers` waits for a lookup; 0: it takes what `start` has fetched.
+
+    Attributes:
+        computing: tokens per second that the network computes, as far as is known.
+    """
+
+    def __init__(
+        self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, deadline: float, owner: object
+    ) -> None:
+        self._links, self._writers, self._reader, self._model, self._deadline = links, writers, reader, model, deadline
+        self._owner = owner  # lives as long as this
+        self.computing = Measured()
+        self._lookups: list[Lookup] = []
+        self._known: OrderedDict[bytes, _Group] = OrderedDict()
+        self._wrapped: OrderedDict[bytes, list[Wrapping]] = OrderedDict()
+        self._expected: dict[int, tuple[Lookup, int]] = {}
+        self._cached: CachedBlocks | None = None
+
+    def attach(self, cached: CachedBlocks) -> None:
+        """See `Source`."""
+        store = cached.store
+        arena = Arena(
+            store.num_layers, store.num_heads, *cached.dims, store.key_dtype, store.value_dtype, *store.rotated,
+            "blocks", store.block_size, store.block_bytes,
+        )  # fmt: skip
+        self._cached, self._size = cached, store.block_size
+        self._pages = max(1, GROUP_TOKENS // self._size)  # of a group
+        self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
+        # Levels of SIMD add in different orders, so each has K and V of its own.
+        context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), self._model.encode()))
+        contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
+        size = self.format.group_tokens
+        self._chains = [KeyChain(link.secret, each, size) for link, each in zip(self._links, contexts, strict=True)]
+
+    # -- lookups --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def looking(self, name: Hashable, tokens: Tokens, start: int) -> Iterator[Lookup | None]:
+        """A lookup of the groups of `tokens` from token `start` on that runs meanwhile; None: there is none."""
+        lookup = self.start(name, tokens, start)
+        try:
+            yield lookup
+        finally:
+            self.end(lookup)
+
+    def start(self, name: Hashable, tokens: Tokens, start: int) -> Lookup | None:
+        """Begin a lookup, as `looking` does; `end` has to follow."""
+        first, stop = start // self.format.group_tokens, len(tokens) // self.format.group_tokens
+        if first >= stop:
+            return None
+        try:
+            keys, wrappings = self._keys(name, tokens), self._wrappings(name)
+        except TypeError:  # a namespace that has no bytes
+            return None
+        lookup = Lookup(name, tokens, first, stop, keys, wrappings, self.format, self.computing)
+        if not self._reader.submit(lookup):
+            self._links[0].count("late")
+            return None
+        self._lookups.append(lookup)
+        return lookup
+
+    def end(self, lookup: Lookup | None) -> None:
+        """End a lookup, and note what it learned of the tiers."""
+        if lookup is None:
+            return
+        lookup.cancel()
+        self._lookups = [each for each in self._lookups if each is not lookup]
+        self._expected = {page: each for page, each in self._expected.items() if each[0] is not lookup}
+        for number, absent in enumerate(lookup.absent):
+            for group in absent:
+                if (known := self._known.get(lookup.keys[0][group])) is not None:
+                    known.sent &= ~(1 << number)
+            for group in lookup.present[number]:
+                self._group(lookup.keys[0][group]).sent |= 1 << number
+        for number, group in lookup.wrong:
+            known = self._group(lookup.keys[0][group])
+            known.sent &= ~(1 << number)
+            known.wrong |= 1 << number
+
+    def _keys(self, name: Hashable, tokens: Tokens) -> list[list[bytes]]:
+        """The keys of all groups, for each tier."""
+        encoded, by_secret = encode_namespace(name), {}
+        for chain in self._chains:
+            if chain.secret not in by_secret:
+                by_secret[chain.secret] = chain.keys(encoded, tokens)
+        return [by_secret[chain.secret] for chain in self._chains]
+
+    def _wrappings(self, name: Hashable) -> list[Wrapping]:
+        """Of the values of a namespace, for each tier."""
+        encoded = encode_namespace(name)
+        if (found := self._wrapped.get(encoded)) is None:
+            found = [wrapping(link.secret, link.encrypt, encoded) for link in self._links]
+            self._wrapped[encoded] = found
+            if len(self._wrapped) > _MOST_NAMES:
+                self._wrapped.popitem(last=False)
+        return found
+
+    # -- Source ---------------------------------------------------------------------------------------------
+
+    def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
+        """See `Source`: the pages that have arrived."""
+        try:
+            return self._offers(name, tokens, start)
+        except Exception:
+            logger.warning("tiers are not asked", exc_info=True)
+            return 0
+
+    def _offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
+        lookup = self._lookup_of(name, tokens)
+        if lookup is None and self._deadline > 0:
+            lookup = self.start(name, tokens, start * self._size)
+            if lookup is not None:
+                lookup.wait(self._deadline)
+        if lookup is None:
+            return 0
+        count = lookup.available(start * self._size) // self._size - start
+        if self._deadline > 0 and not count:
+            self.end(lookup)
+        return count
+
+    def _lookup_of(self, name: Hashable, tokens: Tokens) -> Lookup | None:
+        return next((each for each in self._lookups if each.covers(name, tokens)), None)
+
+    def expect(self, name: Hashable, tokens: Tokens, start: int, pages: Int32) -> None:
+        """See `Source`."""
+        if (lookup := self._lookup_of(name, tokens)) is not None:
+            self._expected.update((page, (lookup, i)) for i, page in enumerate(pages.tolist(), start))
+
+    def fetch(self, pages: Int32) -> Int32:
+        """See `Source`: copy what has arrived into the pages."""
+        assert self._cached is not None
+        store, good = self._cached.store, []
+        lookups = []
+        for page in pages.tolist():
+            lookup, i = self._expected.pop(page, (None, 0))
+            body = None if lookup is None else lookup.bodies.get(i // self._pages)
+            if body is None:
+                break
+            layers = np.frombuffer(body, np.uint8).reshape(self._pages, store.num_layers, -1)[i % self._pages]
+            for place, data in zip(store.overwrite(page), layers, strict=True):
+                place[...] = data
+            good.append(page)
+            lookups.append(lookup)
+        if self._deadline > 0:
+            for lookup in set(lookups):
+                self.end(lookup)
+        return np.array(good, np.int32)
+
+    def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
+        """See `Source`: write the groups that lose a page, unless they have been written."""
+        try:
+            self._spill(name, tokens, pages)
+        except Exception:
+            logger.warning("what was evicted is not offered to the tiers", exc_info=True)
+
+    def _spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
+        assert self._cached is not None
+        if not any(writer.room() >= self.format.body_bytes for writer in self._writers):
+            return
+        size = self.format.group_tokens
+        stop = len(tokens) // size
+        first = (len(tokens) - len(pages) * self._size) // size  # the first group of which a page leaves
+        if first >= stop:
+            return
+        kept = self._cached.index.find(tokens[: len(tokens) - len(pages) * self._size], name).pages
+        self._write(name, tokens[: stop * size], np.concatenate([kept, pages]), range(first, stop), evicted=True)
+
+    # -- writes ---------------------------------------------------------------------------------------------
+
+    def used(self, name: Hashable, tokens: Tokens) -> None:
+        """Note that a request had these tokens; write those groups of them that have been used often enough.
+
+        Raises no exception. To be called without the cache's lock.
+        """
+        assert self._cached is not None
+        try:
+            stop = len(tokens) // self.format.group_tokens
+            if stop:
+                with self._cached.lock:
+                    pages = self._cached.index.find(tokens, name).pages
+                    stop = min(stop, len(pages) // self._pages)
+                    self._write(name, tokens[: stop * self.format.group_tokens], pages, range(stop), evicted=False)
+        except Exception:
+            logger.warning("what a request computed is not offered to the tiers", exc_info=True)
+
+    def _write(self, name: Hashable, tokens: Tokens, pages: Int32, groups: range, *, evicted: bool) -> None:
+        """Queue groups of `tokens`, whose K and V are in `pages`, for the tiers that are to get them."""
+        try:
+            keys = self._keys(name, tokens)
+        except TypeError:  # a namespace that has no bytes
+            return
+        wanted: list[tuple[int, list[int]]] = []
+        for group in groups:
+            known = self._group(keys[0][group])
+            known.uses += not evicted
+            numbers = [
+                number for number, link in enumerate(self._links)
+                if not known.sent >> number & 1 and (evicted or known.uses >= link.after_uses)
+            ]  # fmt: skip
+            if numbers:
+                wanted.append((group, numbers))
+        room = max((writer.room() for writer in self._writers), default=0) // self.format.body_bytes
+        for _, numbers in wanted[max(0, room) :]:
+            for number in numbers:
+                self._links[number].count("dropped")
+        if wanted := wanted[: max(0, room)]:
+            bodies = self._bodies(pages, [group for group, _ in wanted])
+            self._queue(tokens, keys, self._wrappings(name), wanted, bodies)
+
+    def _bodies(self, pages: Int32, groups: list[int]) -> npt.NDArray[np.uint8]:
+        """Copies of the K and V of groups, `(len(groups), body_bytes)`."""
+        assert self._cached is not None
+        store, count = self._cached.store, self._pages
+        layers = [store.raw(layer) for layer in range(store.num_layers)]
+        bodies = np.empty((len(groups), count, store.num_layers, store.block_bytes // store.num_layers), np.uint8)
+        for body, group in zip(bodies, groups, strict=True):
+            for out, page in zip(body, pages[group * count : (group + 1) * count].tolist(), strict=True):
+                for place, layer in zip(out, layers, strict=True):
+                    place[...] = layer[page]
+        return bodies.reshape(len(groups), -1)
+
+    def _queue(
+        self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
+        wanted: list[tuple[int, list[int]]], bodies: npt.NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        size = self.format.group_tokens
+        for (group, numbers), body in zip(wanted, bodies, strict=True):
+            known, own = self._group(keys[0][group]), tokens[group * size : (group + 1) * size].copy()
+            for number in numbers:
+                bit = 1 << number
+                item = Written(
+                    keys[number][group], own, memoryview(body), self.format, wrappings[number],
+                    bool(known.wrong & bit), partial(_lost, known, bit),
+                )  # fmt: skip
+                known.sent |= bit
+                known.wrong &= ~bit
+                if not self._writers[number].offer(item):
+                    known.sent &= ~bit
+
+    def _group(self, key: bytes) -> _Group:
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Group()
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        return known
+
+
+def _lost(known: _Group, bit: int) -> None:
+    known.sent &= ~bit

@@ -1,0 +1,83 @@
+"""`BatchEngine` with tiers: every request gives what it gives alone, and finds what other engines computed."""
+
+import numpy as np
+import pytest
+from pace import FAST
+from places import GOLDEN
+from prefix_engines import SHORT, prompt
+from serving import Alone, prompts, run, same, sampled, settled
+from tier_stores import SECRET, Faulty, ObjectStore
+
+from kvcache import BatchEngine
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
+from kvcache.tiers import Tiers
+
+pytestmark = pytest.mark.one_build
+
+
+def tiers_over(*stores, **options):
+    return Tiers(stores, **{"secret": SECRET, "after_uses": 1, "head_start": 60, **options})
+
+
+@pytest.mark.parametrize(("dtype", "residual"), [("f32", None), ("q8", None), ("q4", None), ("q2", None), ("q4", 48)])
+def test_engines_of_both_kinds_share_values(network, dtype, residual):
+    store, text = ObjectStore(), prompt(1, 300)
+    options = {"dtype": dtype, "residual_length": residual}
+    want = InferenceEngine(network, **options).complete(text, sampled(3, 12, logprobs=1))
+    with tiers_over(store) as tiers:
+        with BatchEngine(network, tiers=tiers, **options) as engine:
+            same(engine.submit(text, sampled(3, 12, logprobs=1)).completions()[0], want)
+        assert tiers.flush(60)
+    assert len(store.bucket) == 4
+    group = InferenceEngine(network, **options).residual_length or 1
+    with tiers_over(store) as tiers:
+        alone = PrefixCachedEngine(InferenceEngine(network, **options), 64, tiers=tiers)
+        assert alone.complete(text, SHORT).cached_tokens == 256 // group * group
+    with tiers_over(store) as tiers, BatchEngine(network, tiers=tiers, **options) as engine:
+        request = engine.submit(text, sampled(3, 12, logprobs=1))
+        same(request.completions()[0], want)
+        assert request.metrics.cached_tokens == 256 // group * group
+        settled(engine)
+
+
+def test_networks_with_windows(rng):
+    """They keep all tokens here, so their blocks go to tiers like others."""
+    model, store = Transformer.from_pretrained(GOLDEN / "gemma3"), ObjectStore()
+    text = rng.integers(0, 250, 300).astype(np.uint32)
+    want = InferenceEngine(model).complete(text, sampled(3))
+    for cached in (0, 256):
+        with tiers_over(store) as tiers, BatchEngine(model, tiers=tiers) as engine:
+            request = engine.submit(text, sampled(3))
+            same(request.completions()[0], want)
+            assert request.metrics.cached_tokens == cached
+
+
+@pytest.mark.parametrize("head_start", [0, 60])
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_many_requests_under_random_faults(network, monkeypatch, dtype, head_start):
+    """A pool that holds few of them, tiers that fail and lie, requests that are cancelled."""
+    monkeypatch.setattr("kvcache.tiers.links.PAUSE", 0.001)
+    alone, store = Alone(network, dtype=dtype), ObjectStore()
+    rng = np.random.default_rng(5)
+    for turn in range(2 if FAST else 6):
+        with tiers_over(Faulty(store, turn, 0.1), head_start=head_start) as tiers:
+            engine = BatchEngine(network, num_blocks=40, dtype=dtype, tiers=tiers)
+            asked = [(text, sampled(i, 6, logprobs=1)) for i, text in enumerate(prompts(2, 12, 300))]
+            requests = [engine.submit(text, params, n=1 + i % 2) for i, (text, params) in enumerate(asked)]
+            for _ in range(3):
+                engine.step()
+            cancelled = [request for request in requests if rng.random() < 0.1]
+            for request in cancelled:
+                request.cancel()
+            run(engine)
+            for request, (text, params) in zip(requests, asked, strict=True):
+                if request not in cancelled:
+                    same(request.completions()[0], alone(text, params))
+            settled(engine)
+            assert engine._blocks.tiered._lookups == {}
+            assert tiers.flush(60)
+
+
+def test_refused_by_name(network):
+    with pytest.raises(TypeError, match="tiers: expected a Tiers, got ObjectStore"):
+        BatchEngine(network, tiers=ObjectStore())
