@@ -15,6 +15,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.calibration import Calibration
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.sequence import LiveSequence
 from kvcache.networks.fingerprint import fingerprint
@@ -58,13 +59,16 @@ def as_tiers(
     return Tiers([directory], after_uses=1)
 
 
-def source_of(tiers: Tiers, model: Model, residual_length: int) -> TierSource:
+def source_of(
+    tiers: Tiers, model: Model, residual_length: int, calibration: Calibration | None = None
+) -> TierSource:  # fmt: skip
     """The tiers as the source of the prefix cache of an engine; engines of all kinds share values.
 
     Raises:
         TypeError: the model is no `Transformer`.
     """
-    return tiers.source(f"{fingerprint(model)}, residual_length {residual_length}", waits=False)
+    calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
+    return tiers.source(f"{fingerprint(model)}, residual_length {residual_length}{calibrated}", waits=False)
 
 
 class Tiered:
@@ -78,7 +82,7 @@ class Tiered:
 
     def __init__(self, tiers: Tiers, engine: InferenceEngine, sequence: LiveSequence, cache: PrefixCache) -> None:
         self._tiers, self._engine, self._sequence, self._cache = tiers, engine, sequence, cache
-        self._source = source_of(tiers, engine.model, engine.residual_length)
+        self._source = source_of(tiers, engine.model, engine.residual_length, engine.cache.calibration)
         cache.source = self._source
         self._lookup: Lookup | None = None
 
@@ -98,6 +102,10 @@ class Tiered:
             return start
         lookup.wait(self._tiers.head_start)
         piece = GROUP_TOKENS
+        residual = self._sequence.residual
+        if residual is not None and start < residual.firsts <= last:  # which every token reads unpacked
+            requests.prefill_part(tokens[start : residual.firsts], start, len(tokens))
+            start = residual.firsts
         while True:
             ended, before = lookup.ended, start  # read before what has arrived
             start = self._jump(lookup, tokens, start, namespace)
@@ -125,7 +133,8 @@ class Tiered:
         """Share the blocks that have arrived, if they reach past `start`; the tokens of the sequence."""
         group = self._engine.residual_length or 1
         most = lookup.available(start)
-        if min(most, len(tokens) - 1) // group * group <= start:
+        residual = self._sequence.residual
+        if min(most, len(tokens) - 1) // group * group <= start or (residual is not None and start < residual.firsts):
             return start
         cache, sequence, regimes = self._cache, self._sequence, self._engine._requests.regimes
         full = start // cache.block_size
@@ -141,7 +150,12 @@ class Tiered:
                 paged.adopt(seq_id, session.block_indices[: -(-found // paged.block_size)], found)
                 return found
 
+            firsts = []
+            if residual is not None and residual.firsts:
+                firsts = [residual.read_firsts(layer) for layer in range(self._engine.config.num_layers)]
             sequence.replace(share)
+            if residual is not None and firsts:
+                residual.resume((), firsts)
             regimes.know(tokens[:found], regimes.of(len(tokens)))
         return found
 
