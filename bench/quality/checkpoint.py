@@ -117,7 +117,7 @@ class _Run:
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
         full = FORMATS["f16"].bits
-        self.bits = packed + full * (length + num_firsts(cache.calibration, length)) / context
+        self.bits = packed + full * (length + num_firsts("calibrate" in options, length)) / context
 
     def __call__(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         self._engine.score(tokens)

@@ -11,7 +11,7 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.residual import num_firsts, residual_bytes
+from kvcache.engine.residual import residual_bytes
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.windows import LayerGroups, num_pages
 from kvcache.networks.protocols import Model
@@ -34,6 +34,7 @@ def cache_options(
     rotate: bool | str,
     groups: LayerGroups,
     calibration: Calibration | None = None,
+    firsts: int = 0,
 ) -> dict[str, Any]:
     """The arguments of `PagedKvCache` for an engine over `model`, for the layers that keep all tokens.
 
@@ -41,7 +42,6 @@ def cache_options(
     those of the windows and the residual together.
     """
     config = model.config
-    firsts = num_firsts(calibration, residual_length)
     num_layers, positions = len(groups.whole) if budgets is None else 1, config.max_position_embeddings
     if num_blocks is None and budgets is not None:
         num_blocks = budgets.peak_blocks(block_size, prefill_chunk, positions)

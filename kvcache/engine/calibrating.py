@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["as_calibration", "cache_folder", "calibration_of", "measure", "text_or_calibration"]
+__all__ = ["as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "text_or_calibration"]
 
 # Tokens of one text: longer ones are cut, since the slow pairs of RoPE turn with the position. The first tokens of each
 # count for nothing: caches keep them in f16, and their keys are unlike all others.
@@ -48,17 +48,18 @@ def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -
     Raises:
         TypeError, ValueError: another kind of argument; not False where it is excluded.
     """
+    packed = key_dtype in FORMATS and FORMATS[key_dtype].quantised
+    # A softcap or sinks of the network tell the constant that a centre takes from all scores.
+    tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
     if calibrate is False or calibrate is None:
-        return None
+        return bias_centres(model, tell) if packed and not without else None
     if without:
         raise ValueError(f"calibrate: expected False with {without}, got {short(calibrate)}")
     if isinstance(calibrate, (str, Path, bool)):
         raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
-    if key_dtype in FORMATS and not FORMATS[key_dtype].quantised:
+    if not packed:
         return None
     found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate)
-    # A softcap or sinks of the network tell the constant that a centre takes from all scores.
-    tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
     return found.without_centres(tell) if tell else found
 
 
@@ -112,6 +113,25 @@ def calibration_of(model: Model, tokens: Any) -> Calibration:
     except OSError as error:
         logger.warning("the calibration is not kept: %s", error)
     return found
+
+
+def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | None:
+    """What is known of keys without a text: the mean over positions of what biases add to them; None: nothing.
+
+    Biases of some networks are a hundred times as large as what they are added to, in the pairs that RoPE hardly turns.
+
+    Args:
+        without: layers that have centres of zeros.
+    """
+    if not isinstance(model, Transformer):
+        return None
+    most = min(_WINDOW, model.config.max_position_embeddings)
+    rows = model.key_bias(np.arange(0, most, max(1, most // 256)))
+    if rows is None:
+        return None
+    centres = rows.mean(axis=1, dtype=np.float64).astype(np.float32)
+    centres[list(without)] = 0
+    return Calibration(np.clip(centres, -32752, 32752)) if centres.any() else None
 
 
 class _Sums:

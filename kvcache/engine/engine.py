@@ -111,12 +111,13 @@ class InferenceEngine:
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
         calibration = as_calibration(model, calibrate, dtypes[0], without)
-        length = as_length(residual_length, *dtypes, without=without, calibrated=calibration is not None)
-        self._residual_length, firsts = length, num_firsts(calibration, length)
+        measured = calibration is not None and calibrate is not False
+        length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
+        self._residual_length, firsts = length, num_firsts(measured, length)
         self._cache_options = cache_options(
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
             prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
-            groups=groups, calibration=calibration,
+            groups=groups, calibration=calibration, firsts=firsts,
         )  # fmt: skip
         cache, make = self._make_cache(**self._cache_options), partial(self._make_cache, **self._cache_options)
         self._sequence: ModelSequence = (

@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count
-from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
 from kvcache.core.memory import total
 from kvcache.core.store import BlockStore
@@ -76,9 +75,9 @@ def as_length(
     return length
 
 
-def num_firsts(calibration: Calibration | None, length: int) -> int:
-    """The first tokens that are kept unpacked beside a residual of this length: some where keys have a calibration."""
-    return 0 if calibration is None else min(FIRSTS, length or FIRSTS)
+def num_firsts(measured: bool, length: int) -> int:
+    """The first tokens that are kept unpacked beside a residual of this length: some beside a measured calibration."""
+    return min(FIRSTS, length or FIRSTS) if measured else 0
 
 
 def residual_bytes(config: NetworkConfig, dtypes: tuple[str, str], length: int, chunk: int, firsts: int = 0) -> int:

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from oracle import attend
+from places import GOLDEN
 
-from kvcache import Calibration, InferenceEngine, PrefixCachedEngine, SamplingParams, SnapshotError
+from kvcache import BatchEngine, Calibration, InferenceEngine, PrefixCachedEngine, SamplingParams, SnapshotError
 from kvcache.demo import DIRECTORY
+from kvcache.engine import Transformer
 from kvcache.engine.calibrating import measure
 from kvcache.eviction import EvictionPolicy
 
@@ -128,3 +130,32 @@ def test_what_calibrate_takes(model, folder, rng):
         InferenceEngine(model, calibrate=text, dtype="q4", eviction_policy=policy, kv_budget=64)
     with pytest.raises(ValueError, match=r"^calibration: expected one of"):
         InferenceEngine(model, calibrate=Calibration(np.zeros((1, 2, 8))), dtype="q4")
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen2"])
+def test_what_biases_add_to_keys_is_centred_without_a_calibration(name, rng):
+    """Keys of biases that hide all else are rounded with less error, in an engine and in a batch alike."""
+    network = Transformer.from_pretrained(GOLDEN / name)
+    config = network.config
+    text, plain = rng.integers(0, config.vocab_size, 120).astype(np.uint32), []
+    first = config.num_heads * config.head_dim
+    for scale in (0.0, 1.0):
+        for layer in network.weights.layers:
+            bias = np.zeros_like(layer.qkv_bias)
+            slow = bias[first : first + config.num_kv_heads * config.head_dim].reshape(-1, 2, config.head_dim // 2)
+            slow[:, :, -1] = 60 * scale
+            object.__setattr__(layer, "qkv_bias", bias)
+        exact = InferenceEngine(network).score(text)
+        engine = InferenceEngine(network, dtype="q4", residual_length=0)
+        plain.append(np.abs(engine.score(text) - exact).mean())
+        centres = engine.cache.calibration
+        assert (centres is None) == (scale == 0)
+    assert np.abs(centres.centres).max() > 40
+    assert centres.moments is None
+    zeros = Calibration(np.zeros(centres.shape))
+    none = InferenceEngine(network, dtype="q4", residual_length=0, calibrate=zeros).score(text)
+    assert plain[1] < 0.7 * np.abs(none - exact).mean()
+    assert InferenceEngine(network, dtype="f16").cache.calibration is None
+    with BatchEngine(network, dtype="q4") as batch:
+        alone = InferenceEngine(network, dtype="q4").generate(text, GREEDY)
+        assert batch.submit(text, GREEDY).result(60) == alone
