@@ -40,7 +40,7 @@ cdef class KvRows:
         self.tensors[0], self.tensors[1] = tensor_of(self.keys), tensor_of(self.values)
         if self.plain:
             return
-        cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * <size_t>(self.dims[0] + self.dims[1])
+        cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * (<size_t>self.dims[0] + <size_t>self.dims[1])
         self.staged = <float *>malloc(size)
         if self.staged == NULL:
             raise MemoryError(f"no memory for {size} bytes of converted rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from kvcache.core.calibration import Calibration
-from kvcache.engine.tiered import source_of
+from kvcache.engine.tiered import model_name
 from kvcache.networks.protocols import Model
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.serving.work import Work
@@ -32,7 +32,7 @@ class TieredWorks:
         calibration: Calibration | None = None,
     ) -> None:  # fmt: skip
         self._tiers, self._prefixes, self._group = tiers, prefixes, residual_length or 1
-        self._source = source_of(tiers, model, residual_length, calibration)
+        self._source = tiers.source(model_name(model, residual_length, calibration), waits=False)
         prefixes.source = self._source
         self._lookups: dict[int, Lookup] = {}  # by the number of the work
         self._asked: set[int] = set()

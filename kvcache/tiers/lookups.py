@@ -84,6 +84,13 @@ class Lookup:
             group += 1
         return max(token, group * size)
 
+    def narrowed(self, number: int, link: Link, at: int, end: int) -> int:
+        """The end of those groups from `at` to `end`, which tier `number` has, that are of use."""
+        return end
+
+    def finish(self, number: int, link: Link, stop: int) -> None:
+        """Fetch what else is of use when the groups before `stop` have arrived from tier `number`."""
+
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, so long at most."""
         end = monotonic() + seconds
@@ -190,7 +197,10 @@ class Reader:
                 link.count("misses")
                 lookup.absent[number] = range(end, lookup.stop)
             lookup.present[number] = range(at, end)
+            end = lookup.narrowed(number, link, at, end)
             at = self._fetch(lookup, number, link, at, end)
+            if at == end > lookup.first and not lookup.cancelled:
+                lookup.finish(number, link, end)
 
     def _fetch(self, lookup: Lookup, number: int, link: Link, at: int, end: int) -> int:
         """Fetch the groups from `at` to `end`; the first that did not arrive."""

@@ -15,6 +15,7 @@ from kvcache.tiers.lookups import Reader
 from kvcache.tiers.protocol import Tier
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.values import wrapping
+from kvcache.tiers.windows import WindowSource
 from kvcache.tiers.writing import WriteBehind
 
 __all__ = ["Tiers"]
@@ -89,6 +90,10 @@ class Tiers:
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
         return TierSource(self._links, self._writers, self._reader, model, self.deadline if waits else 0.0, self)
+
+    def window_source(self, model: str, window: int) -> WindowSource:
+        """The source of a prefix cache of layers with a window; see `WindowSource`."""
+        return WindowSource(self._links, self._writers, self._reader, model, self, window)
 
     def stats(self) -> list[TierStats]:
         """The counters of each tier now."""

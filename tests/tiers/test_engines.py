@@ -180,6 +180,32 @@ def test_a_prompt_that_runs_jumps_ahead(network):
         settled(cached)
 
 
+WINDOWED = [("gemma2", 16), ("gemma3", 16), ("gpt_oss", 16), ("qwen2_windows", 16), ("olmo3", 48), ("gemma3", 96)]
+
+
+@pytest.mark.parametrize(("name", "block_size"), WINDOWED)
+def test_networks_with_windows(name, block_size):
+    """A text goes on where the tiers have its windows: at the end of a prompt, and of an answer."""
+    model, store, tokens = Transformer.from_pretrained(GOLDEN / name), ObjectStore(), prompt(1, 300)
+    options = {"dtype": "q8", "block_size": block_size}
+    with waiting(store) as tiers:
+        first = engine_over(model, tiers, **options)
+        answer = first.generate(tokens, SEEDED)
+        assert first.inner._sequence.windows.groups
+        assert tiers.flush(60)
+    size, chat = max(64 // block_size * block_size, block_size), np.append(tokens, [*answer, *prompt(2, 60)])
+    for text in (tokens, chat.astype(np.uint32)):
+        want = InferenceEngine(model, **options).complete(text, SEEDED)
+        for head_start in (60, 0):
+            with waiting(store, head_start=head_start) as tiers:
+                cached = engine_over(model, tiers, **options)
+                found = cached.complete(text, SEEDED)
+                assert (found.tokens, found.logprobs) == (want.tokens, want.logprobs)
+                assert not head_start or found.cached_tokens == (300 + len(answer) - 1) // size * size
+                assert cached.complete(text, SEEDED).logprobs == want.logprobs
+                settled(cached)
+
+
 def run_random(network, tiers, seed, num_requests, dtype="q8"):
     """Random requests that share prefixes, in three namespaces, in a cache that is much too small."""
     rng = np.random.default_rng(seed)
@@ -199,14 +225,15 @@ def run_random(network, tiers, seed, num_requests, dtype="q8"):
     return cached
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("head_start", [0, 60])
-def test_random_faults_change_no_answer(network, long, monkeypatch, head_start):
+def test_random_faults_change_no_answer(name, long, monkeypatch, head_start):
     """Two tiers that fail, forget, and return damaged, truncated, exchanged and repeated values."""
     monkeypatch.setattr("kvcache.tiers.links.PAUSE", 0.001)
     store = ObjectStore()
     options = {"secret": SECRET, "after_uses": 1, "head_start": head_start, "queue_bytes": 1 << 18}
     with Tiers([Faulty(ObjectStore(), 1), Faulty(store, 2, 0.1)], **options) as tiers:
-        run_random(network, tiers, 3, 10_000 if long else 20 if FAST else 200)
+        run_random(Transformer.from_pretrained(GOLDEN / name), tiers, 3, 10_000 if long else 20 if FAST else 150)
         first, second = tiers.stats()
         if head_start and not FAST:
             assert first.errors
@@ -216,12 +243,12 @@ def test_random_faults_change_no_answer(network, long, monkeypatch, head_start):
 
 
 def test_refused_by_name(network, tmp_path):
-    gemma = Transformer.from_pretrained(GOLDEN / "gemma3")
+    mistral = Transformer.from_pretrained(GOLDEN / "mistral_window")
     with Tiers([ObjectStore()], secret=SECRET) as tiers:
-        with pytest.raises(ValueError, match="tiers: expected a network whose layers keep all tokens, got one with"):
-            PrefixCachedEngine(InferenceEngine(gemma), 8, tiers=tiers)
-        with pytest.raises(ValueError, match="autosave: expected a network whose layers keep all tokens"):
-            PrefixCachedEngine(InferenceEngine(gemma), 8, autosave=tmp_path)
+        with pytest.raises(ValueError, match="tiers: expected a network with a layer that keeps all tokens, got one"):
+            PrefixCachedEngine(InferenceEngine(mistral), 8, tiers=tiers)
+        with pytest.raises(ValueError, match="autosave: expected a network with a layer that keeps all tokens"):
+            PrefixCachedEngine(InferenceEngine(mistral), 8, autosave=tmp_path)
         with pytest.raises(ValueError, match="autosave: expected None with tiers"):
             PrefixCachedEngine(InferenceEngine(network), 8, tiers=tiers, autosave=tmp_path)
     with pytest.raises(TypeError, match="tiers: expected a Tiers, got list"):
