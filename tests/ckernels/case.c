@@ -164,6 +164,22 @@ static void expect_gathered(source *s, const world *w) {
     give_back(&from), give_back(&want);
 }
 
+/* Centres and factors of all heads, in one piece of memory behind `known`: pushes of at most 1 / dim, so that no sum of
+ * them grows. The second head has none. */
+static memory draw_known(const world *w, kvc_head_keys *known) {
+    const size_t dim = (size_t)w->layout.head_dim;
+    memory m = take(dim * (dim + 1) * sizeof(float), 4, 1);
+    float *x = m.at;
+    uint32_t state = (uint32_t)w->num_blocks;
+    for (size_t i = 0; i < dim * (dim + 1); i++) {
+        state = state * 1664525u + 1013904223u;
+        x[i] = ((float)(state >> 8) * 0x1p-23f - 1.0f) / (i < dim ? 1.0f : (float)dim);
+    }
+    for (int h = 0; h < w->layout.num_heads; h++)
+        known[h] = h == 1 ? (kvc_head_keys){NULL, NULL} : (kvc_head_keys){x, x + dim};
+    return m;
+}
+
 static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
     const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
@@ -181,11 +197,14 @@ static void step_write(source *s, world *w) {
     memory before = take(w->arena_bytes, 64, 1);
     memcpy(before.at, w->arena, w->arena_bytes);
     const kvc_kernels *scalar = scalar_level();
-    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1], NULL);
+    const int steered = checked == 3;
+    kvc_head_keys *all = malloc((size_t)w->layout.num_heads * sizeof *all), *known = steered ? all : NULL;
+    memory of_known = draw_known(w, all);
+    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1], known);
     for (int level = 0; level < num_levels(); level++) {
         memory arena = take(w->arena_bytes, 64, draw(s, 2));
         memcpy(arena.at, before.at, w->arena_bytes);
-        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1], NULL);
+        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1], known);
         if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
             fail("%s: other bytes stored", level_at(level)->name);
         give_back(&arena);
@@ -199,10 +218,11 @@ static void step_write(source *s, world *w) {
         for (int64_t t = 0; t < q.num_tokens; t++)
             memcpy(w->rows[side] + q.slots[t] * row, back + (size_t)t * row, row * sizeof(float));
         free(back);
-        if (checked) expect_written(w, &q, (kvc_side)side, given[side]);
+        if (checked && !(steered && side == 0)) expect_written(w, &q, (kvc_side)side, given[side]);
     }
     for (int64_t t = 0; t < q.num_tokens; t++)
-        w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1];
+        w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1] && !steered;
+    give_back(&of_known), free(all);
     give_back(&before), give_back(&x[0]), give_back(&x[1]);
     drop_runs(&q);
 }
