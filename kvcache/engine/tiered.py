@@ -37,23 +37,20 @@ Tokens = NDArray[np.uint32]
 
 
 def as_tiers(
-    tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None, sequence: LiveSequence
-) -> Tiers | None:
+    tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None
+) -> Tiers | None:  # fmt: skip
     """The tiers of an engine.
 
     Raises:
-        TypeError, ValueError: another kind; both are given; a network whose layers all have windows.
+        TypeError, ValueError: another kind; both are given.
         OSError: the directory of `autosave` cannot be made or read.
     """
     if tiers is None and autosave is None:
         return None
-    name = "tiers" if autosave is None else "autosave"
     if tiers is not None and not isinstance(tiers, Tiers):
         raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
     if tiers is not None and autosave is not None:
         raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
-    if not sequence.cache.num_layers:
-        raise ValueError(f"{name}: expected a network with a layer that keeps all tokens, got one with windows alone")
     if tiers is not None:
         return tiers
     assert autosave is not None
