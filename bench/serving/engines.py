@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.networks.gguf import GgufCheckpoint
 from kvcache.networks.model import Transformer
 
 __all__ = ["ENGINES", "Engine", "Network"]
@@ -40,15 +41,23 @@ class Network:
 
     @property
     def folder(self) -> Path:
-        """A checkpoint of the same weights in bfloat16, which transformers writes at the first use."""
+        """A checkpoint of the same weights (of a Llama) in bfloat16; transformers writes it at the first use."""
         folder = self.folders / self.name
         if not (folder / "config.json").exists():
             import torch
             import transformers
 
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self.file.parent, gguf_file=self.file.name, dtype=torch.bfloat16
-            )
+            checkpoint = GgufCheckpoint(self.file)
+            c = checkpoint.config
+            model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+                vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+                num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+                max_position_embeddings=c.max_position_embeddings, rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope.theta,
+                tie_word_embeddings=c.tie_word_embeddings, dtype="bfloat16",
+            )).to(torch.bfloat16)  # fmt: skip
+            for name, to in model.named_parameters():
+                stored = checkpoint.rows(name, 0, len(to)).to_float32() if to.ndim == 2 else checkpoint.read(name)
+                to.data.copy_(torch.from_numpy(stored))
             model.save_pretrained(folder)
         return folder
 
@@ -223,13 +232,16 @@ class Transformers:
         import torch
         import transformers
 
-        del longest, tokens, running
+        del longest
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         torch.set_num_threads(threads)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(network.folder, dtype=torch.bfloat16).eval()
         settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=64, eos_token_id=-1, pad_token_id=0)
-        self._manager: Any = model.init_continuous_batching(generation_config=settings)
+        pages = transformers.ContinuousBatchingConfig(num_blocks=-(-2 * tokens // 256) + running, max_batch_tokens=512)
+        self._manager: Any = model.init_continuous_batching(
+            generation_config=settings, continuous_batching_config=pages
+        )
         self._manager.start()
         self._seen: dict[str, int] = {}
 

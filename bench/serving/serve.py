@@ -19,6 +19,7 @@ import multiprocessing
 import resource
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -134,9 +135,9 @@ def served_by(
     name: str, network: Network, workloads: Sequence[Workload], threads: int, again: int = 0
 ) -> list[Served]:  # fmt: skip
     """`_serve` in a new process; an empty list where the engine's package is absent, or does not read the network."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.apply(_serve, (name, network, workloads, again, threads))
+            return pool.submit(_serve, name, network, workloads, again, threads).result()
         except Exception as error:
             print(f"not measured: {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})")
             return []

@@ -78,6 +78,18 @@ cdef class KvRows:
             first += n
         return -1
 
+    cdef int64_t first_above(self, float most) noexcept nogil:
+        cdef int64_t row = <int64_t>self.num_heads * self.dims[0], first = 0, n, i
+        cdef const float *x
+        while first < self.count:
+            n = min(<int64_t>STEP, self.count - first)
+            x = self.rows(0, first, n)
+            for i in range(n * row):
+                if not -most <= x[i] <= most:
+                    return first * row + i
+            first += n
+        return -1
+
 
 cdef cnp.ndarray together(cnp.ndarray x):
     if cnp.PyArray_ISALIGNED(x) and (x.shape[2] == 1 or cnp.PyArray_STRIDE(x, 2) == cnp.PyArray_ITEMSIZE(x)):

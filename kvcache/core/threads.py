@@ -13,25 +13,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["get_num_threads", "set_num_threads", "simd_level", "simd_levels", "use_simd"]
-
-# 2 to the 17 cycles, about 50 microseconds: from one product of a layer to the next, but not through its attention.
-_NAME, _VALUE = "OPENBLAS_THREAD_TIMEOUT", "17"
+__all__ = ["get_num_threads", "preset", "set_num_threads", "simd_level", "simd_levels", "use_simd"]
 
 
 @contextmanager
-def _blas_sleeps_soon() -> Iterator[None]:
-    if _NAME in os.environ:
+def preset(name: str, value: str, *others: str) -> Iterator[None]:
+    """Set a variable of the environment while a library is loaded, unless it or one of `others` is set already."""
+    if any(each in os.environ for each in (name, *others)):
         yield
         return
-    os.environ[_NAME] = _VALUE
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[_NAME]
+        del os.environ[name]
 
 
-with _blas_sleeps_soon():
+# 2 to the 17 cycles, about 50 microseconds: from one product of a layer to the next, but not through its attention.
+with preset("OPENBLAS_THREAD_TIMEOUT", "17"):
     # Before NumPy, which says less clearly that it does not load in a subinterpreter.
     try:
         from kvcache.core.kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd

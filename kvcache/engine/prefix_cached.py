@@ -323,6 +323,14 @@ class PrefixCachedEngine:
         start = min(session.num_tokens, len(tokens) - 1)
         count = 0
         rows: list[tuple[Float32, Float32]] = []
+        firsts: list[tuple[Float32, Float32]] = []
+        residual = self._sequence.residual
+        if residual is not None and residual.firsts and start >= residual.length:
+            # Every token reads the first ones unpacked. Without a copy of these, all run again.
+            firsts = [] if self.newest is None else self.newest.recall_firsts(tokens, namespace)
+            start = start if firsts else 0
+        elif residual is not None and not engine.residual_length:
+            start = 0  # the first tokens are cached in part
         if begun := start % (engine.residual_length or 1):
             # A token must read its own group unpacked, as in a run without the cache. The unpacked copy provides the
             # first `count` tokens of the group; the other cached ones run again.
@@ -339,8 +347,8 @@ class PrefixCachedEngine:
             self._sequence.clear()
             self._sequence.replace(share, pages)
             engine._requests.regimes.know(tokens[:found], engine._requests.regimes.of(whole))
-        if self._sequence.residual is not None and count:
-            self._sequence.residual.resume(rows)
+        if residual is not None and (count or firsts):
+            residual.resume(rows, firsts)
         parted, start = start // engine.cache.block_size * engine.cache.block_size, found
         if found < parted < len(tokens):
             # Two texts part here, and the window has left. Keep it for the next such text.

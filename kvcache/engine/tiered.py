@@ -16,6 +16,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.calibration import Calibration
 from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.sequence import LiveSequence
@@ -58,13 +59,14 @@ def as_tiers(
     return Tiers([directory], after_uses=1)
 
 
-def model_name(model: Model, residual_length: int) -> str:
+def model_name(model: Model, residual_length: int, calibration: Calibration | None = None) -> str:
     """What the K and V of an engine depend on beside the formats; engines of all kinds share values.
 
     Raises:
         TypeError: the model is no `Transformer`.
     """
-    return f"{fingerprint(model)}, residual_length {residual_length}"
+    calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
+    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}"
 
 
 class Tiered:
@@ -81,7 +83,7 @@ class Tiered:
     ) -> None:
         self._tiers, self._engine, self._sequence = tiers, engine, sequence
         self._cache, self._windows = cache, windows
-        self._model = model_name(engine.model, engine.residual_length)
+        self._model = model_name(engine.model, engine.residual_length, engine.cache.calibration)
         self._source = tiers.source(self._model, waits=False)
         cache.source = self._source
         sources = []
@@ -109,6 +111,10 @@ class Tiered:
             return start
         lookup.wait(self._tiers.head_start)
         piece = GROUP_TOKENS
+        residual = self._sequence.residual
+        if residual is not None and start < residual.firsts <= last:  # which every token reads unpacked
+            requests.prefill_part(tokens[start : residual.firsts], start, len(tokens))
+            start = residual.firsts
         while True:
             ended, before = lookup.ended, start  # read before what has arrived
             start = self._jump(lookup, tokens, start, namespace)
@@ -136,7 +142,8 @@ class Tiered:
         """Share the blocks that have arrived, if they reach past `start`; the tokens of the sequence."""
         group = self._engine.residual_length or 1
         most = lookup.available(start)
-        if min(most, len(tokens) - 1) // group * group <= start:
+        residual = self._sequence.residual
+        if min(most, len(tokens) - 1) // group * group <= start or (residual is not None and start < residual.firsts):
             return start
         cache, sequence, regimes = self._cache, self._sequence, self._engine._requests.regimes
         full = start // cache.block_size
@@ -155,11 +162,16 @@ class Tiered:
                 paged.adopt(seq_id, session.block_indices[: -(-found // paged.block_size)], found)
                 return found
 
+            firsts = []
+            if residual is not None and residual.firsts:
+                firsts = [residual.read_firsts(layer) for layer in range(self._engine.config.num_layers)]
             with self._windows.hold(tokens, found, namespace) as (held, pages):
                 if held < found:
                     lookup.cancel()
                     return start
                 sequence.replace(share, pages)
+            if residual is not None and firsts:
+                residual.resume((), firsts)
             regimes.know(tokens[:found], regimes.of(len(tokens)))
         return found
 

@@ -97,8 +97,15 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     with AllLocks([cache.lock for cache in caches]):
         for cache in caches:
             fetch_all(cache.index)
+        model += _calibrated(caches)
         arenas = [(cache.slots, arena_of_blocks(cache), _raw_pages(cache.store)) for cache in caches]
         _write(path, "blocks", model, [cache.index for cache in caches], arenas)
+
+
+def _calibrated(caches: Sequence[CachedBlocks]) -> str:
+    """What the model's name in a file has more: keys that another calibration centred mean something else."""
+    calibration = caches[0].store.calibration
+    return "" if calibration is None else f" calibrated {calibration.fingerprint}"
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
@@ -110,7 +117,7 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
     with AllLocks([cache.lock for cache in caches]):
         _require_empty(caches)
-        snapshot = Snapshot(path, "blocks", model)
+        snapshot = Snapshot(path, "blocks", model + _calibrated(caches))
         try:
             takers = _takers(snapshot, caches)
         except SnapshotError as error:

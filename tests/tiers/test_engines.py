@@ -11,6 +11,7 @@ from tier_stores import SECRET, Faulty, ObjectStore
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine.calibrating import measure
 from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = pytest.mark.one_build
@@ -51,6 +52,29 @@ def test_another_process_finds_what_one_computed(network, dtype, residual, block
     assert second.stats()[0].hits == 300 // size
     assert two.complete(tokens, SEEDED).logprobs == want.logprobs
     settled(two)
+
+
+@pytest.mark.parametrize("head_start", [0, 60])
+@pytest.mark.parametrize("options", [{"dtype": "q4"}, {"dtype": "q8"}, {"dtype": "q4", "residual_length": 0}])
+def test_centred_keys_come_back_to_engines_of_their_calibration(network, options, head_start):
+    """The first tokens, which every query reads in f16, run again."""
+    options = options | {"calibrate": measure(network, prompt(7, 200))}
+    store, tokens = ObjectStore(), prompt(1, 300)
+    want = InferenceEngine(network, **options).complete(tokens, SEEDED)
+    with waiting(store) as tiers:
+        assert engine_over(network, tiers, **options).complete(tokens, SEEDED).logprobs == want.logprobs
+    for _ in range(2):
+        with waiting(store, head_start=head_start) as tiers:
+            cached = engine_over(network, tiers, **options)
+            answer = cached.complete(tokens, SEEDED)
+            assert (answer.tokens, answer.logprobs) == (want.tokens, want.logprobs)
+            assert answer.cached_tokens == 240 or not head_start
+            assert cached.complete(tokens[:200], SEEDED).cached_tokens >= 150
+            settled(cached)
+    for other in (False, measure(network, prompt(8, 200))):
+        with waiting(store) as tiers:
+            cached = engine_over(network, tiers, **options | {"calibrate": other})
+            assert cached.complete(tokens, SHORT).cached_tokens == 0
 
 
 def test_nothing_is_shared_between_models_formats_namespaces_and_secrets(network):

@@ -1,0 +1,114 @@
+"""Random models of two shapes, and caches that hold a context already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+
+from kvcache.integrations.transformers import PagedCache
+
+__all__ = ["FORMATS", "SHAPES", "decode", "fill", "kv_bytes", "make_model", "makers", "prefill"]
+
+FORMATS = ("f32", "f16", "q8", "q4")
+SHAPES = {
+    "1B": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "SmolLM2": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    "tiny": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 30,
+             "num_attention_heads": 2, "num_key_value_heads": 1},
+}  # fmt: skip
+PART = 1024  # tokens that are filled in at once
+
+
+def make_model(shape: str, dtype: str) -> Any:
+    """A Llama network with random weights, in inference."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 17)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def makers(config: Any) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """`(name, attn_implementation, new cache)` of every cache; transformers' quantised ones where they install."""
+    yield "DynamicCache, sdpa", "sdpa", partial(DynamicCache, config=config)
+    for backend in ("quanto", "hqq"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _try_out(QuantizedCache(backend, config=config, nbits=4))
+        except Exception as error:  # absent, or not for this version
+            _say_once(f"not measured: QuantizedCache {backend} ({str(error).splitlines()[0][:100]})")
+            continue
+        make = partial(QuantizedCache, backend, config=config, nbits=4)
+        yield f"QuantizedCache {backend}", "sdpa", make
+    for dtype in FORMATS:
+        yield f"PagedCache {dtype}", "kvcache", partial(PagedCache, config, dtype=dtype)
+
+
+@cache
+def _say_once(text: str) -> None:
+    print(text)
+
+
+def _try_out(made: Any) -> None:
+    made.update(*torch.zeros(2, 1, 1, 300, 64), 0)
+
+
+@torch.no_grad()
+def fill(into: Any, model: Any, context: int) -> None:
+    """Put random K and V of a context into every layer."""
+    config, dtype = model.config, model.dtype
+    draw = torch.Generator().manual_seed(1)
+    for start in range(0, context, PART):
+        count = min(PART, context - start)
+        keys, values = torch.randn(2, 1, config.num_key_value_heads, count, config.head_dim, generator=draw).to(dtype)
+        for layer in range(config.num_hidden_layers):
+            into.update(keys, values, layer)
+
+
+@torch.no_grad()
+def decode(model: Any, implementation: str, cache: Any, steps: int) -> None:
+    """Greedy-like steps of one token; then the cache is as before."""
+    if model.config._attn_implementation != implementation:
+        model.set_attn_implementation(implementation)
+    token = torch.tensor([[7]])
+    for _ in range(steps):
+        model(token, past_key_values=cache)
+
+
+@torch.no_grad()
+def prefill(model: Any, implementation: str, cache: Any, ids: Any) -> None:
+    """A prompt up to the logits of its last token."""
+    if model.config._attn_implementation != implementation:
+        model.set_attn_implementation(implementation)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+
+
+def kv_bytes(cache: Any) -> int:
+    """Bytes of K and V in use."""
+    if isinstance(cache, PagedCache):
+        return cache.stats().used_bytes
+    total = 0
+    for layer in cache.layers:
+        for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
+            total += _bytes(getattr(layer, name, None))
+    return total
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        inner = [getattr(value, name) for name in ("_data", "_scale", "_shift") if hasattr(value, name)]
+        return sum(map(_bytes, inner)) if inner else value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0

@@ -1,0 +1,26 @@
+"""A paged, packed, prefix-shared KV cache for models of transformers, whose attention reads the packed blocks.
+
+    import kvcache.integrations.transformers as kvt  # registers the attention "kvcache"
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")
+    model.generate(**inputs, past_key_values=kvt.PagedCache(model.config, dtype="q4"))
+
+    store = kvt.PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
+    cache = store.cache_for(inputs.input_ids)
+    out = model.generate(**inputs, past_key_values=cache)
+    store.keep(cache, out)
+
+Import it before torch: torch's threads then sleep soon after each operation and leave the cores to attention. Give both
+libraries the same number of threads: `kvcache.set_num_threads(torch.get_num_threads())`.
+"""
+
+from kvcache.integrations.transformers.attention import attention
+from kvcache.integrations.transformers.cache import PagedCache, PagedCacheStats
+from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface
+from kvcache.integrations.transformers.masks import make_mask
+from kvcache.integrations.transformers.prefixes import PrefixStore
+
+__all__ = ["PagedCache", "PagedCacheStats", "PrefixStore"]
+
+AttentionInterface.register("kvcache", attention)
+AttentionMaskInterface.register("kvcache", make_mask)

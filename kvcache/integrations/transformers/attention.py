@@ -1,0 +1,147 @@
+"""The attention that `attn_implementation="kvcache"` names: over the packed blocks of a `PagedCache` where it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.integrations.transformers.dense import dense_attention
+from kvcache.integrations.transformers.hf import torch
+from kvcache.integrations.transformers.layer import PagedLayer, padded
+from kvcache.integrations.transformers.masks import PatternMask
+from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.sight import Call, calls_for
+from kvcache.integrations.transformers.states import StoredStates
+
+__all__ = ["attention"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+def attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
+    position_bias: Any = None, **kwargs: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """softmax(q K^T scaling) V; arguments as of every attention function of transformers.
+
+    Args:
+        query: `(batch, query heads, queries, head_dim)`.
+        key, value: `StoredStates` of a `PagedCache`, or tensors.
+        attention_mask: what `make_mask` returned, or a 4D mask of the caller.
+        softcap: a score s becomes `softcap * tanh(s / softcap)`.
+        s_aux: a logit per query head that joins the normaliser of the softmax.
+
+    Returns:
+        `(batch, queries, query heads, head_dim of V)`, and None in the place of weights.
+
+    Raises:
+        ValueError: `output_attentions` is asked for: no weights are computed.
+    """
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: expected False, for attn_implementation='kvcache' computes no weights, got True; "
+            "set_attn_implementation('eager') does"
+        )
+    if torch.compiler.is_compiling():
+        out: tuple[Any, None] = _apart(
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, position_bias
+        )
+        return out
+    if type(key) is StoredStates and type(value) is StoredStates and key._layer is value._layer:
+        layer: PagedLayer = key._layer
+        reason = _why_dense(layer, key, attention_mask, dropout, position_bias)
+        if reason is None:
+            if attention_mask is not None:
+                causal, window = attention_mask.causal, attention_mask.window
+            else:  # as `sdpa` reads it; one query sees all there is, and is the last token where there is a window
+                causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
+                causal = bool(causal or (query.shape[2] == 1 and layer.window))
+            window = (window or layer.window) if causal else None
+            return _packed(layer, query, causal, window, scaling, softcap, s_aux), None
+        layer.state.ways.went_dense(reason)
+        key, value = key.dense().to(query.dtype), value.dense().to(query.dtype)
+    mask = attention_mask.dense() if type(attention_mask) is PatternMask else attention_mask
+    out = dense_attention(
+        module, query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
+        is_causal=is_causal, position_bias=position_bias,
+    )  # fmt: skip
+    return out, None
+
+
+_apart = torch.compiler.disable(attention)
+
+
+def _why_dense(layer: PagedLayer, key: StoredStates, mask: Any, dropout: float, position_bias: Any) -> str | None:
+    """Store what waits; why attention cannot read the blocks, or None."""
+    known = mask is None or type(mask) is PatternMask
+    padding = mask.padding if known and mask is not None else None
+    if layer.waits:
+        layer.commit(padding)
+    if not known:
+        return "a mask of another pattern than causal, window and padding"
+    if key._epoch != layer.epoch or key._total != layer.rows.length:
+        return "states of an earlier step"
+    if not layer.rows.agrees(padding, key.shape[2]):
+        return "a mask that hides stored tokens"
+    if position_bias is not None:
+        return "position biases"
+    if dropout:
+        return "dropout"
+    return None
+
+
+def _packed(
+    layer: PagedLayer, query: Any, causal: bool, window: int | None, scaling: float | None, softcap: float | None,
+    s_aux: Any,
+) -> Any:  # fmt: skip
+    rows, (batch, heads, n, width) = layer.rows, query.shape
+    layer.state.ways.packed += 1
+    scale = width**-0.5 if scaling is None else float(scaling)
+    sinks = None if s_aux is None else s_aux.detach().float().numpy()
+    channels = rows.kind.channels
+    queries = padded(query, channels)
+    flat: Float32
+    if n == 1:
+        flat = queries.numpy().reshape(batch, heads, channels)
+    else:
+        flat = queries.transpose(1, 2).reshape(batch * n, heads, channels).numpy()
+    calls = calls_for(rows, n, causal, window)
+    out = None
+    for call in calls:
+        if call.queries is None:
+            out = _call(rows, layer.slot, call, flat, scale, softcap, sinks)
+        else:
+            out = np.zeros_like(flat) if out is None else out
+            out[call.queries] = _call(rows, layer.slot, call, flat[call.queries], scale, softcap, sinks)
+    mixed = torch.zeros(batch * n, heads, channels) if out is None else torch.from_numpy(out)
+    if rows.eviction is not None and not layer.state.recording:
+        rows.evict()
+    mixed = mixed.view(batch, n, heads, channels)
+    if layer.channels[1] != channels:
+        mixed = mixed[..., : layer.channels[1]].contiguous()
+    return mixed if mixed.dtype == query.dtype else mixed.to(query.dtype)
+
+
+def _call(
+    rows: Rows, slot: int, call: Call, queries: Float32, scale: float, softcap: float | None, sinks: Any
+) -> Float32:
+    scored = rows.eviction is not None and rows.eviction.by_score
+    ids = call.ids if call.shown is None else rows.fork_up_to(call.ids, call.shown)
+    try:
+        got = rows.paged.attention(
+            slot, queries, ids, query_lens=call.lens, scale=scale, window=call.window, softcap=softcap, sinks=sinks,
+            starts=call.starts, causal=call.causal, return_scores=scored,
+        )  # fmt: skip
+    finally:
+        if call.shown is not None:
+            rows.paged.free_batch(ids)
+    if not scored:
+        return got  # type: ignore[no-any-return]
+    assert rows.eviction is not None
+    counts = rows.stored()[call.rows] if call.shown is None else call.shown
+    for row, scores in zip(call.rows, np.split(got[1], np.cumsum(counts)[:-1]), strict=True):
+        rows.eviction.add(int(row), scores)
+    return got[0]  # type: ignore[no-any-return]

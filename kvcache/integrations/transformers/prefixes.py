@@ -1,0 +1,248 @@
+"""`PrefixStore`: K and V of prompts by their exact tokens, for `generate`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Hashable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.copying import refuse_copies
+from kvcache.core.memory import total
+from kvcache.errors import InvalidOperationError
+from kvcache.integrations.transformers.cache import PagedCache
+from kvcache.integrations.transformers.layer import State
+from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, Pool
+from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.sessions import PrefixCacheStats
+
+__all__ = ["PrefixStore"]
+
+Bool = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
+
+
+class PrefixStore:
+    """Blocks of K and V that `PagedCache`s of one model share, by the exact tokens that lead to them.
+
+        store = PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
+        cache = store.cache_for(inputs.input_ids, inputs.attention_mask)
+        out = model.generate(**inputs, past_key_values=cache)
+        store.keep(cache, out)
+
+    `generate` skips the tokens that a cache begins with. Layers with a window keep all tokens here, so that a block
+    holds a prefix whole; their attention reads the window alone.
+
+    Args:
+        config: of the model, whose layers have full attention or windows.
+        dtype, key_dtype, value_dtype, block_size: as of `PagedCache`.
+        max_memory_bytes: the most bytes of K and V, of caches in use and of what is kept; None: they grow. When they
+            are in use, kept blocks go, the least recently used first.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: str = "f16",
+        *,
+        key_dtype: str | None = None,
+        value_dtype: str | None = None,
+        block_size: int = 16,
+        max_memory_bytes: int | str | None = None,
+    ) -> None:
+        formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        self._pool = Pool(config, formats, block_size, max_memory_bytes, "shape")
+        for name in self._pool.types:
+            if name not in (*PAGED_TYPES, "dummy"):
+                raise ValueError(f"config: expected layers with full attention or windows, got {name}")
+        self._config = config
+        self._indexes: dict[Kind, PrefixCache] = {}
+        indexes = self._indexes  # not `self`: the pool would refer back to the store
+        self._pool.reclaim = lambda kind, count: indexes[kind].evict(count) if kind in indexes else 0
+
+    def _opened(self) -> dict[Kind, PrefixCache]:
+        for kind, paged in self._pool.paged.items():
+            if kind not in self._indexes:
+                self._indexes[kind] = PrefixCache.over(paged)
+        return self._indexes
+
+    # -- around a call of generate --------------------------------------------------------------------------
+
+    def cache_for(self, input_ids: Any, attention_mask: Any = None, namespace: Hashable = None) -> PagedCache:
+        """A cache that holds the longest prefix that is kept of every row, the last token left out.
+
+        Args:
+            input_ids: `(batch, tokens)`.
+            attention_mask: `(batch, tokens)`; without padding, or with left padding, prefixes are found.
+            namespace: tenant, adapter or so: prefixes are shared within one alone.
+        """
+        ids, mask = _as_rows(input_ids, attention_mask)
+        state = State(self._pool, {}, False)
+        state.prompt = ids, mask, namespace
+        cache = PagedCache._over(state)
+        pads = mask.argmax(1)
+        if not self._opened() or not ids.shape[1] or not (mask.sum(1) == ids.shape[1] - pads).all():
+            return cache
+        with ExitStack() as held:
+            found = {
+                kind: [
+                    held.enter_context(index.open_session(row[n:], namespace))
+                    for row, n in zip(ids, pads, strict=True)
+                ]
+                for kind, index in self._indexes.items()
+            }
+            lengths = [pads + [session.num_tokens for session in sessions] for sessions in found.values()]
+            length = min(int(np.min(lengths)), ids.shape[1] - 1)
+            if length <= pads.min():
+                return cache
+            first = np.minimum(pads, length)
+            for kind, sessions in found.items():
+                counts = -(-(length - first) // self._pool.block_size)
+                blocks = [list(session.shared_blocks)[:n] for session, n in zip(sessions, counts, strict=True)]
+                hidden = ~mask[:, :length]
+                rows = state.rows_of(kind, 0, 0)
+                rows.adopt(blocks, first.astype(np.int64), length, hidden if hidden.any() else None)
+        for layer in cache._paged():
+            layer.seen = length
+        return cache
+
+    def keep(self, cache: PagedCache, output: Any) -> int:
+        """Keep the full blocks of a cache of `cache_for` after `generate`; how many are kept of its rows.
+
+        Of beams the prompts alone are kept: transformers does not say which tokens a row of the cache has.
+
+        Args:
+            output: what `generate` returned: token ids `(batch, n)` that begin with the prompts, or an object with
+                such `sequences`.
+
+        Raises:
+            TypeError, ValueError: a cache of another store; an output that does not begin with the prompts.
+        """
+        if not isinstance(cache, PagedCache):
+            raise TypeError(f"cache: expected a PagedCache of cache_for, got {type(cache).__name__}")
+        state = cache.state
+        if state.pool is not self._pool or state.prompt is None:
+            raise ValueError("cache: expected one of this store's cache_for, got another")
+        cache._settle()
+        ids, mask, namespace = state.prompt
+        origin = np.arange(len(ids)) if state.row_of is None else state.row_of
+        tokens, mask = ids[origin], mask[origin]
+        prompt = tokens.shape[1]
+        if state.mixed_at <= prompt:
+            known, _ = _as_rows(getattr(output, "sequences", output), None)
+            if known.shape[0] != len(tokens) or (known[:, :prompt] != tokens)[mask].any():
+                raise ValueError(f"output: expected rows that begin with the {len(tokens)} prompts, got other tokens")
+            tokens = known
+        kept = 0
+        for kind, index in self._opened().items():
+            rows = state.rows.get(kind)
+            if rows is None or rows.positions is not None:
+                continue
+            stop = min(rows.length, tokens.shape[1])
+            kept = sum(
+                index.adopt(tokens[row, first:stop], rows.paged.block_table([seq_id]).indices, namespace)
+                for row, (seq_id, first) in enumerate(zip(rows.ids, rows.first, strict=True))
+            )
+        return kept
+
+    # -- save and load --------------------------------------------------------------------------------------
+
+    def _name(self, model: str | None) -> str:
+        if model is not None:
+            return str(model)
+        volatile = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
+        settings = {name: value for name, value in self._config.to_dict().items() if name not in volatile}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+        return f"{self._config.name_or_path} {digest[:16]}"
+
+    def _in_order(self) -> list[PrefixCache]:
+        indexes = self._opened()
+        return [indexes[kind] for kind in sorted(indexes, key=lambda kind: (kind.heads, kind.channels))]
+
+    def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
+        """Write every kept block to a file, with its namespace; the file takes the place of an old one at once.
+
+        Args:
+            model: a name for the weights, which `load` compares; by default the name and settings of the config.
+
+        Raises:
+            InvalidOperationError: nothing was ever stored.
+            TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
+            OSError: of the file system.
+        """
+        if not self._opened():
+            raise InvalidOperationError("expected a store that has held K and V, got a new one")
+        first, *others = self._in_order()
+        first.save(path, self._name(model), beside=others)
+
+    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+        """Load what `save` wrote, as much as there is room for; how many blocks. K and V are read when first used.
+
+        Raises:
+            InvalidOperationError: blocks are kept here already.
+            SnapshotError: damaged, of another model, format or shape; nothing has changed.
+            OSError: there is none, or it cannot be read.
+        """
+        new = set() if self._pool.paged else set(self._pool.said.values())
+        size = os.path.getsize(path)
+        try:
+            for kind in new:
+                block = self._pool.block_bytes(kind)
+                self._pool.blocks_of(kind, max(1, size // block + 1))
+            first, *others = self._in_order()
+            return first.load(path, self._name(model), beside=others)
+        except BaseException:
+            for kind in new:
+                self._indexes.pop(kind, None)
+                self._pool.paged.pop(kind, None)
+            raise
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict until `num_blocks` more are free of each kind of layers, or nothing can go; how many became free."""
+        return sum(index.evict(num_blocks) for index in self._opened().values())
+
+    def clear(self) -> None:
+        """Forget every prefix; caches in use stay as they are."""
+        for index in self._opened().values():
+            index.clear()
+
+    def stats(self) -> PrefixCacheStats | None:
+        """The counters of the prefix index, of the first kind of layers; None before the first model call."""
+        for index in self._opened().values():
+            return index.stats()
+        return None
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose: "kv" of all blocks, "bookkeeping", "scratch"."""
+        reports = [paged.memory() for paged in self._pool.paged.values()]
+        reports += [index.memory() for index in self._opened().values()]
+        return total({"kv": 0, "bookkeeping": 0, "scratch": 0}, *reports)
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        for kind, index in self._opened().items():
+            index.check()
+            self._pool.paged[kind].check()
+
+    __reduce_ex__ = refuse_copies("`save` writes its blocks to a file")
+
+    def __repr__(self) -> str:
+        kept = sum(len(index) for index in self._opened().values())
+        return f"PrefixStore({self._pool._formats['dtype']}, {kept} blocks of {self._pool.block_size} tokens kept)"
+
+
+def _as_rows(input_ids: Any, attention_mask: Any) -> tuple[Int64, Bool]:
+    ids = np.asarray(input_ids)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise ValueError(f"input_ids: expected integers (batch, tokens), got {ids.dtype} {ids.shape}")
+    mask = np.ones(ids.shape, np.bool_) if attention_mask is None else np.asarray(attention_mask).astype(np.bool_)
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask: expected shape {ids.shape}, as of input_ids, got {mask.shape}")
+    return ids.astype(np.int64), mask

@@ -1,0 +1,42 @@
+"""The example of README.md, run on a tiny model; and the list of architectures in bench/README.md."""
+
+import re
+
+import pytest
+import torch
+from hf_models import DENSE, PACKED, make_model
+from places import PROJECT
+
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+
+
+class Inputs(dict):
+    """What a tokenizer returns."""
+
+    input_ids = property(lambda self: self["input_ids"])
+
+
+def test_the_example_runs(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    (example,) = re.findall(r"```py\n(.*?)```", (PROJECT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    make_model("llama").save_pretrained(tmp_path)
+    ids = torch.randint(3, 61, (1, 40))
+    inputs = Inputs(input_ids=ids, attention_mask=torch.ones_like(ids))
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": tmp_path, "inputs": inputs}
+    exec(compile(example, "README example", "exec"), names)
+    assert names["store"].stats().cached_blocks >= 2
+    assert names["store"].cache_for(ids).get_seq_length() == 39
+
+
+def test_the_list_names_every_architecture():
+    text = (PROJECT / "bench" / "README.md").read_text(encoding="utf-8")
+    section = text[text.index("\n## A cache for transformers") :]
+
+    def letters(name):
+        return re.sub(r"[^a-z0-9+]", "", name.lower())
+
+    said = {letters(name) for name in re.split(r"[,;:()]\s?|\.\s", section.replace("\n", " "))}
+    other = {"ernie4_5": "ernie4.5", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
+    other |= {"hunyuan_v1_dense": "hunyuan", "llama4_text": "llama4"}
+    assert not [kind for kind in (*PACKED, *DENSE) if letters(other.get(kind, kind)) not in said]
