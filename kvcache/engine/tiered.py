@@ -83,12 +83,14 @@ class Tiered:
     ) -> None:
         self._tiers, self._engine, self._sequence = tiers, engine, sequence
         self._cache, self._windows = cache, windows
-        self._model = model_name(engine.model, engine.residual_length, engine.cache.calibration)
-        self._source = tiers.source(self._model, waits=False)
+        name = partial(model_name, engine.model, engine.residual_length)
+        self._source = tiers.source(name(engine.cache.calibration), waits=False)
         cache.source = self._source
         sources = []
         for group in windows.groups:
-            sources.append(tiers.window_source(f"{self._model}, layers {group.layers.layers}", group.layers.window))
+            layers = group.layers
+            own = f"{name(layers.cache.calibration)}, layers {layers.layers}"
+            sources.append(tiers.window_source(own, layers.window))
             group.cache.source, group.ends = sources[-1], self._source.format.group_tokens
         if sources:
             self._source.make_lookup = partial(WindowedLookup, sources=sources)
