@@ -67,7 +67,7 @@ class PrefixCachedEngine:
 
     Raises:
         TypeError, ValueError: not an engine, or one that evicts tokens; a negative number of blocks; too few bytes for
-            the engine's own K and V and one block; tiers for a network whose layers all have windows.
+            the engine's own K and V and one block.
         OutOfMemoryError: the system refuses the memory.
 
     Attributes:
@@ -98,7 +98,7 @@ class PrefixCachedEngine:
         sequence = engine._sequence
         assert isinstance(sequence, LiveSequence)
         self._sequence = sequence
-        self.tiers = as_tiers(tiers, autosave, sequence)
+        self.tiers = as_tiers(tiers, autosave)
         max_cache_blocks = num_cache_blocks(sequence, max_cache_blocks, max_memory_bytes)
         engine.enlarge(max_cache_blocks)
         if seed is not None:

@@ -38,23 +38,20 @@ Tokens = NDArray[np.uint32]
 
 
 def as_tiers(
-    tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None, sequence: LiveSequence
-) -> Tiers | None:
+    tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None
+) -> Tiers | None:  # fmt: skip
     """The tiers of an engine.
 
     Raises:
-        TypeError, ValueError: another kind; both are given; a network whose layers all have windows.
+        TypeError, ValueError: another kind; both are given.
         OSError: the directory of `autosave` cannot be made or read.
     """
     if tiers is None and autosave is None:
         return None
-    name = "tiers" if autosave is None else "autosave"
     if tiers is not None and not isinstance(tiers, Tiers):
         raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
     if tiers is not None and autosave is not None:
         raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
-    if not sequence.cache.num_layers:
-        raise ValueError(f"{name}: expected a network with a layer that keeps all tokens, got one with windows alone")
     if tiers is not None:
         return tiers
     assert autosave is not None
@@ -86,12 +83,14 @@ class Tiered:
     ) -> None:
         self._tiers, self._engine, self._sequence = tiers, engine, sequence
         self._cache, self._windows = cache, windows
-        self._model = model_name(engine.model, engine.residual_length, engine.cache.calibration)
-        self._source = tiers.source(self._model, waits=False)
+        name = partial(model_name, engine.model, engine.residual_length)
+        self._source = tiers.source(name(engine.cache.calibration), waits=False)
         cache.source = self._source
         sources = []
         for group in windows.groups:
-            sources.append(tiers.window_source(f"{self._model}, layers {group.layers.layers}", group.layers.window))
+            layers = group.layers
+            own = f"{name(layers.cache.calibration)}, layers {layers.layers}"
+            sources.append(tiers.window_source(own, layers.window))
             group.cache.source, group.ends = sources[-1], self._source.format.group_tokens
         if sources:
             self._source.make_lookup = partial(WindowedLookup, sources=sources)

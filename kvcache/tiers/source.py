@@ -230,7 +230,8 @@ class TierSource:
         """Copy the `i`-th page of a body into a page of the cache."""
         assert self._cached is not None
         store = self._cached.store
-        layers = np.frombuffer(body, np.uint8).reshape(self._pages, store.num_layers, -1)[i]
+        shape = self._pages, store.num_layers, store.block_bytes // max(1, store.num_layers)
+        layers = np.frombuffer(body, np.uint8).reshape(shape)[i]
         for place, data in zip(store.overwrite(page), layers, strict=True):
             place[...] = data
 
@@ -243,7 +244,7 @@ class TierSource:
 
     def _spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         assert self._cached is not None
-        if not any(writer.room() >= self.format.body_bytes for writer in self._writers):
+        if not any(writer.room() >= self.format.value_bytes for writer in self._writers):
             return
         size = self.format.group_tokens
         stop = len(tokens) // size
@@ -287,7 +288,7 @@ class TierSource:
             ]  # fmt: skip
             if numbers:
                 wanted.append((group, numbers))
-        room = max((writer.room() for writer in self._writers), default=0) // self.format.body_bytes
+        room = max((writer.room() for writer in self._writers), default=0) // self.format.value_bytes
         for _, numbers in wanted[max(0, room) :]:
             for number in numbers:
                 self._links[number].count("dropped")
@@ -300,12 +301,13 @@ class TierSource:
         assert self._cached is not None
         store, count = self._cached.store, self._pages
         layers = [store.raw(layer) for layer in range(store.num_layers)]
-        bodies = np.empty((len(groups), count, store.num_layers, store.block_bytes // store.num_layers), np.uint8)
+        layer_bytes = store.block_bytes // max(1, store.num_layers)  # no layer, where all of them have windows
+        bodies = np.empty((len(groups), count, store.num_layers, layer_bytes), np.uint8)
         for body, group in zip(bodies, groups, strict=True):
             for out, page in zip(body, pages[group * count : (group + 1) * count].tolist(), strict=True):
                 for place, layer in zip(out, layers, strict=True):
                     place[...] = layer[page]
-        return bodies.reshape(len(groups), -1)
+        return bodies.reshape(len(groups), self.format.body_bytes)
 
     def _queue(
         self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
@@ -320,10 +322,10 @@ class TierSource:
                     keys[number][group], own, memoryview(body), self.format, wrappings[number],
                     bool(known.wrong & bit), partial(_lost, known, bit),
                 )  # fmt: skip
-                if rooms[number] < body.nbytes:
+                if rooms[number] < self.format.value_bytes:
                     self._links[number].count("dropped")
                     continue
-                rooms[number] -= body.nbytes
+                rooms[number] -= self.format.value_bytes
                 known.sent |= bit
                 known.wrong &= ~bit
                 self._writers[number].offer(item)

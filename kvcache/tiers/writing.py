@@ -48,7 +48,7 @@ class WriteBehind:
     Callers use single operations of compiled objects: an interrupt leaves no lock taken, and nothing counted twice.
 
     Args:
-        most_bytes: of the bodies in the queue.
+        most_bytes: of the values in the queue.
     """
 
     def __init__(self, link: Link, most_bytes: int) -> None:
@@ -61,8 +61,8 @@ class WriteBehind:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the bodies in the queue, and of those that are being written."""
-        return sum(item.body.nbytes for item in (*self._queue, *self._writing))
+        """Bytes of the values in the queue, and of those that are being written."""
+        return sum(item.form.value_bytes for item in (*self._queue, *self._writing))
 
     def room(self) -> int:
         """Bytes that the queue still takes; 0 after `close`."""
@@ -108,10 +108,10 @@ class WriteBehind:
         """Write what one call of the tier takes."""
         size = 0
         with suppress(IndexError):  # `close` drops what is queued
-            while not size or size + self._queue[0].body.nbytes <= _AT_ONCE:
+            while not size or size + self._queue[0].form.value_bytes <= _AT_ONCE:
                 self._writing.append(self._queue[0])
                 self._writing[-1] = self._queue.popleft()
-                size += self._writing[-1].body.nbytes
+                size += self._writing[-1].form.value_bytes
         written = False
         try:
             written = not self._link.pause and self._write(self._writing)

@@ -105,13 +105,13 @@ class Gate(ObjectStore):
 
 def test_the_queue_is_bounded(network):
     store = Gate()
-    tiers = Tiers([store], secret=SECRET, after_uses=1, queue_bytes=5 * 64 * 2 * 2 * 2 * 16 * 4)
+    tiers = Tiers([store], secret=SECRET, after_uses=1, queue_bytes=5 * (64 * 2 * 2 * 2 * 16 * 4 + 352))
     cached = PrefixCachedEngine(InferenceEngine(network), 128, tiers=tiers, strict=True)
     tiers._reader.close()
     for seed in range(5):
         assert cached.generate(prompt(seed, 200), SHORT)
     (stats,) = tiers.stats()
-    assert 0 < stats.queued_bytes <= 5 * 64 * 2 * 2 * 2 * 16 * 4
+    assert 0 < stats.queued_bytes <= 5 * (64 * 2 * 2 * 2 * 16 * 4 + 352)
     assert stats.dropped == 15 - 5
     assert not tiers.flush(0.01)
     store.open.set()
