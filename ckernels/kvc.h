@@ -43,6 +43,14 @@ typedef struct kvc_layout {
     size_t block_bytes;      /* all heads, K and V, rounded up to 64 */
 } kvc_layout;
 
+/* What is known of the keys of one KV head before any is written. A centre is subtracted from keys before they are
+ * stored and added to those that are read, except to slots that were never written. A factor steers the rounding of
+ * quantised keys (kvc_feedback.h). */
+typedef struct kvc_head_keys {
+    const float *centre; /* (head_dim), or NULL */
+    const float *factor; /* (head_dim, head_dim), of which the part above the diagonal is read; or NULL */
+} kvc_head_keys;
+
 /* Rows of K, V or queries as a caller has them, (tokens, heads, dim): the channels of a head lie together. */
 typedef enum kvc_element { KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64 } kvc_element;
 typedef struct kvc_tensor {
@@ -61,6 +69,7 @@ typedef struct kvc_seq {
     int64_t sink_tokens;
     int64_t num_queries;
     int64_t hidden_tokens; /* 0 to num_tokens */
+    int64_t skipped_tokens; /* the first so many tokens, which no query sees either; any number from 0 on */
     int64_t start;         /* the text position of the first token, 0 to 2^62; the others follow it */
     int64_t window;        /* a query at position p sees positions from p - window + 1 on; 0: from the first token on */
     int32_t whole;         /* 1: every query sees all tokens but the hidden ones; there is neither window nor tree then */
@@ -114,14 +123,15 @@ typedef struct kvc_item {
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    /* Float rows (sum of run lengths, heads, dim of the side) into the slots of the runs; NULL: not written. */
+    /* Float rows (sum of run lengths, heads, dim of the side) into the slots of the runs; NULL: not written. Of each head
+     * what is known of its keys, or NULL. */
     void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
-                       const float *keys, const float *values);
+                       const float *keys, const float *values, const kvc_head_keys *);
     /* Tokens [first, first + count) of a tensor as float rows (count, heads, dim); doubles are rounded. */
     void (*gather_rows)(const kvc_tensor *, int64_t first, int64_t count, int heads, int dim, float *rows);
     /* The inverse of write_runs: slots of the runs into float rows, strides in floats apart. */
     void (*read_runs)(const kvc_layout *, const unsigned char *arena, const kvc_run *, int64_t num_runs,
-                      float *keys, float *values, size_t token_stride, size_t head_stride);
+                      float *keys, float *values, size_t token_stride, size_t head_stride, const kvc_head_keys *);
     /* Index of the first value that is not finite or that the format cannot hold (kvc_formats.h), or -1. */
     int64_t (*check_representable)(const float *, int64_t n, kvc_format);
     /* Attention of one item, with one thread's scratch. Relative error: f32 and f16 5e-6 (kvc_attend.c), quantised

@@ -10,6 +10,8 @@
 #ifndef KVC_LANES_H
 #define KVC_LANES_H
 
+#include "kvc_centre.h"
+#include "kvc_feedback.h"
 #include "kvc_fit.h"
 #include "kvc_hadamard.h"
 
@@ -36,7 +38,14 @@ INLINE void kvc_rotate_row(const float *x, int dim, int i, float *lanes) {
     for (int j = 0; j < n; j++) f32v_store(kvc_block(lanes, j, i), v[j]);
 }
 
-INLINE void kvc_place_row(kvc_rows rows, const float *x, int i, float *lanes) {
+INLINE void kvc_place_row(kvc_rows rows, kvc_source source, int i, float *lanes) {
+    kvc_centred centred;
+    centred.x[0] = 0.0f; /* gcc warns otherwise */
+    const float *x = source.x;
+    if (source.known && source.known->centre) {
+        kvc_subtract(x, source.known->centre, rows.dim, KVC_LEAST_HALF, &centred);
+        x = centred.x;
+    }
     if (!rows.rotated) {
         for (int d = 0; d < rows.dim; d += KVC_LANES)
             f32v_store(kvc_block(lanes, d / KVC_LANES, i), load_dims(x, d, rows.dim));
@@ -66,7 +75,7 @@ typedef struct kvc_range { /* one per lane */
 /* Places KVC_LANES rows into lanes. The rotation of a constant row is (value, 0, 0, ...). No other row has such a
  * rotation: the difference of two different values is not 0, and of two numbers that are not both 0, the sum or the
  * difference is not 0. */
-INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, float *lanes) {
+INLINE kvc_range kvc_into_lanes(kvc_rows rows, const kvc_source *x, ptrdiff_t ahead, float *lanes) {
     for (int i = 0; i < KVC_LANES; i++) kvc_place_row(rows, x[i], i, lanes);
     f32v first = f32v_zero(), low = f32v_set1(0x1p127f), high = f32v_sub(f32v_zero(), low);
     for (int d = 0; d < rows.dim; d += KVC_LANES) {
@@ -79,7 +88,7 @@ INLINE kvc_range kvc_into_lanes(kvc_rows rows, const float *const *x, ptrdiff_t 
             UNROLL
             for (int step = KVC_LANES / 2; step > 0; step /= 2) kvc_butterflies(v, KVC_LANES, step);
         }
-        for (int i = 0; i < KVC_LANES; i++) kvc_prefetch(x[i], ahead + d);
+        for (int i = 0; i < KVC_LANES; i++) kvc_prefetch(x[i].x, ahead + d);
         if (d == 0) first = v[0];
         UNROLL
         for (int i = 0; i < KVC_LANES; i++) {
@@ -131,7 +140,7 @@ INLINE void kvc_encode(const float *lanes, int dim, f32v minimum, f32v scale, in
 }
 
 /* Codes KVC_LANES rows, of which the first `count` are valid, as rows `at`, `at` + 1, .. of out. */
-static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, int at,
+static void kvc_code_lanes(kvc_rows rows, const kvc_source *x, ptrdiff_t ahead, int count, int at,
                            kvc_coded *out) {
     const int top = (1 << rows.bits) - 1;
     float lanes[(KVC_MAX_HEAD_DIM + KVC_LANES) * KVC_LANES], first[KVC_LANES], spread[KVC_LANES];
@@ -139,9 +148,20 @@ static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead
     f32v minimum = kvc_rounded_to_half(range.lowest), scale = kvc_scale_of(minimum, range.highest, top);
     if (kvc_format_of(rows.format)->fitted)
         kvc_fit(lanes, rows.dim, rows.bits, range.lowest, range.highest, &minimum, &scale);
+    kvc_widen(rows.bits, x, count, &minimum, &scale);
     f32v_store_half(out->minima + at, minimum);
     f32v_store_half(out->scales + at, scale);
-    kvc_encode(lanes, rows.dim, minimum, scale, top, out->codes + at);
+    const float *factor = kvc_common_factor(x, count);
+    if (factor && count > KVC_LANES / 4) {
+        kvc_encode_steered(lanes, rows.dim, minimum, scale, top, factor, out->codes + at);
+    } else {
+        kvc_encode(lanes, rows.dim, minimum, scale, top, out->codes + at);
+        for (int i = 0; i < count; i++) {
+            if (kvc_factor_of(x[i]))
+                kvc_encode_row(lanes + i, rows.dim, kvc_float_of_half(out->minima[at + i]),
+                               kvc_float_of_half(out->scales[at + i]), top, kvc_factor_of(x[i]), out->codes + at + i);
+        }
+    }
     f32v_store(first, range.first);
     f32v_store(spread, range.spread);
     for (int i = 0; i < count; i++) {
@@ -150,9 +170,9 @@ static void kvc_code_lanes(kvc_rows rows, const float *const *x, ptrdiff_t ahead
 }
 
 /* Codes up to 16 rows, rotated if rows.rotated. The rows of the next call are `ahead` floats further on. */
-static void kvc_code_rows(kvc_rows rows, const float *const *x, ptrdiff_t ahead, int count, kvc_coded *out) {
+static void kvc_code_rows(kvc_rows rows, const kvc_source *x, ptrdiff_t ahead, int count, kvc_coded *out) {
     for (int at = 0; at < count; at += KVC_LANES) {
-        const float *here[KVC_LANES];
+        kvc_source here[KVC_LANES];
         for (int i = 0; i < KVC_LANES; i++) here[i] = x[at + i < count ? at + i : at];
         kvc_code_lanes(rows, here, ahead, count - at < KVC_LANES ? count - at : KVC_LANES, at, out);
     }

@@ -68,12 +68,12 @@ enum { FEW_TOKENS = 3 }; /* up to this many tokens of a tile are written one by 
 
 /* Writes tokens [first, first + count) of one tile; next points to the rows of the next tile. */
 static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count, const float *x,
-                       size_t row_stride, const float *next) {
+                       size_t row_stride, const float *next, const kvc_head_keys *known) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], *packed = tile + KVC_TILE_HEADER;
-    const float *each[KVC_TILE];
+    kvc_source each[KVC_TILE];
     kvc_coded coded;
     fetch_tile(rows, tile);
-    for (int t = 0; t < count; t++) each[t] = x + (size_t)t * row_stride;
+    for (int t = 0; t < count; t++) each[t] = (kvc_source){x + (size_t)t * row_stride, known};
     kvc_code_rows(rows, each, next - x, count, &coded);
     memcpy(tile + 2 * first, coded.scales, 2 * (size_t)count);
     memcpy(tile + 2 * (KVC_TILE + first), coded.minima, 2 * (size_t)count);
@@ -93,7 +93,7 @@ static void write_tile(kvc_rows rows, unsigned char *tile, int first, int count,
 typedef struct row_queue {
     int count;
     kvc_rows rows; /* of all rows; its side is not used */
-    const float *x[KVC_TILE];
+    kvc_source x[KVC_TILE];
     unsigned char *to[KVC_TILE]; /* the tile, or the row itself */
     kvc_side side[KVC_TILE];
     int token[KVC_TILE]; /* index in the tile */
@@ -123,7 +123,7 @@ static void write_queue(row_queue *queue) {
     queue->count = 0;
 }
 
-static void enqueue(kvc_rows rows, row_queue *queue, const float *x, unsigned char *to, int token) {
+static void enqueue(kvc_rows rows, row_queue *queue, kvc_source x, unsigned char *to, int token) {
     if (queue->count) { /* queue->rows of an empty queue is not set */
         const int other = rows.format != queue->rows.format || rows.dim != queue->rows.dim ||
                           rows.rotated != queue->rows.rotated;
@@ -162,7 +162,7 @@ static int in_tile(int slot, int count) {
 
 /* Writes one side of all runs; the last rows may remain in the queue. */
 static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char *arena, const kvc_run *runs,
-                          int64_t num_runs, const float *x, row_queue *queue) {
+                          int64_t num_runs, const float *x, const kvc_head_keys *known, row_queue *queue) {
     const kvc_rows rows = kvc_rows_of(layout, side);
     const size_t heads = (size_t)layout->num_heads, dim = (size_t)rows.dim, row_stride = heads * dim;
     const size_t head_bytes = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
@@ -180,10 +180,11 @@ static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char
                 if (n > FEW_TOKENS) {
                     const float *head_after = h + 1 < heads ? x + (h + 1) * dim : next - h * dim;
                     write_tile(rows, to, slot % KVC_TILE, n, row, row_stride,
-                               slot + n < stop ? next : head_after);
+                               slot + n < stop ? next : head_after, known ? known + h : NULL);
                 } else {
                     for (int t = 0; t < n; t++)
-                        enqueue(rows, queue, row + (size_t)t * row_stride, to, slot % KVC_TILE + t);
+                        enqueue(rows, queue, (kvc_source){row + (size_t)t * row_stride, known ? known + h : NULL}, to,
+                                slot % KVC_TILE + t);
                 }
             }
         }
@@ -192,11 +193,11 @@ static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char
 }
 
 void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                           int64_t num_runs, const float *keys, const float *values) {
+                           int64_t num_runs, const float *keys, const float *values, const kvc_head_keys *known) {
     row_queue queue;
     queue.count = 0;
-    if (keys) quantise_side(layout, KVC_KEYS, arena, runs, num_runs, keys, &queue);
-    if (values) quantise_side(layout, KVC_VALUES, arena, runs, num_runs, values, &queue);
+    if (keys) quantise_side(layout, KVC_KEYS, arena, runs, num_runs, keys, known, &queue);
+    if (values) quantise_side(layout, KVC_VALUES, arena, runs, num_runs, values, NULL, &queue);
     if (queue.count) write_queue(&queue);
 }
 

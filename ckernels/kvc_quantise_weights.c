@@ -79,13 +79,13 @@ void KVC_FN(quantise_weights)(kvc_matrix_format format, int64_t count, int64_t c
             const int64_t left = columns - g * KVC_GROUP;
             const size_t channels = (size_t)(left < KVC_GROUP ? left : KVC_GROUP);
             float padded[KVC_TILE][KVC_GROUP];
-            const float *group[KVC_TILE];
+            kvc_source group[KVC_TILE];
             for (int i = 0; i < here; i++) {
                 const float *from = x + (first + i) * columns + g * KVC_GROUP;
                 memcpy(padded[i], from, channels * sizeof(float));
                 /* The last value again changes neither the range nor, much, the fit. */
                 for (size_t k = channels; k < KVC_GROUP; k++) padded[i][k] = fitted ? from[channels - 1] : 0.0f;
-                group[i] = padded[i];
+                group[i] = (kvc_source){padded[i], NULL};
             }
             kvc_coded coded;
             if (fitted) kvc_code_rows(rows, group, 0, here, &coded);

@@ -1,4 +1,5 @@
 /* kvc_rows.c - writes float rows to slots and reads them, makes float rows of others, checks that a format can hold them. */
+#include "kvc_centre.h"
 #include "kvc_kernels.h"
 
 #include <math.h>
@@ -7,19 +8,45 @@
 /* Writes the rows of count tokens, each of all heads, to consecutive slots, token by token in their memory order. Head
  * by head, every row would be read from another page, and the processor does not prefetch across pages. */
 static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes, int num_heads, int slot,
-                         int count, const float *x) {
+                         int count, const float *x, const kvc_head_keys *known) {
     const int dim = rows.dim;
+    kvc_centred centred;
     const size_t row_bytes = kvc_row_bytes(rows);
     for (int i = slot; i < slot + count; i++) {
         for (int h = 0; h < num_heads; h++, x += dim) {
             unsigned char *row = block + (size_t)h * head_bytes + (size_t)i * row_bytes;
+            const float *from = x;
+            if (known && known[h].centre) {
+                const float least = rows.format == KVC_F32 ? 0x1p-126f : KVC_LEAST_HALF;
+                kvc_subtract(x, known[h].centre, dim, least, &centred);
+                from = centred.x;
+            }
             if (rows.format == KVC_F32) {
-                memcpy(row, x, (size_t)dim * sizeof(float));
+                memcpy(row, from, (size_t)dim * sizeof(float));
             } else {
                 for (int d = 0; d < dim; d += KVC_LANES)
-                    store_row(rows.format, row, d, dim, load_dims(x, d, dim));
+                    store_row(rows.format, row, d, dim, load_dims(from, d, dim));
             }
         }
+    }
+}
+
+/* Adds the centre to rows that were written. The scale and minimum of a quantised row that was not are both 0, as all
+ * values of a float one are; kvc_subtract keeps a written row from that. */
+static void add_centre(kvc_rows rows, const unsigned char *head, int slot, int count, const float *centre, float *x,
+                       size_t row_stride) {
+    for (int i = slot; i < slot + count; i++, x += row_stride) {
+        uint16_t header[2] = {0, 0};
+        if (rows.tiled) {
+            const uint16_t *scales = (const uint16_t *)(head + (size_t)(i / KVC_TILE) * kvc_tile_bytes(rows));
+            header[0] = scales[i % KVC_TILE], header[1] = scales[KVC_TILE + i % KVC_TILE];
+        } else if (rows.quantised) {
+            memcpy(header, head + (size_t)i * kvc_row_bytes(rows), sizeof header);
+        }
+        int written = header[0] | header[1];
+        for (int d = 0; d < rows.dim && !rows.quantised; d++) written |= x[d] != 0.0f;
+        for (int d = 0; d < rows.dim && written; d += KVC_LANES)
+            store_dims(x, d, rows.dim, f32v_add(load_dims(x, d, rows.dim), load_dims(centre, d, rows.dim)));
     }
 }
 
@@ -43,21 +70,21 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
 }
 
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                        const float *keys, const float *values) {
+                        const float *keys, const float *values, const kvc_head_keys *known) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
     const float *k = k_rows.quantised ? NULL : keys, *v = v_rows.quantised ? NULL : values;
-    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values);
+    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values, known);
     const size_t heads = (size_t)layout->num_heads;
     for (int64_t i = 0; (k || v) && i < num_runs; i++) {
         unsigned char *block = arena + (size_t)runs[i].block * layout->block_bytes;
         const int first = runs[i].first, count = runs[i].stop - first, num_heads = layout->num_heads;
         if (k) {
-            write_floats(k_rows, block, layout->key_head_bytes, num_heads, first, count, k);
+            write_floats(k_rows, block, layout->key_head_bytes, num_heads, first, count, k, known);
             k += (size_t)count * heads * (size_t)k_rows.dim;
         }
         if (v) {
             write_floats(v_rows, block + heads * layout->key_head_bytes, layout->value_head_bytes, num_heads,
-                         first, count, v);
+                         first, count, v, NULL);
             v += (size_t)count * heads * (size_t)v_rows.dim;
         }
     }
@@ -88,7 +115,8 @@ void KVC_FN(gather_rows)(const kvc_tensor *tensor, int64_t first, int64_t count,
 }
 
 void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                       float *keys, float *values, size_t token_stride, size_t head_stride) {
+                       float *keys, float *values, size_t token_stride, size_t head_stride,
+                       const kvc_head_keys *known) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
     const size_t heads = (size_t)layout->num_heads;
     for (int64_t i = 0; i < num_runs; i++) {
@@ -96,8 +124,12 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
         const unsigned char *v = k + heads * layout->key_head_bytes;
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
-            if (keys)
-                read_head(k_rows, k + h * layout->key_head_bytes, first, count, keys + h * head_stride, token_stride);
+            if (keys) {
+                const unsigned char *head = k + h * layout->key_head_bytes;
+                read_head(k_rows, head, first, count, keys + h * head_stride, token_stride);
+                if (known && known[h].centre)
+                    add_centre(k_rows, head, first, count, known[h].centre, keys + h * head_stride, token_stride);
+            }
             if (values)
                 read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * head_stride,
                           token_stride);

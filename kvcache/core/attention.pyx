@@ -8,7 +8,8 @@ from libc.string cimport memcmp, memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
-from kvcache.core.kernels cimport kvc_attend_args, kvc_run, kvc_seq
+from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_attend_args, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor
+from kvcache.core.knownkeys cimport is_centred
 from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.store cimport BlockStore
 
@@ -138,6 +139,10 @@ cdef class Attention:
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0
+        cdef bint centred = is_centred(self.store.known_(base), self.store.layout.num_heads)
+        if centred and (softcap != 0 or sinks is not None or sink_queries is not None):
+            name = "softcap" if softcap != 0 else "sinks" if sinks is not None else "sink_queries"
+            raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
         cdef size_t size = kernels.attend_scratch_bytes(&self.store.layout, self.seqs, num_seqs, heads, threads)
         if size > self.scratch_bytes:
             free(self.scratch)
@@ -161,4 +166,28 @@ cdef class Attention:
             args.lse = <float *>cnp.PyArray_DATA(lse)
         with nogil:
             kernels.attend(&args, self.scratch, threads)
+            if centred and lse is not None:
+                _add_centres(&args, self.store.known_(base), queries.shape[0])
         return 0
+
+
+cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, int64_t num_queries) noexcept nogil:
+    """Make each lse that of the keys as `read` returns them: the stored ones lack their centre, which all share."""
+    cdef int64_t dim = args.layout.head_dim, heads = args.num_query_heads, group = heads // args.layout.num_heads
+    cdef int64_t row, i
+    cdef float q[KVC_MAX_HEAD_DIM]
+    cdef const float *c
+    cdef kvc_tensor one = args.queries
+    cdef double sums[4]
+    for row in range(num_queries * heads):
+        c = known[row % heads // group].centre
+        if c != NULL:
+            one.data = args.queries.data + row % heads * one.head_stride
+            kernels.gather_rows(&one, row // heads, 1, 1, <int>dim, q)
+            sums[0] = sums[1] = sums[2] = sums[3] = 0.0    # four, so that no addition waits for the one before
+            for i in range(0, dim, 4):
+                sums[0] += <double>q[i] * c[i]
+                sums[1] += <double>q[i + 1] * c[i + 1]
+                sums[2] += <double>q[i + 2] * c[i + 2]
+                sums[3] += <double>q[i + 3] * c[i + 3]
+            args.lse[row] += <float>(args.scale * ((sums[0] + sums[1]) + (sums[2] + sums[3])))

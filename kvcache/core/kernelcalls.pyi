@@ -11,8 +11,23 @@ _Floats = npt.NDArray[np.float32]
 _Runs = Sequence[tuple[int, int, int]] | npt.NDArray[np.int32]
 
 def run_items(count: int, num_threads: int, work: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
-def write(layout: Layout, arena: _Bytes, runs: _Runs, keys: _Floats | None, values: _Floats | None) -> None: ...
-def read(layout: Layout, arena: _Bytes, runs: _Runs, keys: _Floats | None, values: _Floats | None) -> None: ...
+def write(
+    layout: Layout,
+    arena: _Bytes,
+    runs: _Runs,
+    keys: _Floats | None,
+    values: _Floats | None,
+    centres: _Floats | None = None,
+    factors: _Floats | None = None,
+) -> None: ...
+def read(
+    layout: Layout,
+    arena: _Bytes,
+    runs: _Runs,
+    keys: _Floats | None,
+    values: _Floats | None,
+    centres: _Floats | None = None,
+) -> None: ...
 def check(x: _Floats, format: str) -> int: ...
 def copy(
     layout: Layout, arena: _Bytes, src_block: int, src_slot: int, dst_block: int, dst_slot: int, count: int

@@ -8,7 +8,7 @@ from libc.string cimport memset
 
 from kvcache.core cimport kernels
 from kvcache.core.kernels cimport (
-    KVC_ELEMENT_F32, Layout, kvc_attend_args, kvc_format, kvc_run, kvc_seq, kvc_tensor,
+    KVC_ELEMENT_F32, Layout, kvc_attend_args, kvc_format, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor,
 )
 
 
@@ -81,33 +81,61 @@ cdef unsigned char *_bytes(object arena) except NULL:
     return <unsigned char *><size_t>arena.ctypes.data
 
 
-def write(Layout layout, arena, runs, keys, values):
+cdef kvc_head_keys *_known(Layout layout, object centres, object factors) except? NULL:
+    """One per head, to be freed; NULL if both are None."""
+    cdef int heads = layout.c.num_heads, dim = layout.c.head_dim, h
+    cdef const float *centre = _floats(centres, (heads, dim))
+    cdef const float *factor = _floats(factors, (heads, dim, dim))
+    if centre == NULL and factor == NULL:
+        return NULL
+    cdef kvc_head_keys *known = <kvc_head_keys *>malloc(heads * sizeof(kvc_head_keys))
+    if known == NULL:
+        raise MemoryError
+    for h in range(heads):
+        known[h].centre = centre
+        known[h].factor = factor
+        if centre != NULL:
+            centre += dim
+        if factor != NULL:
+            factor += dim * dim
+    return known
+
+
+def write(Layout layout, arena, runs, keys, values, centres=None, factors=None):
+    """keys and values, either of which may be None; of each head a centre and a factor of the encoder."""
     cdef int64_t tokens = 0
     cdef unsigned char *to = _bytes(arena)
+    cdef kvc_head_keys *known = NULL
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
+        known = _known(layout, centres, factors)
         kernels.write_runs(&layout.c, to, c_runs, len(runs),
                            _floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim)),
-                           _floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim)))
+                           _floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim)), known)
     finally:
+        free(known)
         free(c_runs)
 
 
-def read(Layout layout, arena, runs, keys, values):
-    """Into keys and values, either of which may be None."""
+def read(Layout layout, arena, runs, keys, values, centres=None):
+    """Into keys and values, either of which may be None; of each head the centre that its keys were written with."""
     cdef float *k
     cdef float *v
     cdef int64_t tokens = 0
     cdef unsigned char *base = _bytes(arena)
+    cdef kvc_head_keys *known = NULL
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
+        known = _known(layout, centres, None)
         k = <float *>_floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim))
         v = <float *>_floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim))
         kernels.read_runs(&layout.c, base, c_runs, len(runs), k, NULL,
-                          <size_t>(layout.c.num_heads * layout.c.head_dim), <size_t>layout.c.head_dim)
+                          <size_t>(layout.c.num_heads * layout.c.head_dim), <size_t>layout.c.head_dim, known)
         kernels.read_runs(&layout.c, base, c_runs, len(runs), NULL, v,
-                          <size_t>(layout.c.num_heads * layout.c.value_head_dim), <size_t>layout.c.value_head_dim)
+                          <size_t>(layout.c.num_heads * layout.c.value_head_dim), <size_t>layout.c.value_head_dim,
+                          NULL)
     finally:
+        free(known)
         free(c_runs)
 
 

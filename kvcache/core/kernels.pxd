@@ -41,6 +41,10 @@ cdef extern from "kvc.h" nogil:
         size_t value_head_bytes
         size_t block_bytes          # all heads, K and V; a multiple of 64
 
+    ctypedef struct kvc_head_keys:    # what is known of the keys of one head; NULL: nothing
+        const float *centre         # (head_dim), subtracted from what is stored
+        const float *factor         # (head_dim, head_dim), steers the rounding
+
     ctypedef enum kvc_element:
         KVC_ELEMENT_F32, KVC_ELEMENT_F16, KVC_ELEMENT_BF16, KVC_ELEMENT_F64
 
@@ -57,6 +61,7 @@ cdef extern from "kvc.h" nogil:
         int64_t sink_tokens         # these first tokens meet the sink queries
         int64_t num_queries         # standing on the last tokens
         int64_t hidden_tokens       # of which so many are seen by nobody
+        int64_t skipped_tokens      # nor are so many at the front
         int64_t start               # the text position of the first token
         int64_t window              # 0, or positions that a query sees, its own included
         int32_t whole               # 1: every query sees all tokens that are not hidden
@@ -125,15 +130,16 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
                      int rotate_values) noexcept nogil
 
 # Float rows (tokens of the runs in order, num_heads, head_dim of the side) into slots and back. NULL: that side is left
-# alone. Strides are in floats, those of contiguous rows where none are given.
+# alone. Strides are in floats, those of contiguous rows where none are given. known: of each head, or NULL.
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                     int64_t num_runs, const float *keys, const float *values) noexcept nogil
+                     int64_t num_runs, const float *keys, const float *values,
+                     const kvc_head_keys *known) noexcept nogil
 # Tokens of a tensor of any element kind and strides as float rows.
 cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,
                       float *rows) noexcept nogil
 cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
                     int64_t num_runs, float *keys, float *values, size_t token_stride,
-                    size_t head_stride) noexcept nogil
+                    size_t head_stride, const kvc_head_keys *known) noexcept nogil
 
 # The first value that is not finite or that the format cannot hold, or -1.
 cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil

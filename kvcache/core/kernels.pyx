@@ -21,10 +21,10 @@ cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
         const char *name
         void (*write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
-                           const float *) noexcept nogil
+                           const float *, const kvc_head_keys *) noexcept nogil
         void (*gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *) noexcept nogil
         void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
-                          size_t, size_t) noexcept nogil
+                          size_t, size_t, const kvc_head_keys *) noexcept nogil
         int64_t (*check_representable)(const float *, int64_t, kvc_format) noexcept nogil
         void (*quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                                  uint16_t *) noexcept nogil
@@ -95,8 +95,9 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
 
 
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                     int64_t num_runs, const float *keys, const float *values) noexcept nogil:
-    _active.write_runs(layout, arena, runs, num_runs, keys, values)
+                     int64_t num_runs, const float *keys, const float *values,
+                     const kvc_head_keys *known) noexcept nogil:
+    _active.write_runs(layout, arena, runs, num_runs, keys, values, known)
 
 
 cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,
@@ -106,8 +107,8 @@ cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, in
 
 cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
                     int64_t num_runs, float *keys, float *values, size_t token_stride,
-                    size_t head_stride) noexcept nogil:
-    _active.read_runs(layout, arena, runs, num_runs, keys, values, token_stride, head_stride)
+                    size_t head_stride, const kvc_head_keys *known) noexcept nogil:
+    _active.read_runs(layout, arena, runs, num_runs, keys, values, token_stride, head_stride, known)
 
 
 cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil:

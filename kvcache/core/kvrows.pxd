@@ -19,6 +19,8 @@ cdef class KvRows:
     cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil
     # The first value, counted from the first of the first row, that the format cannot hold; -1: it can hold all.
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil
+    # The first key beyond +-most, counted in the same way, or -1.
+    cdef int64_t first_above(self, float most) noexcept nogil
 
 # An array (tokens, heads, channels), or a copy: aligned, with the channels of a head one behind another.
 cdef cnp.ndarray together(cnp.ndarray x)

@@ -40,7 +40,7 @@ cdef class KvRows:
         self.tensors[0], self.tensors[1] = tensor_of(self.keys), tensor_of(self.values)
         if self.plain:
             return
-        cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * <size_t>(self.dims[0] + self.dims[1])
+        cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * (<size_t>self.dims[0] + <size_t>self.dims[1])
         self.staged = <float *>malloc(size)
         if self.staged == NULL:
             raise MemoryError(f"no memory for {size} bytes of converted rows")
@@ -75,6 +75,18 @@ cdef class KvRows:
                 bad = kernels.check_representable(self.rows(side, first, n), n * row, format)
                 if bad >= 0:
                     return first * row + bad
+            first += n
+        return -1
+
+    cdef int64_t first_above(self, float most) noexcept nogil:
+        cdef int64_t row = <int64_t>self.num_heads * self.dims[0], first = 0, n, i
+        cdef const float *x
+        while first < self.count:
+            n = min(<int64_t>STEP, self.count - first)
+            x = self.rows(0, first, n)
+            for i in range(n * row):
+                if not -most <= x[i] <= most:
+                    return first * row + i
             first += n
         return -1
 

@@ -3,7 +3,8 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
-from kvcache.core.kernels cimport kvc_layout, kvc_run
+from kvcache.core.kernels cimport kvc_head_keys, kvc_layout, kvc_run
+from kvcache.core.knownkeys cimport KnownKeys
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.mapped cimport MappedMemory
 
@@ -19,6 +20,10 @@ cdef class BlockStore:
     cdef uint16_t *written_slots
     cdef readonly str key_dtype        # a name in kernels.FORMATS
     cdef readonly str value_dtype
+    cdef KnownKeys known               # of the keys, by a calibration
+
+    # What is known of the keys of the layer at `base`, of each head; NULL without a calibration.
+    cdef const kvc_head_keys *known_(self, const unsigned char *base) noexcept nogil
 
     # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError

@@ -9,7 +9,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memcpy
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_run
+from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_head_keys, kvc_run
+from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.mapped cimport MappedMemory
 
@@ -53,6 +54,7 @@ cdef class BlockStore:
         key_dtype, value_dtype: storage formats, of `kernels.FORMATS`.
         rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
         value_head_dim: `head_dim` of V alone; None: that of K.
+        calibration: of keys; a `Calibration` of these layers, heads and channels, or None.
 
     Raises:
         ValueError: a size or format that is not supported.
@@ -60,7 +62,7 @@ cdef class BlockStore:
     """
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
-                  value_dtype="f32", rotate="auto", value_head_dim=None):
+                  value_dtype="f32", rotate="auto", value_head_dim=None, calibration=None):
         # Callers that take one `dtype` for both give the same object twice.
         names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
         cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, names[0])
@@ -81,7 +83,13 @@ cdef class BlockStore:
             raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}, {value_dim}")
         self.num_layers = num_layers
         self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
+        self.known = known_keys(calibration, self.num_layers, &self.layout)
         self._take(self.memory_for(num_blocks), num_blocks)
+
+    @property
+    def calibration(self):
+        """The `Calibration` of the keys, or None."""
+        return self.known.calibration
 
     # -- shape ----------------------------------------------------------------------------------------------
 
@@ -218,7 +226,7 @@ cdef class BlockStore:
 
     def same_layout(self, BlockStore other not None):
         """Whether blocks of both stores have the same layout."""
-        return (self.num_layers == other.num_layers
+        return (self.num_layers == other.num_layers and self.known.same(other.known)
                 and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0)
 
     def raw(self, int64_t layer):
@@ -249,6 +257,12 @@ cdef class BlockStore:
         return views
 
     # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef const kvc_head_keys *known_(self, const unsigned char *base) noexcept nogil:
+        if self.known.heads == NULL:
+            return NULL
+        cdef size_t arena = <size_t>self.num_blocks * self.layout.block_bytes
+        return self.known.heads + <size_t>(base - self.arena) // arena * <size_t>self.layout.num_heads
 
     cdef MappedMemory memory_for(self, num_blocks):
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
@@ -348,11 +362,15 @@ cdef class BlockStore:
             format = self.layout.value_format if side else self.layout.key_format
             with nogil:
                 bad = rows.first_bad(side, format)
+                if bad < 0 and side == 0 and self.known.most_key > 0:
+                    bad = rows.first_above(self.known.most_key)
             if bad >= 0:
                 row = bad // (self.layout.num_heads * self.dim_(side))
                 value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.dim_(side))]
                 name, dtype = ("values", self.value_dtype) if side else ("keys", self.key_dtype)
                 most = kernels.kvc_format_of(format).largest.decode()
+                if side == 0 and 0 < self.known.most_key < 65504:
+                    most = f"{self.known.most_key} beside the centres of the calibration"
                 raise ValueError(f"{name}: expected values that {dtype} can hold, up to {most}, "
                                  f"got {np.float32(value)} in row {row}")
         return 0
@@ -360,17 +378,18 @@ cdef class BlockStore:
     cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil:
         cdef kvc_run part
         cdef int64_t i, n, row = 0
+        cdef const kvc_head_keys *known = self.known_(base)
         self.note_written_(runs, num_runs)
         if rows.plain:
             kernels.write_runs(&self.layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
-                               rows.rows(1, 0, rows.count))
+                               rows.rows(1, 0, rows.count), known)
             return
         for i in range(num_runs):    # in pieces that end with tiles
             part = runs[i]
             while part.first < runs[i].stop:
                 part.stop = <uint16_t>min(<int>runs[i].stop, (part.first // STEP + 1) * STEP)
                 n = part.stop - part.first
-                kernels.write_runs(&self.layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n))
+                kernels.write_runs(&self.layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n), known)
                 row += n
                 part.first = part.stop
 
@@ -390,5 +409,6 @@ cdef class BlockStore:
         if values is not None:
             to[1] = <float *>cnp.PyArray_DATA(values)
         with nogil:
-            kernels.read_runs(&self.layout, base, runs, num_runs, to[0], to[1], token_stride, head_stride)
+            kernels.read_runs(&self.layout, base, runs, num_runs, to[0], to[1], token_stride, head_stride,
+                              self.known_(base))
         return 0

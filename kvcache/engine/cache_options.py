@@ -6,6 +6,7 @@ from bisect import bisect_right
 from typing import Any
 
 from kvcache.core.arguments import as_bytes, as_count
+from kvcache.core.calibration import Calibration
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
@@ -32,6 +33,8 @@ def cache_options(
     dtypes: tuple[str, str],
     rotate: bool | str,
     groups: LayerGroups,
+    calibration: Calibration | None = None,
+    firsts: int = 0,
 ) -> dict[str, Any]:
     """The arguments of `PagedKvCache` for an engine over `model`, for the layers that keep all tokens.
 
@@ -50,7 +53,7 @@ def cache_options(
     if max_memory_bytes is not None:
         settings = block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
         BlockStore(num_layers, 0, *settings)  # raises for a format that is not supported
-        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions)) + sum(
+        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions), firsts) + sum(
             group.num_blocks * BlockStore(len(group.layers), 0, *settings).block_bytes for group in groups.windows
         )
         num_blocks = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings, beside=beside)
@@ -63,6 +66,7 @@ def cache_options(
         "key_dtype": dtypes[0],
         "value_dtype": dtypes[1],
         "rotate": rotate,
+        "calibration": calibration,
     }
 
 

@@ -22,6 +22,7 @@ from kvcache.core.memory import total
 from kvcache.engine.windows import Pages, Place, Places, WindowLayers, Windows, num_pages
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.tiers.windows import WindowSource
 
 __all__ = ["CachedWindows"]
 
@@ -29,10 +30,15 @@ Tokens = NDArray[np.uint32]
 
 
 class _Group:
-    """The cached pages of the layers with one window."""
+    """The cached pages of the layers with one window.
+
+    Attributes:
+        ends: the window of the last multiple of this is kept too, where the text still has it.
+    """
 
     def __init__(self, layers: WindowLayers, max_blocks: int) -> None:
         self.layers, self.size = layers, layers.cache.block_size
+        self.ends = 1
         self.cache = PrefixCache.over(layers.cache, num_pages(layers.window, self.size, max_blocks))
 
     def longest(self, tokens: Tokens, stop: int, namespace: Hashable) -> int:
@@ -63,14 +69,37 @@ class _Group:
         """
         stop = len(tokens) // self.size * self.size
         blocks = self.layers.cache.block_table([place.seq_id]).block_ids
-        first = self.layers.first_seen(max(0, stop - 1)) // self.size
+        first = self.layers.first_seen(max(0, min(stop - 1, len(tokens) // self.ends * self.ends))) // self.size
         pages = _pages(tokens[:stop], self.size, first, namespace)
         for i, (ids, name) in enumerate(pages, first - place.first // self.size):
             if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
                 self.cache.adopt(ids, blocks[i : i + 1], name)
 
+    def blocks(self, tokens: Tokens, stop: int, namespace: Hashable) -> dict[int, int]:
+        """The blocks of the window of the first `stop` tokens, by page; empty unless all of them are cached."""
+        found = {}
+        for number, (page, name) in enumerate(self._window(tokens, stop, namespace), self._first_page(stop)):
+            match = self.cache._cached.index.find(page, name)
+            if match.length < self.size:
+                return {}
+            found[number] = int(match.pages[0])
+        return found
+
+    def take(self, tokens: Tokens, stop: int, namespace: Hashable, bodies: dict[int, memoryview]) -> None:
+        """Cache the pages of the window of the first `stop` tokens that have arrived from tiers."""
+        source = self.cache.source
+        assert isinstance(source, WindowSource)
+        for number, (page, name) in enumerate(self._window(tokens, stop, namespace), self._first_page(stop)):
+            if number in bodies:
+                source.arrived = {name: bodies[number]}
+                with self.cache.open_again(page, name):
+                    source.arrived = {}
+
+    def _first_page(self, stop: int) -> int:
+        return self.layers.first_seen(stop) // self.size
+
     def _window(self, tokens: Tokens, stop: int, namespace: Hashable) -> Iterator[tuple[Tokens, Hashable]]:
-        return _pages(tokens[:stop], self.size, self.layers.first_seen(stop) // self.size, namespace)
+        return _pages(tokens[:stop], self.size, self._first_page(stop), namespace)
 
     def _holds(self, page: Tokens, name: Hashable) -> bool:
         return self.cache.peek(page, name) == len(page)

@@ -13,11 +13,12 @@ from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
+from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.requests import Requests
-from kvcache.engine.residual import as_length
+from kvcache.engine.residual import as_length, num_firsts
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.tokenizer import CheckpointText, GgufText
@@ -60,6 +61,9 @@ class InferenceEngine:
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
             `EvictingSequence`. The default `num_blocks` then covers the budget and one piece, for a text of any
             length. A block holds tokens of one layer.
+        calibrate: a `Calibration` of the network's keys, or tokens to measure one by; False: none. Quantised keys are
+            then centred and rounded with feedback, every query reads the first 16 tokens of the text in f16, and
+            every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -94,6 +98,7 @@ class InferenceEngine:
         residual_length: int | None = None,
         eviction_policy: EvictionPolicy | None = None,
         kv_budget: int | None = None,
+        calibrate: Any = False,
     ) -> None:
         self.model = model
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
@@ -105,15 +110,18 @@ class InferenceEngine:
         dtypes = (key_dtype or dtype, value_dtype or dtype)
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
-        self._residual_length = as_length(residual_length, *dtypes, without=without)
+        calibration = as_calibration(model, calibrate, dtypes[0], without)
+        measured = calibration is not None and calibrate is not False
+        length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
+        self._residual_length, firsts = length, num_firsts(measured, length)
         self._cache_options = cache_options(
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
             prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
-            groups=groups,
+            groups=groups, calibration=calibration, firsts=firsts,
         )  # fmt: skip
         cache, make = self._make_cache(**self._cache_options), partial(self._make_cache, **self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), self._residual_length)
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), length, firsts)
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.engine.calibrating import text_or_calibration
 from kvcache.engine.defaults import folder_defaults, gguf_defaults
 from kvcache.engine.hub import checkpoint_path
 from kvcache.engine.sampling import SamplingParams
@@ -30,6 +31,7 @@ def from_pretrained(
     weights: str = "auto",
     activations: str = "int8",
     progress: Progress | None = None,
+    calibrate: Any = False,
     **options: Any,
 ) -> InferenceEngine:
     """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network that README.md names.
@@ -43,6 +45,9 @@ def from_pretrained(
             bits per weight), "q4" (5 bits; the head has 8.5).
         activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
         progress: called with the bytes of weights that are loaded, and those of all.
+        calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the library
+            has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's cache folder
+            (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
         seed, options: as for the constructor.
 
     Raises:
@@ -53,10 +58,13 @@ def from_pretrained(
     path = checkpoint_path(directory)
     network: dict[str, Any] = {"weights": weights, "activations": activations, "progress": progress}
     if is_gguf(path):
-        return from_gguf(cls, path, sampling_params, seed, **network, **options)
+        return from_gguf(cls, path, sampling_params, seed, calibrate=calibrate, **network, **options)
     defaults = folder_defaults(path) if sampling_params is None else sampling_params
+    text = CheckpointText(path)
+    if calibrate is not False:
+        options["calibrate"] = text_or_calibration(calibrate, lambda: text.tokenizer)
     engine = cls(Transformer.from_pretrained(path, **network), defaults, seed, **options)
-    engine._text = CheckpointText(path)
+    engine._text = text
     return engine
 
 
@@ -66,11 +74,16 @@ def from_gguf(
     path: str | Path,
     sampling_params: SamplingParams | None = None,
     seed: int = 0,
+    *,
+    calibrate: Any = False,
     **options: Any,
 ) -> InferenceEngine:
     """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
     network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
     defaults = gguf_defaults(GgufFile(path)) if sampling_params is None else sampling_params
+    text = GgufText(Path(path))
+    if calibrate is not False:
+        options["calibrate"] = text_or_calibration(calibrate, lambda: text.tokenizer)
     engine = cls(Transformer.from_gguf(path, **network), defaults, seed, **options)
-    engine._text = GgufText(Path(path))
+    engine._text = text
     return engine

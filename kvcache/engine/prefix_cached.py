@@ -67,7 +67,7 @@ class PrefixCachedEngine:
 
     Raises:
         TypeError, ValueError: not an engine, or one that evicts tokens; a negative number of blocks; too few bytes for
-            the engine's own K and V and one block; tiers for a network with sliding windows.
+            the engine's own K and V and one block; tiers for a network whose layers all have windows.
         OutOfMemoryError: the system refuses the memory.
 
     Attributes:
@@ -112,7 +112,7 @@ class PrefixCachedEngine:
             self.newest = NewestGroups(residual, engine.cache.block_size, max_cache_blocks)
         self._tiered: Tiered | None = None
         if self.tiers is not None:
-            self._tiered = Tiered(self.tiers, engine, sequence, self.prefix_cache.cache)
+            self._tiered = Tiered(self.tiers, engine, sequence, self.prefix_cache.cache, self.windows)
         self.strict = strict
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -303,14 +303,14 @@ class PrefixCachedEngine:
                 raise
             finally:
                 # The computed tokens are valid however the stream ended.
-                requests.lock.hand_over(partial(self._store_if_unchanged, turn, text, namespace))
+                requests.lock.hand_over(partial(self._store_if_unchanged, turn, text, len(tokens), namespace))
 
-    def _store_if_unchanged(self, turn: Turn, text: list[int], namespace: Hashable) -> None:
+    def _store_if_unchanged(self, turn: Turn, text: list[int], prompt: int, namespace: Hashable) -> None:
         if self.inner.version == turn.version:
             # A stream that is dropped inside a call of the cache cannot store its tokens.
             with suppress(InvalidOperationError):
                 self._store(text, namespace)
-                self._offer(text, namespace)
+                self._offer(text, prompt, namespace)
 
     def _looking(self, tokens: Tokens, start: int, namespace: Hashable) -> AbstractContextManager[None]:
         """Ask the tiers, if any, for what follows token `start`, while the prompt runs inside."""
@@ -323,6 +323,14 @@ class PrefixCachedEngine:
         start = min(session.num_tokens, len(tokens) - 1)
         count = 0
         rows: list[tuple[Float32, Float32]] = []
+        firsts: list[tuple[Float32, Float32]] = []
+        residual = self._sequence.residual
+        if residual is not None and residual.firsts and start >= residual.length:
+            # Every token reads the first ones unpacked. Without a copy of these, all run again.
+            firsts = [] if self.newest is None else self.newest.recall_firsts(tokens, namespace)
+            start = start if firsts else 0
+        elif residual is not None and not engine.residual_length:
+            start = 0  # the first tokens are cached in part
         if begun := start % (engine.residual_length or 1):
             # A token must read its own group unpacked, as in a run without the cache. The unpacked copy provides the
             # first `count` tokens of the group; the other cached ones run again.
@@ -339,8 +347,8 @@ class PrefixCachedEngine:
             self._sequence.clear()
             self._sequence.replace(share, pages)
             engine._requests.regimes.know(tokens[:found], engine._requests.regimes.of(whole))
-        if self._sequence.residual is not None and count:
-            self._sequence.residual.resume(rows)
+        if residual is not None and (count or firsts):
+            residual.resume(rows, firsts)
         parted, start = start // engine.cache.block_size * engine.cache.block_size, found
         if found < parted < len(tokens):
             # Two texts part here, and the window has left. Keep it for the next such text.
@@ -371,8 +379,8 @@ class PrefixCachedEngine:
         if self.newest is not None and cached == full:
             self.newest.keep(tokens, namespace)
 
-    def _offer(self, text: list[int], namespace: Hashable) -> None:
+    def _offer(self, text: list[int], prompt: int, namespace: Hashable) -> None:
         """Offer the text of a request that has ended to the tiers."""
         if self._tiered is not None:
             key = self.inner._requests.regimes.key(namespace, self.inner._requests.regimes.current)
-            self._tiered.used(np.array(text[: self.inner.num_tokens], np.uint32), key)
+            self._tiered.used(np.array(text[: self.inner.num_tokens], np.uint32), prompt, key)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
+from kvcache.engine.firsts import FirstTokens
 from kvcache.engine.residual import Residual
 from kvcache.engine.windows import Pages, Windows
 from kvcache.errors import KvCacheError, OutOfMemoryError
@@ -46,7 +47,7 @@ class ModelSequence(ABC):
         self.num_tokens = 0
         self.version = 0
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
-        self.residual: Residual | None = None
+        self.residual: Residual | FirstTokens | None = None
         self.regime = 0
         self.several_regimes = self.regime_of(1) != self.regime_of(model.config.max_position_embeddings)
 
@@ -153,20 +154,24 @@ class LiveSequence(ModelSequence):
         cache: K and V of the layers that no group of `windows` has, in their order.
         windows: the layers that keep a window alone.
         residual_length: tokens per group of the `Residual`; 0: no residual. With windows it must be 0.
+        firsts: first tokens that are kept unpacked, beside the residual or alone.
     """
 
     def __init__(
-        self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows, residual_length: int = 0
-    ) -> None:
+        self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows, residual_length: int = 0,
+        firsts: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(model, cache, chunk)
         self._seq_id = 0
         self.windows, self.places = windows, windows.working
         whole = [layer for layer in range(model.config.num_layers) if layer not in windows]
         attention = layer_attention(model)
         self._options = {layer: (own, attention[layer].options()) for own, layer in enumerate(whole)}
-        if residual_length:  # a piece is not longer than a text
+        if firsts and not residual_length:
+            self.residual = FirstTokens(model.config, cache, attention)
+        elif residual_length:  # a piece is not longer than a text
             most = min(chunk, model.config.max_position_embeddings)
-            self.residual = Residual(model.config, cache, residual_length, most, attention)
+            self.residual = Residual(model.config, cache, residual_length, most, attention, firsts)
         cache.allocate(0, 0)
 
     @property

@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.calibration import Calibration
+from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.sequence import LiveSequence
 from kvcache.networks.fingerprint import fingerprint
@@ -23,10 +26,11 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.lookups import Lookup
-from kvcache.tiers.source import GROUP_TOKENS, TierSource
+from kvcache.tiers.source import GROUP_TOKENS
 from kvcache.tiers.tiers import Tiers
+from kvcache.tiers.windows import WindowedLookup, WindowSource
 
-__all__ = ["Tiered", "as_tiers", "source_of"]
+__all__ = ["Tiered", "as_tiers", "model_name"]
 
 AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
 
@@ -39,7 +43,7 @@ def as_tiers(
     """The tiers of an engine.
 
     Raises:
-        TypeError, ValueError: another kind; both are given; an engine whose layers keep windows.
+        TypeError, ValueError: another kind; both are given; a network whose layers all have windows.
         OSError: the directory of `autosave` cannot be made or read.
     """
     if tiers is None and autosave is None:
@@ -49,8 +53,8 @@ def as_tiers(
         raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
     if tiers is not None and autosave is not None:
         raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
-    if sequence.windows.groups:
-        raise ValueError(f"{name}: expected a network whose layers keep all tokens, got one with sliding windows")
+    if not sequence.cache.num_layers:
+        raise ValueError(f"{name}: expected a network with a layer that keeps all tokens, got one with windows alone")
     if tiers is not None:
         return tiers
     assert autosave is not None
@@ -58,13 +62,14 @@ def as_tiers(
     return Tiers([directory], after_uses=1)
 
 
-def source_of(tiers: Tiers, model: Model, residual_length: int) -> TierSource:
-    """The tiers as the source of the prefix cache of an engine; engines of all kinds share values.
+def model_name(model: Model, residual_length: int, calibration: Calibration | None = None) -> str:
+    """What the K and V of an engine depend on beside the formats; engines of all kinds share values.
 
     Raises:
         TypeError: the model is no `Transformer`.
     """
-    return tiers.source(f"{fingerprint(model)}, residual_length {residual_length}", waits=False)
+    calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
+    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}"
 
 
 class Tiered:
@@ -73,18 +78,29 @@ class Tiered:
     Args:
         tiers: its tiers.
         engine, sequence: the engine and its sequence.
-        cache: the prefix cache; the tiers become its source.
+        cache, windows: the prefix cache and the cached windows; the tiers become their sources.
     """
 
-    def __init__(self, tiers: Tiers, engine: InferenceEngine, sequence: LiveSequence, cache: PrefixCache) -> None:
-        self._tiers, self._engine, self._sequence, self._cache = tiers, engine, sequence, cache
-        self._source = source_of(tiers, engine.model, engine.residual_length)
+    def __init__(
+        self, tiers: Tiers, engine: InferenceEngine, sequence: LiveSequence, cache: PrefixCache, windows: CachedWindows
+    ) -> None:
+        self._tiers, self._engine, self._sequence = tiers, engine, sequence
+        self._cache, self._windows = cache, windows
+        self._model = model_name(engine.model, engine.residual_length, engine.cache.calibration)
+        self._source = tiers.source(self._model, waits=False)
         cache.source = self._source
+        sources = []
+        for group in windows.groups:
+            sources.append(tiers.window_source(f"{self._model}, layers {group.layers.layers}", group.layers.window))
+            group.cache.source, group.ends = sources[-1], self._source.format.group_tokens
+        if sources:
+            self._source.make_lookup = partial(WindowedLookup, sources=sources)
         self._lookup: Lookup | None = None
 
     @contextmanager
     def looking(self, tokens: Tokens, start: int, namespace: Hashable) -> Iterator[None]:
         """Ask the tiers for the blocks of a prompt from token `start` on, meanwhile."""
+        self._source.end_all()  # what an interrupt has left
         with self._source.looking(namespace, tokens, start) as self._lookup:
             try:
                 yield
@@ -98,6 +114,10 @@ class Tiered:
             return start
         lookup.wait(self._tiers.head_start)
         piece = GROUP_TOKENS
+        residual = self._sequence.residual
+        if residual is not None and start < residual.firsts <= last:  # which every token reads unpacked
+            requests.prefill_part(tokens[start : residual.firsts], start, len(tokens))
+            start = residual.firsts
         while True:
             ended, before = lookup.ended, start  # read before what has arrived
             start = self._jump(lookup, tokens, start, namespace)
@@ -125,15 +145,19 @@ class Tiered:
         """Share the blocks that have arrived, if they reach past `start`; the tokens of the sequence."""
         group = self._engine.residual_length or 1
         most = lookup.available(start)
-        if min(most, len(tokens) - 1) // group * group <= start:
+        residual = self._sequence.residual
+        if min(most, len(tokens) - 1) // group * group <= start or (residual is not None and start < residual.firsts):
             return start
         cache, sequence, regimes = self._cache, self._sequence, self._engine._requests.regimes
         full = start // cache.block_size
         blocks = self._engine.cache.block_table([sequence.seq_id]).block_ids
         cache.adopt(tokens[: full * cache.block_size], blocks[:full], namespace)
         with cache.open_again(tokens, namespace) as session:
-            found = min(session.num_tokens, len(tokens) - 1) // group * group
-            if found <= start:
+            found = min(session.num_tokens, most, len(tokens) - 1) // group * group
+            if isinstance(lookup, WindowedLookup):
+                for each, part in zip(self._windows.groups, lookup.parts, strict=True):
+                    each.take(tokens, found, namespace, part.bodies)
+            if found <= start or (self._windows.groups and found < most):
                 lookup.cancel()  # there is no room for them
                 return start
 
@@ -141,10 +165,25 @@ class Tiered:
                 paged.adopt(seq_id, session.block_indices[: -(-found // paged.block_size)], found)
                 return found
 
-            sequence.replace(share)
+            firsts = []
+            if residual is not None and residual.firsts:
+                firsts = [residual.read_firsts(layer) for layer in range(self._engine.config.num_layers)]
+            with self._windows.hold(tokens, found, namespace) as (held, pages):
+                if held < found:
+                    lookup.cancel()
+                    return start
+                sequence.replace(share, pages)
+            if residual is not None and firsts:
+                residual.resume((), firsts)
             regimes.know(tokens[:found], regimes.of(len(tokens)))
         return found
 
-    def used(self, tokens: Tokens, namespace: Hashable) -> None:
-        """Offer what a request had to the tiers."""
+    def used(self, tokens: Tokens, prompt: int, namespace: Hashable) -> None:
+        """Offer what a request had to the tiers, whose prompt had so many tokens."""
         self._source.used(namespace, tokens)
+        size = self._source.format.group_tokens
+        for group in self._windows.groups:
+            source = group.cache.source
+            assert isinstance(source, WindowSource)
+            for end in sorted({prompt // size * size, len(tokens) // size * size} - {0}):
+                source.ends(namespace, tokens, partial(group.blocks, tokens, end, namespace))

@@ -109,6 +109,21 @@ class Transformer:
         config = self.config
         return max(rope.regime_of(num_tokens) for rope in (config.rope, config.window_rope or config.rope))
 
+    def key_bias(self, positions: NDArray[np.int64]) -> Float32 | None:
+        """What the biases of key projections are in keys at these positions; None: there are none, or a norm follows.
+
+        float32 `(num_layers, len(positions), num_kv_heads, head_dim)`.
+        """
+        config, found = self.config, []
+        for i, layer in enumerate(self.weights.layers):
+            if layer.qkv_bias is None or layer.qk_norm is not None:
+                return None
+            heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.num_heads :][: config.num_kv_heads]
+            rows = np.ascontiguousarray(np.broadcast_to(heads, (len(positions), *heads.shape)))
+            table = self._tables[0][config.windows[i] is not None]
+            found.append(table.rotate(rows, table.rows(positions)) if config.rotated[i] else rows)
+        return np.stack(found)
+
     def forward(
         self,
         tokens: NDArray[np.uint32],

@@ -34,6 +34,7 @@ class AttentionOptions(TypedDict, total=False):
     starts: npt.ArrayLike | None
     causal: bool
     mask: npt.ArrayLike | None
+    skip_tokens: int
 
 
 @overload
@@ -93,7 +94,7 @@ def attention(
     return_scores: bool | Literal["head"] = False, context_lens: npt.ArrayLike | None = None,
     return_lse: bool = False, window: int | None = None, softcap: float | None = None,
     sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
-    causal: bool = True, mask: npt.ArrayLike | None = None,
+    causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
 ) -> Any:  # fmt: skip
     """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
@@ -119,6 +120,7 @@ def attention(
         context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
             context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
             times, with different queries. The output of a query that sees no token is 0.
+        skip_tokens: the first so many tokens of each sequence are seen by no query, as if a window had left them.
         return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
         window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
         softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
@@ -136,4 +138,4 @@ def attention(
     """
     return cache._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
                                  context_lens, bool(return_lse), window, softcap, sinks, starts, bool(causal),
-                                 mask)  # fmt: skip
+                                 mask, skip_tokens)  # fmt: skip

@@ -14,6 +14,7 @@ cdef struct Sight:
     float scale
     float softcap                # 0: none
     bint whole                   # not causal
+    int64_t skipped              # the first tokens of each sequence that no query sees
 
 cdef enum:
     BY_HEAD = 2                  # of return_scores: 0 no, 1 their sum

@@ -28,4 +28,5 @@ class SequenceAttention:
         starts: npt.ArrayLike | None,
         causal: bool,
         mask: npt.ArrayLike | None,
+        skip_tokens: int,
     ) -> Any: ...

@@ -43,7 +43,7 @@ cdef class SequenceAttention:
         return self.attention.nbytes
 
     def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores, context_lens,
-             bint return_lse, window, softcap, sinks, starts, bint causal, mask):
+             bint return_lse, window, softcap, sinks, starts, bint causal, mask, skip_tokens):
         """Causal attention of several sequences in one call; counts as an access.
 
         Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing.
@@ -57,6 +57,7 @@ cdef class SequenceAttention:
         cdef float factor = attention.scale_(scale), cap = attention.softcap_(softcap)
         cdef int mass = self._mass(return_scores)
         cdef int64_t width = 0 if window is None else as_count(window, "window", 1)
+        cdef int64_t skipped = as_count(skip_tokens, "skip_tokens", 0, MOST_START)
         cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, lens = None, shown = None
         cdef cnp.ndarray ids = uint64_ids(seq_ids), logits = attention.sinks_(sinks, q)
         cdef cnp.ndarray first = None, parents = None, tree = None
@@ -86,7 +87,7 @@ cdef class SequenceAttention:
                                 ("context_lens", shown), ("sinks", logits), ("starts", first), ("mask", parents)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
-        cdef Sight sight = Sight(width, factor, cap, not causal)
+        cdef Sight sight = Sight(width, factor, cap, not causal, skipped)
         self.lock.enter()
         try:
             # With the lock held: growing moves the blocks.
@@ -153,6 +154,7 @@ cdef class SequenceAttention:
             out = self.attention.seq_(i)
             out.runs, out.num_runs, out.num_tokens = seq.runs, seq.num_runs, seq.num_tokens
             out.sink_tokens, out.window, out.whole = seq.sink_tokens, sight.window, sight.whole
+            out.skipped_tokens = sight.skipped
             if first != NULL:
                 if not 0 <= first[i] <= MOST_START:
                     raise ValueError(f"starts: expected 0 to 2**62 for sequence {id[i]}, got {first[i]}")

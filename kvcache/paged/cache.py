@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
+from kvcache.core.calibration import Calibration
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
@@ -52,6 +53,10 @@ class PagedKvCache:
             (QuaRot, arXiv 2404.00456, section 4): "auto" where their head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
+        calibration: a `Calibration` of the keys of these layers, heads and channels. Keys are stored less their centre,
+            which `read` adds to tokens that were written, and quantised with feedback. Attention returns what it would
+            over the keys of `read`, log-sum-exps and masses too. A layer with a centre takes no softcap, sinks and
+            sink_queries, whose scores would tell the constant: ValueError.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 
@@ -84,11 +89,11 @@ class PagedKvCache:
         eviction_strategy: EvictionStrategy | None = None,
         eviction_threshold: float = 0.9,
         max_memory_bytes: int | str | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate, value_head_dim
-        store = BlockStore(
-            num_layers, num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings), *settings
-        )
+        total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
+        store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._table = BlockTables(self._pool, store.block_size)
@@ -109,6 +114,7 @@ class PagedKvCache:
     block_size = read_only(lambda self: self._store.block_size, "Tokens per block.")
     key_dtype = read_only(lambda self: self._store.key_dtype, "Storage format of K.")
     value_dtype = read_only(lambda self: self._store.value_dtype, "Storage format of V.")
+    calibration = read_only(lambda self: self._store.calibration, "The `Calibration` of the keys, or None.")
     total_blocks = read_only(lambda self: self._pool.num_blocks, "Blocks in all.")
     free_block_count = read_only(lambda self: self._pool.num_free, "Blocks without a reference.")
     used_block_count = read_only(lambda self: self._pool.num_used, "Blocks with references; a shared one counts once.")

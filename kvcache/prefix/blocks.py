@@ -221,8 +221,7 @@ class PrefixCache(IndexedCache):
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
             raise ValueError(f"block_start: expected a multiple of {size}, got {start}")
-        pairs = list(pairs)
-        count = min(len(pairs), (len(ids) - start) // size)
+        count = min(len(pairs := list(pairs)), (len(ids) - start) // size)
         if count <= 0:
             return 0
         keys, values = checked_rows(self._store, pairs[:count], self._cached.dims)

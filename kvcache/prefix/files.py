@@ -24,7 +24,7 @@ from kvcache.prefix.slots import Claim, Slots
 from kvcache.prefix.source import fetch_waiting
 from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
 
-__all__ = ["fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
+__all__ = ["arena_of_blocks", "fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -97,8 +97,15 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     with AllLocks([cache.lock for cache in caches]):
         for cache in caches:
             fetch_all(cache.index)
-        arenas = [(cache.slots, _arena(cache), _raw_pages(cache.store)) for cache in caches]
+        model += _calibrated(caches)
+        arenas = [(cache.slots, arena_of_blocks(cache), _raw_pages(cache.store)) for cache in caches]
         _write(path, "blocks", model, [cache.index for cache in caches], arenas)
+
+
+def _calibrated(caches: Sequence[CachedBlocks]) -> str:
+    """What the model's name in a file has more: keys that another calibration centred mean something else."""
+    calibration = caches[0].store.calibration
+    return "" if calibration is None else f" calibrated {calibration.fingerprint}"
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
@@ -110,7 +117,7 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
     with AllLocks([cache.lock for cache in caches]):
         _require_empty(caches)
-        snapshot = Snapshot(path, "blocks", model)
+        snapshot = Snapshot(path, "blocks", model + _calibrated(caches))
         try:
             takers = _takers(snapshot, caches)
         except SnapshotError as error:
@@ -129,17 +136,17 @@ def _takers(snapshot: Snapshot, caches: Sequence[CachedBlocks]) -> dict[int, Cac
     """The cache for each arena, if any; SnapshotError if the first arena has none or the tables are invalid."""
     if not snapshot.arenas:
         raise SnapshotError("expected an arena, got none")
-    _arena(caches[0]).expect(snapshot.arenas[0])
+    arena_of_blocks(caches[0]).expect(snapshot.arenas[0])
     pairs = zip(caches, snapshot.arenas, strict=False)
-    takers = {i: cache for i, (cache, arena) in enumerate(pairs) if _arena(cache) == arena}
+    takers = {i: cache for i, (cache, arena) in enumerate(pairs) if arena_of_blocks(cache) == arena}
     of_arena = snapshot.arena_of[snapshot.segments.namespaces]
     for i, cache in takers.items():
         well_formed(snapshot.segments, np.flatnonzero(of_arena == i), cache.store.block_size)
     return takers
 
 
-def _arena(cache: CachedBlocks) -> Arena:
-    """How a file stores the blocks."""
+def arena_of_blocks(cache: CachedBlocks) -> Arena:
+    """How files and tiers store the blocks of a cache."""
     store = cache.store
     return Arena(
         store.num_layers, store.num_heads, *cache.dims, store.key_dtype, store.value_dtype, *store.rotated,

@@ -14,6 +14,7 @@ from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer,
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within, total
 from kvcache.core.store import BlockStore
+from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests
@@ -139,11 +140,12 @@ class BatchEngine:
         cache = PagedKvCache(
             num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
             key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
+            calibration=as_calibration(model, False, formats[0], without),
         )  # fmt: skip
         self._blocks = SharedBlocks(cache, newest)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, length)
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, length, cache.calibration)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from kvcache.engine.tiered import source_of
+from kvcache.core.calibration import Calibration
+from kvcache.engine.tiered import model_name
 from kvcache.networks.protocols import Model
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.serving.work import Work
@@ -23,11 +24,15 @@ class TieredWorks:
         model: its network.
         prefixes: its prefix cache; the tiers become its source.
         residual_length: tokens of a group of the residual; 0: there is none.
+        calibration: of the keys, or None.
     """
 
-    def __init__(self, tiers: Tiers, model: Model, prefixes: PrefixCache, residual_length: int) -> None:
+    def __init__(
+        self, tiers: Tiers, model: Model, prefixes: PrefixCache, residual_length: int,
+        calibration: Calibration | None = None,
+    ) -> None:  # fmt: skip
         self._tiers, self._prefixes, self._group = tiers, prefixes, residual_length or 1
-        self._source = source_of(tiers, model, residual_length)
+        self._source = tiers.source(model_name(model, residual_length, calibration), waits=False)
         prefixes.source = self._source
         self._lookups: dict[int, Lookup] = {}  # by the number of the work
         self._asked: set[int] = set()

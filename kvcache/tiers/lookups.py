@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
+from _thread import TIMEOUT_MAX, allocate_lock, start_new_thread
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
-from threading import Condition, Thread
+from queue import SimpleQueue
+from threading import RLock, Thread
 from time import monotonic
 
 import numpy as np
@@ -70,7 +71,8 @@ class Lookup:
         self.present: list[range] = [range(0)] * len(keys)
         self.absent: list[range] = [range(0)] * len(keys)
         self.wrong: list[tuple[int, int]] = []
-        self._changed = Condition()
+        self._lock, self._running = RLock(), allocate_lock()
+        self._running.acquire()
 
     def covers(self, name: Hashable, tokens: Tokens) -> bool:
         """Whether it is of this text."""
@@ -84,30 +86,34 @@ class Lookup:
             group += 1
         return max(token, group * size)
 
+    def narrowed(self, number: int, link: Link, at: int, end: int) -> int:
+        """The end of those groups from `at` to `end`, which tier `number` has, that are of use."""
+        return end
+
+    def finish(self, number: int, link: Link, stop: int) -> None:
+        """Fetch what else is of use when the groups before `stop` have arrived from tier `number`."""
+
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, so long at most."""
-        end = monotonic() + seconds
-        with self._changed:
-            while not self.ended and (left := end - monotonic()) > 0:
-                self._changed.wait(left)
+        if not self.ended and seconds and self._running.acquire(timeout=min(seconds, TIMEOUT_MAX)):
+            self._running.release()
 
     def cancel(self) -> None:
         """Nothing more is needed."""
-        with self._changed:
+        with self._lock:
             self.cancelled = True
             self.bodies.clear()
 
     def deliver(self, group: int, body: memoryview) -> None:
         """Accept the body of a group, unless nothing more is needed."""
-        with self._changed:
+        with self._lock:
             if not self.cancelled:
                 self.bodies[group] = body
 
     def end(self) -> None:
-        """Nothing more arrives."""
-        with self._changed:
-            self.ended = True
-            self._changed.notify_all()
+        """Nothing more arrives; to be called once."""
+        self.ended = True
+        self._running.release()
 
     def tokens_of(self, group: int) -> Tokens:
         """The tokens of a group."""
@@ -118,51 +124,41 @@ class Lookup:
 class Reader:
     """The thread that runs lookups, one after another.
 
+    Callers use compiled locks and queues alone: an interrupt leaves none of them locked.
+
     Args:
         links: in the order in which they are asked.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = links
-        self._changed = Condition()
-        self._queue: deque[Lookup] = deque()
-        self._thread: Thread | None = None
-        self._process = 0
+        self._queue: SimpleQueue[Lookup | None] = SimpleQueue()
+        self._process = -1  # in which the thread runs
         self._closed = False
         self._began: float | None = None  # when the running call of a tier began
 
     def submit(self, lookup: Lookup) -> bool:
         """Run a lookup; False if too many wait, or a call of a tier takes long."""
-        with self._changed:
-            busy = self._began is not None and monotonic() - self._began > _PATIENCE
-            if self._closed or busy or len(self._queue) >= _MOST_WAITING:
-                return False
-            if self._thread is None or self._process != os.getpid():  # a forked process has no thread of its parent
-                self._process, self._began = os.getpid(), None
-                self._thread = Thread(target=self._run, name="kvcache read", daemon=True)
-                self._thread.start()
-            self._queue.append(lookup)
-            self._changed.notify_all()
-            return True
+        began = self._began
+        if self._process != os.getpid():  # a forked process has no thread of its parent
+            began = self._began = None
+            start_new_thread(self._run, ())
+            self._process = os.getpid()
+        busy = began is not None and monotonic() - began > _PATIENCE
+        if self._closed or busy or self._queue.qsize() >= _MOST_WAITING:
+            return False
+        self._queue.put(lookup)
+        return True
 
     def close(self) -> None:
         """End the lookups and the thread, after its running call."""
-        with self._changed:
-            self._closed = True
-            while self._queue:
-                self._queue.popleft().end()
-            self._changed.notify_all()
+        self._closed = True
+        self._queue.put(None)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                lookup = self._queue.popleft()
+        while (lookup := self._queue.get()) is not None:
             try:
-                if not lookup.cancelled:
+                if not lookup.cancelled and not self._closed:
                     self._look_up(lookup)
             except Exception:
                 logger.warning("a lookup in tiers failed", exc_info=True)
@@ -190,7 +186,10 @@ class Reader:
                 link.count("misses")
                 lookup.absent[number] = range(end, lookup.stop)
             lookup.present[number] = range(at, end)
+            end = lookup.narrowed(number, link, at, end)
             at = self._fetch(lookup, number, link, at, end)
+            if at == end > lookup.first and not lookup.cancelled:
+                lookup.finish(number, link, end)
 
     def _fetch(self, lookup: Lookup, number: int, link: Link, at: int, end: int) -> int:
         """Fetch the groups from `at` to `end`; the first that did not arrive."""

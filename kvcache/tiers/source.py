@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.kernels import simd_level
+from kvcache.prefix.files import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
-from kvcache.saved.tables import Arena
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.lookups import Lookup, Reader
@@ -58,32 +58,34 @@ class TierSource:
         links, writers, reader: of the `Tiers`, the `owner`.
         model: the model's name: all that K and V depend on beside the tokens and what the cache's store says.
         deadline: seconds that `offers` waits for a lookup; 0: it takes what `start` has fetched.
+        group_tokens: of a value, in whole blocks, one at least.
 
     Attributes:
+        format: of the values.
+        make_lookup: makes the lookups, by default `Lookup`.
         computing: tokens per second that the network computes, as far as is known.
     """
 
     def __init__(
-        self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, deadline: float, owner: object
-    ) -> None:
+        self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, deadline: float, owner: object,
+        group_tokens: int = GROUP_TOKENS,
+    ) -> None:  # fmt: skip
         self._links, self._writers, self._reader, self._model, self._deadline = links, writers, reader, model, deadline
-        self._owner = owner  # lives as long as this
+        self._owner, self._group_tokens = owner, group_tokens  # the owner lives as long as this
+        self.make_lookup: Callable[..., Lookup] = Lookup
         self.computing = Measured()
         self._lookups: list[Lookup] = []
         self._known: OrderedDict[bytes, _Group] = OrderedDict()
         self._wrapped: OrderedDict[bytes, list[Wrapping]] = OrderedDict()
+        self._last: tuple[bytes, Tokens, list[list[bytes]]] = b"", np.empty(0, np.uint32), []
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
 
     def attach(self, cached: CachedBlocks) -> None:
         """See `Source`."""
-        store = cached.store
-        arena = Arena(
-            store.num_layers, store.num_heads, *cached.dims, store.key_dtype, store.value_dtype, *store.rotated,
-            "blocks", store.block_size, store.block_bytes,
-        )  # fmt: skip
+        store, arena = cached.store, arena_of_blocks(cached)
         self._cached, self._size = cached, store.block_size
-        self._pages = max(1, GROUP_TOKENS // self._size)  # of a group
+        self._pages = max(1, self._group_tokens // self._size)  # of a group
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
         # Levels of SIMD add in different orders, so each has K and V of its own.
         context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), self._model.encode()))
@@ -108,10 +110,9 @@ class TierSource:
         if first >= stop:
             return None
         try:
-            keys, wrappings = self._keys(name, tokens), self._wrappings(name)
+            lookup = self.make_lookup(name, tokens, first, stop, *self.names(name, tokens), self.format, self.computing)
         except TypeError:  # a namespace that has no bytes
             return None
-        lookup = Lookup(name, tokens, first, stop, keys, wrappings, self.format, self.computing)
         if not self._reader.submit(lookup):
             self._links[0].count("late")
             return None
@@ -127,22 +128,44 @@ class TierSource:
         self._expected = {page: each for page, each in self._expected.items() if each[0] is not lookup}
         for number, absent in enumerate(lookup.absent):
             for group in absent:
-                if (known := self._known.get(lookup.keys[0][group])) is not None:
-                    known.sent &= ~(1 << number)
+                self.lacks(lookup.keys[0][group], number)
             for group in lookup.present[number]:
                 self._group(lookup.keys[0][group]).sent |= 1 << number
         for number, group in lookup.wrong:
-            known = self._group(lookup.keys[0][group])
+            self.wrong(lookup.keys[0][group], number)
+
+    def end_all(self) -> None:
+        """End all lookups."""
+        for lookup in self._lookups:
+            self.end(lookup)
+
+    def lacks(self, key: bytes, number: int) -> None:
+        """Note that a tier has no value for a group."""
+        if (known := self._known.get(key)) is not None:
             known.sent &= ~(1 << number)
-            known.wrong |= 1 << number
+
+    def wrong(self, key: bytes, number: int) -> None:
+        """Note that a tier has something else under the key of a group."""
+        known = self._group(key)
+        known.sent &= ~(1 << number)
+        known.wrong |= 1 << number
 
     def _keys(self, name: Hashable, tokens: Tokens) -> list[list[bytes]]:
         """The keys of all groups, for each tier."""
-        encoded, by_secret = encode_namespace(name), {}
+        encoded, size = encode_namespace(name), self.format.group_tokens
+        before, known, keys = self._last
+        if encoded == before and len(tokens) <= len(known) and np.array_equal(known[: len(tokens)], tokens):
+            return [each[: len(tokens) // size] for each in keys]  # as when a text is evicted from its end
+        by_secret: dict[bytes, list[bytes]] = {}
         for chain in self._chains:
             if chain.secret not in by_secret:
                 by_secret[chain.secret] = chain.keys(encoded, tokens)
-        return [by_secret[chain.secret] for chain in self._chains]
+        self._last = encoded, tokens.copy(), [by_secret[chain.secret] for chain in self._chains]
+        return self._last[2]
+
+    def names(self, name: Hashable, tokens: Tokens) -> tuple[list[list[bytes]], list[Wrapping]]:
+        """The keys and the wrappings of the values of a text, for each tier; TypeError: its namespace has no bytes."""
+        return self._keys(name, tokens), self._wrappings(name)
 
     def _wrappings(self, name: Hashable) -> list[Wrapping]:
         """Of the values of a namespace, for each tier."""
@@ -188,22 +211,28 @@ class TierSource:
     def fetch(self, pages: Int32) -> Int32:
         """See `Source`: copy what has arrived into the pages."""
         assert self._cached is not None
-        store, good = self._cached.store, []
+        good = []
         lookups = []
         for page in pages.tolist():
             lookup, i = self._expected.pop(page, (None, 0))
             body = None if lookup is None else lookup.bodies.get(i // self._pages)
             if body is None:
                 break
-            layers = np.frombuffer(body, np.uint8).reshape(self._pages, store.num_layers, -1)[i % self._pages]
-            for place, data in zip(store.overwrite(page), layers, strict=True):
-                place[...] = data
+            self.fill(page, body, i % self._pages)
             good.append(page)
             lookups.append(lookup)
         if self._deadline > 0:
             for lookup in set(lookups):
                 self.end(lookup)
         return np.array(good, np.int32)
+
+    def fill(self, page: int, body: memoryview, i: int) -> None:
+        """Copy the `i`-th page of a body into a page of the cache."""
+        assert self._cached is not None
+        store = self._cached.store
+        layers = np.frombuffer(body, np.uint8).reshape(self._pages, store.num_layers, -1)[i]
+        for place, data in zip(store.overwrite(page), layers, strict=True):
+            place[...] = data
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """See `Source`: write the groups that lose a page, unless they have been written."""
@@ -222,7 +251,7 @@ class TierSource:
         if first >= stop:
             return
         kept = self._cached.index.find(tokens[: len(tokens) - len(pages) * self._size], name).pages
-        self._write(name, tokens[: stop * size], np.concatenate([kept, pages]), range(first, stop), evicted=True)
+        self.write(name, tokens[: stop * size], np.concatenate([kept, pages]), range(first, stop), evicted=True)
 
     # -- writes ---------------------------------------------------------------------------------------------
 
@@ -238,11 +267,11 @@ class TierSource:
                 with self._cached.lock:
                     pages = self._cached.index.find(tokens, name).pages
                     stop = min(stop, len(pages) // self._pages)
-                    self._write(name, tokens[: stop * self.format.group_tokens], pages, range(stop), evicted=False)
+                    self.write(name, tokens[: stop * self.format.group_tokens], pages, range(stop), evicted=False)
         except Exception:
             logger.warning("what a request computed is not offered to the tiers", exc_info=True)
 
-    def _write(self, name: Hashable, tokens: Tokens, pages: Int32, groups: range, *, evicted: bool) -> None:
+    def write(self, name: Hashable, tokens: Tokens, pages: Int32, groups: Sequence[int], *, evicted: bool) -> None:
         """Queue groups of `tokens`, whose K and V are in `pages`, for the tiers that are to get them."""
         try:
             keys = self._keys(name, tokens)
@@ -282,7 +311,7 @@ class TierSource:
         self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
         wanted: list[tuple[int, list[int]]], bodies: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
-        size = self.format.group_tokens
+        size, rooms = self.format.group_tokens, [writer.room() for writer in self._writers]
         for (group, numbers), body in zip(wanted, bodies, strict=True):
             known, own = self._group(keys[0][group]), tokens[group * size : (group + 1) * size].copy()
             for number in numbers:
@@ -291,10 +320,13 @@ class TierSource:
                     keys[number][group], own, memoryview(body), self.format, wrappings[number],
                     bool(known.wrong & bit), partial(_lost, known, bit),
                 )  # fmt: skip
+                if rooms[number] < body.nbytes:
+                    self._links[number].count("dropped")
+                    continue
+                rooms[number] -= body.nbytes
                 known.sent |= bit
                 known.wrong &= ~bit
-                if not self._writers[number].offer(item):
-                    known.sent &= ~bit
+                self._writers[number].offer(item)
 
     def _group(self, key: bytes) -> _Group:
         known = self._known.get(key)

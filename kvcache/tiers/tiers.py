@@ -15,6 +15,7 @@ from kvcache.tiers.lookups import Reader
 from kvcache.tiers.protocol import Tier
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.values import wrapping
+from kvcache.tiers.windows import WindowSource
 from kvcache.tiers.writing import WriteBehind
 
 __all__ = ["Tiers"]
@@ -44,7 +45,7 @@ class Tiers:
             `cryptography` (extra `encryption`), and less time than the proof of values that are not encrypted.
         queue_bytes: the most bytes of K and V that wait to be written to one tier, an int or a text such as "1GiB".
         deadline: seconds that a lookup of a `PrefixCache` waits for tiers, since it cannot compute meanwhile.
-        head_start: seconds that a prompt of an engine waits for tiers before it runs.
+        head_start: seconds that a prompt of an engine waits for tiers before it runs; in a `BatchEngine` all wait.
 
     Raises:
         ImportError: `encrypt` without the package.
@@ -63,6 +64,8 @@ class Tiers:
         deadline: float = 0.25,
         head_start: float = 0.0,
     ) -> None:
+        if not isinstance(tiers, Iterable):
+            raise TypeError(f"tiers: expected a list of tiers, got {type(tiers).__name__}")
         given = list(tiers)
         if not 1 <= len(given) <= _MOST_TIERS:
             raise ValueError(f"tiers: expected 1 to {_MOST_TIERS}, got {len(given)}")
@@ -89,6 +92,10 @@ class Tiers:
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
         return TierSource(self._links, self._writers, self._reader, model, self.deadline if waits else 0.0, self)
+
+    def window_source(self, model: str, window: int) -> WindowSource:
+        """The source of a prefix cache of layers with a window; see `WindowSource`."""
+        return WindowSource(self._links, self._writers, self._reader, model, self, window)
 
     def stats(self) -> list[TierStats]:
         """The counters of each tier now."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Thread
-from time import monotonic
+from contextlib import suppress
+from queue import SimpleQueue
+from time import monotonic, sleep
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvcache.tiers.values import ValueFormat, Wrapping
 __all__ = ["WriteBehind", "Written"]
 
 _AT_ONCE = 8 << 20  # bytes of values in one call of a tier
+_POLL, _PAUSED = 0.001, 0.1  # seconds between two looks: of who flushes, and of a thread whose tier is passed over
 
 
 class Written(NamedTuple):
@@ -42,90 +45,82 @@ class Written(NamedTuple):
 class WriteBehind:
     """The queue and the thread of one tier. No call waits for the tier but `flush` and `close`.
 
+    Callers use single operations of compiled objects: an interrupt leaves no lock taken, and nothing counted twice.
+
     Args:
-        most_bytes: of the bodies in the queue; further ones are dropped.
+        most_bytes: of the bodies in the queue.
     """
 
     def __init__(self, link: Link, most_bytes: int) -> None:
         self._link, self._most_bytes = link, most_bytes
-        self._changed = Condition()
         self._queue: deque[Written] = deque()
-        self.queued_bytes = 0  # of the queue and of what is being written
+        self._writing: list[Written] = []  # for a moment some are in the queue too
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._closed = False
-        self._thread: Thread | None = None
-        self._process = 0
+        self._process = -1  # in which the thread runs
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the bodies in the queue, and of those that are being written."""
+        return sum(item.body.nbytes for item in (*self._queue, *self._writing))
 
     def room(self) -> int:
         """Bytes that the queue still takes; 0 after `close`."""
         return 0 if self._closed else self._most_bytes - self.queued_bytes
 
-    def offer(self, item: Written) -> bool:
-        """Queue a group; False, and it is dropped, if the queue is full."""
-        with self._changed:
-            if self._closed or item.body.nbytes > self.room():
-                self._link.count("dropped")
-                return False
-            self._queue.append(item)
-            self.queued_bytes += item.body.nbytes
-            self._start()
-            self._changed.notify_all()
-            return True
+    def offer(self, item: Written) -> None:
+        """Queue a group, for which there is room."""
+        if self._process != os.getpid():  # a forked process has no thread of its parent
+            start_new_thread(self._run, ())
+            self._process = os.getpid()
+        self._queue.append(item)
+        self._wake.put(None)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty, for so many seconds at most; whether it is."""
         end = monotonic() + timeout
-        with self._changed:
-            while self.queued_bytes and (left := end - monotonic()) > 0:
-                self._changed.wait(min(left, 0.5))
-            return not self.queued_bytes
+        self._wake.put(None)
+        while self.queued_bytes and monotonic() < end:
+            sleep(_POLL)
+        return not self.queued_bytes
 
     def close(self, timeout: float) -> bool:
         """Accept nothing more, `flush`, drop the rest and end the thread; whether everything was written."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
         whole = self.flush(timeout)
-        with self._changed:
-            while self._queue:
+        with suppress(IndexError):
+            while True:
                 self._drop(self._queue.popleft())
-            self._changed.notify_all()
+        self._wake.put(None)
         return whole
-
-    def _start(self) -> None:
-        if self._thread is None or self._process != os.getpid():  # a forked process has no thread of its parent
-            self._process = os.getpid()
-            self._thread = Thread(target=self._run, name=f"kvcache write {self._link.name}", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while (pause := self._link.pause) or not self._queue:
-                    if self._closed and (pause or not self._queue):
-                        while self._queue:
-                            self._drop(self._queue.popleft())
-                        self._changed.notify_all()
-                        return
-                    self._changed.wait(pause or None)
-                items: list[Written] = []
-                size = 0
-                while self._queue and (not items or size + self._queue[0].body.nbytes <= _AT_ONCE):
-                    items.append(self._queue.popleft())
-                    size += items[-1].body.nbytes
-            written = False
-            try:
-                written = self._write(items)
-            except Exception as error:
-                self._link.failed(error)
-            finally:
-                with self._changed:
-                    for item in items:
-                        if written:
-                            self.queued_bytes -= item.body.nbytes
-                        else:
-                            self._drop(item)
-                    self._changed.notify_all()
-                del items
+            self._wake.get()
+            while self._queue:
+                while self._link.pause and not self._closed:
+                    sleep(min(self._link.pause, _PAUSED))
+                self._write_some()
+            if self._closed:
+                return
+
+    def _write_some(self) -> None:
+        """Write what one call of the tier takes."""
+        size = 0
+        with suppress(IndexError):  # `close` drops what is queued
+            while not size or size + self._queue[0].body.nbytes <= _AT_ONCE:
+                self._writing.append(self._queue[0])
+                self._writing[-1] = self._queue.popleft()
+                size += self._writing[-1].body.nbytes
+        written = False
+        try:
+            written = not self._link.pause and self._write(self._writing)
+        except Exception as error:
+            self._link.failed(error)
+        while self._writing:
+            if not written:
+                self._drop(self._writing[-1])
+            self._writing.pop()
 
     def _write(self, items: list[Written]) -> bool:
         link = self._link
@@ -144,6 +139,5 @@ class WriteBehind:
         return True
 
     def _drop(self, item: Written) -> None:
-        self.queued_bytes -= item.body.nbytes
         self._link.count("dropped")
         item.lost()

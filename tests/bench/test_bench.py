@@ -127,3 +127,10 @@ def test_the_command_line(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "structures" in capsys.readouterr().out
+
+
+def test_the_bench_of_tiers_runs(capsys):
+    assert main(["tiers", "--quick", "--only", "misses"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("RedisTier") == 2
+    assert "DirectoryTier" in printed

@@ -80,10 +80,10 @@ static void read_whole(const kvc_kernels *kernels, const world *w, const unsigne
     for (int b = 0; b < w->num_blocks; b++) runs[b] = (kvc_run){b, 0, (uint16_t)w->layout.block_size};
     const size_t dims[2] = {(size_t)w->layout.head_dim, (size_t)w->layout.value_head_dim};
     if (dims[0] == dims[1]) {
-        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row[0], dims[0]);
+        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], rows[1], w->row[0], dims[0], NULL);
     } else {
-        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], NULL, w->row[0], dims[0]);
-        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, NULL, rows[1], w->row[1], dims[1]);
+        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, rows[0], NULL, w->row[0], dims[0], NULL);
+        kernels->read_runs(&w->layout, arena, runs, w->num_blocks, NULL, rows[1], w->row[1], dims[1], NULL);
     }
     free(runs);
 }
@@ -181,11 +181,11 @@ static void step_write(source *s, world *w) {
     memory before = take(w->arena_bytes, 64, 1);
     memcpy(before.at, w->arena, w->arena_bytes);
     const kvc_kernels *scalar = scalar_level();
-    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1]);
+    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1], NULL);
     for (int level = 0; level < num_levels(); level++) {
         memory arena = take(w->arena_bytes, 64, draw(s, 2));
         memcpy(arena.at, before.at, w->arena_bytes);
-        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1]);
+        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1], NULL);
         if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
             fail("%s: other bytes stored", level_at(level)->name);
         give_back(&arena);
@@ -195,7 +195,7 @@ static void step_write(source *s, world *w) {
         const size_t row = w->row[side];
         float *back = malloc(((size_t)q.num_tokens * row + 1) * sizeof *back);
         scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL, row,
-                          row / (size_t)w->layout.num_heads);
+                          row / (size_t)w->layout.num_heads, NULL);
         for (int64_t t = 0; t < q.num_tokens; t++)
             memcpy(w->rows[side] + q.slots[t] * row, back + (size_t)t * row, row * sizeof(float));
         free(back);

@@ -7,10 +7,10 @@ import numpy as np
 import oracle
 import pytest
 from blocks import Scattered, attend, guarded_attention
+from quantised_rows import BITS, hard_rows
 
 from kvcache.core import kernelcalls, kernels
 
-BITS = {format.name: format.bits for format in kernels.FORMATS.values() if format.quantised}
 formats = pytest.mark.parametrize("name", BITS)
 # Tiles, tiles that a run covers in part, and rows.
 block_sizes = pytest.mark.parametrize("block_size", [16, 48, 256, 1, 5, 17])
@@ -37,25 +37,6 @@ def test_rows_take_exactly_their_bits_and_two_halves(name, dim):
         exact = block_size * (dim * BITS[name] // 8 + 4)
         assert layout.key_head_bytes == layout.value_head_bytes
         assert layout.key_head_bytes - exact in (range(1) if block_size % 16 == 0 else range(4))
-
-
-def hard_rows(rng, dim):
-    """Difficult rows: outliers, constants, tiny, huge, offsets, few values; and ordinary ones."""
-    normal = rng.standard_normal((40, dim))
-    rows = [*normal, *(normal * np.exp(rng.standard_normal((40, 1)) * 6)), *(normal * 1e-6), *(normal * 1e-8)]
-    rows += [np.full(dim, c) for c in (0.0, 1.0, -1.0, 0.1, -3.3, 65504.0, -65504.0, 6e-8, -6e-8, 1e-30)]
-    rows += [
-        x * 0.01 + c for x, c in zip(normal[:8], (1, -1, 1000, -1000, 30000.4, -0.001, 65000, -65000), strict=True)
-    ]
-    rows += [np.where(np.arange(dim) == 3, a, b) for a in (-65504.0, 1.0, 1e-7) for b in (65504.0, 0.0, -1e-7)]
-    rows += [
-        np.eye(dim)[0],
-        -np.eye(dim)[0],
-        np.linspace(-1, 1, dim),
-        np.arange(dim) % 2,
-        np.arange(dim) % 4 * -0.5,
-    ]
-    return np.clip(np.array(rows, np.float32), -65504, 65504)
 
 
 @cache

@@ -12,12 +12,15 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from recording_network import LAYERS, TOKENS, VOCABULARY, RecordingNetwork
+from recording_network import DIM, KV_HEADS, LAYERS, TOKENS, VOCABULARY, RecordingNetwork
 
+from kvcache import Calibration
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
 FOUR = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 SOURCES = np.random.default_rng(0).integers(0, VOCABULARY, (5, 150)).astype(np.uint32)
+
+CALIBRATION = Calibration(np.random.default_rng(1).standard_normal((LAYERS, KV_HEADS, DIM)))
 
 OWNERS = st.sampled_from([None, "a", ("a", 1)])
 # The head of one of two texts, then a part of another text.
@@ -30,9 +33,13 @@ PROMPTS = st.builds(
 class Requests(RuleBasedStateMachine):
     """Requests that end, are abandoned or fail; saved files."""
 
-    @initialize(length=st.sampled_from([2, 7, 12, 16, 17, 48, 64]), blocks=st.sampled_from([1, 6, 40, 600]))
-    def start(self, length, blocks):
+    @initialize(
+        length=st.sampled_from([2, 7, 12, 16, 17, 48, 64]), blocks=st.sampled_from([1, 6, 40, 600]),
+        calibrated=st.booleans(),
+    )  # fmt: skip
+    def start(self, length, blocks, calibrated):
         self.options = {"dtype": "q2", "residual_length": length, "prefill_chunk": 24, "num_blocks": 40}
+        self.options["calibrate"] = CALIBRATION if calibrated else False
         self.blocks = blocks
         self.cached = self.fresh()
         self.alone = InferenceEngine(RecordingNetwork(), **self.options)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import attention
 
+from kvcache import Calibration
 from kvcache.engine import InferenceEngine
 from kvcache.eviction import EvictionPolicy
 
@@ -42,14 +43,15 @@ class Echo:
         return np.zeros(({"last": 1, "all": len(tokens), "none": 0}[logits], 8), np.float32)
 
 
-def assert_all_answers_right(network, engine, full):
-    """Compare all results; `full[p]` is the first token that the query at p reads unpacked."""
+def assert_all_answers_right(network, engine, full, firsts=()):
+    """Compare all results; `full[p]` is the first token that the query at p reads unpacked, with `firsts[p]` others."""
     for layer in range(LAYERS):
         packed = engine.cache.read(layer, engine.seq_id)
         for pos, first in enumerate(full):
             keys, values = (rows[: pos + 1].astype(np.float64) for rows in packed)
-            keys[first:] = network.keys[layer, first : pos + 1].astype(np.float16)
-            values[first:] = network.values[layer, first : pos + 1].astype(np.float16)
+            for part in (slice(first, pos + 1), slice(0, firsts[pos] if len(firsts) else 0)):
+                keys[part] = network.keys[layer, part].astype(np.float16)
+                values[part] = network.values[layer, part].astype(np.float16)
             want = attention(network.queries[layer, pos][None], keys, values, DIM**-0.5)[0][0]
             error = np.abs(network.told[layer, pos] - want).max() / np.abs(want).max()
             assert error < 0.01, (layer, pos, first, error)
@@ -67,40 +69,57 @@ STEPS = st.lists(
 )
 
 
-@given(length=st.sampled_from([1, 4, 16, 17]), chunk=st.sampled_from([1, 5, 16, 64]), steps=STEPS)
-def test_any_history(length, chunk, steps):
+def calibration():
+    rng = np.random.default_rng(5)
+    turns = rng.standard_normal((LAYERS, KV_HEADS, DIM, DIM)).astype(np.float32)
+    moments = turns @ turns.swapaxes(2, 3)
+    return Calibration(rng.standard_normal((LAYERS, KV_HEADS, DIM)), (moments + moments.swapaxes(2, 3)) / 2)
+
+
+@given(length=st.sampled_from([0, 1, 4, 16, 17, 64]), chunk=st.sampled_from([1, 5, 64]), steps=STEPS, calibrated=...)
+def test_any_history(length, chunk, steps, calibrated: bool):
     """Runs, failures, steps back and shared prefixes: every result agrees with float64 over the expected rows."""
-    network = Echo()
-    engine = InferenceEngine(network, dtype="q4", residual_length=length, prefill_chunk=chunk, num_blocks=64)
+    network, most = Echo(), min(16, length or 16) if calibrated else 0
+    engine = InferenceEngine(
+        network, dtype="q4", residual_length=length, prefill_chunk=chunk, num_blocks=64,
+        calibrate=calibration() if calibrated else False,
+    )  # fmt: skip
     full, start = [], 0  # `full` of each query; the start of the newest group
+    held, firsts = True, []  # whether the first tokens are there unpacked; how many each query reads so
     for what, count in steps:
         pos = len(full)
         if pos + count > 400:
             break
         if what == "back" and pos:
             pos -= min(count, pos)
-            if pos <= start or pos // length != start // length:
+            if held and pos < most:
+                start = 0
+            elif not length or pos <= start or pos // length != start // length:
                 start = pos  # the unpacked rows there are dropped
+            held = held and (pos >= most or start == 0)
         if what == "share":  # a cached prefix has the same tokens, all packed
             old = engine.seq_id
             kept = min(count, pos)
             engine.begin(lambda cache, fresh, old=old, kept=kept: share(cache, old, fresh, kept))
             pos = start = kept
-            del full[kept:]
+            held = kept == 0
+            del full[kept:], firsts[kept:]
+        held = held or pos == 0
         if what == "fail":
             told, version = dict(network.told), engine.version
             network.fail_at = count % LAYERS
             with pytest.raises(InterruptedError):
                 engine.prefill_from_pos([0] * count, pos)
             network.fail_at, network.told = None, told
-            assert engine.num_tokens == pos
+            assert engine.num_tokens == len(full)
             assert engine.version == version
         else:
             engine.prefill_from_pos([0] * count, pos)
-            full[pos:] = [max(start, p - p % length) for p in range(pos, pos + count)]
+            full[pos:] = [max(start, p - p % length) if length else p + 1 for p in range(pos, pos + count)]
+            firsts[pos:] = [min(most, p + 1) * held for p in range(pos, pos + count)]
             start = full[-1]
         engine.check()
-    assert_all_answers_right(network, engine, full)
+    assert_all_answers_right(network, engine, full, firsts)
 
 
 def share(cache, old, fresh, kept):

@@ -13,20 +13,23 @@ from interrupts import Lines, places
 from pace import FAST
 from places import GOLDEN
 
-from kvcache import EvictionPolicy
+from kvcache import Calibration, EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 
 pytestmark = pytest.mark.no_level
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 TEXT = np.random.default_rng(5).integers(0, 200, 90).astype(np.uint32)
+CALIBRATION = Calibration(np.random.default_rng(0).standard_normal((2, 2, 16)))
 OPTIONS = {
     "plain": {"num_blocks": 12},
     "residual": {"num_blocks": 12, "dtype": "q4", "residual_length": 12},
+    "calibrated": {"num_blocks": 12, "dtype": "q4", "residual_length": 12, "calibrate": CALIBRATION},
+    "first tokens": {"num_blocks": 12, "dtype": "q4", "residual_length": 0, "calibrate": CALIBRATION},
     "evicting": {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 24, "block_size": 4},
     "streaming": {"eviction_policy": EvictionPolicy.StreamingLLM(3, 21), "block_size": 4},
 }
-KINDS = [*OPTIONS, "cached", "cached residual"]
+KINDS = [*OPTIONS, "cached", "cached residual", "cached calibrated"]
 
 
 @pytest.fixture(scope="module")

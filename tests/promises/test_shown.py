@@ -151,7 +151,7 @@ def objects(paged, state, entries, blocks, live, manager, network):
     live_objects = [
         paged, handle, handle.block_table_mut(), entries, blocks, live, manager, engine, PrefixCachedEngine(engine, 4),
         blocks.open_session([1, 2, 3]), blocks.lookup([1, 2])[1], network.weights.embedding, batch,
-        request,
+        request, kvcache.Calibration([[[1.0]]]),
     ]  # fmt: skip
     values = [
         LFU(5), LRU(), kvcache.BlockId(3), kvcache.SeqId(3), kvcache.BlockNotFoundError(3),

@@ -148,6 +148,33 @@ def fit(row, bits, minimum, scale):
     return (low, wide) if fitted < error((minimum - lowest) * finest + first, scale * finest) else (minimum, scale)
 
 
+def factor(moments):
+    """The factor of the encoder for E[q q'], by its definition: the rows of U over their diagonal, H^-1 = U' U."""
+    h = np.asarray(moments, np.float64)
+    h = h + 0.01 * np.trace(h) / len(h) * np.eye(len(h))
+    upper = np.linalg.cholesky(np.linalg.inv(h)).T
+    return upper / np.diag(upper)[:, None]
+
+
+def quantise_steered(row, bits, steer):
+    """`quantise` with feedback by the factor `steer` (kvc_feedback.h), in float32, one channel after another."""
+    f32, top = np.float32, 2**bits - 1
+    x, steer = np.array(row, f32), np.asarray(steer, f32)
+    codes, scale, minimum = quantise(x, bits)
+    if x.min() == x.max():
+        return codes, scale, minimum
+    if bits < 4:
+        wider = f32({3: 1.15, 2: 1.2}[bits])
+        low = minimum - scale * f32(top / 2) * (wider - f32(1))
+        minimum, scale = f32(np.float16(np.clip(low, -65504, 65504))), f32(np.float16(scale * wider))
+    inverse = f32(1) / scale
+    for d in range(len(x)):
+        codes[d] = np.rint(np.clip((x[d] - minimum) * inverse, f32(0), f32(top)))
+        error = x[d] - (minimum + scale * f32(codes[d]))
+        x[d + 1 :] -= error * steer[d, d + 1 :]
+    return codes, scale, minimum
+
+
 def quantise_range(row, bits):
     """`quantise` over the whole range, in float32 in the kernels' order."""
     f32 = np.float32

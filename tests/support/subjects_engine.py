@@ -9,10 +9,11 @@ from subject import Subject
 from subjects_caches import sequences
 from windowed_networks import Windowed
 
-from kvcache import EvictionPolicy
+from kvcache import Calibration, EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 
 MODEL = Transformer.from_pretrained(GOLDEN / "llama")
+CALIBRATION = Calibration(np.random.default_rng(0).standard_normal((2, 2, 16)))
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=3)
 
 
@@ -53,6 +54,31 @@ class Residual(Engine):
         residual = self.it._sequence.residual
         rows = [[side.tobytes() for side in residual.read(layer)] for layer in range(MODEL.config.num_layers)]
         return *super()._state(), residual.first, residual.stop, rows
+
+
+class Calibrated(Residual):
+    """With centred keys, and the first tokens in full before each group."""
+
+    options: ClassVar[dict[str, object]] = Residual.options | {"calibrate": CALIBRATION}
+    prefill = Engine.prefill
+    decode_step = Engine.decode_step
+
+    def _state(self):
+        residual = self.it._sequence.residual
+        rows = [[side.tobytes() for side in residual.read_firsts(layer)] for layer in range(MODEL.config.num_layers)]
+        return *super()._state(), rows
+
+    def go_back(self):
+        self.it.prefill_from_pos(self.text[:20], 5)
+
+
+class CalibratedAlone(Calibrated):
+    """With the first tokens in full and no group."""
+
+    options: ClassVar[dict[str, object]] = Calibrated.options | {"residual_length": 0}
+    prefill = Engine.prefill
+    go_back = Calibrated.go_back
+    decode_step = Engine.decode_step
 
 
 class WindowedLayers(Engine):

@@ -175,7 +175,8 @@ class SavedBlocks(SavedPrefix):
             waits = slots.records(blocks)["waits"]
             expected = pairs(name, tokens, SIZE, 1, DIM)
             for i, block in enumerate(blocks.tolist()):
-                assert waits[i] or np.array_equal(read_block(self.it._store, block, DIM), expected[i]), "K of others"
+                got = read_block(self.it._store, block, (DIM, DIM))
+                assert waits[i] or np.array_equal(got, expected[i]), "K of others"
 
     def lookup(self):
         self.it.lookup(TEXT[:200])

@@ -10,6 +10,7 @@ from prefix_engines import SHORT, prompt, settled
 from tier_stores import SECRET, Faulty, ObjectStore
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.engine.calibrating import measure
 from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = pytest.mark.one_build
@@ -50,6 +51,29 @@ def test_another_process_finds_what_one_computed(network, dtype, residual, block
     assert second.stats()[0].hits == 300 // size
     assert two.complete(tokens, SEEDED).logprobs == want.logprobs
     settled(two)
+
+
+@pytest.mark.parametrize("head_start", [0, 60])
+@pytest.mark.parametrize("options", [{"dtype": "q4"}, {"dtype": "q8"}, {"dtype": "q4", "residual_length": 0}])
+def test_centred_keys_come_back_to_engines_of_their_calibration(network, options, head_start):
+    """The first tokens, which every query reads in f16, run again."""
+    options = options | {"calibrate": measure(network, prompt(7, 200))}
+    store, tokens = ObjectStore(), prompt(1, 300)
+    want = InferenceEngine(network, **options).complete(tokens, SEEDED)
+    with waiting(store) as tiers:
+        assert engine_over(network, tiers, **options).complete(tokens, SEEDED).logprobs == want.logprobs
+    for _ in range(2):
+        with waiting(store, head_start=head_start) as tiers:
+            cached = engine_over(network, tiers, **options)
+            answer = cached.complete(tokens, SEEDED)
+            assert (answer.tokens, answer.logprobs) == (want.tokens, want.logprobs)
+            assert answer.cached_tokens == 240 or not head_start
+            assert cached.complete(tokens[:200], SEEDED).cached_tokens >= 150
+            settled(cached)
+    for other in (False, measure(network, prompt(8, 200))):
+        with waiting(store) as tiers:
+            cached = engine_over(network, tiers, **options | {"calibrate": other})
+            assert cached.complete(tokens, SHORT).cached_tokens == 0
 
 
 def test_nothing_is_shared_between_models_formats_namespaces_and_secrets(network):
@@ -156,6 +180,32 @@ def test_a_prompt_that_runs_jumps_ahead(network):
         settled(cached)
 
 
+WINDOWED = [("gemma2", 16), ("gemma3", 16), ("gpt_oss", 16), ("qwen2_windows", 16), ("olmo3", 48), ("gemma3", 96)]
+
+
+@pytest.mark.parametrize(("name", "block_size"), WINDOWED)
+def test_networks_with_windows(name, block_size):
+    """A text goes on where the tiers have its windows: at the end of a prompt, and of an answer."""
+    model, store, tokens = Transformer.from_pretrained(GOLDEN / name), ObjectStore(), prompt(1, 300)
+    options = {"dtype": "q8", "block_size": block_size}
+    with waiting(store) as tiers:
+        first = engine_over(model, tiers, **options)
+        answer = first.generate(tokens, SEEDED)
+        assert first.inner._sequence.windows.groups
+        assert tiers.flush(60)
+    size, chat = max(64 // block_size * block_size, block_size), np.append(tokens, [*answer, *prompt(2, 60)])
+    for text in (tokens, chat.astype(np.uint32)):
+        want = InferenceEngine(model, **options).complete(text, SEEDED)
+        for head_start in (60, 0):
+            with waiting(store, head_start=head_start) as tiers:
+                cached = engine_over(model, tiers, **options)
+                found = cached.complete(text, SEEDED)
+                assert (found.tokens, found.logprobs) == (want.tokens, want.logprobs)
+                assert not head_start or found.cached_tokens == (300 + len(answer) - 1) // size * size
+                assert cached.complete(text, SEEDED).logprobs == want.logprobs
+                settled(cached)
+
+
 def run_random(network, tiers, seed, num_requests, dtype="q8"):
     """Random requests that share prefixes, in three namespaces, in a cache that is much too small."""
     rng = np.random.default_rng(seed)
@@ -175,14 +225,15 @@ def run_random(network, tiers, seed, num_requests, dtype="q8"):
     return cached
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("head_start", [0, 60])
-def test_random_faults_change_no_answer(network, long, monkeypatch, head_start):
+def test_random_faults_change_no_answer(name, long, monkeypatch, head_start):
     """Two tiers that fail, forget, and return damaged, truncated, exchanged and repeated values."""
     monkeypatch.setattr("kvcache.tiers.links.PAUSE", 0.001)
     store = ObjectStore()
     options = {"secret": SECRET, "after_uses": 1, "head_start": head_start, "queue_bytes": 1 << 18}
     with Tiers([Faulty(ObjectStore(), 1), Faulty(store, 2, 0.1)], **options) as tiers:
-        run_random(network, tiers, 3, 10_000 if long else 20 if FAST else 200)
+        run_random(Transformer.from_pretrained(GOLDEN / name), tiers, 3, 10_000 if long else 20 if FAST else 150)
         first, second = tiers.stats()
         if head_start and not FAST:
             assert first.errors
@@ -192,18 +243,19 @@ def test_random_faults_change_no_answer(network, long, monkeypatch, head_start):
 
 
 def test_refused_by_name(network, tmp_path):
-    gemma = Transformer.from_pretrained(GOLDEN / "gemma3")
+    mistral = Transformer.from_pretrained(GOLDEN / "mistral_window")
     with Tiers([ObjectStore()], secret=SECRET) as tiers:
-        with pytest.raises(ValueError, match="tiers: expected a network whose layers keep all tokens, got one with"):
-            PrefixCachedEngine(InferenceEngine(gemma), 8, tiers=tiers)
-        with pytest.raises(ValueError, match="autosave: expected a network whose layers keep all tokens"):
-            PrefixCachedEngine(InferenceEngine(gemma), 8, autosave=tmp_path)
+        with pytest.raises(ValueError, match="tiers: expected a network with a layer that keeps all tokens, got one"):
+            PrefixCachedEngine(InferenceEngine(mistral), 8, tiers=tiers)
+        with pytest.raises(ValueError, match="autosave: expected a network with a layer that keeps all tokens"):
+            PrefixCachedEngine(InferenceEngine(mistral), 8, autosave=tmp_path)
         with pytest.raises(ValueError, match="autosave: expected None with tiers"):
             PrefixCachedEngine(InferenceEngine(network), 8, tiers=tiers, autosave=tmp_path)
     with pytest.raises(TypeError, match="tiers: expected a Tiers, got list"):
         PrefixCachedEngine(InferenceEngine(network), 8, tiers=[ObjectStore()])
     for given, options, message in [
         ([], {}, "tiers: expected 1 to 8, got 0"),
+        (5, {}, "tiers: expected a list of tiers, got int"),
         ([object()], {}, "tiers: expected objects with get_many, got object"),
         ([ObjectStore()], {}, "secret: expected one for ObjectStore"),
         ([ObjectStore()], {"secret": "text"}, "secret: expected bytes, got str"),

@@ -1,8 +1,10 @@
 """Tiers as the source of a `PrefixCache`, their queue, their threads, and what they decide."""
 
+import _thread
 import gc
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ from tier_stores import SECRET, ObjectStore, twin_keys, twin_value
 from kvcache import PrefixCache
 from kvcache.core.kernels import simd_level
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
+from kvcache.prefix.files import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
-from kvcache.saved.tables import Arena
 from kvcache.tiers import Tiers, lookups
 from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, _pays
@@ -62,8 +64,7 @@ def test_the_values_of_a_cache_are_those_of_the_twin(rng):
         cache.store(tokens, 0, rows(rng, 10), ("a", 7))
         cache.evict(10)
         assert tiers.flush(60)
-    blocks = cache._store
-    arena = Arena(3, 2, 8, 8, "q8", "q8", *blocks.rotated, "blocks", SIZE, blocks.block_bytes)
+    arena = arena_of_blocks(cache._cached)
     context = b"\0".join([b"1", simd_level().encode(), arena.pack(), b"name"])
     keys = twin_keys(SECRET, context, encode_namespace(("a", 7)), tokens, 64)
     assert sorted(store.bucket) == sorted(keys)
@@ -136,14 +137,14 @@ def test_a_prompt_does_not_wait_for_a_tier(network):
 
 
 def test_no_thread_and_no_memory_stays(network):
-    before = threading.active_count()
+    before = _thread._count()
     for _ in range(3):
         tiers = Tiers([ObjectStore()], secret=SECRET, after_uses=1, head_start=60)
         cached = PrefixCachedEngine(InferenceEngine(network), 64, tiers=tiers)
         cached.generate(prompt(1, 300), SHORT)
         del tiers, cached
         gc.collect()
-    while threading.active_count() > before:
+    while _thread._count() > before:
         time.sleep(0.001)
 
 
@@ -210,3 +211,30 @@ def test_what_is_slower_than_computing_is_declined(network, monkeypatch):
         (stats,) = tiers.stats()
         assert stats.declined >= 1
         assert stats.bytes_per_second < 10**6
+
+
+def test_memory_stays_as_it_is(network, long):
+    """Requests that fetch, store and evict take no more memory with time."""
+    store = ObjectStore()
+    with Tiers([store], secret=SECRET, after_uses=1, head_start=60, queue_bytes="1MB") as tiers:
+        cached = PrefixCachedEngine(InferenceEngine(network), 24, tiers=tiers, strict=True)
+
+        def run():
+            for seed in range(8):
+                cached.generate(prompt(seed, 300), SHORT, namespace=seed % 3)
+            assert tiers.flush(60)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                run()
+            before = run()
+            for _ in range(300 if long else 8):
+                after = run()
+        finally:
+            tracemalloc.stop()
+        assert after < before + 50_000
+        assert cached._tiered._source._lookups == []
+        assert cached._tiered._source._expected == {}

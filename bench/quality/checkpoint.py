@@ -1,0 +1,208 @@
+"""`python -m bench quality --model PATH`: K and V of any checkpoint in every format, with and without a calibration.
+
+Windows of three kinds of text that every Python has: its documentation (`pydoc_data.topics`), modules of its standard
+library, and licences of installed packages. Every run is compared with the f32 cache window by window; a standard error
+is that of the mean over windows. Weights stay as they are stored, and meet activations exactly: rounded activations
+would add a KL divergence of 0.004 of their own. Ctrl-C stops at any time and prints what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.engine.smollm2 import find_file
+from bench.quality.divergence import Divergence, compare
+from bench.quality.network import Recorder
+from kvcache import Calibration, InferenceEngine
+from kvcache.core.kernels import FORMATS
+from kvcache.engine.calibrating import text_or_calibration
+from kvcache.engine.residual import num_firsts
+
+__all__ = ["HEADER", "RUNS", "Biased", "measure", "rows", "texts", "verdicts"]
+
+Tokens = npt.NDArray[np.uint32]
+
+CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
+NAMES = ("q8", "q8/q4", "q4", "q4/q2", "q3", "q2")
+RUNS = (
+    *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
+    "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
+)  # fmt: skip
+QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
+HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
+
+# For SmolLM2-135M in windows of 2,048 tokens: run -> (rise of the perplexity, KL divergence).
+GOALS = {
+    "q8" + CALIBRATED: (0.0002, 3e-5), "q4" + CALIBRATED: (0.006, 0.0035), "q3" + CALIBRATED: (0.032, 0.022),
+    "q2" + CALIBRATED: (0.09, 0.075), "q4" + BARE + CALIBRATED: (0.02, 0.015),
+}  # fmt: skip
+TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that without
+NORM, EVERY = 200.0, 3  # of the constant; it is in every third of the first nine layers
+
+_MODULES = ("argparse", "textwrap", "shutil", "csv", "heapq", "zipfile", "tarfile", "configparser", "difflib")
+
+
+class Biased(Recorder):
+    """A network whose keys have a constant of norm 200 in their slowest pair of channels, in three layers.
+
+    Softmax cannot tell: the results of the f32 cache are those of the network. Real networks have such constants, from
+    the biases of their key projections.
+    """
+
+    def forward(self, tokens: Any, positions: Any, attend: Any, logits: Any, **places: Any) -> Any:
+        dim = self.config.head_dim
+        constant = np.zeros(dim, np.float32)
+        constant[[dim // 2 - 1, dim - 1]] = NORM / np.sqrt(2)
+        layers = range(0, min(3 * EVERY, self.config.num_layers), EVERY)
+
+        def biased(layer: int, queries: Any, keys: Any, values: Any, *more: Any) -> Any:
+            return attend(layer, queries, keys + constant if layer in layers else keys, values, *more)
+
+        return super().forward(tokens, positions, biased, logits, **places)
+
+
+def texts() -> dict[str, str]:
+    """The three texts, by kind."""
+    from pydoc_data.topics import topics
+
+    library, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+    code = [(library / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES]
+    places = [library / "LICENSE.txt", *sorted(installed.glob("*/**/*LICENSE*"))]
+    found = [path.read_text(encoding="utf-8", errors="replace") for path in places if path.is_file()]
+    licences = dict.fromkeys(text for text in found if len(text) > 1000)
+    return {
+        "documentation": "\n".join(topics[name] for name in sorted(topics)), "code": "".join(code),
+        "licences": "\n".join(licences),
+    }  # fmt: skip
+
+
+def windows(tokenizer: Any, context: int, total: int) -> Iterator[Tokens]:
+    """Windows of `context` tokens, the kinds of text in turn, `total` tokens or a little more."""
+    each = -(-total // (context * 3))
+    cut = {kind: np.array(tokenizer.encode(text).ids, np.uint32) for kind, text in texts().items()}
+    for i in range(each):
+        for ids in cut.values():
+            count = min(each, len(ids) // context)
+            if i < count:
+                at = i * context + (len(ids) - count * context) * i // count
+                yield ids[at : at + context]
+
+
+def _options(name: str, calibration: Calibration | None) -> dict[str, Any]:
+    keys, _, values = name.partition(",")[0].partition("/")
+    options: dict[str, Any] = {"key_dtype": keys, "value_dtype": values or keys}
+    if BARE in name:
+        options["residual_length"] = 0
+    if CALIBRATED in name:
+        options["calibrate"] = calibration
+    return options
+
+
+class _Run:
+    """The logits of one run, and what its K and V take per value."""
+
+    def __init__(self, recorder: Recorder, context: int, options: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._engine = InferenceEngine(recorder, num_blocks=context // 16 + 1, prefill_chunk=256, **options)
+        cache, config = self._engine.cache, self._engine.config
+        length = self._engine.residual_length
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
+        full = FORMATS["f16"].bits
+        self.bits = packed + full * (length + num_firsts("calibrate" in options, length)) / context
+
+    def __call__(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        self._engine.score(tokens)
+        return self._recorder.take()
+
+
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+    """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
+
+    Args:
+        options: `model`, `calibrate`, `tokens`, `context` and `quick` of the command line.
+        say: takes the state, for a line that is overwritten.
+    """
+    path = find_file() if options.model == "smollm2" else Path(options.model)
+    say(f"loading {path.name}")
+    engine = InferenceEngine.from_pretrained(path, activations="exact", num_blocks=1)
+    if engine.tokenizer is None:
+        raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
+    model, names = engine.model, QUICK if options.quick else RUNS
+    known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
+    context = min(options.context, model.config.max_position_embeddings)
+    total = options.tokens or (3 * context if options.quick else 40_960)
+    say("calibrating")
+    plain = {"calibration": InferenceEngine(model, dtype="q4", calibrate=known, num_blocks=1).cache.calibration}
+    if any(BIASED in name for name in names):
+        other = Biased(model, np.copy)
+        ids = known if not isinstance(known, Calibration) else next(windows(engine.tokenizer, context, context))
+        plain["biased"] = InferenceEngine(other, dtype="q4", calibrate=ids, num_blocks=1).cache.calibration
+    runs: dict[str, Any] = {"f32": _Run(Recorder(model, np.copy), context, {})}
+    for name in names:
+        kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
+        runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key]))
+    found, count = {name: Divergence() for name in runs}, 0
+    try:
+        for window in windows(engine.tokenizer, context, total):
+            done = f"{count * context:,} of {total:,} tokens"
+            counted = {name: _said(run, f"{done}, {name}", say) for name, run in runs.items()}
+            for name, one in compare(counted["f32"], counted, [window]).items():
+                for field, values in vars(one).items():
+                    getattr(found[name], field).extend(values)
+            count += 1
+    except KeyboardInterrupt:
+        say(f"stopped after {count} windows")
+    if not count:
+        raise SystemExit("stopped before the first window was done")
+    text = f"{path.name}, {count} windows of {context:,} tokens of documentation, code and licences of this Python"
+    return {name: one.figures() | {"bits": runs[name].bits} for name, one in found.items()}, text
+
+
+def _said(run: Any, what: str, say: Callable[[str], None]) -> Any:
+    def call(tokens: Tokens) -> Any:
+        say(what)
+        return run(tokens)
+
+    return call
+
+
+def rows(figures: dict[str, Any]) -> list[list[str]]:
+    """The rows of the table."""
+    return [
+        [
+            name, f"{f['bits']:.2f}", f"{100 * f['rise']:+.3f} ± {100 * f['rise_se']:.3f} %",
+            f"{f['kl']:.2g} ± {f['kl_se']:.1g}", f"{f['kl_p99']:.2g}", f"{100 * f['same']:.2f} %",
+        ]
+        for name, f in figures.items()
+    ]  # fmt: skip
+
+
+def verdicts(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The goals for SmolLM2, and what was measured."""
+    found = []
+    for name, (rise, kl) in GOALS.items():
+        if name in figures:
+            for figure, bound in (("rise", rise), ("kl", kl)):
+                value = figures[name][figure]
+                found.append({"format": name, "figure": figure, "bound": bound, "value": value, "met": value <= bound})
+    for name, times in TIMES.items():
+        biased = name + CALIBRATED + BIASED
+        if biased in figures:
+            value, bound = figures[biased]["kl"], times * figures[name + CALIBRATED]["kl"]
+            found.append({"format": biased, "figure": "kl", "bound": bound, "value": value, "met": value <= bound})
+    return found
+
+
+def progress(text: str) -> None:
+    """Overwrite the line of the state, where a person watches."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""100,000 requests without a network: what the scheduler itself costs per step, whatever waits and whatever is cached.
+
+The network is a stand-in whose steps advance a clock by the seconds that a step of so many rows takes (`SECONDS`, read
+off a run of SmolLM2 on two threads); it has one layer of 8 channels, so that nearly all of the measured time is
+the scheduler's, the blocks' and the index's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache import BatchEngine
+from kvcache.engine import SamplingParams
+
+__all__ = ["simulate"]
+
+SECONDS = (3e-3, 3e-4)  # of a step, and of each of its rows
+PROMPT, SHARED, NEW = 64, 32, 8
+_ROWS = {"all": slice(None), "last": slice(-1, None), "none": slice(0)}
+
+
+@dataclass(frozen=True)
+class _Config:
+    num_layers: int = 1
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 8
+    vocab_size: int = 64
+    max_position_embeddings: int = 4096
+
+
+class _Network:
+    """Counts seconds, and predicts the token after the last one."""
+
+    selects_rows = True
+
+    def __init__(self) -> None:
+        self.config, self.now, self.seconds = _Config(), 0.0, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def forward(
+        self, tokens: npt.NDArray[np.uint32], positions: npt.NDArray[np.int64], attend: Any, logits: Any
+    ) -> npt.NDArray[np.float32]:
+        began = perf_counter()
+        self.now += SECONDS[0] + SECONDS[1] * len(tokens)
+        rows = np.zeros((len(tokens), 1, 8), np.float32)
+        attend(0, rows, rows, rows)
+        chosen = tokens[_ROWS[logits] if isinstance(logits, str) else logits]
+        scores = np.zeros((len(chosen), self.config.vocab_size), np.float32)
+        scores[np.arange(len(chosen)), (chosen + 1) % self.config.vocab_size] = 1.0
+        self.seconds += perf_counter() - began
+        return scores
+
+
+def _cost(requests: int, waiting: int, cached: int) -> tuple[float, float, int]:
+    """Microseconds of a step outside of the network, the share of a real step that they are, and steps.
+
+    `waiting` requests wait all the time, and `cached` tokens of others are in the cache.
+    """
+    network, rng = _Network(), np.random.default_rng(0)
+    engine = BatchEngine(
+        network, num_blocks=cached // 16 + 4096, max_running=32, max_queue=waiting + 64, clock=network.clock,
+        speculate=False, residual_length=0,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=NEW)
+    heads = rng.integers(0, 64, (50, SHARED)).astype(np.uint32)
+    for _ in range(cached // 2048):
+        engine.submit(rng.integers(0, 64, 2040), SamplingParams(temperature=0.0, max_tokens=4)).result()
+    sent, steps, spent, began_at, network.seconds = 0, 0, 0.0, network.now, 0.0
+    finished = first = engine.stats().finished
+    while sent < requests or finished < first + requests:
+        while sent < requests and sent - (finished - first) < waiting + 32:
+            head = heads[int(rng.integers(50))]
+            prompt = np.concatenate([head, rng.integers(0, 64, PROMPT - SHARED).astype(np.uint32)])
+            engine.submit(prompt, params)
+            sent += 1
+        start = perf_counter()
+        engine.step()
+        spent += perf_counter() - start
+        steps += 1
+        finished = engine.stats().finished
+    own = spent - network.seconds
+    return own / steps * 1e6, own / (network.now - began_at), steps
+
+
+def simulate(*, quick: bool = False) -> None:
+    """Print what a step costs beside the network, and the share of a step that it is."""
+    requests = 300 if quick else 100_000
+    cases = [(8, 0)] if quick else [(8, 0), (1000, 0), (10_000, 0), (8, 100_000), (8, 1_000_000)]
+    print(f"\n{requests} requests of {PROMPT} + {NEW} tokens, 32 running, no network\n")
+    print("waiting    cached tokens    a step, outside of the network    share of a step of SmolLM2      steps")
+    for i, (waiting, cached) in enumerate(cases):
+        count = requests if i == 0 else requests // 10
+        cost, share, steps = _cost(count, waiting, cached)
+        print(f"{waiting:7d}    {cached:13d}    {cost:26.0f} us    {share:26.1%}    {steps:7d}", flush=True)

@@ -1,0 +1,4 @@
+from kvcache.core.calibration import Calibration
+
+class KnownKeys:
+    calibration: Calibration | None

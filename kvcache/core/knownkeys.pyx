@@ -1,0 +1,67 @@
+"""What a calibration knows of keys, as the kernels take it; see core/knownkeys.pxd."""
+
+from libc.stdint cimport int32_t
+from libc.stdlib cimport calloc, free
+
+from kvcache.core cimport kernels
+from kvcache.core.kernels cimport kvc_head_keys, kvc_layout
+
+import numpy as np
+
+from kvcache.core.arguments import as_instance
+from kvcache.core.calibration import Calibration
+
+__all__ = ["KnownKeys"]
+
+
+cdef class KnownKeys:
+    """A calibration beside a store; made by `known_keys`."""
+
+    def __dealloc__(self):
+        free(self.heads)
+
+    cdef bint same(self, KnownKeys other) noexcept:
+        if self.calibration is None or other.calibration is None:
+            return self.calibration is other.calibration
+        return self.calibration.fingerprint == other.calibration.fingerprint
+
+
+cdef KnownKeys known_keys(object calibration, int32_t num_layers, const kvc_layout *layout):
+    cdef KnownKeys known = KnownKeys()
+    cdef const float[:, :, ::1] centres
+    cdef const float[:, :, :, ::1] factors
+    cdef int32_t layer, head, num_heads = layout.num_heads
+    if calibration is None:
+        return known
+    as_instance(calibration, Calibration, "calibration")
+    shape = (num_layers, num_heads, layout.head_dim)
+    if calibration.shape != shape:
+        raise ValueError(f"calibration: expected one of {shape} layers, heads and channels, got {calibration.shape}")
+    known.calibration, known.centres = calibration, calibration.centres
+    if kernels.kvc_format_of(layout.key_format).quantised:
+        known.factors = calibration.factors(bool(layout.rotate_keys))
+    known.heads = <kvc_head_keys *>calloc(<size_t>num_layers * <size_t>num_heads + 1, sizeof(kvc_head_keys))
+    if known.heads == NULL:
+        raise MemoryError(f"no memory for {num_layers * num_heads} heads of a calibration")
+    centres = known.centres
+    if known.factors is not None:
+        factors = known.factors
+    used = known.centres.any(axis=2)
+    for layer in range(num_layers):
+        for head in range(num_heads):
+            if used[layer, head]:
+                known.heads[layer * num_heads + head].centre = &centres[layer, head, 0]
+            if known.factors is not None:
+                known.heads[layer * num_heads + head].factor = &factors[layer, head, 0, 0]
+    if kernels.kvc_format_of(layout.key_format).bits != 32:    # f32 has room for any centre
+        known.most_key = <float>(65504.0 - float(np.abs(known.centres).max(initial=0.0)))
+    return known
+
+
+cdef bint is_centred(const kvc_head_keys *known, int num_heads) noexcept nogil:
+    cdef int head
+    if known != NULL:
+        for head in range(num_heads):
+            if known[head].centre != NULL:
+                return True
+    return False

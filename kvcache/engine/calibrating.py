@@ -1,0 +1,196 @@
+"""Calibrations: measured by running a text through a network, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.arguments import short
+from kvcache.core.calibration import Calibration
+from kvcache.core.kernels import FORMATS
+from kvcache.engine.calibration_text import TEXT
+from kvcache.engine.tokens import as_tokens
+from kvcache.errors import CheckpointError
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.model import Transformer
+from kvcache.networks.protocols import Float32, Model, layer_attention
+from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "text_or_calibration"]
+
+# Tokens of one text: longer ones are cut, since the slow pairs of RoPE turn with the position. The first tokens of each
+# count for nothing: caches keep them in f16, and their keys are unlike all others.
+_WINDOW, _FIRSTS, _PIECE = 2048, 16, 256
+_LEAST = 64  # tokens of a text
+
+logger = logging.getLogger("kvcache")
+
+
+def cache_folder() -> Path:
+    """The folder of the user's calibrations: `kvcache` in XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
+
+
+def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -> Calibration | None:
+    """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
+
+    Args:
+        without: what excludes a calibration; empty: nothing does.
+
+    Raises:
+        TypeError, ValueError: another kind of argument; not False where it is excluded.
+    """
+    packed = key_dtype in FORMATS and FORMATS[key_dtype].quantised
+    # A softcap or sinks of the network tell the constant that a centre takes from all scores.
+    tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
+    if calibrate is False or calibrate is None:
+        return bias_centres(model, tell) if packed and not without else None
+    if without:
+        raise ValueError(f"calibrate: expected False with {without}, got {short(calibrate)}")
+    if isinstance(calibrate, (str, Path, bool)):
+        raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
+    if not packed:
+        return None
+    found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate)
+    return found.without_centres(tell) if tell else found
+
+
+def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
+    """What `from_pretrained` takes beyond the constructor: "auto" and paths, as tokens or a calibration.
+
+    Args:
+        load: loads the tokenizer, or None.
+
+    Raises:
+        TypeError: a text for a checkpoint without a tokenizer. CheckpointError: a damaged calibration.
+    """
+    if not isinstance(calibrate, (str, Path)):
+        return calibrate
+    text = TEXT
+    if calibrate != "auto":
+        data = Path(calibrate).read_bytes()
+        if data.startswith(b"kvcache calibration"):
+            return Calibration.load(calibrate)
+        text = data.decode("utf-8", "replace")
+    tokenizer = load()
+    if tokenizer is None:
+        raise TypeError(f"calibrate: expected tokens for a checkpoint without a tokenizer, got {short(calibrate)}")
+    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+
+def calibration_of(model: Model, tokens: Any) -> Calibration:
+    """The calibration of a network by a text: the one in the user's cache folder, or measured and kept there.
+
+    A network that is not a `Transformer` has no name, and its calibrations are not kept.
+    """
+    ids = as_tokens(tokens, model.config.vocab_size)
+    if not isinstance(model, Transformer):
+        return measure(model, ids)
+    text = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+    path = cache_folder() / f"{fingerprint(model)}-{text}.calibration"
+    config = model.config
+    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    try:
+        found = Calibration.load(path)
+        if found.shape == shape:
+            return found
+    except FileNotFoundError:
+        pass
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s; measuring again", error)
+    found = measure(model, ids)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.save(path)
+    except OSError as error:
+        logger.warning("the calibration is not kept: %s", error)
+    return found
+
+
+def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | None:
+    """What is known of keys without a text: the mean over positions of what biases add to them; None: nothing.
+
+    Biases of some networks are a hundred times as large as what they are added to, in the pairs that RoPE hardly turns.
+
+    Args:
+        without: layers that have centres of zeros.
+    """
+    if not isinstance(model, Transformer):
+        return None
+    most = min(_WINDOW, model.config.max_position_embeddings)
+    rows = model.key_bias(np.arange(0, most, max(1, most // 256)))
+    if rows is None:
+        return None
+    centres = rows.mean(axis=1, dtype=np.float64).astype(np.float32)
+    centres[list(without)] = 0
+    return Calibration(np.clip(centres, -32752, 32752)) if centres.any() else None
+
+
+class _Sums:
+    """Sums over tokens of the keys, and of products of channels of the queries that read each KV head."""
+
+    def __init__(self, layers: int, heads: int, dim: int) -> None:
+        self.keys = np.zeros((layers, heads, dim))
+        self.products = np.zeros((layers, heads, dim, dim))
+        self.tokens = 0
+
+    def add(self, layer: int, queries: Float32, keys: Float32) -> None:
+        heads, dim = keys.shape[1:]
+        self.keys[layer] += keys.sum(axis=0, dtype=np.float64)
+        for head, rows in enumerate(queries.reshape(len(queries), heads, -1, dim).swapaxes(0, 1)):
+            flat = rows.reshape(-1, dim)
+            self.products[layer, head] += flat.T @ flat
+        self.tokens += len(keys) * (layer == 0)
+
+
+def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
+    """Run a text through a network with K and V in f32: the means of its keys, the second moments of its queries.
+
+    Raises:
+        ValueError: fewer than 64 tokens.
+    """
+    config = model.config
+    window = min(_WINDOW, config.max_position_embeddings, len(tokens))
+    if window < _LEAST:
+        raise ValueError(f"calibrate: expected a text of at least {_LEAST} tokens and positions, got {window}")
+    sums = _Sums(config.num_layers, config.num_kv_heads, config.head_dim)
+    options = [each.options() for each in layer_attention(model)]
+    regime = getattr(model, "regime", None)
+    places = {"regime": regime(window)} if regime is not None and regime(window) else {}
+    show = sys.stderr is not None and sys.stderr.isatty()
+    for start in range(0, len(tokens) - window + 1, window):
+        cache = PagedKvCache(
+            -(-window // 16), 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers, dtype="f32"
+        )
+        cache.allocate(0, 0)
+        for first in range(0, window, _PIECE):
+            count = min(_PIECE, window - first)
+            cache.append(0, count)
+            skipped = max(0, _FIRSTS - first)
+
+            def attend(layer: int, queries: Float32, keys: Float32, values: Float32, _: Any = None, /) -> Float32:
+                cache.write(layer, 0, keys, values)  # noqa: B023
+                sums.add(layer, queries[skipped:], keys[skipped:])  # noqa: B023
+                mixed: Float32 = cache.attention(layer, queries, [0], query_lens=[len(queries)], **options[layer])  # noqa: B023
+                return mixed
+
+            piece = tokens[start + first : start + first + count]
+            model.forward(piece, np.arange(first, first + count), attend, "none", **places)
+            if show:
+                done = start + first + count
+                print(f"\rcalibrating: {done} of {len(tokens)} tokens", end="", file=sys.stderr, flush=True)
+    if show:
+        print(file=sys.stderr)
+    moments = sums.products / sums.tokens
+    return Calibration(
+        np.clip(sums.keys / sums.tokens, -32752, 32752).astype(np.float32),
+        ((moments + moments.swapaxes(2, 3)) / 2).astype(np.float32),
+    )

@@ -1,0 +1,161 @@
+"""Calibrations of engines: measured, kept in the user's cache folder, and exact reuse of prefixes with them."""
+
+import numpy as np
+import pytest
+from oracle import attend
+from places import GOLDEN
+
+from kvcache import BatchEngine, Calibration, InferenceEngine, PrefixCachedEngine, SamplingParams, SnapshotError
+from kvcache.demo import DIRECTORY
+from kvcache.engine import Transformer
+from kvcache.engine.calibrating import measure
+from kvcache.eviction import EvictionPolicy
+
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return InferenceEngine.from_pretrained(DIRECTORY).model
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvcache"
+
+
+def test_means_and_moments_are_those_of_the_text_but_its_first_tokens(model, rng):
+    tokens = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
+    found, config = measure(model, tokens), model.config
+    rows = []
+
+    def one(layer, queries, keys, values):
+        rows.append((queries.astype(np.float64), keys.astype(np.float64)))
+        return attend(queries, keys, values, config.head_dim**-0.5)[0].astype(np.float32)
+
+    model.forward(tokens, np.arange(300), one, "none")
+    group = config.num_heads // config.num_kv_heads
+    for layer, (queries, keys) in enumerate(rows):
+        np.testing.assert_allclose(found.centres[layer], keys[16:].mean(axis=0), atol=1e-3)
+        for head in range(config.num_kv_heads):
+            some = queries[16:, head * group : (head + 1) * group].reshape(-1, config.head_dim)
+            np.testing.assert_allclose(found.moments[layer, head], some.T @ some / 284, rtol=1e-3, atol=1e-2)
+
+
+def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
+    first = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
+    (path,) = folder.iterdir()
+    known = Calibration.load(path)
+    assert first.cache.calibration.fingerprint == known.fingerprint
+    # The file is what counts from now on; a damaged one is measured again.
+    other = Calibration(known.centres + 1, known.moments)
+    other.save(path)
+    again = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
+    assert again.cache.calibration.fingerprint == other.fingerprint
+    path.write_bytes(path.read_bytes()[:-9])
+    again = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
+    assert again.cache.calibration.fingerprint == known.fingerprint == Calibration.load(path).fingerprint
+    assert "measuring again" in caplog.text
+    # Paths: of a calibration, of a text.
+    other.save(tmp_path / "saved")
+    (tmp_path / "text").write_text("def walk(path):\n    return path\n" * 40)
+    loaded = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate=tmp_path / "saved")
+    assert loaded.cache.calibration.fingerprint == other.fingerprint
+    InferenceEngine.from_pretrained(DIRECTORY, dtype="q8", calibrate=str(tmp_path / "text"))
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("dtype", "length"), [("q8", None), ("q4", None), ("q2", None), ("q4", 0)])
+def test_a_cached_prefix_gives_the_bits_of_a_cold_run(model, rng, dtype, length):
+    text = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
+    known = measure(model, rng.integers(0, model.config.vocab_size, 200).astype(np.uint32))
+    logits = []
+    options = {"dtype": dtype, "calibrate": known, "residual_length": length}
+    for chunk in (512, 7, 64):
+        engine = InferenceEngine(model, prefill_chunk=chunk, **options)
+        assert engine.residual_length == (0 if length == 0 else {"q8": 64, "q4": 64, "q2": 128}[dtype])
+        logits.append(engine.prefill_from_pos(text, 0))
+        engine.check()
+        np.testing.assert_array_equal(logits[-1], logits[0])
+    cached = PrefixCachedEngine(InferenceEngine(model, **options), 40, strict=True)
+    alone = InferenceEngine(model, **options)
+    for head in (300, 250, 200, 10, 40, 299):
+        prompt = np.r_[text[:head], text[: 30 if head < 300 else 0]]
+        before = cached.inner.prefill_token_count
+        assert cached.generate(prompt, GREEDY) == alone.generate(prompt, GREEDY)
+        np.testing.assert_array_equal(
+            cached.inner.decode_step(5, cached.inner.num_tokens), alone.decode_step(5, alone.num_tokens)
+        )
+        if 200 <= head < 300:
+            assert cached.inner.prefill_token_count - before < 200
+        cached.check()
+
+
+def test_a_saved_cache_names_the_calibration(model, rng, tmp_path):
+    text = rng.integers(0, model.config.vocab_size, 200).astype(np.uint32)
+    known = measure(model, text)
+
+    def make(calibrate):
+        return PrefixCachedEngine(InferenceEngine(model, dtype="q4", calibrate=calibrate), 40, strict=True)
+
+    first, second = make(known), make(known)
+    answer = first.generate(text, GREEDY)
+    first.save(tmp_path / "file")
+    assert second.load(tmp_path / "file") > 0
+    assert second.generate(text, GREEDY) == answer
+    assert second.inner.prefill_token_count < 100
+    for other in (False, measure(model, text[:100])):
+        with pytest.raises(SnapshotError, match="expected model"):
+            make(other).load(tmp_path / "file")
+
+
+def test_what_calibrate_takes(model, folder, rng):
+    text = rng.integers(0, model.config.vocab_size, 100)
+    assert InferenceEngine(model, calibrate=text, dtype="f16").cache.calibration is None  # it needs none
+    assert not folder.exists()
+    engine = InferenceEngine(model, calibrate=text, dtype="q4", residual_length=0)
+    assert engine.cache.calibration.centres.any()
+    assert engine.residual_length == 0
+    assert len(list(folder.iterdir())) == 1
+    for wrong in ("auto", True):
+        with pytest.raises(TypeError, match=r"^calibrate: expected False, a Calibration or tokens, got"):
+            InferenceEngine(model, calibrate=wrong, dtype="q4")
+    with pytest.raises(ValueError, match=r"^calibrate: expected a text of at least 64 tokens and positions, got 10"):
+        InferenceEngine(model, calibrate=text[:10], dtype="q4")
+    policy = EvictionPolicy.SlidingWindow(60, 4)
+    with pytest.raises(ValueError, match=r"^calibrate: expected False with an eviction_policy"):
+        InferenceEngine(model, calibrate=text, dtype="q4", eviction_policy=policy, kv_budget=64)
+    with pytest.raises(ValueError, match=r"^calibration: expected one of"):
+        InferenceEngine(model, calibrate=Calibration(np.zeros((1, 2, 8))), dtype="q4")
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen2"])
+def test_what_biases_add_to_keys_is_centred_without_a_calibration(name, rng):
+    """Keys of biases that hide all else are rounded with less error, in an engine and in a batch alike."""
+    network = Transformer.from_pretrained(GOLDEN / name)
+    config = network.config
+    text, plain = rng.integers(0, config.vocab_size, 120).astype(np.uint32), []
+    first = config.num_heads * config.head_dim
+    for scale in (0.0, 1.0):
+        for layer in network.weights.layers:
+            bias = np.zeros_like(layer.qkv_bias)
+            slow = bias[first : first + config.num_kv_heads * config.head_dim].reshape(-1, 2, config.head_dim // 2)
+            slow[:, :, -1] = 60 * scale
+            object.__setattr__(layer, "qkv_bias", bias)
+        exact = InferenceEngine(network).score(text)
+        engine = InferenceEngine(network, dtype="q4", residual_length=0)
+        plain.append(np.abs(engine.score(text) - exact).mean())
+        centres = engine.cache.calibration
+        assert (centres is None) == (scale == 0)
+    assert np.abs(centres.centres).max() > 40
+    assert centres.moments is None
+    zeros = Calibration(np.zeros(centres.shape))
+    none = InferenceEngine(network, dtype="q4", residual_length=0, calibrate=zeros).score(text)
+    assert plain[1] < 0.7 * np.abs(none - exact).mean()
+    assert InferenceEngine(network, dtype="f16").cache.calibration is None
+    with BatchEngine(network, dtype="q4") as batch:
+        alone = InferenceEngine(network, dtype="q4").generate(text, GREEDY)
+        assert batch.submit(text, GREEDY).result(60) == alone
