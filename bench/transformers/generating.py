@@ -20,7 +20,7 @@ from bench.support.report import save_json, show, time_text
 __all__ = ["add_arguments", "main"]
 
 DYNAMIC, OURS = "DynamicCache, sdpa", tuple(f"PagedCache {dtype}" for dtype in ("f32", "f16", "q8", "q4"))
-PROMPT, STEPS = 2048, 8
+PROMPT, STEPS = 2048, 4
 SETTLE = 2e-3  # seconds: threads of the previous candidate may spin
 # (shape, dtype of the model, tokens) -> how many times as fast as DynamicCache q4 is to decode
 DECODE = {("1B", "bfloat16", 1024): 1.0, ("1B", "bfloat16", 4096): 2.0, ("1B", "bfloat16", 16384): 5.0}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcache.integrations.transformers import PagedCache
 
@@ -27,15 +28,17 @@ PART = 1024  # tokens that are filled in at once
 
 
 def make_model(shape: str, dtype: str) -> Any:
-    """A Llama network with random weights, in inference."""
-    torch.manual_seed(0)
+    """A Llama network in inference; rows of a matrix are alike, which takes no time to draw and none to multiply."""
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 17)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(getattr(torch, dtype)).to_empty(device="cpu").eval()
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape[-1], generator=draw) * weight.shape[-1] ** -0.5)
+    return model
 
 
 def makers(config: Any) -> Iterator[tuple[str, str, Callable[[], Any]]]:
@@ -61,7 +64,9 @@ def _say_once(text: str) -> None:
 
 
 def _try_out(made: Any) -> None:
-    made.update(*torch.zeros(2, 1, 1, 300, 64), 0)
+    """Two steps, of which the second reads quantised states: quanto compiles its kernels then, once per machine."""
+    for count in (300, 1):
+        made.update(*torch.zeros(2, 1, 1, count, 64), 0)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The example of README.md, run on a tiny model; and the list of architectures in bench/README.md."""
 
+import json
 import re
 
 import pytest
@@ -40,3 +41,13 @@ def test_the_list_names_every_architecture():
     other = {"ernie4_5": "ernie4.5", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
     other |= {"hunyuan_v1_dense": "hunyuan", "llama4_text": "llama4"}
     assert not [kind for kind in (*PACKED, *DENSE) if letters(other.get(kind, kind)) not in said]
+
+
+def test_the_bench_measures(tmp_path, capsys):
+    from bench.__main__ import main
+
+    assert main(["transformers", "--quick", "--only", "decode", "--json", str(tmp_path / "figures.json")]) == 0
+    (table,) = json.loads((tmp_path / "figures.json").read_text())["tables"]
+    times = table["cases"][0]["seconds"]
+    assert {"DynamicCache, sdpa", "PagedCache f32", "PagedCache q4"} <= set(times)
+    assert "K and V: DynamicCache, sdpa" in capsys.readouterr().out
