@@ -1,4 +1,7 @@
-"""`python -m bench engine`: whole requests on random checkpoints, compared with rivals that run the same network."""
+"""`python -m bench engine`: whole requests on random checkpoints, compared with rivals that run the same network.
+
+`--network gemma3` and `--network experts` measure networks with windows and with experts instead.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from bench.engine.engine_rivals import LlamaCpp, OpenVino, Transformers, availability, installed
+from bench.engine.shapes import SHAPES
 from bench.engine.shares import PYTHON, ROWS, SHARES, shares_of
+from bench.engine.weights import network_tables
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_checkpoint
 from bench.support.common import Candidate, Case, Result, Table, at_most, faster, run_case
@@ -217,12 +222,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
     parser.add_argument("--size", metavar="NAME", help="small, large or tiny (default small and large; --quick tiny)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine (default 2)")
+    parser.add_argument("--network", choices=tuple(SHAPES), help="another kind, with every format of weights")
+    parser.add_argument("--folder", type=Path, help="with --network: keep its files here, and use those that are there")
 
 
 def main(options: argparse.Namespace) -> int:
     """Print every table; returns 1 if a bound was missed."""
     names = [options.size] if options.size else ["tiny"] if options.quick else ["small", "large"]
     rounds = 3 if options.quick else options.rounds
+    if options.network:
+        shape, threads = SHAPES[options.network], [options.threads]
+        network_tables(shape, threads, rounds, options.folder, rivals=True, as_markdown=options.markdown)
+        return 0
     print("; ".join(availability()))
     missed, done, shares = 0, [], {}
     for name in names:

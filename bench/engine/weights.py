@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bench.engine.shapes import SHAPES, VOCABULARY, Shape
 from bench.engine.weight_rivals import GGUF_FILES, RIVALS, OpenVino, availability, write_files
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
-from bench.support.checkpoints import SIZES
+from bench.support.checkpoints import SIZES, Size
 from bench.support.common import Candidate, Case, Claim, Result, Table, run_case, share_of
 from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
@@ -30,7 +30,7 @@ from bench.support.report import save_json
 from kvcache.core.matrix import MATRIX_FORMATS, Matrix
 from kvcache.engine import InferenceEngine
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "main", "network_tables"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -186,6 +186,32 @@ def measure_network(
     return results
 
 
+def network_tables(
+    size: Size | Shape, threads: Sequence[int], rounds: int, folder: Path | None, rivals: bool, *, as_markdown: bool
+) -> list[tuple[Table, list[Result]]]:
+    """Print decode and prefill of a network in every format of weights, beside rivals that read its files.
+
+    Args:
+        folder: keeps the files; None: they are temporary.
+    """
+    print("; ".join(availability()))
+    name, context, vocabulary = (
+        (size.what, size.context, VOCABULARY) if isinstance(size, Shape) else (str(size), CONTEXT, size.vocabulary)
+    )
+    done = []
+    with tempfile.TemporaryDirectory() as temporary:
+        kept = folder or Path(temporary)
+        write_files(size, kept)
+        for count in threads:
+            for what, result in measure_network(vocabulary, kept, count, rounds, rivals, context).items():
+                columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
+                of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
+                title = f"9b. {what.capitalize()} {of}, {name}, {count} thr"
+                print_rates(title, columns, [result], as_markdown=as_markdown)
+                done.append((Table(title, ()), [result]))
+    return done
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
@@ -213,22 +239,11 @@ def main(options: argparse.Namespace) -> int:
             missed += print_rates(title, columns, results, as_markdown=options.markdown)
             done.append((Table(title, ()), results))
     if options.only != "products":
-        print("; ".join(availability()))
         size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
-        context = size.context if isinstance(size, Shape) else CONTEXT
-        vocabulary = VOCABULARY if isinstance(size, Shape) else size.vocabulary
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = options.folder or Path(temporary)
-            write_files(size, folder)
-            for threads in options.threads:
-                found = measure_network(vocabulary, folder, threads, rounds, not options.no_rivals, context)
-                for what, result in found.items():
-                    columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
-                    of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
-                    name = size.what if isinstance(size, Shape) else size
-                    title = f"9b. {what.capitalize()} {of}, {name}, {threads} thr"
-                    missed += print_rates(title, columns, [result], as_markdown=options.markdown)
-                    done.append((Table(title, ()), [result]))
+        tables = network_tables(
+            size, options.threads, rounds, options.folder, not options.no_rivals, as_markdown=options.markdown
+        )
+        done += tables
     if options.json:
         save_json(options.json, done)
     if options.plot:
