@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -200,7 +201,7 @@ def network_tables(
     )
     done = []
     with tempfile.TemporaryDirectory() as temporary:
-        kept = folder or Path(temporary)
+        kept = (folder or Path(temporary)) / re.sub(r"[^a-z0-9]+", "-", name.lower())
         write_files(size, kept)
         for count in threads:
             for what, result in measure_network(vocabulary, kept, count, rounds, rivals, context).items():
