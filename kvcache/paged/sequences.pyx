@@ -282,7 +282,7 @@ cdef class PagedSequences:
             if counts == NULL and seq.num_tokens == 0:
                 raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
             count = count_at(counts, i)
-            start = start_at(seq, starts, i, count)
+            start = start_at(seq, starts, i, max(count, 0))
             if name == "start" and starts == NULL and count > seq.num_tokens:
                 raise ValueError(f"keys: expected at most {seq.num_tokens} rows for sequence {ids[i]}, got {count}")
             if count < 0 or start < 0 or start > seq.num_tokens - count:
