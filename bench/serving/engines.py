@@ -19,7 +19,7 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.networks.gguf import GgufCheckpoint
 from kvcache.networks.model import Transformer
 
-__all__ = ["ENGINES", "Engine", "Network"]
+__all__ = ["ENGINES", "Engine", "Network", "Transformers"]
 
 Tokens = npt.NDArray[np.uint32]
 BLOCK = 16
@@ -257,6 +257,10 @@ class Transformers:
         seen, tokens = self._seen[output.request_id], output.generated_tokens
         self._seen[output.request_id] = len(tokens)
         return [(int(output.request_id), list(tokens[seen:]))]
+
+    def close(self) -> None:
+        """End its thread, without which the process would not end."""
+        self._manager.stop(block=True, timeout=5)
 
     def prefilled(self) -> int | None:
         return None
