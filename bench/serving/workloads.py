@@ -122,7 +122,7 @@ def edits(rng: Generator, count: int) -> list[Turn]:
 
 # name: (what makes `count` first turns, how many, whether they arrive at a rate)
 WORKLOADS: dict[str, tuple[Callable[[Generator, int], list[Turn]], int, bool]] = {
-    "chats": (chats, 12, True),
+    "chats": (chats, 24, True),
     "agents": (agents, 3, False),
     "documents": (documents, 12, False),
     "edits": (edits, 8, False),
