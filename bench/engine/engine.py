@@ -224,6 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine (default 2)")
     parser.add_argument("--network", choices=tuple(SHAPES), help="another kind, with every format of weights")
     parser.add_argument("--folder", type=Path, help="with --network: keep its files here, and use those that are there")
+    parser.add_argument("--engines", nargs="+", default=[""], metavar="TEXT", help="with --network: rows named so")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -232,7 +233,7 @@ def main(options: argparse.Namespace) -> int:
     rounds = 3 if options.quick else options.rounds
     if options.network:
         shape, threads = SHAPES[options.network], [options.threads]
-        network_tables(shape, threads, rounds, options.folder, rivals=True, as_markdown=options.markdown)
+        network_tables(shape, threads, rounds, options.folder, True, options.engines, as_markdown=options.markdown)
         return 0
     print("; ".join(availability()))
     missed, done, shares = 0, [], {}

@@ -166,11 +166,17 @@ def candidates(engine: Any, name: str, vocabulary: int, context: int) -> Iterato
 
 
 def measure_network(
-    vocabulary: int, folder: Path, threads: int, rounds: int, rivals: bool, context: int
+    vocabulary: int, folder: Path, threads: int, rounds: int, rivals: bool, context: int, named: Sequence[str] = ("",)
 ) -> dict[str, Result]:
-    """One engine after another, each with all its rounds: not all of them fit the memory together."""
+    """One engine after another, each with all its rounds: not all of them fit the memory together.
+
+    Args:
+        named: what the names of the engines contain, one of these texts each.
+    """
     results = {what: Result(what, {}) for what in ("decode", "prefill")}
     for name, build in builders(folder, threads, rivals, context):
+        if not any(text in name for text in named):
+            continue
         try:
             set_threads(threads)
             engine = build()
@@ -188,12 +194,14 @@ def measure_network(
 
 
 def network_tables(
-    size: Size | Shape, threads: Sequence[int], rounds: int, folder: Path | None, rivals: bool, *, as_markdown: bool
+    size: Size | Shape, threads: Sequence[int], rounds: int, folder: Path | None, rivals: bool, named: Sequence[str],
+    *, as_markdown: bool,
 ) -> list[tuple[Table, list[Result]]]:
     """Print decode and prefill of a network in every format of weights, beside rivals that read its files.
 
     Args:
         folder: keeps the files; None: they are temporary.
+        named: as of `measure_network`.
     """
     print("; ".join(availability()))
     name, context, vocabulary = (
@@ -204,7 +212,7 @@ def network_tables(
         kept = (folder or Path(temporary)) / re.sub(r"[^a-z0-9]+", "-", name.lower())
         write_files(size, kept)
         for count in threads:
-            for what, result in measure_network(vocabulary, kept, count, rounds, rivals, context).items():
+            for what, result in measure_network(vocabulary, kept, count, rounds, rivals, context, named).items():
                 columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
                 of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
                 title = f"9b. {what.capitalize()} {of}, {name}, {count} thr"
@@ -220,6 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=("products", "network"), help="one of both parts")
     parser.add_argument("--network", choices=("1b", *SHAPES), default="1b", help="another network than Llama's 1B")
     parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
+    parser.add_argument("--engines", nargs="+", default=[""], metavar="TEXT", help="rows whose names have such a text")
     parser.add_argument("--folder", type=Path, help="keep the GGUF files here (4.7 GB), and use those that are there")
 
 
@@ -242,8 +251,9 @@ def main(options: argparse.Namespace) -> int:
     if options.only != "products":
         size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
         tables = network_tables(
-            size, options.threads, rounds, options.folder, not options.no_rivals, as_markdown=options.markdown
-        )
+            size, options.threads, rounds, options.folder, not options.no_rivals, options.engines,
+            as_markdown=options.markdown,
+        )  # fmt: skip
         done += tables
     if options.json:
         save_json(options.json, done)
