@@ -19,7 +19,7 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.networks.gguf import GgufCheckpoint
 from kvcache.networks.model import Transformer
 
-__all__ = ["ENGINES", "Engine", "Network", "Transformers"]
+__all__ = ["ENGINES", "Engine", "Network"]
 
 Tokens = npt.NDArray[np.uint32]
 BLOCK = 16
@@ -76,9 +76,12 @@ class Engine(Protocol):
     def prefilled(self) -> int | None:
         """Tokens of prompts that ran so far; None: unknown."""
 
+    def close(self) -> None:
+        """End its threads."""
+
 
 def _network(file: Path) -> Transformer:
-    """A network whose texts have no end of their own."""
+    """The network without its end-of-text tokens: every answer has the length that was asked for."""
     model = Transformer.from_gguf(file)
     model.config = replace(model.config, eos_token_ids=())
     return model
@@ -118,6 +121,9 @@ class Batch:
     def prefilled(self) -> int | None:
         return self.engine.stats().prefilled_tokens
 
+    def close(self) -> None:
+        self.engine.close()
+
 
 class OneAfterAnother:
     """Our engine for one request at a time, with its prefix cache; K and V in q8."""
@@ -146,6 +152,9 @@ class OneAfterAnother:
 
     def prefilled(self) -> int | None:
         return self._inner.prefill_token_count
+
+    def close(self) -> None:
+        return
 
 
 class OpenVino:
@@ -185,6 +194,9 @@ class OpenVino:
     def prefilled(self) -> int | None:
         return None
 
+    def close(self) -> None:
+        return
+
 
 class Vllm:
     """vLLM on the CPU, bfloat16, with its prefix cache."""
@@ -223,6 +235,9 @@ class Vllm:
 
     def prefilled(self) -> int | None:
         return None
+
+    def close(self) -> None:
+        return
 
 
 class Transformers:

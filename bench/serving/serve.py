@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.engine.smollm2 import find_file
-from bench.serving.engines import ENGINES, Engine, Network, Transformers
+from bench.serving.engines import ENGINES, Engine, Network
 from bench.serving.simulate import simulate
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
@@ -128,8 +128,7 @@ def _serve(name: str, network: Network, workloads: Sequence[Workload], again: in
     for i, workload in enumerate(workloads):
         for _ in range(1 + (i < again)):
             served.append(run(engine, workload))
-    if isinstance(engine, Transformers):
-        engine.close()
+    engine.close()
     return served
 
 
