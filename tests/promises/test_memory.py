@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from allocator import allocated
+from allocator import allocated, middle_growth
 
 from kvcache import PagedKvCache, PrefixCache
 from kvcache.trie.trie import TokenTrie
@@ -16,13 +16,17 @@ def test_a_cached_page_costs_less_than_64_bytes_beyond_its_tokens(length, rng):
     pages = 40_960 // (length // PAGE) * (length // PAGE)
     prompts = rng.integers(0, 150_000, (pages * PAGE // length, length), dtype=np.uint32)
     values = np.arange(length // PAGE, dtype=np.int32)
+
+    def measure():
+        before = allocated()
+        trie = TokenTrie(PAGE)
+        root = trie.add_root()
+        for prompt in prompts:
+            trie.insert(root, prompt, values)
+        return allocated() - before, trie
+
     allocated()
-    before = allocated()
-    trie = TokenTrie(PAGE)
-    root = trie.add_root()
-    for prompt in prompts:
-        trie.insert(root, prompt, values)
-    grown = allocated() - before
+    grown, trie = middle_growth(measure)
     assert len(trie) == pages
     tokens = 4 * trie.num_tokens
     assert trie.nbytes - tokens < 64 * pages
@@ -93,12 +97,16 @@ def test_the_prefix_cache_reports_the_bytes_of_its_index(rng):
     blocks, length = 2_048, 256
     prompts = rng.integers(0, 150_000, (2 * blocks * PAGE // length, length), dtype=np.uint32)
     row = [np.zeros(PAGE * 8, np.float32)]
-    cache = PrefixCache(blocks, PAGE, 1, 1, 8)
-    cache.store(prompts[0], 0, [(row, row)] * (length // PAGE))
-    before, told = allocated(), cache.stats().bookkeeping_bytes
-    for prompt in prompts[1:]:  # twice as many as fit: the cache remembers the evicted ones
-        cache.store(prompt, 0, [(row, row)] * (length // PAGE))
-    grown, said = allocated() - before, cache.stats().bookkeeping_bytes - told
+
+    def measure():
+        cache = PrefixCache(blocks, PAGE, 1, 1, 8)
+        cache.store(prompts[0], 0, [(row, row)] * (length // PAGE))
+        before, told = allocated(), cache.stats().bookkeeping_bytes
+        for prompt in prompts[1:]:  # twice as many as fit: the cache remembers the evicted ones
+            cache.store(prompt, 0, [(row, row)] * (length // PAGE))
+        return allocated() - before, cache.stats().bookkeeping_bytes - told, told, cache
+
+    grown, said, told, cache = middle_growth(measure)
     assert len(cache) == blocks
     assert told > blocks * PAGE * 4
     assert said > 2 * blocks * PAGE * 4 * 0.9  # the tokens of cached and of evicted prompts
@@ -108,12 +116,16 @@ def test_the_prefix_cache_reports_the_bytes_of_its_index(rng):
 
 def test_block_tables_report_their_bytes():
     sequences, tokens = 2_000, 16 * PAGE
+
+    def measure():
+        cache = PagedKvCache(sequences * tokens // PAGE, PAGE, 1, 8)
+        table = cache._table
+        before, told = allocated(), table.nbytes
+        cache.allocate_batch(np.arange(sequences, dtype=np.uint64), np.full(sequences, tokens))
+        return allocated() - before, table.nbytes - told, cache
+
     allocated()
-    cache = PagedKvCache(sequences * tokens // PAGE, PAGE, 1, 8)
-    table = cache._table
-    before, told = allocated(), table.nbytes
-    cache.allocate_batch(np.arange(sequences, dtype=np.uint64), np.full(sequences, tokens))
-    grown, said = allocated() - before, table.nbytes - told
+    grown, said, _ = middle_growth(measure)
     # The count includes the heap of victims, ids, rows and runs, but not the headers of malloc.
     assert said <= grown + 4096
     assert grown <= said + 64 * sequences + 64 * 1024

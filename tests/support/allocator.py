@@ -37,3 +37,11 @@ def allocated():
     if info.uordblks == 0:
         pytest.skip("needs glibc's allocator, got another one in its place, as a sanitizer brings")
     return info.uordblks + info.hblkhd
+
+
+def middle_growth(measure):
+    """Of three calls of `measure() -> (grown, ...)` the one whose growth is the middle one.
+
+    What an earlier test has left, a thread or a buffer, may be freed during one of them.
+    """
+    return sorted((measure() for _ in range(3)), key=lambda seen: seen[0])[1]
