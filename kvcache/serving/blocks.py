@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
-from kvcache.serving.newest import NewestGroups
+from kvcache.serving.groups import Groups
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Work
 
@@ -32,14 +32,19 @@ class SharedBlocks:
     Attributes:
         cache: the sequences.
         prefixes: the index.
-        newest: the newest group of each text, unpacked; None: there is no residual.
+        newest: the tokens of each text that stay unpacked; None: there are none.
         tiered: the lookups of works in tiers; None: there are no tiers.
     """
 
-    def __init__(self, cache: PagedKvCache, newest: NewestGroups | None = None) -> None:
+    def __init__(self, cache: PagedKvCache, newest: Groups | None = None) -> None:
         self.cache, self.prefixes, self.newest = cache, PrefixCache.over(cache), newest
         self.tiered: TieredWorks | None = None
         self._ids = count()
+
+    @property
+    def beside(self) -> list[PrefixCache]:
+        """The caches that are saved in one file with the index."""
+        return [] if self.newest is None or self.newest.known.cache is None else [self.newest.known.cache]
 
     def blocks_for(self, num_tokens: int) -> int:
         """The blocks of so many tokens."""
@@ -63,14 +68,20 @@ class SharedBlocks:
         if self.tiered is not None:
             self.tiered.begin(work)
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
-            found = min(session.num_tokens, work.num_tokens - 1)
-            found -= found % (1 if self.newest is None else self.newest.length)
+            found, group = min(session.num_tokens, work.num_tokens - 1), -1
+            if self.newest is not None:
+                found, group = self.newest.begin(work, found)
             needed = self.blocks_for(work.num_tokens) - found // size + spare - self.cache.free_block_count
             if needed > 0 and needed > self.prefixes.idle_blocks:
+                self._stop_group(group)
                 return False
             seq_id = next(self._ids)
-            self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
-        work.moved(seq_id, found)
+            try:
+                self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
+            except MemoryError:
+                self._stop_group(group)
+                raise
+        work.moved(seq_id, found, group)
         return True
 
     def fork(self, leader: Work, follower: Work, computed: int) -> None:
@@ -101,8 +112,14 @@ class SharedBlocks:
                 if not self.prefixes.evict(error.requested - error.available):
                     raise
 
+    def _stop_group(self, group: int) -> None:
+        if self.newest is not None:
+            self.newest.stop(group)
+
     def index(self, work: Work) -> None:
-        """Cache the full blocks of a work's sequence, by reference."""
+        """Cache the full blocks of a work's sequence, by reference, and its first tokens."""
+        if self.newest is not None:
+            self.newest.known.keep(work)
         full = work.computed // self.cache.block_size
         if full and work.shares:
             blocks = self.cache.block_table([work.seq_id]).block_ids
@@ -115,13 +132,14 @@ class SharedBlocks:
             seq_id, group = work.seq_id, work.group
             work.moved(-1, 0)
             self.cache.free(seq_id)
-            if self.newest is not None:
-                self.newest.stop(group)
+            self._stop_group(group)
 
     def ran(self, work: Work, count: int, wrong: int) -> None:
         """Note that the next `count` tokens of a work have run, and `wrong` guesses behind them."""
-        computed = work.computed + count
+        before, computed = work.computed, work.computed + count
         work.moved(work.seq_id, computed, -1 if self.newest is None else self.newest.group_at(work, computed))
+        if self.newest is not None and before < self.newest.firsts <= computed:
+            self.newest.known.keep(work)
         if wrong:
             self.cache.truncate(work.seq_id, computed)
 
@@ -156,6 +174,8 @@ class SharedBlocks:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()
         self.prefixes.check()
+        if self.newest is not None and self.newest.known.cache is not None:
+            self.newest.known.cache.check()
         if self.newest is not None:
             self.newest.check(running)
         assert self.prefixes.pinned_blocks == 0, "blocks of a prefix are held that no work uses"

@@ -12,15 +12,15 @@ from typing import Any
 
 from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.core.copying import refuse_copies
+from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import num_blocks_within, total
 from kvcache.core.store import BlockStore
-from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.fingerprint import fingerprint
@@ -32,7 +32,7 @@ from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
-from kvcache.serving.newest import NewestGroups
+from kvcache.serving.newest import make_groups
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -67,7 +67,7 @@ class BatchEngine:
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: for requests without their own.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `InferenceEngine`.
         num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
             whole context, at most for 16,384 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
@@ -80,6 +80,7 @@ class BatchEngine:
             check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
+        calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: None alone is supported.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
@@ -98,9 +99,9 @@ class BatchEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str = "f32",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: Formats = "f32",
+        key_dtype: Formats | None = None,
+        value_dtype: Formats | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -110,6 +111,7 @@ class BatchEngine:
         target_gap: float = 0.1,
         speculate: bool = True,
         residual_length: int | None = None,
+        calibrate: Any = False,
         eviction_policy: None = None,
         kv_budget: None = None,
         tiers: Tiers | None = None,
@@ -128,24 +130,24 @@ class BatchEngine:
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
         max_running = as_count(max_running, "max_running", 1)
-        formats = (key_dtype or dtype, value_dtype or dtype)
-        settings = block_size, config.num_kv_heads, config.head_dim, *formats, rotate
-        BlockStore(config.num_layers, 0, *settings)  # raises for a format that is not supported
         attention = layer_attention(model)
         without = "layers that keep a window" if any(each.window for each in attention) else ""
-        self._residual_length = length = as_length(residual_length, *formats, without=without)
-        newest = NewestGroups(config, formats, length, max_running, attention) if length else None
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        formats, self._residual_length = storage.dtypes, storage.residual_length
+        settings = block_size, config.num_kv_heads, config.head_dim, *formats, rotate
+        BlockStore(config.num_layers, 0, *settings)  # raises for a format that is not supported
+        newest = make_groups(config, storage, max_running, attention)
         beside = 0 if newest is None else newest.nbytes
         num_blocks = num_blocks_within(num_blocks, max_memory_bytes, config.num_layers, *settings, beside=beside)
         cache = PagedKvCache(
             num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
             key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
-            calibration=as_calibration(model, False, formats[0], without),
+            calibration=storage.calibration,
         )  # fmt: skip
         self._blocks = SharedBlocks(cache, newest)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, length, cache.calibration)
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
@@ -352,11 +354,12 @@ class BatchEngine:
 
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
-        self._blocks.prefixes.clear()
+        for cache in (self._blocks.prefixes, *self._blocks.beside):
+            cache.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
-        self._blocks.prefixes.save(path, self._name(model))
+        self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.beside)
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
@@ -364,7 +367,7 @@ class BatchEngine:
         Raises:
             InvalidOperationError: prefixes are cached already.
         """
-        return self._blocks.prefixes.load(path, self._name(model))
+        return self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.model) if model is None else model
