@@ -3,6 +3,7 @@
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.policy import Policy
 from kvcache.engine.prefix_cached import PrefixCachedEngine
 from kvcache.engine.sampling import SamplingParams
 from kvcache.networks.config import ModelConfig
@@ -16,6 +17,7 @@ __all__ = [
     "InferenceEngine",
     "Model",
     "ModelConfig",
+    "Policy",
     "PrefixCachedEngine",
     "SamplingParams",
     "TokenLogprobs",

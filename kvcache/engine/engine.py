@@ -17,6 +17,7 @@ from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
+from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
 from kvcache.engine.residual import as_length, num_firsts
 from kvcache.engine.sampling import SamplingParams
@@ -56,8 +57,8 @@ class InferenceEngine:
             f16 and earlier groups as `dtype` packs them; see `residual.Residual`. By default 64 if K or V is q4 or q3,
             128 if one is q2, else 0. With an eviction policy, or where layers keep a window alone, it must be 0, which
             is then the default.
-        eviction_policy, kv_budget: an `EvictionPolicy`, and the tokens that each layer keeps (under PyramidKV: on
-            average over the layers; by default sinks plus window, if the policy has them). After each piece of a
+        eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
+            PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
             `EvictingSequence`. The default `num_blocks` then covers the budget and one piece, for a text of any
             length. A block holds tokens of one layer.
@@ -96,7 +97,7 @@ class InferenceEngine:
         max_memory_bytes: int | str | None = None,
         prefill_chunk: int = 512,
         residual_length: int | None = None,
-        eviction_policy: EvictionPolicy | None = None,
+        eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
         calibrate: Any = False,
     ) -> None:
@@ -106,7 +107,7 @@ class InferenceEngine:
         block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
-        positions = None if budgets is not None and budgets.policy.endless else model.config.max_position_embeddings
+        positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
         dtypes = (key_dtype or dtype, value_dtype or dtype)
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
@@ -161,7 +162,7 @@ class InferenceEngine:
         return self._sequence.cache
 
     @property
-    def eviction_policy(self) -> EvictionPolicy | None:
+    def eviction_policy(self) -> EvictionPolicy | Policy | None:
         """The policy that chooses the tokens each layer keeps; None: all tokens are kept."""
         return None if self._budgets is None else self._budgets.policy
 
