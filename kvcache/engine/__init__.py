@@ -1,5 +1,6 @@
 """Text generation from a checkpoint: the transformer, sampling, and the engine that runs both over a cache."""
 
+from kvcache.core.rowformat import Format
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.engine import InferenceEngine
@@ -14,6 +15,7 @@ __all__ = [
     "Answer",
     "Attend",
     "Completion",
+    "Format",
     "InferenceEngine",
     "Model",
     "ModelConfig",

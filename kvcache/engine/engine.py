@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
+from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.calibrating import as_calibration
@@ -88,9 +89,9 @@ class InferenceEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str = "f32",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: str | Format = "f32",
+        key_dtype: str | Format | None = None,
+        value_dtype: str | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -108,7 +109,7 @@ class InferenceEngine:
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
-        dtypes = (key_dtype or dtype, value_dtype or dtype)
+        dtypes = stored_dtypes(formats := (key_dtype or dtype, value_dtype or dtype), calibrate)
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
         calibration = as_calibration(model, calibrate, dtypes[0], without)
@@ -119,7 +120,7 @@ class InferenceEngine:
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
             prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
             groups=groups, calibration=calibration, firsts=firsts,
-        )  # fmt: skip
+        ) | {"key_dtype": formats[0], "value_dtype": formats[1]}  # fmt: skip
         cache, make = self._make_cache(**self._cache_options), partial(self._make_cache, **self._cache_options)
         self._sequence: ModelSequence = (
             LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), length, firsts)

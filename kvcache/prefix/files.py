@@ -103,9 +103,13 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
 
 
 def _calibrated(caches: Sequence[CachedBlocks]) -> str:
-    """What the model's name in a file has more: keys that another calibration centred mean something else."""
-    calibration = caches[0].store.calibration
-    return "" if calibration is None else f" calibrated {calibration.fingerprint}"
+    """What the model's name in a file has more: keys that another calibration centred mean something else.
+
+    So do rows of another format that is written in Python, since all of them are stored in f32.
+    """
+    calibration, formats = caches[0].store.calibration, caches[0].formats.fingerprint
+    calibrated = "" if calibration is None else f" calibrated {calibration.fingerprint}"
+    return f"{calibrated} in {formats}" if formats else calibrated
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
