@@ -15,7 +15,7 @@ from kvcache.engine import SamplingParams
 __all__ = ["MAX_CHOICES", "Body", "parse"]
 
 MAX_CHOICES = 128  # answers of one body: prompts times `n`
-_MAX_STOPS, _MAX_TOP = 16, 20
+_MAX_STOPS, _MAX_STOP, _MAX_TOP = 16, 500, 20  # the search for stop strings takes time with each token
 # Fields of `SamplingParams` that have the same name in a body.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids")
 _KNOWN = {*_SAMPLING, "max_tokens", "logit_bias", "logprobs", "n", "stream", "stream_options", "model"}
@@ -83,11 +83,10 @@ def parse(data: bytes, chat: bool, defaults: SamplingParams) -> Body:
 
 def _params(given: dict[str, Any], chat: bool, defaults: SamplingParams) -> SamplingParams:
     found = {name: given[name] for name in _SAMPLING if name in given}
-    stop = found.get("stop", ())
-    if isinstance(stop, list) and len(stop) > _MAX_STOPS:
-        raise ValueError(f"stop: expected at most {_MAX_STOPS} strings, got {len(stop)}")
-    if isinstance(stop, dict):
-        raise TypeError("stop: expected strings, got dict")
+    stops = found.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else as_instance(stops, list, "stop")
+    if len(stops) > _MAX_STOPS or any(isinstance(each, str) and len(each) > _MAX_STOP for each in stops):
+        raise ValueError(f"stop: expected at most {_MAX_STOPS} strings of {_MAX_STOP} characters, got {short(stops)}")
     most = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
     found["max_tokens"] = as_count(most, "max_tokens", 1)
     try:

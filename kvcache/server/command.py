@@ -71,7 +71,10 @@ def serve(options: argparse.Namespace, default: str) -> int:
         )  # fmt: skip
         address = f"[{options.host}]" if ":" in options.host else options.host
         print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
-        uvicorn.Server(config).run(sockets=[listening])
+        try:
+            uvicorn.Server(config).run(sockets=[listening])
+        finally:
+            engine.close(cancel=True)  # where a second signal ended it at once
     return 0
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import openai
@@ -179,9 +180,13 @@ def test_many_streams_some_of_which_are_cancelled(served):
     settled(served.engine)
 
 
+def until(condition):
+    while not condition():
+        time.sleep(0.002)
+
+
 def until_idle(served):
-    while (stats := served.engine.stats()).running or stats.waiting:
-        pass
+    until(lambda: not served.engine.stats().running + served.engine.stats().waiting)
 
 
 # -- clients that leave, and slow ones ----------------------------------------------------------------------------
@@ -215,8 +220,7 @@ def test_slow_readers_hold_no_step_up(served, client):
     connections = [served.connect(request, receive_buffer=4096) for _ in range(4)]
     got = client.completions.create(model=MODEL, prompt="quick", **sampled(1, 5))
     assert got.choices[0].text == want(served, sampled(1, 5), prompt="quick").text
-    while served.engine.stats().finished < before + 5:
-        pass
+    until(lambda: served.engine.stats().finished == before + 5)
     texts = []
     for connection in connections:
         status, body = answer(connection)
@@ -225,6 +229,20 @@ def test_slow_readers_hold_no_step_up(served, client):
         texts.append("".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks))
     tokens = served.alone.apply_chat_template(TALK, tokenize=True)
     assert texts == [served.alone.complete(tokens, SamplingParams(max_tokens=400, seed=2)).text] * 4
+
+
+def test_a_client_that_never_reads_is_left(path, monkeypatch):
+    """Its requests end at the time limit, and its answer some time later."""
+    monkeypatch.setattr("kvcache.server.answers._READING", 0.0)
+    with Served(path, limits=Limits(seconds=0.5), clock=lambda: 0.0) as served:
+        settings = {"max_tokens": 400, "logprobs": True, "top_logprobs": 20, "stream": True, "model": MODEL}
+        request = post(json.dumps({**settings, "messages": TALK}).encode(), "/v1/chat/completions")
+        connection = served.connect(request, receive_buffer=4096)
+        until(lambda: served.server.server_state.tasks)
+        until(lambda: not served.server.server_state.tasks)  # the application has left it
+        _, body = answer(connection)
+        assert b"[DONE]" not in body
+        settled(served.engine)
 
 
 # -- queue, time, failures, the end -------------------------------------------------------------------------------
@@ -252,8 +270,7 @@ def test_the_time_limit(path):
             served.connect(post(json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 400, **more}).encode()))
             for more in ({}, {"stream": True})
         ]
-        while served.engine._steps.num_waiting + served.engine._steps.num_running < 2:
-            pass
+        until(lambda: served.engine._steps.num_waiting + served.engine._steps.num_running == 2)
         clock[0] = 11.0
         served.network.open()
         (status, whole), (streaming, events) = map(answer, asked)
