@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -28,41 +28,32 @@ from kvcache.server.keys import Keys
 from kvcache.serving.engine import BatchEngine
 from kvcache.serving.request import Request
 
-__all__ = ["Limits", "make_app"]
+__all__ = ["make_app"]
 
 _GAUGES = ("waiting", "running", "free_blocks", "claimed_blocks", "cached_blocks")  # the other counters only grow
 _BODY_SECONDS = 30.0  # for the arrival of a body
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of each request; the engine has those of queue and memory.
-
-    Attributes:
-        body: bytes of a body.
-        seconds: from its arrival to its last token.
-    """
-
-    body: int = 4 << 20
-    seconds: float = 600.0
-
-
-def make_app(engine: BatchEngine, model: str, keys: Keys | None = None, limits: Limits | None = None) -> Starlette:
+def make_app(
+    engine: BatchEngine, model: str, keys: Keys | None = None, *, max_body: int = 4 << 20, timeout: float = 600.0
+) -> Starlette:
     """An application with OpenAI's interface; it starts the engine, and closes it at its end.
 
     Args:
-        engine: has a tokenizer.
+        engine: has a tokenizer; it has the limits of queue and memory.
         model: the name by which clients ask for the model.
         keys: whose requests are answered; None: everybody's whose request names this machine by a loopback address, all
             in one namespace.
-        limits: of each request.
+        max_body: the most bytes of a body.
+        timeout: seconds from the arrival of a body to the last token of its answer.
     """
-    return _Server(engine, model, keys, Limits() if limits is None else limits).app
+    return _Server(engine, model, keys, max_body, timeout).app
 
 
 class _Server:
-    def __init__(self, engine: BatchEngine, model: str, keys: Keys | None, limits: Limits) -> None:
-        self._engine, self._model, self._keys, self._limits = engine, model, keys, limits
+    def __init__(self, engine: BatchEngine, model: str, keys: Keys | None, max_body: int, timeout: float) -> None:
+        self._engine, self._model, self._keys = engine, model, keys
+        self._max_body, self._timeout = max_body, timeout
         self._statuses: Counter[int] = Counter()
         routes = [
             Route("/v1/chat/completions", partial(self._complete, True), methods=["POST"]),
@@ -102,7 +93,7 @@ class _Server:
             raise
         except (OutOfMemoryError, TypeError, ValueError) as error:
             raise Refused(400, str(error), str(error).partition(":")[0]) from None
-        return Answer(body, requests, prompts, self._engine.tokenizer, self._limits.seconds)
+        return Answer(body, requests, prompts, self._engine.tokenizer, self._timeout)
 
     def _begin(self, data: bytes, chat: bool, namespace: str | None) -> tuple[Body, list[list[int]], list[Request]]:
         """Queue the requests of a body, all or none."""
@@ -119,7 +110,7 @@ class _Server:
         try:
             for tokens in prompts:
                 requests.append(self._engine.submit(
-                    tokens, body.params, namespace=namespace, deadline=self._limits.seconds, n=body.n
+                    tokens, body.params, namespace=namespace, deadline=self._timeout, n=body.n
                 ))  # fmt: skip
         except BaseException:
             for each in requests:
@@ -132,7 +123,7 @@ class _Server:
         if kind != "application/json":  # which no page of another origin may send
             raise Refused(415, f"content-type: expected application/json, got {kind[:100]}")
         try:
-            return await asyncio.wait_for(self._receive(request), min(_BODY_SECONDS, self._limits.seconds))
+            return await asyncio.wait_for(self._receive(request), min(_BODY_SECONDS, self._timeout))
         except asyncio.TimeoutError:
             raise Refused(408, "body: expected it in time, got a part of it") from None
         except ClientDisconnect:
@@ -140,7 +131,7 @@ class _Server:
 
     async def _receive(self, request: HttpRequest) -> bytes:
         said = request.headers.get("content-length", "")
-        data, most = bytearray(), self._limits.body
+        data, most = bytearray(), self._max_body
         if not (said.isdecimal() and len(said) < 20 and int(said) > most):
             async for chunk in request.stream():
                 data += chunk

@@ -50,7 +50,7 @@ def serve(options: argparse.Namespace, default: str) -> int:
     try:
         import uvicorn
 
-        from kvcache.server.app import Limits, make_app
+        from kvcache.server.app import make_app
     except ImportError as error:
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
     keys = _keys(options)
@@ -64,7 +64,7 @@ def serve(options: argparse.Namespace, default: str) -> int:
         )
         engine.sampling_params = sampling_params(options, engine.sampling_params)
         name = options.name or Path(options.model).name.removesuffix(".gguf")
-        app = make_app(engine, name, keys, Limits(options.max_body, options.timeout))
+        app = make_app(engine, name, keys, max_body=options.max_body, timeout=options.timeout)
         config = uvicorn.Config(
             app, log_level="warning", timeout_graceful_shutdown=options.drain, limit_concurrency=4096,
             server_header=False, lifespan="on",

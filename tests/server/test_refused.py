@@ -8,7 +8,6 @@ import pytest
 from http_servers import MODEL, Served, answer, post, tiny_file
 
 from kvcache import SamplingParams
-from kvcache.server.app import Limits
 from kvcache.server.keys import Keys
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -111,7 +110,7 @@ def test_malformed_requests(served, request_bytes, status):
 
 
 def test_an_oversize_body_without_a_length(path):
-    with Served(path, limits=Limits(body=1000)) as served:
+    with Served(path, limits={"max_body": 1000}) as served:
         chunks = b"".join(b"100\r\n" + b"x" * 256 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n"
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         status, _ = answer(served.connect(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks))

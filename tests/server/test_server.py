@@ -18,7 +18,6 @@ from serving import settled
 
 from kvcache import SamplingParams
 from kvcache.__main__ import main
-from kvcache.server.app import Limits
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -234,7 +233,7 @@ def test_slow_readers_hold_no_step_up(served, client):
 def test_a_client_that_never_reads_is_left(path, monkeypatch):
     """Its requests end at the time limit, and its answer some time later."""
     monkeypatch.setattr("kvcache.server.answers._READING", 0.0)
-    with Served(path, limits=Limits(seconds=0.5), clock=lambda: 0.0) as served:
+    with Served(path, limits={"timeout": 0.5}, clock=lambda: 0.0) as served:
         settings = {"max_tokens": 400, "logprobs": True, "top_logprobs": 20, "stream": True, "model": MODEL}
         request = post(json.dumps({**settings, "messages": TALK}).encode(), "/v1/chat/completions")
         connection = served.connect(request, receive_buffer=4096)
@@ -264,7 +263,7 @@ def test_a_full_queue(path):
 def test_the_time_limit(path):
     """Without a token it is an error, later it is an end."""
     clock = [0.0]
-    with Served(path, limits=Limits(seconds=10.0), clock=lambda: clock[0]) as served:
+    with Served(path, limits={"timeout": 10.0}, clock=lambda: clock[0]) as served:
         served.network.closed = True
         asked = [
             served.connect(post(json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 400, **more}).encode()))

@@ -68,12 +68,12 @@ class Served:
         url: of its interface.
     """
 
-    def __init__(self, path, keys=None, limits=None, drain=None, **options):
+    def __init__(self, path, keys=None, drain=None, limits=(), **options):
         self.alone = InferenceEngine.from_pretrained(path)
         self.network = Gated(self.alone.model)
         self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
         self.engine._text = self.alone._text
-        self.app = make_app(self.engine, MODEL, keys, limits)
+        self.app = make_app(self.engine, MODEL, keys, **dict(limits))
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
         self.server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
