@@ -63,7 +63,9 @@ class PagedKvCache:
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 
-    Raises, by every call, which has then changed nothing:
+    Every call can raise these errors, and has then changed nothing.
+
+    Raises:
         SequenceNotFoundError: a sequence that does not exist.
         InvalidOperationError: the id of a new sequence is taken.
         OutOfMemoryError: too few blocks are free, the copies of shared ones counted; the system refuses memory.
