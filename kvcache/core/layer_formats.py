@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvcache.core.kernels import FORMATS
 
@@ -22,8 +23,8 @@ def names_of(dtype: Formats) -> list[str]:
     return [name for name in dict.fromkeys(names) if isinstance(name, str) and name in FORMATS]
 
 
-def formats_of_layers(dtype: Formats, layers: Sequence[int]) -> Formats:
-    """Those of some layers, in their order."""
+def formats_of_layers(dtype: Any, layers: Sequence[int]) -> Any:
+    """Those of some layers, in their order; a single format of any kind as it is."""
     return [dtype[layer] for layer in layers] if isinstance(dtype, (list, tuple)) else dtype
 
 

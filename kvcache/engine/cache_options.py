@@ -74,8 +74,8 @@ def cache_options(
         "num_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "num_layers": num_layers,
-        "key_dtype": whole[3],
-        "value_dtype": whole[4],
+        "key_dtype": formats_of_layers(storage.formats[0], groups.whole),
+        "value_dtype": formats_of_layers(storage.formats[1], groups.whole),
         "rotate": rotate,
         "calibration": storage.calibration,
     }

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
+from kvcache.core.rowformat import Format
 from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
+from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
@@ -57,8 +59,8 @@ class InferenceEngine:
             f16 and earlier groups as `dtype` packs them; see `residual.Residual`. By default 64 if K or V is q4 or q3,
             128 if one is q2, else 0. With an eviction policy, or where layers keep a window alone, it must be 0, which
             is then the default.
-        eviction_policy, kv_budget: an `EvictionPolicy`, and the tokens that each layer keeps (under PyramidKV: on
-            average over the layers; by default sinks plus window, if the policy has them). After each piece of a
+        eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
+            PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
             `EvictingSequence`. The default `num_blocks` then covers the budget and one piece, for a text of any
             length. A block holds tokens of one layer.
@@ -88,16 +90,16 @@ class InferenceEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: Formats = "f32",
-        key_dtype: Formats | None = None,
-        value_dtype: Formats | None = None,
+        dtype: Formats | Format = "f32",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         max_memory_bytes: int | str | None = None,
         prefill_chunk: int = 512,
         residual_length: int | None = None,
-        eviction_policy: EvictionPolicy | None = None,
+        eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
         calibrate: Any = False,
     ) -> None:
@@ -107,7 +109,7 @@ class InferenceEngine:
         block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
-        positions = None if budgets is not None and budgets.policy.endless else model.config.max_position_embeddings
+        positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
@@ -118,7 +120,7 @@ class InferenceEngine:
         )  # fmt: skip
         cache, make = self._make_cache(**self._cache_options), storage.of_layers(self._make_cache, self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:])
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:4])
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )
@@ -158,7 +160,7 @@ class InferenceEngine:
         return self._sequence.cache
 
     @property
-    def eviction_policy(self) -> EvictionPolicy | None:
+    def eviction_policy(self) -> EvictionPolicy | Policy | None:
         """The policy that chooses the tokens each layer keeps; None: all tokens are kept."""
         return None if self._budgets is None else self._budgets.policy
 

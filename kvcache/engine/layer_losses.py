@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
-from kvcache.core.layer_formats import Formats
 from kvcache.engine.residual import FIRSTS
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.windows import Windows
@@ -34,7 +33,7 @@ _TOKENS = 256
 _PREFIX = "auto:"
 
 
-def budget_of(dtype: Formats) -> float | None:
+def budget_of(dtype: Any) -> float | None:
     """The bits per value of "auto:BITS"; None: another format.
 
     Raises:

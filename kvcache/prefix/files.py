@@ -104,10 +104,13 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
 
 
 def _meaning(caches: Sequence[CachedBlocks]) -> str:
-    """What the model's name in a file has more: keys that another calibration centred mean something else."""
-    calibration = caches[0].store.calibration
+    """What the model's name in a file has more: keys that another calibration centred mean something else.
+
+    So do rows of another format that is written in Python, since all of them are stored in f32.
+    """
+    calibration, own = caches[0].store.calibration, caches[0].formats.fingerprint
     calibrated = "" if calibration is None else f" calibrated {calibration.fingerprint}"
-    return calibrated + "".join(formats_of(cache.store) for cache in caches)
+    return calibrated + "".join(formats_of(cache.store) for cache in caches) + (f" in {own}" if own else "")
 
 
 def formats_of(store: BlockStore) -> str:

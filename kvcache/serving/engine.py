@@ -14,6 +14,7 @@ from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer,
 from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import num_blocks_within, total
+from kvcache.core.rowformat import Format
 from kvcache.core.store import BlockStore
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
@@ -99,9 +100,9 @@ class BatchEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: Formats = "f32",
-        key_dtype: Formats | None = None,
-        value_dtype: Formats | None = None,
+        dtype: Formats | Format = "f32",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -141,13 +142,13 @@ class BatchEngine:
         num_blocks = num_blocks_within(num_blocks, max_memory_bytes, config.num_layers, *settings, beside=beside)
         cache = PagedKvCache(
             num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
+            key_dtype=storage.formats[0], value_dtype=storage.formats[1], rotate=rotate,
             calibration=storage.calibration,
         )  # fmt: skip
         self._blocks = SharedBlocks(cache, newest)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage)
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage, cache.formats)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
@@ -280,6 +281,11 @@ class BatchEngine:
         for pending in run_all([work for work in works if work.num_tokens], submit, self._steps.wait_for_any, progress):
             pending.raise_error()
         return [work.scores for work in works]
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As `InferenceEngine.apply_chat_template`."""
+        template: Any = InferenceEngine.apply_chat_template
+        return template(self, messages, **options)
 
     # -- steps ----------------------------------------------------------------------------------------------
 

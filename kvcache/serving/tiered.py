@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from kvcache.core.rowformat import RowFormats
 from kvcache.engine.storage import Storage
 from kvcache.engine.tiered import model_name
 from kvcache.networks.protocols import Model
@@ -24,14 +25,15 @@ class TieredWorks:
         model: its network.
         prefixes: its prefix cache; the tiers become its source.
         storage: of its K and V.
+        formats: of the cache.
     """
 
     def __init__(
-        self, tiers: Tiers, model: Model, prefixes: PrefixCache, storage: Storage
+        self, tiers: Tiers, model: Model, prefixes: PrefixCache, storage: Storage, formats: RowFormats
     ) -> None:  # fmt: skip
         self._tiers, self._prefixes, self._group = tiers, prefixes, storage.residual_length or 1
         self._firsts = storage.firsts
-        name = model_name(model, storage.residual_length, storage.calibration)
+        name = model_name(model, storage.residual_length, storage.calibration, formats)
         self._source = tiers.source(name, waits=False)
         prefixes.source = self._source
         self._lookups: dict[int, Lookup] = {}  # by the number of the work
