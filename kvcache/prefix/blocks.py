@@ -206,7 +206,7 @@ class PrefixCache(IndexedCache):
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims)
+        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims, self._cached.formats)
         with self._lock:
             if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
@@ -224,7 +224,7 @@ class PrefixCache(IndexedCache):
         count = min(len(pairs := list(pairs)), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims)
+        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims, self._cached.formats)
         with self._lock:
             return self._cached.store_rows(ids[: start + count * size], start // size, keys, values, namespace)
 

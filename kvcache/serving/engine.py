@@ -13,6 +13,7 @@ from typing import Any
 from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within, total
+from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.core.store import BlockStore
 from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.completion import as_prompt
@@ -98,9 +99,9 @@ class BatchEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str = "f32",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: str | Format = "f32",
+        key_dtype: str | Format | None = None,
+        value_dtype: str | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -128,7 +129,8 @@ class BatchEngine:
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
         max_running = as_count(max_running, "max_running", 1)
-        formats = (key_dtype or dtype, value_dtype or dtype)
+        own = (key_dtype or dtype, value_dtype or dtype)
+        formats = stored_dtypes(own, False)
         settings = block_size, config.num_kv_heads, config.head_dim, *formats, rotate
         BlockStore(config.num_layers, 0, *settings)  # raises for a format that is not supported
         attention = layer_attention(model)
@@ -139,13 +141,14 @@ class BatchEngine:
         num_blocks = num_blocks_within(num_blocks, max_memory_bytes, config.num_layers, *settings, beside=beside)
         cache = PagedKvCache(
             num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
+            key_dtype=own[0], value_dtype=own[1], rotate=rotate,
             calibration=as_calibration(model, False, formats[0], without),
         )  # fmt: skip
         self._blocks = SharedBlocks(cache, newest)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, length, cache.calibration)
+            prefixes = self._blocks.prefixes
+            self._blocks.tiered = TieredWorks(tiers, model, prefixes, length, cache.calibration, cache.formats)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from kvcache.core.calibration import Calibration
+from kvcache.core.rowformat import RowFormats
 from kvcache.engine.tiered import model_name
 from kvcache.networks.protocols import Model
 from kvcache.prefix.blocks import PrefixCache
@@ -25,14 +26,15 @@ class TieredWorks:
         prefixes: its prefix cache; the tiers become its source.
         residual_length: tokens of a group of the residual; 0: there is none.
         calibration: of the keys, or None.
+        formats: of the cache.
     """
 
     def __init__(
         self, tiers: Tiers, model: Model, prefixes: PrefixCache, residual_length: int,
-        calibration: Calibration | None = None,
+        calibration: Calibration | None, formats: RowFormats,
     ) -> None:  # fmt: skip
         self._tiers, self._prefixes, self._group = tiers, prefixes, residual_length or 1
-        self._source = tiers.source(model_name(model, residual_length, calibration), waits=False)
+        self._source = tiers.source(model_name(model, residual_length, calibration, formats), waits=False)
         prefixes.source = self._source
         self._lookups: dict[int, Lookup] = {}  # by the number of the work
         self._asked: set[int] = set()
