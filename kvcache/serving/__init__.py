@@ -2,6 +2,6 @@
 
 from kvcache.serving.engine import BatchEngine
 from kvcache.serving.request import Request, RequestMetrics
-from kvcache.serving.stats import BatchStats
+from kvcache.serving.stats import BatchStats, Eviction, Histogram, NamespaceStats
 
-__all__ = ["BatchEngine", "BatchStats", "Request", "RequestMetrics"]
+__all__ = ["BatchEngine", "BatchStats", "Eviction", "Histogram", "NamespaceStats", "Request", "RequestMetrics"]
