@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
+from kvcache.core.layer_formats import Formats, names_of
 from kvcache.engine.calibration_text import TEXT
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import CheckpointError
@@ -39,7 +40,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
 
 
-def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -> Calibration | None:
+def as_calibration(model: Model, calibrate: Any, key_dtype: Formats, without: str) -> Calibration | None:
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
@@ -48,7 +49,7 @@ def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -
     Raises:
         TypeError, ValueError: another kind of argument; not False where it is excluded.
     """
-    packed = key_dtype in FORMATS and FORMATS[key_dtype].quantised
+    packed = any(FORMATS[name].quantised for name in names_of(key_dtype))
     # A softcap or sinks of the network tell the constant that a centre takes from all scores.
     tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
     if calibrate is False or calibrate is None:

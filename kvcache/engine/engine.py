@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,17 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
-from kvcache.core.rowformat import Format, stored_dtypes
+from kvcache.core.layer_formats import Formats
 from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
-from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
-from kvcache.engine.residual import as_length, num_firsts
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
+from kvcache.engine.storage import Storage
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
 from kvcache.engine.windows import LayerGroups, Windows
@@ -49,7 +47,8 @@ class InferenceEngine:
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: a request without its own seed derives one from this and the number of earlier requests.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`. Formats of layers
+            are those of the network; an engine with an eviction policy has one format.
         num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
             counts, without it the whole context is the other limit. ValueError: too few for one block.
@@ -89,9 +88,9 @@ class InferenceEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str | Format = "f32",
-        key_dtype: str | Format | None = None,
-        value_dtype: str | Format | None = None,
+        dtype: Formats = "f32",
+        key_dtype: Formats | None = None,
+        value_dtype: Formats | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -109,21 +108,17 @@ class InferenceEngine:
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
-        dtypes = stored_dtypes(formats := (key_dtype or dtype, value_dtype or dtype), calibrate)
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
-        calibration = as_calibration(model, calibrate, dtypes[0], without)
-        measured = calibration is not None and calibrate is not False
-        length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
-        self._residual_length, firsts = length, num_firsts(measured, length)
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        self._residual_length = storage.residual_length
         self._cache_options = cache_options(
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
-            prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
-            groups=groups, calibration=calibration, firsts=firsts,
-        ) | {"key_dtype": formats[0], "value_dtype": formats[1]}  # fmt: skip
-        cache, make = self._make_cache(**self._cache_options), partial(self._make_cache, **self._cache_options)
+            prefill_chunk=prefill_chunk, storage=storage, rotate=rotate, groups=groups,
+        )  # fmt: skip
+        cache, make = self._make_cache(**self._cache_options), storage.of_layers(self._make_cache, self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), length, firsts)
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:])
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )

@@ -18,7 +18,8 @@ from itertools import count
 
 import numpy as np
 
-from kvcache.engine.residual import AttendPiece, merged, unpacked
+from kvcache.core.layer_formats import Formats, unpacked
+from kvcache.engine.residual import AttendPiece, merged
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.serving.budget import MOST
@@ -41,11 +42,11 @@ class NewestGroups:
     """
 
     def __init__(
-        self, config: NetworkConfig, formats: tuple[str, str], length: int, max_running: int,
+        self, config: NetworkConfig, formats: tuple[Formats, Formats], length: int, max_running: int,
         attention: Sequence[LayerAttention],
     ) -> None:  # fmt: skip
         self.length = length
-        key_dtype, value_dtype = unpacked(*formats)
+        key_dtype, value_dtype = map(unpacked, formats)
         self._groups = PagedKvCache(
             max_running + -(-MOST // length) + MOST_PROMPTS, length, config.num_kv_heads, config.head_dim,
             num_layers=config.num_layers, key_dtype=key_dtype, value_dtype=value_dtype,

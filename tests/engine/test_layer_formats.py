@@ -1,0 +1,116 @@
+"""Formats of each layer in engines: reuse stays exact, windows and residuals follow, names of saved caches too."""
+
+import numpy as np
+import pytest
+from places import GOLDEN
+from serving import GREEDY
+from tier_stores import SECRET, ObjectStore
+
+from kvcache import InferenceEngine, PrefixCachedEngine, SnapshotError
+from kvcache.demo import DIRECTORY
+from kvcache.engine import Transformer
+from kvcache.engine.calibrating import measure
+from kvcache.eviction import EvictionPolicy
+from kvcache.tiers import Tiers
+
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return InferenceEngine.from_pretrained(DIRECTORY).model
+
+
+def formats(model, *names):
+    return [names[layer % len(names)] for layer in range(model.config.num_layers)]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_cached_prefix_gives_the_bits_of_a_cold_run(model, rng, calibrated):
+    text = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
+    known = measure(model, text[:200]) if calibrated else False
+    options = {"key_dtype": formats(model, "q8", "q4", "q2"), "value_dtype": "q4", "calibrate": known}
+    whole = InferenceEngine(model, prefill_chunk=7, **options)
+    expected = whole.prefill_from_pos(text, 0)
+    assert whole.residual_length == 128
+    assert whole.cache.key_dtype == tuple(options["key_dtype"])
+    cached, alone = PrefixCachedEngine(InferenceEngine(model, **options), 40, strict=True), InferenceEngine(
+        model, **options
+    )
+    np.testing.assert_array_equal(alone.prefill_from_pos(text, 0), expected)
+    for head in (300, 250, 140, 299):
+        prompt = np.r_[text[:head], text[: 30 if head < 300 else 0]]
+        assert cached.generate(prompt, GREEDY) == alone.generate(prompt, GREEDY)
+        cached.check()
+    assert cached.inner.prefill_token_count < 600
+
+
+def test_one_layer_alone_is_exact_where_the_others_are(model, rng):
+    """Each layer has the format that is named at its place."""
+    text = rng.integers(0, model.config.vocab_size, 90).astype(np.uint32)
+    exact = InferenceEngine(model).score(text)
+    count, far = model.config.num_layers, []
+    for layer in range(count):
+        keys = ["f32"] * count
+        keys[layer] = "q2"
+        engine = InferenceEngine(model, key_dtype=keys, residual_length=0)
+        far.append(np.abs(engine.score(text) - exact).mean())
+        packed = [engine.cache._store.layer_bytes[i] for i in range(count)]
+        assert packed.index(min(packed)) == layer
+    assert (np.array(far) > 0).all()
+    np.testing.assert_array_equal(InferenceEngine(model, key_dtype=["f32"] * count).score(text), exact)
+
+
+def test_layers_with_windows_keep_their_formats(rng):
+    network = Transformer.from_pretrained(GOLDEN / "gemma3")
+    text = rng.integers(0, network.config.vocab_size, 60).astype(np.uint32)
+    dtype = formats(network, "q8", "q4")
+    engine = InferenceEngine(network, dtype=dtype, max_memory_bytes="1MiB")
+    windows = engine._sequence.windows
+    seen = {layer: name for group in windows.groups for layer, name in _named(group.layers, group.cache)}
+    whole = [layer for layer in range(len(dtype)) if layer not in seen]
+    seen.update(_named(whole, engine.cache))
+    assert [seen[layer] for layer in range(len(dtype))] == dtype
+    assert seen
+    cached = PrefixCachedEngine(InferenceEngine(network, dtype=dtype), 20, strict=True)
+    for end in (60, 40, 60):
+        assert cached.generate(text[:end], GREEDY) == engine.generate(text[:end], GREEDY)
+    cached.check()
+
+
+def _named(layers, cache):
+    names = [cache.key_dtype] * len(layers) if isinstance(cache.key_dtype, str) else cache.key_dtype
+    return list(zip(layers, names, strict=True))
+
+
+def test_saves_and_tiers_tell_formats_of_layers_apart(model, rng, tmp_path):
+    text = rng.integers(0, model.config.vocab_size, 200).astype(np.uint32)
+    store = ObjectStore()
+
+    def make(dtype, tiers=None):
+        return PrefixCachedEngine(InferenceEngine(model, dtype=dtype, residual_length=0), 40, strict=True, tiers=tiers)
+
+    one, other = formats(model, "q8", "q4"), formats(model, "q4", "q8")
+    first = make(one, Tiers([store], secret=SECRET, after_uses=1))
+    answer = first.generate(text, GREEDY)
+    first.close()
+    first.save(tmp_path / "file")
+    again = make(tuple(one))
+    assert again.load(tmp_path / "file") > 0
+    assert again.generate(text, GREEDY) == answer
+    with pytest.raises(SnapshotError):
+        make(other).load(tmp_path / "file")
+    for dtype, found in ((one, True), (other, False)):
+        engine = make(dtype, Tiers([store], secret=SECRET, after_uses=1, head_start=5.0))
+        engine.generate(text, GREEDY)
+        assert (engine.inner.prefill_token_count < 100) is found
+        engine.close()
+
+
+def test_arguments(model):
+    count = model.config.num_layers
+    with pytest.raises(ValueError, match=rf"^key_dtype: expected one format, or one for each of {count} layers, got"):
+        InferenceEngine(model, key_dtype=["q4"])
+    policy = EvictionPolicy.SlidingWindow(60, 4)
+    with pytest.raises(ValueError, match=r"^dtype: expected one format with an eviction_policy, got one for each"):
+        InferenceEngine(model, dtype=["q4"] * count, eviction_policy=policy, kv_budget=64)
