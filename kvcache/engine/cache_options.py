@@ -9,7 +9,6 @@ from typing import Any
 from kvcache.core.arguments import as_bytes, as_count
 from kvcache.core.layer_formats import formats_of_layers, is_mixed
 from kvcache.core.memory import num_blocks_within
-from kvcache.core.rowformat import stored_dtype
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
@@ -53,11 +52,11 @@ def cache_options(
     if budgets is not None and any(map(is_mixed, storage.dtypes)):
         raise ValueError("dtype: expected one format with an eviction_policy, got one for each layer")
     for dtype, name in zip(storage.dtypes, ("key_dtype", "value_dtype"), strict=True):
-        if isinstance(dtype, (list, tuple)) and len(dtype) != config.num_layers:
+        if is_mixed(dtype) and len(dtype) != config.num_layers:
             raise ValueError(f"{name}: expected one format, or one for each of {config.num_layers} layers, got {dtype}")
 
     def settings(layers: Sequence[int]) -> tuple[Any, ...]:
-        dtypes = [formats_of_layers(stored_dtype(dtype), layers) for dtype in storage.dtypes]
+        dtypes = [formats_of_layers(dtype, layers) for dtype in storage.dtypes]
         return block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
 
     whole = settings(groups.whole)
@@ -75,8 +74,8 @@ def cache_options(
         "num_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "num_layers": num_layers,
-        "key_dtype": formats_of_layers(storage.dtypes[0], groups.whole),
-        "value_dtype": formats_of_layers(storage.dtypes[1], groups.whole),
+        "key_dtype": formats_of_layers(storage.formats[0], groups.whole),
+        "value_dtype": formats_of_layers(storage.formats[1], groups.whole),
         "rotate": rotate,
         "calibration": storage.calibration,
     }

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
+from kvcache.core.rowformat import Format
 from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.chat import Answer, chat_tokens, render
@@ -88,9 +89,9 @@ class InferenceEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: Formats = "f32",
-        key_dtype: Formats | None = None,
-        value_dtype: Formats | None = None,
+        dtype: Formats | Format = "f32",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -118,7 +119,7 @@ class InferenceEngine:
         )  # fmt: skip
         cache, make = self._make_cache(**self._cache_options), storage.of_layers(self._make_cache, self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:])
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:4])
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )

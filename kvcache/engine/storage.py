@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers
-from kvcache.core.rowformat import stored_dtypes
+from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.residual import as_length, num_firsts
 from kvcache.networks.protocols import Model
@@ -20,21 +20,23 @@ class Storage(NamedTuple):
     """The storage arguments of an engine, checked.
 
     Attributes:
-        dtypes: formats of K and V: one for all layers, or one for each.
+        dtypes: formats that store K and V: one for all layers, or one for each.
         calibration: of the keys; None: there is none.
         residual_length: tokens of a group of the residual; 0: there is none.
         firsts: first tokens of the text that every query reads unpacked.
+        formats: what the caches are made with: `dtypes`, or formats that are written in Python.
     """
 
     dtypes: tuple[Formats, Formats]
     calibration: Calibration | None
     residual_length: int
     firsts: int
+    formats: tuple[Formats | Format, Formats | Format]
 
     @classmethod
     def of(
-        cls, model: Model, dtype: Formats, key_dtype: Formats | None, value_dtype: Formats | None, calibrate: Any,
-        residual_length: int | None, without: str,
+        cls, model: Model, dtype: Formats | Format, key_dtype: Formats | Format | None,
+        value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, without: str,
     ) -> Storage:  # fmt: skip
         """Check the arguments of an engine.
 
@@ -44,12 +46,12 @@ class Storage(NamedTuple):
         Raises:
             TypeError, ValueError: see `as_calibration` and `as_length`.
         """
-        dtypes = (dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype)
-        stored_dtypes(dtypes, calibrate)  # raises for a calibration that a `Format` would ignore
+        formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
+        dtypes = stored_dtypes(formats, calibrate)
         calibration = as_calibration(model, calibrate, dtypes[0], without)
         measured = calibration is not None and calibrate is not False
         length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
-        return cls(dtypes, calibration, length, num_firsts(measured, length))
+        return cls(dtypes, calibration, length, num_firsts(measured, length), formats)
 
     def of_layers(self, make: Callable[..., PagedKvCache], options: dict[str, Any]) -> Callable[..., PagedKvCache]:
         """`make_cache(num_blocks=, layers=)`: what makes caches of some layers in these formats.
@@ -59,7 +61,7 @@ class Storage(NamedTuple):
         """
 
         def make_cache(num_blocks: int, layers: Sequence[int]) -> PagedKvCache:
-            keys, values = (formats_of_layers(dtype, layers) for dtype in self.dtypes)
+            keys, values = (formats_of_layers(each, layers) for each in self.formats)
             own = {"num_blocks": num_blocks, "num_layers": len(layers), "key_dtype": keys, "value_dtype": values}
             return make(**options | own)
 

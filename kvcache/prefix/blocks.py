@@ -90,9 +90,9 @@ class PrefixCache(IndexedCache):
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
-        """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
+        """A prefix cache over the blocks of a paged cache: sequences adopt its blocks, and it adopts theirs.
 
-        A request computes K and V from token `n` on; its last token is computed in any case, for its logits:
+        A request computes K and V from token `n` on; its last token is computed in any case, for its logits::
 
             with cache.open_session(prompt) as session:
                 n = min(session.num_tokens, len(prompt) - 1)

@@ -287,6 +287,11 @@ class BatchEngine:
             pending.raise_error()
         return [work.scores for work in works]
 
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As `InferenceEngine.apply_chat_template`."""
+        template: Any = InferenceEngine.apply_chat_template
+        return template(self, messages, **options)
+
     # -- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
