@@ -34,10 +34,11 @@ from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.newest import NewestGroups
+from kvcache.serving.observed import Observed, OnEviction
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
-from kvcache.serving.stats import BatchStats
+from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
 from kvcache.serving.tiered import TieredWorks
@@ -83,6 +84,8 @@ class BatchEngine:
             run count in `max_memory_bytes`. Networks with windows have no residual here.
         eviction_policy, kv_budget: None alone is supported.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
+        on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
+            that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a window keep all tokens here; they attend within the window.
@@ -114,6 +117,7 @@ class BatchEngine:
         eviction_policy: None = None,
         kv_budget: None = None,
         tiers: Tiers | None = None,
+        on_eviction: OnEviction | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.model, self.clock, self.tiers = model, clock, tiers
@@ -153,6 +157,7 @@ class BatchEngine:
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
             max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
+            Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
         self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
@@ -353,6 +358,10 @@ class BatchEngine:
     def stats(self) -> BatchStats:
         """The counters now."""
         return self._steps.stats()
+
+    def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
+        """The counters of each namespace, at most of the 4,096 that had requests last, and of those that are cached."""
+        return self._steps.namespaces()
 
     def cache_stats(self) -> PrefixCacheStats:
         """The counters of the prefix index; a request that was preempted looks up again."""
