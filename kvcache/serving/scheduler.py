@@ -279,6 +279,7 @@ class Scheduler:
         if filled:
             self.blocks.index(work)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
+            self.blocks.windows.keep(work, entry[0])
             heapq.heappush(self._waiting, entry[1])
             work.parked.remove(entry)
 
