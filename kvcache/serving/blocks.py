@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
+from kvcache.serving.guesses import MOST as MOST_GUESSES
 from kvcache.serving.newest import NewestGroups
 from kvcache.serving.tiered import TieredWorks
-from kvcache.serving.windows import WindowPools
+from kvcache.serving.windows import WindowPools, has_room
 from kvcache.serving.work import Work
 
 __all__ = ["SharedBlocks"]
@@ -57,11 +58,11 @@ class SharedBlocks:
             return 0
         return self.windows.cached.longest(work.tokens, self.prefixes.peek(work.tokens, work.space), work.space)
 
-    def start(self, work: Work, spare: int) -> bool:
+    def start(self, work: Work, running: Sequence[Work]) -> bool:
         """Give a work a sequence of its longest cached prefix, if there is room for all its tokens; whether there is.
 
         Args:
-            spare: blocks that must be left beside them.
+            running: the works that have one; for each, a block must be left.
 
         Raises:
             MemoryError: of the system; nothing has changed.
@@ -74,10 +75,13 @@ class SharedBlocks:
             most = min(session.num_tokens, work.num_tokens - 1)
             most -= most % (1 if self.newest is None else self.newest.length)
             with self.windows.hold(work, most) as (found, pages):
-                needed = self.blocks_for(work.num_tokens) - found // size + spare - self.cache.free_block_count
-                if needed > 0 and needed > self.prefixes.idle_blocks:
+                claimed = len(session.shared_blocks) + sum(
+                    self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running
+                )
+                needed = self.blocks_for(work.num_tokens) - found // size + len(running)
+                if not has_room(self.cache, self.prefixes, needed, claimed):
                     return False
-                if not self.windows.have_room(work.num_tokens, found, pages, spare):
+                if not self.windows.have_room(work.num_tokens, found, pages, len(running)):
                     return False
                 seq_id = next(self._ids)
                 self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)

@@ -228,7 +228,7 @@ class Scheduler:
             if work.reason is not None or work.seq_id >= 0 or self._park(work):
                 heapq.heappop(self._waiting)
                 continue
-            if not self.blocks.start(work, len(self.running)):
+            if not self.blocks.start(work, self.running):
                 if self.running:
                     self._blocked = True
                     return

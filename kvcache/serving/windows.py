@@ -26,6 +26,7 @@ from kvcache.engine.residual import AttendPiece
 from kvcache.engine.windows import LayerGroups, Pages, Place, WindowLayers
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.blocks import PrefixCache
 from kvcache.serving.budget import MOST
 from kvcache.serving.work import Work
 
@@ -75,6 +76,16 @@ def num_blocks_with_windows(
         raise ValueError(f"max_memory_bytes: expected at least {needed(1)}, the bytes of one block, got {limit}")
     count = bisect_right(range(most + 1), limit, key=needed) - 1
     return count if num_blocks is None else min(count, num_blocks)
+
+
+def has_room(cache: PagedKvCache, prefixes: PrefixCache, needed: int, claimed: int) -> bool:
+    """Whether so many blocks are free, or would be if all that no sequence refers to were evicted.
+
+    Args:
+        claimed: at most so many blocks have other references. Where that is enough to know, none are counted.
+    """
+    free = cache.free_block_count
+    return needed <= free or needed <= cache.total_blocks - claimed or needed - free <= prefixes.idle_blocks
 
 
 class WindowPools:
@@ -129,8 +140,7 @@ class WindowPools:
             first = each.first // size
             most = _num_kept(group.window, size) + -(-MOST // size)
             needed = min(-(-num_tokens // size) - first, most) - (found // size - first)
-            needed += spare - group.cache.free_block_count
-            if needed > 0 and needed > cache.idle_blocks:
+            if not has_room(group.cache, cache, needed + spare, len(each.blocks) + spare * (most + 1)):
                 return False
         return True
 
