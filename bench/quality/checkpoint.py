@@ -37,9 +37,11 @@ Tokens = npt.NDArray[np.uint32]
 
 CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
 NAMES = ("q8", "q8/q4", "q4", "q4/q2", "q3", "q2")
+MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
-    "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
+    *(name + CALIBRATED for name in MIXES), "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED,
+    "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
@@ -48,6 +50,8 @@ HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p9
 GOALS = {
     "q8" + CALIBRATED: (0.0002, 3e-5), "q4" + CALIBRATED: (0.006, 0.0035), "q3" + CALIBRATED: (0.032, 0.022),
     "q2" + CALIBRATED: (0.09, 0.075), "q4" + BARE + CALIBRATED: (0.02, 0.015),
+    "auto:5.0" + CALIBRATED: (0.0025, 0.0025), "auto:3.5" + CALIBRATED: (0.025, 0.02),
+    "auto:3.0" + CALIBRATED: (0.03, 0.032),
 }  # fmt: skip
 TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that without
 RESIDUAL = 64  # tokens per group beside a format written in Python
@@ -125,7 +129,7 @@ def _options(name: str, calibration: Calibration | None, own: dict[str, Any]) ->
     if name in own:
         return {"dtype": own[name], "residual_length": 0 if BARE in name else RESIDUAL}
     keys, _, values = name.partition(",")[0].partition("/")
-    options: dict[str, Any] = {"key_dtype": keys, "value_dtype": values or keys}
+    options: dict[str, Any] = {"dtype": keys} if keys in MIXES else {"key_dtype": keys, "value_dtype": values or keys}
     if BARE in name:
         options["residual_length"] = 0
     if CALIBRATED in name:
@@ -172,7 +176,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     context = min(options.context, model.config.max_position_embeddings)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
-    plain = {"calibration": InferenceEngine(model, dtype="q4", calibrate=known, num_blocks=1).cache.calibration}
+    dtype = "q4" if options.quick else MIXES[0]  # which needs more of it
+    plain = {"calibration": InferenceEngine(model, dtype=dtype, calibrate=known, num_blocks=1).cache.calibration}
     if any(BIASED in name for name in names):
         other = Biased(model, np.copy)
         ids = known if not isinstance(known, Calibration) else next(windows(engine.tokenizer, context, context))

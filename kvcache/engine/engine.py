@@ -49,7 +49,8 @@ class InferenceEngine:
         sampling_params: the default for requests without `params`.
         seed: a request without its own seed derives one from this and the number of earlier requests.
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`. Formats of layers
-            are those of the network; an engine with an eviction policy has one format.
+            are those of the network; an engine with an eviction policy has one format. "auto:4.0" chooses the formats
+            of layers within so many bits per value, by what each loses (`layer_losses`); it needs `calibrate`.
         num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
             counts, without it the whole context is the other limit. ValueError: too few for one block.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.engine.calibrating import as_calibration
+from kvcache.engine.layer_losses import budget_of, formats_within
 from kvcache.engine.residual import as_length, num_firsts
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
@@ -44,11 +46,15 @@ class Storage(NamedTuple):
             without: what excludes a calibration and a residual; empty: nothing does.
 
         Raises:
-            TypeError, ValueError: see `as_calibration` and `as_length`.
+            TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
         """
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
-        dtypes = stored_dtypes(formats, calibrate)
-        calibration = as_calibration(model, calibrate, dtypes[0], without)
+        dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
+        if bits is not None and (key_dtype is not None or value_dtype is not None):
+            raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
+        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None)
+        if bits is not None and calibration is not None and calibration.losses is not None:
+            formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False
         length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
         return cls(dtypes, calibration, length, num_firsts(measured, length), formats)

@@ -52,24 +52,28 @@ def _num_kept(window: int, block_size: int) -> int:
 
 def num_blocks_with_windows(
     num_blocks: int | None, max_memory_bytes: int | str, groups: LayerGroups, max_running: int, most: int,
-    *settings: Any,
+    settings: Callable[[Sequence[int]], tuple[Any, ...]],
 ) -> int:  # fmt: skip
     """As `num_blocks_within`, where groups of layers with windows have pools too, within the same bytes.
 
     Args:
         most: the most blocks that all texts can use.
-        settings: of `BlockStore`, from the block size on.
+        settings: those of the `BlockStore` of some layers, from the block size on.
 
     Raises:
         ValueError: the bytes are too few for one block.
     """
     limit = as_bytes(max_memory_bytes, "max_memory_bytes")
-    size = BlockStore(len(groups.whole), 0, *settings).block_bytes
-    pages = [(group.window, BlockStore(len(group.layers), 0, *settings).block_bytes) for group in groups.windows]
+
+    def block_bytes(layers: Sequence[int]) -> int:
+        return BlockStore(len(layers), 0, *settings(layers)).block_bytes
+
+    block_size, size = settings(groups.whole)[0], block_bytes(groups.whole)
+    pages = [(group.window, block_bytes(group.layers)) for group in groups.windows]
 
     def needed(blocks: int) -> int:
         return blocks * size + sum(
-            num_window_blocks(window, settings[0], blocks, max_running) * each for window, each in pages
+            num_window_blocks(window, block_size, blocks, max_running) * each for window, each in pages
         )
 
     if limit < needed(1):
@@ -113,12 +117,12 @@ class WindowPools:
         """The groups of a network, beside `blocks` of the layers that keep all tokens.
 
         Args:
-            make_cache: `make_cache(num_blocks=, num_layers=)` makes a cache in the engine's formats.
+            make_cache: `make_cache(num_blocks=, layers=)` makes a cache of some layers in the engine's formats.
         """
         attention, groups = layer_attention(model), []
         for group in plan.windows:
             num_blocks = num_window_blocks(group.window, block_size, blocks, max_running)
-            cache = make_cache(num_blocks=num_blocks, num_layers=len(group.layers))
+            cache = make_cache(num_blocks=num_blocks, layers=group.layers)
             groups.append(WindowLayers(group.window, group.layers, attention, cache))
         return cls(groups)
 
