@@ -227,3 +227,12 @@ INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
     _mm256_storeu_si256((__m256i *)low, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(lows), in_order));
     _mm256_storeu_si256((__m256i *)high, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(high_a), in_order));
 }
+
+typedef __m512i u64x8;
+
+INLINE u64x8 u64x8_zero(void) { return _mm512_setzero_si512(); }
+INLINE uint64_t u64x8_sum_of(u64x8 x) { return (uint64_t)_mm512_reduce_add_epi64(x); }
+INLINE u64x8 u64x8_add_products(u64x8 sums, u8x64 m, const uint32_t *k) {
+    const __m512i x_u32x16 = _mm512_add_epi32(m, _mm512_loadu_si512(k));
+    return _mm512_add_epi64(sums, _mm512_mul_epu32(x_u32x16, _mm512_srli_epi64(x_u32x16, 32)));
+}
