@@ -89,9 +89,9 @@ class PrefixCache(IndexedCache):
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
-        """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
+        """A prefix cache over the blocks of a paged cache: sequences adopt its blocks, and it adopts theirs.
 
-        A request computes K and V from token `n` on; its last token is computed in any case, for its logits:
+        A request computes K and V from token `n` on; its last token is computed in any case, for its logits::
 
             with cache.open_session(prompt) as session:
                 n = min(session.num_tokens, len(prompt) - 1)
@@ -206,7 +206,7 @@ class PrefixCache(IndexedCache):
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims)
+        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims, self._cached.formats)
         with self._lock:
             if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
@@ -224,7 +224,7 @@ class PrefixCache(IndexedCache):
         count = min(len(pairs := list(pairs)), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims)
+        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims, self._cached.formats)
         with self._lock:
             return self._cached.store_rows(ids[: start + count * size], start // size, keys, values, namespace)
 

@@ -38,7 +38,7 @@ class CachedBlocks:
     """
 
     def __init__(self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None) -> None:
-        self.store, self.pool, self.lock = blocks.store, blocks.pool, blocks.lock
+        self.store, self.pool, self.lock, self.formats = blocks.store, blocks.pool, blocks.lock, blocks.formats
         self.dims, self._limit = dims, max_blocks
         self.slots = Slots([self.pool], self.store.block_size)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)

@@ -1,7 +1,7 @@
 """Many requests at once: the engine, its scheduler, and requests that stream."""
 
 from kvcache.serving.engine import BatchEngine
-from kvcache.serving.request import Request, RequestMetrics
+from kvcache.serving.request import NewTokens, Request, RequestMetrics
 from kvcache.serving.stats import BatchStats
 
-__all__ = ["BatchEngine", "BatchStats", "Request", "RequestMetrics"]
+__all__ = ["BatchEngine", "BatchStats", "NewTokens", "Request", "RequestMetrics"]

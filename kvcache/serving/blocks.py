@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
+from kvcache.serving.groups import Groups
 from kvcache.serving.guesses import MOST as MOST_GUESSES
-from kvcache.serving.newest import NewestGroups
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.windows import WindowPools, has_room
 from kvcache.serving.work import Work
@@ -35,18 +35,24 @@ class SharedBlocks:
     Attributes:
         cache: the sequences, in the layers that keep all tokens.
         prefixes: the index.
-        newest: the newest group of each text, unpacked; None: there is no residual.
+        newest: the tokens of each text that stay unpacked; None: there are none.
         windows: the layers that keep a window alone, and the cached windows of prefixes.
         tiered: the lookups of works in tiers; None: there are no tiers.
     """
 
     def __init__(
-        self, cache: PagedKvCache, newest: NewestGroups | None = None, windows: WindowPools | None = None
+        self, cache: PagedKvCache, newest: Groups | None = None, windows: WindowPools | None = None
     ) -> None:
         self.cache, self.prefixes, self.newest = cache, PrefixCache.over(cache), newest
         self.windows = WindowPools() if windows is None else windows
         self.tiered: TieredWorks | None = None
         self._ids = count()
+
+    @property
+    def beside(self) -> list[PrefixCache]:
+        """The caches that are saved in one file with the index."""
+        firsts = None if self.newest is None else self.newest.known.cache
+        return self.windows.cached.caches + ([] if firsts is None else [firsts])
 
     def blocks_for(self, num_tokens: int) -> int:
         """The blocks of so many tokens."""
@@ -72,28 +78,36 @@ class SharedBlocks:
         if self.tiered is not None:
             self.tiered.begin(work)
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
-            most = min(session.num_tokens, work.num_tokens - 1)
-            most -= most % (1 if self.newest is None else self.newest.length)
-            with self.windows.hold(work, most) as (found, pages):
-                claimed = len(session.shared_blocks) + sum(
-                    self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running
-                )
-                needed = self.blocks_for(work.num_tokens) - found // size + len(running)
-                if not has_room(self.cache, self.prefixes, needed, claimed):
-                    return False
-                if not self.windows.have_room(work.num_tokens, found, pages, len(running)):
-                    return False
-                seq_id = next(self._ids)
-                self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
-                try:
-                    self.windows.start(work, seq_id, found, pages)
-                except Exception:
-                    self._free(seq_id)
-                    raise
+            most, group = min(session.num_tokens, work.num_tokens - 1), -1
+            if self.newest is not None:
+                most, group = self.newest.begin(work, most)
+            try:
+                with self.windows.hold(work, most) as (found, pages):
+                    held = len(session.shared_blocks)
+                    if not self._has_room(work, found, held, running) or not self.windows.have_room(
+                        work.num_tokens, found, pages, len(running)
+                    ):
+                        self._stop_group(group)
+                        return False
+                    seq_id = next(self._ids)
+                    self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
+                    try:
+                        self.windows.start(work, seq_id, found, pages)
+                    except MemoryError:
+                        self._free(seq_id)
+                        raise
+            except MemoryError:
+                self._stop_group(group)
+                raise
         parted = most // size * size  # two texts part here, and the window has left: it is kept for the next such text
         work.window_ends = [parted] if found < parted else []
-        work.moved(seq_id, found)
+        work.moved(seq_id, found, group)
         return True
+
+    def _has_room(self, work: Work, found: int, held: int, running: Sequence[Work]) -> bool:
+        claimed = held + sum(self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running)
+        needed = self.blocks_for(work.num_tokens) - found // self.cache.block_size + len(running)
+        return has_room(self.cache, self.prefixes, needed, claimed)
 
     def _free(self, seq_id: int) -> None:
         self.cache.free(seq_id)
@@ -135,8 +149,14 @@ class SharedBlocks:
         self.cache.truncate(work.seq_id, work.computed)
         self.windows.truncate(work)
 
+    def _stop_group(self, group: int) -> None:
+        if self.newest is not None:
+            self.newest.stop(group)
+
     def index(self, work: Work) -> None:
-        """Cache the full blocks of a work's sequence, by reference."""
+        """Cache the full blocks of a work's sequence, by reference, and its first tokens."""
+        if self.newest is not None:
+            self.newest.known.keep(work)
         full = work.computed // self.cache.block_size
         if full and work.shares:
             blocks = self.cache.block_table([work.seq_id]).block_ids
@@ -150,13 +170,14 @@ class SharedBlocks:
             self.windows.keep(work, work.computed)
             work.moved(-1, 0)
             self._free(seq_id)
-            if self.newest is not None:
-                self.newest.stop(group)
+            self._stop_group(group)
 
     def ran(self, work: Work, count: int, wrong: int) -> None:
         """Note that the next `count` tokens of a work have run, and `wrong` guesses behind them."""
         before, computed = work.computed, work.computed + count
         work.moved(work.seq_id, computed, -1 if self.newest is None else self.newest.group_at(work, computed))
+        if self.newest is not None and before < self.newest.firsts <= computed:
+            self.newest.known.keep(work)
         if wrong:
             self._truncate(work)
         if self.windows.groups:
@@ -197,6 +218,8 @@ class SharedBlocks:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()
         self.prefixes.check()
+        if self.newest is not None and self.newest.known.cache is not None:
+            self.newest.known.cache.check()
         if self.newest is not None:
             self.newest.check(running)
         self.windows.check(running)

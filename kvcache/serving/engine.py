@@ -12,16 +12,19 @@ from typing import Any
 
 from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.core.copying import refuse_copies
+from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
+from kvcache.core.rowformat import Format
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
@@ -61,7 +64,7 @@ class BatchEngine:
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: for requests without their own.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `InferenceEngine`.
         num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
             whole context, at most for 16,384 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
@@ -74,6 +77,7 @@ class BatchEngine:
             check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
+        calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: None alone is supported.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
@@ -93,9 +97,9 @@ class BatchEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str = "f32",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: Formats | Format = "f32",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -105,6 +109,7 @@ class BatchEngine:
         target_gap: float = 0.1,
         speculate: bool = True,
         residual_length: int | None = None,
+        calibrate: Any = False,
         eviction_policy: None = None,
         kv_budget: None = None,
         tiers: Tiers | None = None,
@@ -119,14 +124,16 @@ class BatchEngine:
         config, max_running = model.config, as_count(max_running, "max_running", 1)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
+        attention = layer_attention(model)
+        without = "layers that keep a window" if any(each.window for each in attention) else ""
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        self._residual_length = storage.residual_length
         self._blocks = make_pools(
-            model, (key_dtype or dtype, value_dtype or dtype), rotate, block_size, num_blocks, max_memory_bytes,
-            max_running, residual_length, keep_all=tiers is not None,
-        )  # fmt: skip
+            model, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, keep_all=tiers is not None
+        )
         if tiers is not None:
-            self._blocks.tiered = TieredWorks(
-                tiers, model, self._blocks.prefixes, self.residual_length, self._blocks.cache.calibration
-            )
+            formats = self._blocks.cache.formats
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage, formats)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
@@ -260,6 +267,11 @@ class BatchEngine:
             pending.raise_error()
         return [work.scores for work in works]
 
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As `InferenceEngine.apply_chat_template`."""
+        template: Any = InferenceEngine.apply_chat_template
+        return template(self, messages, **options)
+
     # -- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -333,12 +345,12 @@ class BatchEngine:
 
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
-        self._blocks.prefixes.clear()
-        self._blocks.windows.cached.clear()
+        for cache in (self._blocks.prefixes, *self._blocks.beside):
+            cache.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
-        self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.windows.cached.caches)
+        self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.beside)
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
@@ -346,10 +358,10 @@ class BatchEngine:
         Raises:
             InvalidOperationError: prefixes are cached already.
         """
-        windows = self._blocks.windows.cached
         if self._blocks.prefixes.is_empty:
-            windows.clear()  # of texts that are no longer cached
-        return self._blocks.prefixes.load(path, self._name(model), beside=windows.caches)
+            for cache in self._blocks.beside:  # of texts that are no longer cached
+                cache.clear()
+        return self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.model) if model is None else model
@@ -365,7 +377,7 @@ class BatchEngine:
     @property
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
-        return 0 if self._blocks.newest is None else self._blocks.newest.length
+        return self._residual_length
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 

@@ -52,24 +52,28 @@ def _num_kept(window: int, block_size: int) -> int:
 
 def num_blocks_with_windows(
     num_blocks: int | None, max_memory_bytes: int | str, groups: LayerGroups, max_running: int, most: int,
-    *settings: Any,
+    settings: Callable[[Sequence[int]], tuple[Any, ...]],
 ) -> int:  # fmt: skip
     """As `num_blocks_within`, where groups of layers with windows have pools too, within the same bytes.
 
     Args:
         most: the most blocks that all texts can use.
-        settings: of `BlockStore`, from the block size on.
+        settings: of `BlockStore` for some layers, from the block size on.
 
     Raises:
         ValueError: the bytes are too few for one block.
     """
     limit = as_bytes(max_memory_bytes, "max_memory_bytes")
-    size = BlockStore(len(groups.whole), 0, *settings).block_bytes
-    pages = [(group.window, BlockStore(len(group.layers), 0, *settings).block_bytes) for group in groups.windows]
+    size = BlockStore(len(groups.whole), 0, *settings(groups.whole)).block_bytes
+    pages = [
+        (group.window, BlockStore(len(group.layers), 0, *settings(group.layers)).block_bytes)
+        for group in groups.windows
+    ]
+    block_size = settings(())[0]
 
     def needed(blocks: int) -> int:
         return blocks * size + sum(
-            num_window_blocks(window, settings[0], blocks, max_running) * each for window, each in pages
+            num_window_blocks(window, block_size, blocks, max_running) * each for window, each in pages
         )
 
     if limit < needed(1):
@@ -113,12 +117,12 @@ class WindowPools:
         """The groups of a network, beside `blocks` of the layers that keep all tokens.
 
         Args:
-            make_cache: `make_cache(num_blocks=, num_layers=)` makes a cache in the engine's formats.
+            make_cache: `make_cache(num_blocks, layers)` makes a cache in the engine's formats of these layers.
         """
         attention, groups = layer_attention(model), []
         for group in plan.windows:
             num_blocks = num_window_blocks(group.window, block_size, blocks, max_running)
-            cache = make_cache(num_blocks=num_blocks, num_layers=len(group.layers))
+            cache = make_cache(num_blocks, group.layers)
             groups.append(WindowLayers(group.window, group.layers, attention, cache))
         return cls(groups)
 

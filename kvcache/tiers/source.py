@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.kernels import simd_level
-from kvcache.prefix.files import arena_of_blocks
+from kvcache.prefix.files import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
@@ -86,9 +86,11 @@ class TierSource:
         store, arena = cached.store, arena_of_blocks(cached)
         self._cached, self._size = cached, store.block_size
         self._pages = max(1, self._group_tokens // self._size)  # of a group
+        self._ends = np.cumsum(store.layer_bytes).tolist()  # of the layers of a page
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
         # Levels of SIMD add in different orders, so each has K and V of its own.
-        context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), self._model.encode()))
+        model = self._model + formats_of(store)
+        context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), model.encode()))
         contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
         size = self.format.group_tokens
         self._chains = [KeyChain(link.secret, each, size) for link, each in zip(self._links, contexts, strict=True)]
@@ -230,10 +232,13 @@ class TierSource:
         """Copy the `i`-th page of a body into a page of the cache."""
         assert self._cached is not None
         store = self._cached.store
-        shape = self._pages, store.num_layers, store.block_bytes // max(1, store.num_layers)
-        layers = np.frombuffer(body, np.uint8).reshape(shape)[i]
-        for place, data in zip(store.overwrite(page), layers, strict=True):
-            place[...] = data
+        data = np.frombuffer(body, np.uint8).reshape(self._pages, store.block_bytes)[i]
+        for place, layer in zip(store.overwrite(page), self._by_layer(data), strict=True):
+            place[...] = layer
+
+    def _by_layer(self, page: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+        """The parts of a page's bytes, one for each layer."""
+        return [page[first:end] for first, end in zip([0, *self._ends], self._ends, strict=False)]
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """See `Source`: write the groups that lose a page, unless they have been written."""
@@ -301,11 +306,10 @@ class TierSource:
         assert self._cached is not None
         store, count = self._cached.store, self._pages
         layers = [store.raw(layer) for layer in range(store.num_layers)]
-        layer_bytes = store.block_bytes // max(1, store.num_layers)  # no layer, where all of them have windows
-        bodies = np.empty((len(groups), count, store.num_layers, layer_bytes), np.uint8)
+        bodies = np.empty((len(groups), count, store.block_bytes), np.uint8)
         for body, group in zip(bodies, groups, strict=True):
             for out, page in zip(body, pages[group * count : (group + 1) * count].tolist(), strict=True):
-                for place, layer in zip(out, layers, strict=True):
+                for place, layer in zip(self._by_layer(out), layers, strict=True):
                     place[...] = layer[page]
         return bodies.reshape(len(groups), self.format.body_bytes)
 

@@ -10,10 +10,9 @@ import kvcache
 import kvcache.engine
 
 pytestmark = pytest.mark.one_build
-DOCUMENTS = {
-    name: (PROJECT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
-}
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
+GUIDES = sorted(str(path.relative_to(PROJECT)) for path in (PROJECT / "kvcache" / "guides").glob("*.md"))
+DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *GUIDES)}
 EXAMPLES = [
     (name, example)
     for name, text in DOCUMENTS.items()
