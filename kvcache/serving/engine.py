@@ -30,11 +30,12 @@ from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
+from kvcache.serving.observed import Observed, OnEviction
 from kvcache.serving.pools import make_pools
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
-from kvcache.serving.stats import BatchStats
+from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
 from kvcache.serving.tiered import TieredWorks
@@ -80,6 +81,8 @@ class BatchEngine:
         calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: None alone is supported.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
+        on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
+            that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
@@ -113,6 +116,7 @@ class BatchEngine:
         eviction_policy: None = None,
         kv_budget: None = None,
         tiers: Tiers | None = None,
+        on_eviction: OnEviction | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.model, self.clock, self.tiers = model, clock, tiers
@@ -138,6 +142,7 @@ class BatchEngine:
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
             max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
+            Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
         self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
@@ -338,6 +343,10 @@ class BatchEngine:
     def stats(self) -> BatchStats:
         """The counters now."""
         return self._steps.stats()
+
+    def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
+        """The counters of each namespace, at most of the 4,096 that had requests last, and of those that are cached."""
+        return self._steps.namespaces()
 
     def cache_stats(self) -> PrefixCacheStats:
         """As `PrefixCachedEngine.cache_stats`; a request that was preempted looks up again."""

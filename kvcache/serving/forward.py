@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ class Forward:
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
         several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
         self.regime_of = regime if several else None
+
+    def name_of(self, space: Any) -> Hashable:
+        """The caller's name of a namespace of the prefix cache, which has one for each regime."""
+        name: Hashable = space if self.regime_of is None else space[1]
+        return name
 
     def run(self, pieces: Sequence[tuple[Work, int]]) -> list[Float32]:
         """The logits that are due of each piece, `(work, number of its next tokens)`, all of one regime.

@@ -21,6 +21,7 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import LEAST, MOST, TokenBudget
 from kvcache.serving.newest import MOST_PROMPTS
+from kvcache.serving.observed import Observed
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import FinishReason, Work
 
@@ -41,6 +42,7 @@ class Scheduler:
         max_running: the most works that run at a time.
         most_rows: the most rows of logits of a step for works that need one for each token.
         regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+        observed: counts.
 
     Attributes:
         works: all that have not ended, in the order of submission.
@@ -52,9 +54,9 @@ class Scheduler:
 
     def __init__(
         self, blocks: SharedBlocks, budget: TokenBudget, max_running: int, most_rows: int,
-        regime_of: Callable[[int], int] | None = None,
+        regime_of: Callable[[int], int] | None, observed: Observed,
     ) -> None:  # fmt: skip
-        self.blocks, self.budget = blocks, budget
+        self.blocks, self.budget, self.observed = blocks, budget, observed
         self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
         self._most_prompts = MOST if blocks.newest is None else MOST_PROMPTS
         self.works: dict[int, Work] = {}
@@ -263,6 +265,7 @@ class Scheduler:
             self._run(work)
             if work.started is None:
                 work.started, work.cached_tokens = now, work.computed
+                self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
                 work.cached_tokens += work.computed - work.left_at
             yield work
@@ -318,6 +321,7 @@ class Scheduler:
         self.blocks.fork(work, follower, computed)
         follower.regime, follower.started = work.regime, now
         follower.cached_tokens = work.cached_tokens
+        self.observed.began(follower, now)
         self._run(follower)
         follower.leader = None
         work.followers.remove(follower)
