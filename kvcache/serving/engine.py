@@ -367,7 +367,8 @@ class BatchEngine:
             InvalidOperationError: prefixes are cached already.
         """
         if self._blocks.prefixes.is_empty:
-            self._blocks.windows.cached.clear()  # of texts that are no longer cached
+            for cache in self._blocks.beside:  # of texts that are no longer cached
+                cache.clear()
         return self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
 
     def _name(self, model: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What a `BatchEngine` keeps K and V in: pools of blocks, the newest groups of the residual, pools of windows."""
+"""What a `BatchEngine` keeps K and V in: a pool of blocks, what stays unpacked of each text, pools of windows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_pools(
         storage: how it keeps K and V.
         keep_all: layers with a window keep all tokens too.
     """
-    config, attention = model.config, layer_attention(model)
+    config = model.config
     block_size = as_count(block_size, "block_size", 1, most=None)
     if num_blocks is None and max_memory_bytes is None:
         num_blocks = -(-min(4 * config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1

@@ -1,10 +1,10 @@
 """Which works run in a step, and how many tokens of each.
 
 There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt runs
-share what the `TokenBudget` leaves. The first of these has half of it, and of the others the shortest go first: short
-prompts do not wait for long ones. Works begin in the order of their keys. One begins when there is room for all its
-tokens; where a running work needs blocks that are not there, the last one in the order of keys gives up its sequence
-and begins again later, with the blocks of it that are still cached.
+share what the `TokenBudget` leaves. Where the first of these is not the shortest it has half of that, and the shortest
+have the rest: short prompts do not wait for long ones. Works begin in the order of their keys. One begins when there is
+room for all its tokens; where a running work needs blocks that are not there, the last one in the order of keys gives
+up its sequence and begins again later, with the blocks of it that are still cached.
 
     key    (arrival + 10 s * priority, number of the request)
 
@@ -15,7 +15,7 @@ preempted is among the first to begin again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
@@ -28,6 +28,7 @@ from kvcache.serving.work import FinishReason, Work
 __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
+_NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
 _CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
 Pieces = list[tuple[Work, int]]
 
@@ -151,17 +152,17 @@ class Scheduler:
         left, rows = self.budget.tokens(len(pieces)), self._most_rows
         prompts = self._most_prompts
         catching_up = [work for work in self.running if work.remaining > 1]
-        share = _half(left) if len(catching_up) > 1 or self._may_begin() else left  # of the first one
-        for work in catching_up[:1] + sorted(catching_up[1:], key=_remaining):
-            if left and prompts and (count := self._count(work, min(share, left), rows)):
+        others = sorted(catching_up[1:], key=_remaining)
+        for work in catching_up[:1] + others:
+            share = _half(left) if work is catching_up[0] and self._is_long(work, others) else left
+            if left and prompts and (count := self._count(work, share, rows)):
                 pieces.append((work, count))
                 left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
-            share = left
         preemptions = self.preemptions
         pieces = self._fit(pieces)
         if preemptions == self.preemptions:
             for work in self._begin(now):
-                share = _half(left) if len(self._waiting) else left
+                share = _half(left) if self._is_long(work) else left
                 if not prompts or not (count := self._count(work, share, rows)):
                     break
                 fits = self._fit([(work, count)], preempt=False)
@@ -184,8 +185,12 @@ class Scheduler:
                 left -= more
         return pieces
 
-    def _may_begin(self) -> bool:
-        return bool(self._waiting) and not self._blocked and len(self.running) < self._max_running
+    def _is_long(self, work: Work, others: Sequence[Work] = ()) -> bool:
+        """Whether more of a work remains than of the first of `others`, or of one of the next that may begin."""
+        if others and others[0].remaining < work.remaining:
+            return True
+        may_begin = not self._blocked and len(self.running) < self._max_running
+        return may_begin and any(each.num_tokens < work.remaining for each in self._waiting[:_NEXT])
 
     def _jump(self, tiered: TieredWorks) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
