@@ -12,29 +12,24 @@ from typing import Any
 
 from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.core.copying import refuse_copies
-from kvcache.core.memory import num_blocks_within, total
-from kvcache.core.rowformat import Format, stored_dtypes
-from kvcache.core.store import BlockStore
-from kvcache.engine.calibrating import as_calibration
+from kvcache.core.memory import total
+from kvcache.core.rowformat import Format
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.text import TextStream
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
-from kvcache.paged.cache import PagedKvCache
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.sessions import PrefixCacheStats
-from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
-from kvcache.serving.newest import NewestGroups
 from kvcache.serving.observed import Observed, OnEviction
+from kvcache.serving.pools import make_pools
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -47,7 +42,6 @@ from kvcache.tiers.tiers import Tiers
 
 __all__ = ["BatchEngine"]
 
-_DEFAULT_TOKENS = 16384  # of the default pool, at most
 Clock = Callable[[], float]
 
 
@@ -88,7 +82,8 @@ class BatchEngine:
             that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
-    Layers with a window keep all tokens here; they attend within the window.
+    Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
+    `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep all tokens, and attend within it.
 
     Attributes:
         model: the network.
@@ -126,33 +121,19 @@ class BatchEngine:
         for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
             if value is not None:
                 raise ValueError(f"{name}: expected None in a BatchEngine, which keeps all tokens, got {short(value)}")
-        config = model.config
-        block_size = as_count(block_size, "block_size", 1, most=None)
-        if num_blocks is None and max_memory_bytes is None:
-            num_blocks = -(-min(4 * config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1
-        if num_blocks is not None:
-            num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
-        max_running = as_count(max_running, "max_running", 1)
-        own = (key_dtype or dtype, value_dtype or dtype)
-        formats = stored_dtypes(own, False)
-        settings = block_size, config.num_kv_heads, config.head_dim, *formats, rotate
-        BlockStore(config.num_layers, 0, *settings)  # raises for a format that is not supported
-        attention = layer_attention(model)
-        without = "layers that keep a window" if any(each.window for each in attention) else ""
-        self._residual_length = length = as_length(residual_length, *formats, without=without)
-        newest = NewestGroups(config, formats, length, max_running, attention) if length else None
-        beside = 0 if newest is None else newest.nbytes
-        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, config.num_layers, *settings, beside=beside)
-        cache = PagedKvCache(
-            num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=own[0], value_dtype=own[1], rotate=rotate,
-            calibration=as_calibration(model, False, formats[0], without),
-        )  # fmt: skip
-        self._blocks = SharedBlocks(cache, newest)
+        config, max_running = model.config, as_count(max_running, "max_running", 1)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-            prefixes = self._blocks.prefixes
-            self._blocks.tiered = TieredWorks(tiers, model, prefixes, length, cache.calibration, cache.formats)
+        formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
+        self._blocks = make_pools(
+            model, formats, rotate, block_size, num_blocks, max_memory_bytes,
+            max_running, residual_length, keep_all=tiers is not None,
+        )  # fmt: skip
+        if tiers is not None:
+            self._blocks.tiered = TieredWorks(
+                tiers, model, self._blocks.prefixes, self.residual_length, self._blocks.cache.calibration,
+                self._blocks.cache.formats,
+            )
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
@@ -364,16 +345,17 @@ class BatchEngine:
         return self._steps.namespaces()
 
     def cache_stats(self) -> PrefixCacheStats:
-        """The counters of the prefix index; a request that was preempted looks up again."""
-        return self._blocks.prefixes.stats()
+        """As `PrefixCachedEngine.cache_stats`; a request that was preempted looks up again."""
+        return self._blocks.windows.cached.counted(self._blocks.prefixes.stats())
 
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
         self._blocks.prefixes.clear()
+        self._blocks.windows.cached.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
-        self._blocks.prefixes.save(path, self._name(model))
+        self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.windows.cached.caches)
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
@@ -381,7 +363,10 @@ class BatchEngine:
         Raises:
             InvalidOperationError: prefixes are cached already.
         """
-        return self._blocks.prefixes.load(path, self._name(model))
+        windows = self._blocks.windows.cached
+        if self._blocks.prefixes.is_empty:
+            windows.clear()  # of texts that are no longer cached
+        return self._blocks.prefixes.load(path, self._name(model), beside=windows.caches)
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.model) if model is None else model
@@ -391,13 +376,13 @@ class BatchEngine:
         weights, blocks = getattr(self.model, "weights", None), self._blocks
         own = {"weights": getattr(weights, "nbytes", 0)}
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        newest = {} if blocks.newest is None else blocks.newest.memory()
-        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), newest, products)}
+        newest, windows = {} if blocks.newest is None else blocks.newest.memory(), blocks.windows.memory()
+        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), windows, newest, products)}
 
     @property
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
-        return self._residual_length
+        return 0 if self._blocks.newest is None else self._blocks.newest.length
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 

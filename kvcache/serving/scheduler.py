@@ -1,7 +1,8 @@
 """Which works run in a step, and how many tokens of each.
 
 There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt runs
-share what the `TokenBudget` leaves. Works begin in the order of their keys. One begins when there is room for all its
+share what the `TokenBudget` leaves. The first of these has half of it, and of the others the shortest go first: short
+prompts do not wait for long ones. Works begin in the order of their keys. One begins when there is room for all its
 tokens; where a running work needs blocks that are not there, the last one in the order of keys gives up its sequence
 and begins again later, with the blocks of it that are still cached.
 
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
-from kvcache.serving.budget import MOST, TokenBudget
+from kvcache.serving.budget import LEAST, MOST, TokenBudget
 from kvcache.serving.newest import MOST_PROMPTS
 from kvcache.serving.observed import Observed
 from kvcache.serving.tiered import TieredWorks
@@ -149,15 +150,19 @@ class Scheduler:
         pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
         left, rows = self.budget.tokens(len(pieces)), self._most_rows
         prompts = self._most_prompts
-        for work in self.running:
-            if work.remaining > 1 and left and prompts and (count := self._count(work, left, rows)):
+        catching_up = [work for work in self.running if work.remaining > 1]
+        share = _half(left) if len(catching_up) > 1 or self._may_begin() else left  # of the first one
+        for work in catching_up[:1] + sorted(catching_up[1:], key=_remaining):
+            if left and prompts and (count := self._count(work, min(share, left), rows)):
                 pieces.append((work, count))
                 left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
+            share = left
         preemptions = self.preemptions
         pieces = self._fit(pieces)
         if preemptions == self.preemptions:
             for work in self._begin(now):
-                if not prompts or not (count := self._count(work, left, rows)):
+                share = _half(left) if len(self._waiting) else left
+                if not prompts or not (count := self._count(work, share, rows)):
                     break
                 fits = self._fit([(work, count)], preempt=False)
                 if not fits:
@@ -166,7 +171,21 @@ class Scheduler:
                 left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
                 if not left or not prompts:
                     break
+            pieces = self._lengthen(pieces, left)
         return pieces
+
+    def _lengthen(self, pieces: Pieces, left: int) -> Pieces:
+        """Give what is left of the budget to prompts, in the order of keys."""
+        for work in sorted(work for work, count in pieces if work.shares and count < work.remaining):
+            count = dict(pieces)[work]
+            more = min(work.remaining - count, left)
+            if more and self._fit([(work, more)], preempt=False):
+                pieces = [(each, n + more if each is work else n) for each, n in pieces]
+                left -= more
+        return pieces
+
+    def _may_begin(self) -> bool:
+        return bool(self._waiting) and not self._blocked and len(self.running) < self._max_running
 
     def _jump(self, tiered: TieredWorks) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
@@ -230,7 +249,7 @@ class Scheduler:
             if work.reason is not None or work.seq_id >= 0 or self._park(work):
                 heapq.heappop(self._waiting)
                 continue
-            if not self.blocks.start(work, len(self.running)):
+            if not self.blocks.start(work, self.running):
                 if self.running:
                     self._blocked = True
                     return
@@ -282,6 +301,7 @@ class Scheduler:
         if filled:
             self.blocks.index(work)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
+            self.blocks.windows.keep(work, entry[0])
             heapq.heappush(self._waiting, entry[1])
             work.parked.remove(entry)
 
@@ -345,3 +365,11 @@ class Scheduler:
                 assert work.leader.key[1] in self.works, f"{work}: its leader has ended"
             else:
                 assert id(work) in heap or id(work) in parked, f"{work}: it neither runs nor waits"
+
+
+def _half(tokens: int) -> int:
+    return max(tokens // 2, min(tokens, LEAST))
+
+
+def _remaining(work: Work) -> int:
+    return work.remaining

@@ -282,12 +282,13 @@ def test_the_time_limit(path):
         settled(served.engine)
 
 
-def test_a_network_that_fails(path):
+def test_a_network_that_fails(path, caplog):
     with Served(path) as served:
         served.network.error = RuntimeError("secret")
         with pytest.raises(openai.InternalServerError, match="RuntimeError") as caught:
             served.client().completions.create(model=MODEL, prompt="x")
         assert "secret" not in str(caught.value)
+        assert "secret" in caplog.text
         with pytest.raises(openai.APIError, match="RuntimeError"):
             [*served.client().completions.create(model=MODEL, prompt="x", stream=True)]
         served.network.error = None
