@@ -1,5 +1,7 @@
 """Sphinx: the guides of kvcache/guides, and reference pages made from docstrings. `.ci/run docs` builds them."""
 
+import re
+
 import kvcache
 
 project = "kvcache"
@@ -18,3 +20,12 @@ suppress_warnings = ["ref.python"]  # `num_heads` is an attribute of several cla
 html_theme = "alabaster"
 html_theme_options = {"description": "The KV-cache engine for LLM inference on CPUs", "fixed_sidebar": True}
 html_show_copyright = False
+
+
+def name_files(app, name, source):
+    """Links to files of the repository, which are no pages, become their names."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./\.\./([^)#]+)[^)]*\)", r"\1 (`\2` of the repository)", source[0])
+
+
+def setup(app):
+    app.connect("source-read", name_files)

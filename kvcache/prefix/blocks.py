@@ -35,6 +35,7 @@ from kvcache.prefix.indexed import IndexedCache
 from kvcache.prefix.lookups import FoundBlocks, Lookup, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.source import Source
+from kvcache.prefix.watching import namespace_tokens, watch_evictions
 from kvcache.trie.policy import Policy
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
@@ -340,6 +341,7 @@ class PrefixCache(IndexedCache):
             named = self._slots.records()["named"][: self._pool.num_blocks] != 0
             return int(np.count_nonzero(named & (self._pool.ref_counts() == 1)))
 
+    watch_evictions, namespace_tokens = watch_evictions, namespace_tokens
     # -- reports --------------------------------------------------------------------------------------------
 
     @property

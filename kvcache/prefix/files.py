@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
 from kvcache.saved.tables import MIXED
 
 __all__ = ["arena_of_blocks", "fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
+
+logger = logging.getLogger("kvcache")
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -101,6 +104,8 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
         model += _meaning(caches)
         arenas = [(cache.slots, arena_of_blocks(cache), _raw_pages(cache.store)) for cache in caches]
         _write(path, "blocks", model, [cache.index for cache in caches], arenas)
+        count = sum(len(cache.index) for cache in caches)
+    logger.info("%s: saved %d blocks", os.fspath(path), count)
 
 
 def _meaning(caches: Sequence[CachedBlocks]) -> str:
@@ -137,7 +142,9 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
         except SnapshotError as error:
             raise SnapshotError(f"{snapshot.path}: {error}") from error
         commit([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
-        return len(caches[0].index)
+        count = len(caches[0].index)
+    logger.info("%s: loaded %d blocks", snapshot.path, count)
+    return count
 
 
 def _require_empty(caches: Sequence[CachedBlocks]) -> None:

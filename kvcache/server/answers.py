@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
@@ -15,6 +16,8 @@ from kvcache.server.bodies import Body
 from kvcache.serving.request import Request
 
 __all__ = ["Answer", "Refused", "refusal"]
+
+logger = logging.getLogger("kvcache")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,7 +37,9 @@ class Refused(Exception):
 
 
 def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status of an error, and its body in OpenAI's form."""
+    """The status of an error, and its body in OpenAI's form; any error but `Refused` goes to the log alone."""
+    if not isinstance(error, Refused):
+        logger.error("a request failed", exc_info=error)
     status = error.status if isinstance(error, Refused) else 500
     kinds = {401: "authentication_error", 429: "rate_limit_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")

@@ -87,8 +87,8 @@ def _params(given: dict[str, Any], chat: bool, defaults: SamplingParams) -> Samp
     stops = [stops] if isinstance(stops, str) else as_instance(stops, list, "stop")
     if len(stops) > _MAX_STOPS or any(isinstance(each, str) and len(each) > _MAX_STOP for each in stops):
         raise ValueError(f"stop: expected at most {_MAX_STOPS} strings of {_MAX_STOP} characters, got {short(stops)}")
-    most = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
-    found["max_tokens"] = as_count(most, "max_tokens", 1)
+    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    found["max_tokens"] = as_count(given.get(name, defaults.max_tokens), name, 1)
     try:
         biases = as_instance(given.get("logit_bias", {}), dict, "logit_bias").items()
         found["logit_bias"] = {int(token): bias for token, bias in biases}

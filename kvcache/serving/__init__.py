@@ -2,6 +2,8 @@
 
 from kvcache.serving.engine import BatchEngine
 from kvcache.serving.request import NewTokens, Request, RequestMetrics
-from kvcache.serving.stats import BatchStats
+from kvcache.serving.stats import BatchStats, Eviction, Histogram, NamespaceStats
 
-__all__ = ["BatchEngine", "BatchStats", "NewTokens", "Request", "RequestMetrics"]
+__all__ = [
+    "BatchEngine", "BatchStats", "Eviction", "Histogram", "NamespaceStats", "NewTokens", "Request", "RequestMetrics",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from bench.support.guides import definitions
 from kvcache.engine import InferenceEngine, Policy
 from kvcache.engine.evicting import survivors
 
-SnapKV = definitions("policies.md")["SnapKV"]
+SnapKV, AdaKV = (definitions("policies.md")[name] for name in ("SnapKV", "AdaKV"))
 
 
 class Watched:
@@ -115,6 +115,29 @@ def test_scores_are_counted_as_memory(network):
     plain, more = (engine.memory()["bookkeeping"] for engine in engines)
     config = network.config
     assert more - plain == config.num_layers * config.num_kv_heads * 16 * (6 * 4 - 8)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8"])
+def test_heads_with_tokens_of_their_own(network, dtype):
+    """With room for all tokens the example is the engine; below it heads differ, and their sum is the budget."""
+    plain = InferenceEngine(network, dtype=dtype, prefill_chunk=35, rotate="auto")
+    whole = AdaKV(network, 200, window=6, chunk=40, dtype=dtype)
+    some = AdaKV(network, 16, window=6, chunk=40, dtype=dtype)
+    for start, stop in ((0, 35), (35, 70), *((at, at + 1) for at in range(70, 90))):
+        piece = np.resize(PROMPT, 90)[start:stop]
+        np.testing.assert_array_equal(whole.extend(piece), plain.prefill_from_pos(piece, start))
+        some.extend(piece)
+        held = np.array([some.cache.get_sequence(head).num_tokens for head in range(some.heads)])
+        held = held.reshape(network.config.num_layers, -1)
+        assert (held.sum(axis=1) == 16 * held.shape[1]).all()
+        assert (held >= 6 + (16 - 6) // 5).all()
+        some.cache.check()
+    assert held.std(axis=1).any()
+    scores = [np.random.default_rng(3).random(40), np.zeros(30)]
+    flat, lone = some.keep(scores)
+    assert flat[-6:].tolist() == list(range(34, 40))
+    assert lone.tolist()[-6:] == list(range(24, 30))
+    assert (len(flat), len(lone)) == (24, 8)
 
 
 BAD = {

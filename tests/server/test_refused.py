@@ -42,7 +42,7 @@ REFUSED = [
     ({"n": 10**9}, "n"),
     ({"n": True}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": "9"}, "max_tokens"),
+    ({"max_completion_tokens": "9"}, "max_completion_tokens"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": "x" * 501}, "stop"),
     ({"stop": [""]}, "stop"),
