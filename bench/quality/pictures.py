@@ -46,8 +46,8 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
 
 # Kinds of runs of `--model`: what their names end or begin with, and how they are drawn.
 _FRONT = {
-    "llama.cpp": ("s--", "llama.cpp"), ", no residual": ("", ""), ", biased": ("", ""),
-    "auto": ("D-", "a budget of bits"), ", calibrated": ("o-", "with a calibration"), "": ("^-", "without"),
+    "llama.cpp": ("s:", "llama.cpp"), ", no residual": ("", ""), ", biased": ("", ""),
+    "auto": ("D:", "a budget of bits"), ", calibrated": ("o:", "with a calibration"), "": ("^:", "without"),
 }  # fmt: skip
 
 
