@@ -22,6 +22,7 @@ from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
+from kvcache.engine.tiered import as_tiers
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
@@ -40,6 +41,7 @@ from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
 __all__ = ["BatchEngine"]
@@ -81,6 +83,7 @@ class BatchEngine:
         calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: None alone is supported.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
+        autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
             that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
@@ -116,18 +119,19 @@ class BatchEngine:
         eviction_policy: None = None,
         kv_budget: None = None,
         tiers: Tiers | None = None,
+        autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.model, self.clock, self.tiers = model, clock, tiers
+        self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
             if value is not None:
                 raise ValueError(f"{name}: expected None in a BatchEngine, which keeps all tokens, got {short(value)}")
         config, max_running = model.config, as_count(max_running, "max_running", 1)
-        if tiers is not None:
-            as_instance(tiers, Tiers, "tiers")
+        self.tiers = tiers = as_tiers(tiers, autosave)
+        self._autosaves = autosave is not None
         without = "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
@@ -310,7 +314,8 @@ class BatchEngine:
     def close(self, *, cancel: bool = False) -> None:
         """Take no more requests, finish those that were submitted, or cancel them, and end the thread.
 
-        A second call does nothing, or continues the first if that was interrupted.
+        What `autosave` still has to write is written, for 5 seconds at most; tiers of the caller stay open. A second
+        call does nothing, or continues the first if that was interrupted.
         """
         self._steps.close()
         if cancel:
@@ -319,6 +324,8 @@ class BatchEngine:
             self._thread.stop()
         while self.step():
             pass
+        if self._autosaves and self.tiers is not None:
+            self.tiers.close()
 
     def __enter__(self) -> BatchEngine:
         return self.start()
