@@ -17,6 +17,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.memory import total
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
@@ -208,6 +209,11 @@ class SharedBlocks:
                 lost.append(work)
         self.windows.settle([work for work in running if work not in lost])
         return lost
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
+        newest = {} if self.newest is None else self.newest.memory()
+        return total(self.cache.memory(), self.prefixes.memory(), self.windows.memory(), newest)
 
     def count(self) -> dict[str, int]:
         """How many blocks are "free", "claimed" and "cached"."""
