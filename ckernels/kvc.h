@@ -155,6 +155,8 @@ typedef struct kvc_kernels {
     void (*softcap)(int64_t n, const float *x, float cap, float *out);
     void (*rotate)(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                    const float *cos, const float *sin, float *out);
+    /* kvc_digest.c: 4 sums for each 1024 of n bytes, or part of them, under a key of 262 words. */
+    void (*digest)(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out);
 } kvc_kernels;
 
 /* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */

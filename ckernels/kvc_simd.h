@@ -14,6 +14,7 @@
  * Products with weights (kvc_matmul.c) take units of 64 codes, u8x64, and 16 sums, i32x16:
  *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x and dot_q (codes below 128) add the
  *   products of codes 4i .. 4i+3 with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats.
+ * Its type u64x8 has sums for kvc_digest.c: zero, sum_of, add_products(sums, u8x64, key).
  * It also defines the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
  *   KVC_PANEL_LANES                 lanes of a dot product that the scores of many rows sum at a time: more of them

@@ -20,6 +20,7 @@ void KVC_FN(geglu)(int64_t, int64_t, const float *, float *);
 void KVC_FN(clamped_swiglu)(int64_t, int64_t, const float *, float, float, float *);
 void KVC_FN(softcap)(int64_t, const float *, float, float *);
 void KVC_FN(rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *, float *);
+void KVC_FN(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
 
 extern const kvc_kernels KVC_FN(kernels);
 const kvc_kernels KVC_FN(kernels) = {
@@ -40,4 +41,5 @@ const kvc_kernels KVC_FN(kernels) = {
     .clamped_swiglu = KVC_FN(clamped_swiglu),
     .softcap = KVC_FN(softcap),
     .rotate = KVC_FN(rotate),
+    .digest = KVC_FN(digest),
 };

@@ -212,3 +212,21 @@ INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_L
     out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, bits), low.a));
     out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, bits), low.b));
 }
+
+typedef struct u64x8 {
+    __m256i a, b;
+} u64x8;
+
+INLINE u64x8 u64x8_zero(void) { return (u64x8){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE uint64_t u64x8_sum_of(u64x8 x) {
+    uint64_t sums[4];
+    _mm256_storeu_si256((__m256i *)sums, _mm256_add_epi64(x.a, x.b));
+    return sums[0] + sums[1] + sums[2] + sums[3];
+}
+INLINE __m256i u64x4_add_products(__m256i sums, __m256i m, const uint32_t *k) {
+    const __m256i x_u32x8 = _mm256_add_epi32(m, _mm256_loadu_si256((const __m256i *)k));
+    return _mm256_add_epi64(sums, _mm256_mul_epu32(x_u32x8, _mm256_srli_epi64(x_u32x8, 32)));
+}
+INLINE u64x8 u64x8_add_products(u64x8 sums, u8x64 m, const uint32_t *k) {
+    return (u64x8){u64x4_add_products(sums.a, m.a, k), u64x4_add_products(sums.b, m.b, k + 8)};
+}

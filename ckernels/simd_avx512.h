@@ -227,3 +227,17 @@ INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
     _mm256_storeu_si256((__m256i *)low, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(lows), in_order));
     _mm256_storeu_si256((__m256i *)high, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(high_a), in_order));
 }
+
+typedef __m512i u64x8;
+
+INLINE u64x8 u64x8_zero(void) { return _mm512_setzero_si512(); }
+INLINE uint64_t u64x8_sum_of(u64x8 x) { /* the intrinsic's signed sums may not wrap around */
+    uint64_t sums[4];
+    const __m256i x_u64x4 = _mm256_add_epi64(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+    _mm256_storeu_si256((__m256i *)sums, x_u64x4);
+    return sums[0] + sums[1] + sums[2] + sums[3];
+}
+INLINE u64x8 u64x8_add_products(u64x8 sums, u8x64 m, const uint32_t *k) {
+    const __m512i x_u32x16 = _mm512_add_epi32(m, _mm512_loadu_si512(k));
+    return _mm512_add_epi64(sums, _mm512_mul_epu32(x_u32x16, _mm512_srli_epi64(x_u32x16, 32)));
+}

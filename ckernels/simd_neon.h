@@ -176,3 +176,23 @@ INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_L
         out[i] = vcvtq_f32_s32(vaddq_s32(vshlq_s32(high.val[i], vdupq_n_s32(bits)), low.val[i]));
     }
 }
+
+typedef struct u64x8 {
+    uint64x2_t val[4];
+} u64x8;
+
+INLINE u64x8 u64x8_zero(void) {
+    const uint64x2_t zero = vdupq_n_u64(0);
+    return (u64x8){{zero, zero, zero, zero}};
+}
+INLINE uint64_t u64x8_sum_of(u64x8 x) {
+    return vaddvq_u64(vaddq_u64(vaddq_u64(x.val[0], x.val[1]), vaddq_u64(x.val[2], x.val[3])));
+}
+INLINE u64x8 u64x8_add_products(u64x8 sums, u8x64 m, const uint32_t *k) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        const uint32x4_t x_u32x4 = vaddq_u32(vreinterpretq_u32_u8(m.val[i]), vld1q_u32(k + 4 * i));
+        const uint64x2_t x_u64x2 = vreinterpretq_u64_u32(x_u32x4);
+        sums.val[i] = vmlal_u32(sums.val[i], vmovn_u64(x_u64x2), vshrn_n_u64(x_u64x2, 32));
+    }
+    return sums;
+}

@@ -125,3 +125,22 @@ INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16]) {
     for (int i = 0; i < 16; i++) out[i] = (float)x.sum[i];
 }
+
+typedef struct u64x8 {
+    uint64_t sum[8];
+} u64x8;
+
+INLINE u64x8 u64x8_zero(void) { return (u64x8){{0}}; }
+INLINE uint64_t u64x8_sum_of(u64x8 x) {
+    uint64_t sum = 0;
+    for (int i = 0; i < 8; i++) sum += x.sum[i];
+    return sum;
+}
+/* sums[i] += (m[2i] + k[2i]) * (m[2i + 1] + k[2i + 1]), of words of 32 bits whose sums wrap around. */
+INLINE u64x8 u64x8_add_products(u64x8 sums, u8x64 m, const uint32_t *k) {
+    uint32_t word[16];
+    memcpy(word, m.byte, sizeof word);
+    for (int i = 0; i < 8; i++)
+        sums.sum[i] += (uint64_t)(uint32_t)(word[2 * i] + k[2 * i]) * (uint32_t)(word[2 * i + 1] + k[2 * i + 1]);
+    return sums;
+}

@@ -3,7 +3,8 @@
 Windows of three kinds of text that every Python has: its documentation (`pydoc_data.topics`), modules of its standard
 library, and licences of installed packages. Every run is compared with the f32 cache window by window; a standard error
 is that of the mean over windows. Weights stay as they are stored, and meet activations exactly: rounded activations
-would add a KL divergence of 0.004 of their own. Ctrl-C stops at any time and prints what is there.
+would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside them on GGUF files, where
+llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep` goes on from there.
 
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without. Its bits
 are those that it says.
@@ -16,20 +17,25 @@ import importlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.engine.smollm2 import find_file
-from bench.quality.divergence import Divergence, compare
+from bench.quality import llamacpp
+from bench.quality.divergence import Divergence
+from bench.quality.kept import Windows
 from bench.quality.network import Recorder
 from kvcache import Calibration, InferenceEngine
-from kvcache.core.kernels import FORMATS
+from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine.calibrating import text_or_calibration
 from kvcache.engine.residual import num_firsts
+from kvcache.networks.gguf import is_gguf
 
 __all__ = ["HEADER", "RUNS", "Biased", "load_format", "measure", "rows", "texts", "verdicts"]
 
@@ -161,7 +167,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
 
     Args:
-        options: `model`, `calibrate`, `format`, `tokens`, `context` and `quick` of the command line.
+        options: `model`, `calibrate`, `format`, `tokens`, `context`, `keep` and `quick` of the command line.
         say: takes the state, for a line that is overwritten.
     """
     path = find_file() if options.model == "smollm2" else Path(options.model)
@@ -186,26 +192,55 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     for name in names:
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
         runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
-    found, count = {name: Divergence() for name in runs}, 0
-    try:
-        for window in windows(engine.tokenizer, context, total):
-            done = f"{count * context:,} of {total:,} tokens"
-            counted = {name: _said(run, f"{done}, {name}", say) for name, run in runs.items()}
-            for name, one in compare(counted["f32"], counted, [window]).items():
-                for field, values in vars(one).items():
-                    getattr(found[name], field).extend(values)
-            count += 1
-    except KeyboardInterrupt:
-        say(f"stopped after {count} windows")
-    if not count:
-        raise SystemExit("stopped before the first window was done")
+    with TemporaryDirectory() as folder:
+        rivals = {} if options.quick or not is_gguf(path) else _rivals(path, Path(folder), context)
+        every = runs | rivals
+        found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
+        try:
+            for number, window in enumerate(windows(engine.tokenizer, context, total)):
+                done = f"{number * context:,} of {total:,} tokens"
+                named = partial(_said, done, say)
+                for name, one in kept.measure(number, window, [runs, rivals] if rivals else [runs], named).items():
+                    if name in every:
+                        for field, values in vars(one).items():
+                            getattr(found[name], field).extend(values)
+                count += 1
+        except KeyboardInterrupt:
+            say(f"stopped after {count} windows")
+        if not count:
+            raise SystemExit("stopped before the first window was done")
     text = f"{path.name}, {count} windows of {context:,} tokens of documentation, code and licences of this Python"
-    return {name: one.figures() | {"bits": runs[name].bits} for name, one in found.items()}, text
+    return {name: one.figures() | {"bits": every[name].bits} for name, one in found.items()}, text
 
 
-def _said(run: Any, what: str, say: Callable[[str], None]) -> Any:
+def _rivals(path: Path, folder: Path, context: int) -> dict[str, Any]:
+    """llama.cpp with K and V in each of its formats, the first one its reference; nothing where it is not installed.
+
+    Its weights are float32, which meet activations exactly, as ours do.
+    """
+    if not llamacpp.installed():
+        return {}
+    llamacpp.quiet()
+    link = folder / path.name
+    link.symlink_to(path.resolve())
+    plain = llamacpp.quantise(link, "F32", 1)
+    return {f"llama.cpp {kv}": _Rival(plain, context, kv) for kv in llamacpp.CACHES}
+
+
+class _Rival:
+    """The logits of llama.cpp; its context lives during a call alone, since its logits take 400 MB."""
+
+    def __init__(self, path: Path, context: int, kv: str) -> None:
+        self._make = partial(llamacpp.LlamaLogits, path, context, get_num_threads(), kv)
+        self.bits = llamacpp.CACHES[kv][1]
+
+    def __call__(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        return self._make()(tokens)
+
+
+def _said(done: str, say: Callable[[str], None], name: str, run: Any) -> Any:
     def call(tokens: Tokens) -> Any:
-        say(what)
+        say(f"{done}, {name}")
         return run(tokens)
 
     return call

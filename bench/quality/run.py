@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="--model: also a storage format written in Python (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
+    parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
@@ -170,6 +171,8 @@ def _checkpoint(options: argparse.Namespace) -> int:
     figures, text = checkpoint.measure(options, checkpoint.progress)
     checkpoint.progress("")
     show(options.markdown, f"K and V of {text}", checkpoint.HEADER, checkpoint.rows(figures))
+    if options.plot:
+        print(pictures.draw_front(figures, options.plot))
     if options.model == "smollm2":
         print_verdicts(checkpoint.verdicts(figures))
     if options.json:

@@ -2,7 +2,8 @@
 
 Every try has a new engine, so that nothing is cached in it. `first token` is `generate` of one token. A network is a
 proxy on loopback, a process of its own. Rates are those of a `PrefixCache` that gets or spills all blocks of a prompt:
-probe, fetch, check and copy; beside them the same values in plain pipelines, or in plain files.
+probe, fetch, check and copy; beside them SET and GET of the same values in plain pipelines of 8 MB, for the directory
+to and from the single server.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ LIMIT = "64GiB"  # of a directory and of queues
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--size", choices=sorted(SIZES), default="1b", help="network size (default: %(default)s)")
-    parser.add_argument("--weights", default="q8", help="format of the weights (default: %(default)s)")
+    parser.add_argument("--file", type=Path, help="a GGUF file or a checkpoint, not a random network")
+    parser.add_argument("--weights", help="format of the weights (default: that of --file, or q8)")
     parser.add_argument("--dtype", default="q4", help="format of K and V (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4080, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="tries per figure (default: %(default)s)")
@@ -177,18 +179,6 @@ def plain_pipeline(client: Any) -> Callable[[dict[bytes, bytes]], tuple[float, f
     return run
 
 
-def plain_files(folder: Path) -> Callable[[dict[bytes, bytes]], tuple[float, float]]:
-    """Seconds to write and to read values as files."""
-
-    def run(values: dict[bytes, bytes]) -> tuple[float, float]:
-        folder.mkdir(exist_ok=True)
-        put = timed(lambda: [(folder / key.hex()).write_bytes(value) for key, value in values.items()])
-        get = timed(lambda: [(folder / key.hex()).read_bytes() for key in values])
-        return put, get
-
-    return run
-
-
 def rate_text(rate: float) -> str:
     """Bytes per second, as text."""
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
@@ -272,8 +262,10 @@ def main(options: argparse.Namespace) -> int:
     tables: list[tuple[str, list[str], list[list[str]]]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        path = write_checkpoint(size, folder / "checkpoint")
-        setting = Setting(str(path), options.dtype, options.weights, tokens, rounds)
+        path = options.file or write_checkpoint(size, folder / "checkpoint")
+        weights = options.weights or ("auto" if options.file else "q8")
+        setting = Setting(str(path), options.dtype, weights, tokens, rounds)
+        network = options.file.name if options.file else f"{size}, weights {weights}"
         with (
             Server(folder / "server") as server,
             Cluster(folder / "cluster") as cluster,
@@ -289,7 +281,7 @@ def main(options: argparse.Namespace) -> int:
                 ),
                 (
                     "rates", ["tier", "way", "rate", "plain", "share", f"at least {SHARE:.0%}"],
-                    lambda: rates(setting, directory, plain_files(folder / "plain"))
+                    lambda: rates(setting, directory, plain_pipeline(single))
                     + rates(setting, one, plain_pipeline(single))
                     + rates(setting, three, plain_pipeline(many)),
                 ),
@@ -312,7 +304,7 @@ def main(options: argparse.Namespace) -> int:
                     for each in (one, three):
                         each.client.flushall()
                     tables.append((title, header, run()))
-                    print(f"\n{title}: a prompt of {tokens} tokens, {size}, weights {options.weights}, "
+                    print(f"\n{title}: a prompt of {tokens} tokens, {network}, "
                           f"K and V {options.dtype}, median of {rounds}\n")  # fmt: skip
                     print((markdown if options.markdown else text_table)(header, tables[-1][2]), flush=True)
     if options.json:

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from kvcache.core import dlpack
 
 __all__ = [
-    "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index", "as_indices",
-    "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows", "as_scores",
-    "as_share", "as_stored", "check_integers", "checked_scores", "described", "is_integer", "plain_int", "short",
+    "BFLOAT16", "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index",
+    "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows",
+    "as_scores", "as_share", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
+    "plain_int", "short",
 ]  # fmt: skip
 
 Float32 = npt.NDArray[np.float32]
@@ -31,7 +32,8 @@ Kind = TypeVar("Kind")
 REQUIRED: Any = None
 
 _INT64 = 2**63 - 1
-_BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # its words
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # its words
+_WORD, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
 _UNITS = {"B": 1} | {f"{c}{i}B": (1024 if i else 1000) ** n for n, c in enumerate("KMGT", 1) for i in ("", "i")}
 _BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
 _shortened = reprlib.Repr()
@@ -70,12 +72,12 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
         ValueError: an array with masked values, or a list of those; lists of different lengths.
     """
     array = _as_it_is(x, name)
-    return _widened(array["bfloat16"]) if array.dtype == _BFLOAT16 else array
+    return _widened(array["bfloat16"]) if array.dtype == BFLOAT16 else array
 
 
 def _as_it_is(x: Any, name: str) -> npt.NDArray[Any]:
-    """As `as_array`, but bfloat16 tensors of DLPack are arrays of `_BFLOAT16` over their memory."""
-    if type(x) is np.ndarray and x.dtype.isnative:
+    """As `as_array`, but bfloat16 tensors of DLPack are arrays of `BFLOAT16` over their memory."""
+    if type(x) is np.ndarray and (x.dtype is BFLOAT16 or x.dtype.isnative):
         return x
     if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
         array = _from_dlpack(x, name)
@@ -105,7 +107,7 @@ def _from_dlpack(x: Any, name: str) -> npt.NDArray[Any]:
             words = dlpack.bfloat16_words(x)
         if words is None:
             raise TypeError(f"{name}: expected what NumPy can read, got {type(x).__name__}: {error}") from error
-        return words.view(_BFLOAT16)
+        return words.view(BFLOAT16)
 
 
 def _widened(words: npt.NDArray[np.uint16]) -> Float32:
@@ -152,9 +154,12 @@ def as_stored(x: Any, shape: tuple[int | None, ...], name: str) -> npt.NDArray[A
     Raises as `as_floats`. Floats of other sizes are converted to float64.
     """
     array = _as_it_is(x, name)
-    if array.dtype != np.float32:
+    dtype = array.dtype
+    if dtype is BFLOAT16:  # quickly: equality of such a type is slow
+        array = dlpack.as_words(array, _WORD)
+    elif dtype is not _FLOAT32 and dtype != np.float32:
         # bfloat16 is no NumPy kind of its own: ml_dtypes registers it under kind "V" or "f" by version.
-        if array.dtype == _BFLOAT16 or array.dtype.name == "bfloat16":
+        if array.dtype == BFLOAT16 or array.dtype.name == "bfloat16":
             array = array.view(np.uint16)
         elif array.dtype.kind != "f":
             raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")

@@ -4,7 +4,7 @@ Everything here runs without the GIL on validated input: block ids inside the ar
 block_size, counts that agree. Nothing allocates: attend's caller gives it attend_scratch_bytes of scratch.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 
 
 cdef extern from "kvc.h" nogil:
@@ -180,6 +180,9 @@ cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, fl
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                  const float *cos, const float *sin, float *out) noexcept nogil
+
+# NH of n bytes: 4 sums for each 1024 of them or a part, under a key of 262 words (ckernels/kvc_digest.c).
+cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil
 
 # What set_num_threads() or KVCACHE_NUM_THREADS say, else the CPUs this process may use.
 cdef int num_threads() noexcept nogil

@@ -36,6 +36,7 @@ cdef extern from "kvc.h" nogil:
         void (*softcap)(int64_t, const float *, float, float *) noexcept nogil
         void (*rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *,
                        float *) noexcept nogil
+        void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
 
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
@@ -197,6 +198,10 @@ cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nog
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                  const float *cos, const float *sin, float *out) noexcept nogil:
     _active.rotate(n, heads, dim, turned, x, x_stride, cos, sin, out)
+
+
+cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil:
+    _active.digest(n, data, key, out)
 
 
 cdef int num_threads() noexcept nogil:

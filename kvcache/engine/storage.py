@@ -48,14 +48,13 @@ class Storage(NamedTuple):
         Raises:
             TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
         """
-        formats: Any = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
-        bits = budget_of(dtype)
+        formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
+        dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        dtypes = stored_dtypes(formats, calibrate)
         calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None)
         if bits is not None and calibration is not None and calibration.losses is not None:
-            dtypes = formats = formats_within(calibration.losses, model.config.head_dim, bits)
+            formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False
         length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
         return cls(dtypes, calibration, length, num_firsts(measured, length), formats)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from kvcache.server.bodies import Body, parse
 from kvcache.server.keys import Keys
 from kvcache.serving.engine import BatchEngine
 from kvcache.serving.request import Request
+from kvcache.serving.stats import Histogram
 
 __all__ = ["make_app"]
 
@@ -170,6 +172,8 @@ class _Server:
             if isinstance(value, (int, float)):
                 kind, full = ("gauge", name) if name in _GAUGES else ("counter", f"{name}_total")
                 lines += [f"# TYPE kvcache_{full} {kind}", f"kvcache_{full} {value}"]
+            elif isinstance(value, Histogram):
+                lines += _histogram(f"kvcache_{name}_seconds", value)
         lines.append("# TYPE kvcache_http_responses_total counter")
         lines += [f'kvcache_http_responses_total{{status="{code}"}} {n}' for code, n in sorted(self._statuses.items())]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
@@ -180,6 +184,13 @@ class _Server:
         status, body = refusal(error)
         headers = getattr(error, "headers", None)
         return Response(json.dumps(body), status, headers, "application/json")  # ASCII, whatever texts are in it
+
+
+def _histogram(name: str, found: Histogram) -> list[str]:
+    """The lines of a histogram: the measurements up to each bound."""
+    counts = accumulate(found.counts)
+    buckets = [f'{name}_bucket{{le="{b}"}} {n}' for b, n in zip((*found.bounds, "+Inf"), counts, strict=True)]
+    return [f"# TYPE {name} histogram", *buckets, f"{name}_sum {found.total}", f"{name}_count {sum(found.counts)}"]
 
 
 class _Counted:

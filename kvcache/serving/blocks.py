@@ -21,11 +21,12 @@ from kvcache.core.memory import total
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.sessions import CacheSession
 from kvcache.serving.groups import Groups
 from kvcache.serving.guesses import MOST as MOST_GUESSES
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.windows import WindowPools, has_room
-from kvcache.serving.work import Work
+from kvcache.serving.work import Tokens, Work
 
 __all__ = ["SharedBlocks"]
 
@@ -52,8 +53,9 @@ class SharedBlocks:
     @property
     def beside(self) -> list[PrefixCache]:
         """The caches that are saved in one file with the index."""
-        firsts = None if self.newest is None else self.newest.known.cache
-        return self.windows.cached.caches + ([] if firsts is None else [firsts])
+        if self.newest is not None and self.newest.known.cache is not None:
+            return [self.newest.known.cache]
+        return self.windows.cached.caches
 
     def blocks_for(self, num_tokens: int) -> int:
         """The blocks of so many tokens."""
@@ -74,41 +76,55 @@ class SharedBlocks:
         Raises:
             MemoryError: of the system; nothing has changed.
         """
-        size = self.cache.block_size
-        tokens = work.tokens if work.shares else work.tokens[:0]
         if self.tiered is not None:
             self.tiered.begin(work)
+        size, tokens = self.cache.block_size, work.tokens if work.shares else work.tokens[:0]
+        if self._start(work, tokens, running) or running:
+            return work.seq_id >= 0
+        # Alone it has room for all its tokens, but not beside what is held and not used: then less is shared.
+        whole = min(self.cached(work), work.num_tokens - 1) // size * size
+        return self._start(work, tokens[:whole], running) or self._start(work, tokens[:0], running)
+
+    def _start(self, work: Work, tokens: Tokens, running: Sequence[Work]) -> bool:
+        """`start` where these first tokens may be shared."""
+        size = self.cache.block_size
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
             most, group = min(session.num_tokens, work.num_tokens - 1), -1
             if self.newest is not None:
                 most, group = self.newest.begin(work, most)
             try:
-                with self.windows.hold(work, most) as (found, pages):
-                    held = len(session.shared_blocks)
-                    if not self._has_room(work, found, held, running) or not self.windows.have_room(
-                        work.num_tokens, found, pages, len(running)
-                    ):
-                        self._stop_group(group)
-                        return False
-                    seq_id = next(self._ids)
-                    self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
-                    try:
-                        self.windows.start(work, seq_id, found, pages)
-                    except MemoryError:
-                        self._free(seq_id)
-                        raise
-            except MemoryError:
+                begun = self._adopt(work, running, session, most)
+            except BaseException:
                 self._stop_group(group)
                 raise
+        if begun is None:
+            self._stop_group(group)
+            return False
+        seq_id, found = begun
         parted = most // size * size  # two texts part here, and the window has left: it is kept for the next such text
         work.window_ends = [parted] if found < parted else []
         work.moved(seq_id, found, group)
         return True
 
-    def _has_room(self, work: Work, found: int, held: int, running: Sequence[Work]) -> bool:
-        claimed = held + sum(self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running)
-        needed = self.blocks_for(work.num_tokens) - found // self.cache.block_size + len(running)
-        return has_room(self.cache, self.prefixes, needed, claimed)
+    def _adopt(self, work: Work, running: Sequence[Work], session: CacheSession, most: int) -> tuple[int, int] | None:
+        """A new sequence with at most `most` cached tokens of a work, and how many; None: there is no room for it."""
+        with self.windows.hold(work, most) as (found, pages):
+            claimed = len(session.shared_blocks) + sum(
+                self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running
+            )
+            needed = self.blocks_for(work.num_tokens) - found // self.cache.block_size + len(running)
+            if not has_room(self.cache, self.prefixes, needed, claimed):
+                return None
+            if not self.windows.have_room(work.num_tokens, found, pages, len(running)):
+                return None
+            seq_id = next(self._ids)
+            self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
+            try:
+                self.windows.start(work, seq_id, found, pages)
+            except Exception:
+                self._free(seq_id)
+                raise
+        return seq_id, found
 
     def _free(self, seq_id: int) -> None:
         self.cache.free(seq_id)

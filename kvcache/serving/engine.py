@@ -131,8 +131,7 @@ class BatchEngine:
         config, max_running = model.config, as_count(max_running, "max_running", 1)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-        attention = layer_attention(model)
-        without = "layers that keep a window" if any(each.window for each in attention) else ""
+        without = "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
         without = "an eviction_policy" if budgets is not None else without
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
@@ -140,8 +139,7 @@ class BatchEngine:
             model, budgets, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, tiers
         )
         if tiers is not None:
-            formats = self._blocks.cache.formats
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage, formats)
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
@@ -363,7 +361,8 @@ class BatchEngine:
 
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
-        for cache in (self._blocks.prefixes, *self._blocks.beside):
+        self._blocks.prefixes.clear()
+        for cache in self._blocks.beside:
             cache.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:

@@ -55,8 +55,8 @@ def make_pools(
         num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
 
     def settings(layers: Sequence[int]) -> tuple[Any, ...]:
-        formats = [formats_of_layers(dtype, layers) for dtype in storage.dtypes]
-        return block_size, config.num_kv_heads, config.head_dim, *formats, rotate
+        dtypes = [formats_of_layers(dtype, layers) for dtype in storage.dtypes]
+        return block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
 
     BlockStore(config.num_layers, 0, *settings(range(config.num_layers)))  # raises for a format that is not supported
     whole = LayerGroups(tuple(range(config.num_layers)), ())
@@ -66,8 +66,10 @@ def make_pools(
         most = max_running * (-(-config.max_position_embeddings // block_size) + 1)
         num_blocks = num_blocks_with_windows(num_blocks, max_memory_bytes, groups, max_running, most, settings)
     else:
-        beside, own = 0 if newest is None else newest.nbytes, settings(groups.whole)
-        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, len(groups.whole), *own, beside=beside)
+        num_blocks = num_blocks_within(
+            num_blocks, max_memory_bytes, len(groups.whole), *settings(groups.whole),
+            beside=0 if newest is None else newest.nbytes,
+        )  # fmt: skip
     options = {
         "block_size": block_size, "num_heads": config.num_kv_heads, "head_dim": config.head_dim, "rotate": rotate,
         "calibration": storage.calibration,

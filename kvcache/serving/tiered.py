@@ -25,15 +25,12 @@ class TieredWorks:
         model: its network.
         prefixes: its prefix cache; the tiers become its source.
         storage: of its K and V.
-        formats: of the cache.
     """
 
-    def __init__(
-        self, tiers: Tiers, model: Model, prefixes: PrefixCache, storage: Storage, formats: RowFormats
-    ) -> None:  # fmt: skip
+    def __init__(self, tiers: Tiers, model: Model, prefixes: PrefixCache, storage: Storage) -> None:
         self._tiers, self._prefixes, self._group = tiers, prefixes, storage.residual_length or 1
         self._firsts = storage.firsts
-        name = model_name(model, storage.residual_length, storage.calibration, formats)
+        name = model_name(model, storage.residual_length, storage.calibration, RowFormats(*storage.formats))
         self._source = tiers.source(name, waits=False)
         prefixes.source = self._source
         self._lookups: dict[int, Lookup] = {}  # by the number of the work

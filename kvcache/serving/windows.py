@@ -58,18 +58,18 @@ def num_blocks_with_windows(
 
     Args:
         most: the most blocks that all texts can use.
-        settings: of `BlockStore` for some layers, from the block size on.
+        settings: those of the `BlockStore` of some layers, from the block size on.
 
     Raises:
         ValueError: the bytes are too few for one block.
     """
     limit = as_bytes(max_memory_bytes, "max_memory_bytes")
-    size = BlockStore(len(groups.whole), 0, *settings(groups.whole)).block_bytes
-    pages = [
-        (group.window, BlockStore(len(group.layers), 0, *settings(group.layers)).block_bytes)
-        for group in groups.windows
-    ]
-    block_size = settings(())[0]
+
+    def block_bytes(layers: Sequence[int]) -> int:
+        return BlockStore(len(layers), 0, *settings(layers)).block_bytes
+
+    block_size, size = settings(groups.whole)[0], block_bytes(groups.whole)
+    pages = [(group.window, block_bytes(group.layers)) for group in groups.windows]
 
     def needed(blocks: int) -> int:
         return blocks * size + sum(
@@ -117,12 +117,12 @@ class WindowPools:
         """The groups of a network, beside `blocks` of the layers that keep all tokens.
 
         Args:
-            make_cache: `make_cache(num_blocks, layers)` makes a cache in the engine's formats of these layers.
+            make_cache: `make_cache(num_blocks=, layers=)` makes a cache of some layers in the engine's formats.
         """
         attention, groups = layer_attention(model), []
         for group in plan.windows:
             num_blocks = num_window_blocks(group.window, block_size, blocks, max_running)
-            cache = make_cache(num_blocks, group.layers)
+            cache = make_cache(num_blocks=num_blocks, layers=group.layers)
             groups.append(WindowLayers(group.window, group.layers, attention, cache))
         return cls(groups)
 

@@ -24,7 +24,7 @@ from kvcache.engine.text import TextStream
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.serving.guesses import NO_GUESS, Guesses
 
-__all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
+__all__ = ["Drawing", "FinishReason", "Scoring", "Tokens", "Work"]
 
 Tokens = NDArray[np.uint32]
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]

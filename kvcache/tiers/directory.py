@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from threading import RLock
 from time import time_ns
@@ -16,6 +16,7 @@ from kvcache.core.files import read_at, write_at
 from kvcache.errors import KvCacheError
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.protocol import Buffer
+from kvcache.tiers.spaces import Space
 
 __all__ = ["DirectoryTier"]
 
@@ -62,7 +63,8 @@ class DirectoryTier:
 
     def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See `Tier`."""
-        return [self._read(self._path_of(key)) for key in keys]
+        space = Space()
+        return [self._read(self._path_of(key), space) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
@@ -89,7 +91,7 @@ class DirectoryTier:
         name = key.hex()
         return f"{self.path}/{name[:2]}/{name[2:]}"
 
-    def _read(self, path: str) -> bytearray | None:
+    def _read(self, path: str, space: Callable[[int], Buffer] = bytearray) -> Buffer | None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -98,7 +100,7 @@ class DirectoryTier:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
                 return None
-            value = bytearray(status.st_size)
+            value = space(status.st_size)
             whole = read_at(fd, [value], 0)
         finally:
             os.close(fd)

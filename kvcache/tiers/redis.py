@@ -58,7 +58,7 @@ class RedisTier:
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """See `Tier`. Raises what the client raises, such as an error of a server without memory."""
-        self._run(items, lambda pipeline, item: pipeline.set(self._name(item[0]), bytes(item[1]), ex=self.ttl))
+        self._run(items, lambda pipeline, item: pipeline.set(self._name(item[0]), memoryview(item[1]), ex=self.ttl))
 
     def _run(self, items: Sequence[Any], command: Callable[[Any, Any], object]) -> list[Any]:
         """One command for each item in one pipeline; the first error of one of them, if any, is raised at the end."""

@@ -21,9 +21,11 @@ import numpy.typing as npt
 from kvcache.core.kernels import simd_level
 from kvcache.prefix.files import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
+from kvcache.tiers.bodies import copy_in, copy_out
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.lookups import Lookup, Reader
+from kvcache.tiers.spaces import Space
 from kvcache.tiers.values import VERSION, ValueFormat, Wrapping, wrapping
 from kvcache.tiers.writing import WriteBehind, Written
 
@@ -80,13 +82,13 @@ class TierSource:
         self._last: tuple[bytes, Tokens, list[list[bytes]]] = b"", np.empty(0, np.uint32), []
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
+        self._space = Space()
 
     def attach(self, cached: CachedBlocks) -> None:
         """See `Source`."""
         store, arena = cached.store, arena_of_blocks(cached)
         self._cached, self._size = cached, store.block_size
         self._pages = max(1, self._group_tokens // self._size)  # of a group
-        self._ends = np.cumsum(store.layer_bytes).tolist()  # of the layers of a page
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
         # Levels of SIMD add in different orders, so each has K and V of its own.
         model = self._model + formats_of(store)
@@ -231,14 +233,8 @@ class TierSource:
     def fill(self, page: int, body: memoryview, i: int) -> None:
         """Copy the `i`-th page of a body into a page of the cache."""
         assert self._cached is not None
-        store = self._cached.store
-        data = np.frombuffer(body, np.uint8).reshape(self._pages, store.block_bytes)[i]
-        for place, layer in zip(store.overwrite(page), self._by_layer(data), strict=True):
-            place[...] = layer
-
-    def _by_layer(self, page: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        """The parts of a page's bytes, one for each layer."""
-        return [page[first:end] for first, end in zip([0, *self._ends], self._ends, strict=False)]
+        size = len(body) // self._pages
+        copy_in(self._cached.store, np.array([page], np.int32), body[i * size : (i + 1) * size])
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """See `Source`: write the groups that lose a page, unless they have been written."""
@@ -297,42 +293,30 @@ class TierSource:
         for _, numbers in wanted[max(0, room) :]:
             for number in numbers:
                 self._links[number].count("dropped")
-        if wanted := wanted[: max(0, room)]:
-            bodies = self._bodies(pages, [group for group, _ in wanted])
-            self._queue(tokens, keys, self._wrappings(name), wanted, bodies)
-
-    def _bodies(self, pages: Int32, groups: list[int]) -> npt.NDArray[np.uint8]:
-        """Copies of the K and V of groups, `(len(groups), body_bytes)`."""
-        assert self._cached is not None
-        store, count = self._cached.store, self._pages
-        layers = [store.raw(layer) for layer in range(store.num_layers)]
-        bodies = np.empty((len(groups), count, store.block_bytes), np.uint8)
-        for body, group in zip(bodies, groups, strict=True):
-            for out, page in zip(body, pages[group * count : (group + 1) * count].tolist(), strict=True):
-                for place, layer in zip(self._by_layer(out), layers, strict=True):
-                    place[...] = layer[page]
-        return bodies.reshape(len(groups), self.format.body_bytes)
+        wrappings = self._wrappings(name)
+        for group, numbers in wanted[: max(0, room)]:
+            self._queue(tokens, keys, wrappings, group, numbers, pages[group * self._pages : (group + 1) * self._pages])
 
     def _queue(
-        self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping],
-        wanted: list[tuple[int, list[int]]], bodies: npt.NDArray[np.uint8],
+        self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping], group: int, numbers: list[int],
+        pages: Int32,
     ) -> None:  # fmt: skip
-        size, rooms = self.format.group_tokens, [writer.room() for writer in self._writers]
-        for (group, numbers), body in zip(wanted, bodies, strict=True):
-            known, own = self._group(keys[0][group]), tokens[group * size : (group + 1) * size].copy()
-            for number in numbers:
-                bit = 1 << number
-                item = Written(
-                    keys[number][group], own, memoryview(body), self.format, wrappings[number],
-                    bool(known.wrong & bit), partial(_lost, known, bit),
-                )  # fmt: skip
-                if rooms[number] < self.format.value_bytes:
-                    self._links[number].count("dropped")
-                    continue
-                rooms[number] -= self.format.value_bytes
-                known.sent |= bit
-                known.wrong &= ~bit
-                self._writers[number].offer(item)
+        """Queue a group for some tiers; writers begin with it while others are copied."""
+        assert self._cached is not None
+        size, bytes_, own = self.format.group_tokens, self.format.value_bytes, None
+        known = self._group(keys[0][group])
+        for number in numbers:
+            if self._writers[number].room() < bytes_:
+                self._links[number].count("dropped")
+                continue
+            own = tokens[group * size : (group + 1) * size].copy() if own is None else own
+            value, wrapping, bit = self._space(bytes_), wrappings[number], 1 << number
+            copy_out(self._cached.store, pages, wrapping.body(self.format, value))
+            again = bool(known.wrong & bit)
+            known.sent |= bit
+            known.wrong &= ~bit
+            lost = partial(_lost, known, bit)
+            self._writers[number].offer(Written(keys[number][group], own, value, self.format, wrapping, again, lost))
 
     def _group(self, key: bytes) -> _Group:
         known = self._known.get(key)

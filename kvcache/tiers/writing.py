@@ -27,7 +27,8 @@ class Written(NamedTuple):
     """A group of tokens to be written to a tier.
 
     Attributes:
-        key, tokens, body: of its value.
+        key, tokens: of its value.
+        value: its bytes, to be sealed; the body stands in its place.
         form, wrapping: of the value.
         again: whether to replace the value under the key.
         lost: called if the value was not written.
@@ -35,7 +36,7 @@ class Written(NamedTuple):
 
     key: bytes
     tokens: npt.NDArray[np.uint32]
-    body: memoryview
+    value: memoryview
     form: ValueFormat
     wrapping: Wrapping
     again: bool
@@ -131,7 +132,9 @@ class WriteBehind:
         link.count("present", len(items) - len(missing))
         if not missing:
             return True
-        values = [(each.key, each.wrapping.seal(each.form, each.key, each.tokens, each.body)) for each in missing]
+        for each in missing:
+            each.wrapping.seal(each.form, each.key, each.tokens, each.value)
+        values = [(each.key, each.value) for each in missing]
         if not link.put(values):
             return False
         link.count("stored", len(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 
@@ -145,3 +146,19 @@ def test_the_command_line(capsys, tmp_path):
     assert main(["quality", "--quick", "--only", "outliers", "--json", str(tmp_path / "found.json")]) == 0
     assert "q4, not rotated" in capsys.readouterr().out
     assert '"outliers"' in (tmp_path / "found.json").read_text()
+
+
+def test_what_was_measured_is_kept(tmp_path, monkeypatch):
+    """A second call runs what is missing, and shows the same figures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["quality", "--model", str(DIRECTORY), "--quick", "--context", "100", "--keep", str(tmp_path / "kept")]
+    figures = []
+    for tokens in ("300", "600"):
+        assert main([*command, "--tokens", tokens, "--json", str(tmp_path / "json")]) == 0
+        figures.append(json.loads((tmp_path / "json").read_text())["figures"])
+    files = sorted((tmp_path / "kept").iterdir())
+    assert len(files) == 6
+    monkeypatch.setattr(checkpoint._Run, "__call__", lambda *_: pytest.fail("all of it was kept"))
+    assert main([*command, "--tokens", "600", "--json", str(tmp_path / "json")]) == 0
+    assert json.loads((tmp_path / "json").read_text())["figures"] == figures[1]
+    assert figures[0]["q4"]["kl"] != figures[1]["q4"]["kl"]

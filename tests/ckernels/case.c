@@ -1,5 +1,5 @@
 /* case.c - one input of the fuzzer: writes, copies, clears, reads and attention in a world of blocks; then a matrix
- * and its products (products.h), and a layer (layers.h).
+ * and its products (products.h), a layer, and sums of NH (layers.h).
  *
  * The bytes choose sizes that callers accept and unchecked data: blocks start as arbitrary bytes, as from a hostile
  * saved file, and queries have arbitrary bits. After every step, at every level of this CPU:
@@ -304,6 +304,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     free(w.plain), free(w.rows[0]), free(w.rows[1]);
     step_products(&s);
     step_layer(&s);
-    expect_gathered(&s, &w); /* last: the inputs of the corpus keep their meaning */
+    expect_gathered(&s, &w); /* the last ones are the newest: the inputs of the corpus keep their meaning */
+    step_digest(&s);
     return 0;
 }

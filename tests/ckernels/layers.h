@@ -1,4 +1,5 @@
-/* layers.h - norms, gated activations and rotary embeddings at every level, compared with double (kvc_network.c).
+/* layers.h - norms, gated activations and rotary embeddings at every level, compared with double (kvc_network.c); and
+ * sums of NH, compared with integers (kvc_digest.c).
  *
  * Inputs below 2^40 give results within the errors that kvc_network.c states; other inputs give any, inside their
  * memory. A row alone has the same bits. Rotated channels have the same bits at every level.
@@ -158,6 +159,34 @@ static void step_layer(source *s) {
         give_back(&out), give_back(&again);
     }
     for (int i = 0; i < 4; i++) give_back(parts[i]);
+}
+
+/* Bytes at any address, and every word of the key, within their memory. */
+static void step_digest(source *s) {
+    const int n = draw(s, 4) ? DRAW_OF(s, 0, 1, 63, 64, 65, 1023, 1024, 1025, 2048) : draw_between(s, 0, 3000);
+    const int at_end = draw(s, 2), chunks = (n + 1023) / 1024;
+    memory data = take((size_t)n, 1, at_end), key = take(262 * sizeof(uint32_t), 4, 1);
+    uint64_t state = (uint64_t)draw(s, 65536);
+    for (int i = 0; i < n; i++) ((unsigned char *)data.at)[i] = (unsigned char)splitmix(&state);
+    for (int i = 0; i < 262; i++) ((uint32_t *)key.at)[i] = (uint32_t)splitmix(&state);
+    for (int level = 0; level < num_levels(); level++) {
+        memory out = take((size_t)chunks * 4 * sizeof(uint64_t), 8, 1);
+        level_at(level)->digest(n, data.at, key.at, out.at);
+        for (int i = 0; i < 4 * chunks; i++) {
+            const uint32_t *k = (const uint32_t *)key.at + i % 4 * 2;
+            uint64_t sum = 0;
+            const int first = i / 4 * 1024, left = n - first < 1024 ? n - first : 1024, bytes = (left + 63) / 64 * 64;
+            for (int at = 0; at < bytes; at += 8) {
+                uint32_t word[2] = {k[at / 4], k[at / 4 + 1]};
+                for (int b = 0; b < 8 && at + b < left; b++)
+                    word[b / 4] += (uint32_t)((unsigned char *)data.at)[first + at + b] << 8 * (b % 4);
+                sum += (uint64_t)word[0] * word[1];
+            }
+            if (((uint64_t *)out.at)[i] != sum) fail("%s: sum %d of %d bytes differs", level_at(level)->name, i, n);
+        }
+        give_back(&out);
+    }
+    give_back(&data), give_back(&key);
 }
 
 #endif

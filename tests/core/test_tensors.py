@@ -7,7 +7,8 @@ import pytest
 from tensors import Bfloat16, Elsewhere, LikeTorch, Tensor, floats_of, words_of
 
 from kvcache import CachedKvState, CacheManager, KvCache, KVCacheConfig, PagedKvCache, PrefixCache
-from kvcache.core.arguments import as_floats, as_indices
+from kvcache.core.arguments import BFLOAT16, as_floats, as_indices
+from kvcache.core.dlpack import as_words
 
 pytestmark = pytest.mark.no_level
 SHAPE = (5, 2, 16)
@@ -258,3 +259,22 @@ def test_what_an_output_is_instead(rng):
     rows = np.zeros((9, 2, 16), np.float32)
     with pytest.raises(ValueError, match=r"^keys: expected at most 5 rows for sequence 1, got 9$"):
         cache.write(0, 1, rows, rows)
+
+
+def test_words_are_the_same_memory_under_another_type(rng):
+    """Any strides; no reference of a dtype is lost or left, and sizes have to agree."""
+    rows = rng.integers(0, 2**16, (4, 3, 8)).astype(np.uint16)[:, ::-2, 1::2]
+    before = sys.getrefcount(BFLOAT16)
+    for _ in range(100):
+        words = as_words(rows, BFLOAT16)
+        back = as_words(words, np.dtype(np.uint16))
+    assert (words.dtype, back.strides, address(back)) == (BFLOAT16, rows.strides, address(rows))
+    assert np.array_equal(back, rows)
+    assert np.array_equal(as_floats(words, rows.shape, "x"), as_floats(as_words(back, BFLOAT16), rows.shape, "x"))
+    del words, back
+    assert sys.getrefcount(BFLOAT16) == before
+    for wrong in (np.float32, np.uint8):
+        with pytest.raises(ValueError, match="words: expected 2 bytes without objects, got"):
+            as_words(rows, np.dtype(wrong))
+    with pytest.raises(ValueError, match="words: expected 8 bytes without objects, got"):
+        as_words(np.zeros(2), np.dtype(object))

@@ -1,6 +1,7 @@
 """`PrefixStore`: what it finds is what was computed, for batches, windows, namespaces and files."""
 
 import gc
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hf_models import difference, dynamic, left_padded, make_model
 
 from kvcache import InvalidOperationError, OutOfMemoryError, SnapshotError
 from kvcache.integrations.transformers import PagedCache, PrefixStore
+from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
@@ -152,6 +154,65 @@ def test_save_and_load(kind, tmp_path):
         assert other.memory()["kv"] == 0
     with pytest.raises(InvalidOperationError):
         tomorrow.load(tmp_path / "prefixes.kv")
+
+
+def in_another_process(folder, kind, sent):
+    """Compute, keep and store prompts; what was generated."""
+    with Tiers([DirectoryTier(folder, "1GiB")], after_uses=1) as tiers:
+        model, (ids, mask) = make_model(kind, "kvcache"), left_padded([110, 93], 110)
+        store = PrefixStore(model.config, dtype="q8", tiers=tiers, model="one")
+        cache = store.cache_for(ids, mask, namespace="a")
+        out = generate(model, cache, ids, mask).sequences
+        store.keep(cache, out)
+        assert tiers.flush(60)
+        sent.put(out.numpy())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
+def test_prefixes_of_another_process(tmp_path, kind):
+    """What one process kept, the next one finds, by model, format and namespace; what it evicts comes back."""
+    context = multiprocessing.get_context("spawn")
+    sent = context.SimpleQueue()
+    other = context.Process(target=in_another_process, args=(tmp_path, kind, sent))
+    other.start()
+    want = torch.from_numpy(sent.get())
+    other.join()
+    model, (ids, mask) = make_model(kind, "kvcache"), left_padded([110, 93], 110)
+
+    def opened(**options):
+        tiers = Tiers([DirectoryTier(tmp_path, "1GiB")], after_uses=100, deadline=60)
+        made = PrefixStore(model.config, **{"dtype": "q8", "tiers": tiers, "model": "one"} | options)
+        return made, tiers
+
+    store, tiers = opened()
+    for evicted in (False, True):
+        cache = store.cache_for(ids, mask, namespace="a")
+        assert cache.get_seq_length() == 64
+        out = generate(model, cache, ids, mask)
+        assert torch.equal(out.sequences, want)
+        assert cache.stats().dense_calls == {}
+        store.keep(cache, out)
+        cache.check()
+        store.check()
+        del cache
+        if not evicted:
+            store.evict(10**6)
+            assert tiers.flush(60)
+    assert tiers.stats()[0].hits == 2 * 2 * len(store._indexes)
+    for options, namespace in (({"model": "two"}, "a"), ({"dtype": "q4"}, "a"), ({}, "b")):
+        assert opened(**options)[0].cache_for(ids, mask, namespace=namespace).get_seq_length() == 0
+    size = store.memory()["kv"]
+    small, _ = opened(max_memory_bytes=size // 2)
+    assert small.cache_for(ids[:1], namespace="a").get_seq_length() in (0, 64)
+    small.check()
+
+
+def test_tiers_need_a_name_of_the_weights(tmp_path):
+    config = make_model("llama", "kvcache").config
+    with pytest.raises(ValueError, match="model: expected a name of the weights with tiers, got None"):
+        PrefixStore(config, tiers=Tiers([DirectoryTier(tmp_path, "1GiB")]))
+    with pytest.raises(TypeError, match="tiers: expected"):
+        PrefixStore(config, tiers=[DirectoryTier(tmp_path, "1GiB")], model="one")
 
 
 def test_within_its_memory():

@@ -36,7 +36,8 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[name for name, _ in EXAMPLES])
-def test_example(number):
+def test_example(number, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of calibrations
     _, example = EXAMPLES[number]
     if ".tokenizer" in example and importlib.util.find_spec("tokenizers") is None:
         pytest.skip("needs the extra [text]")

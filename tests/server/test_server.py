@@ -323,8 +323,13 @@ def test_metrics(served, client):
     lines = got.text.splitlines()
     kinds = dict(line.split()[2:] for line in lines if line.startswith("#"))
     values = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
-    assert {name.partition("{")[0] for name in values} == set(kinds)
+    histograms = {name for name, kind in kinds.items() if kind == "histogram"}
+    parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    assert {name.partition("{")[0] for name in values} == set(kinds) - histograms | parts
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
+    assert histograms == {"kvcache_queued_seconds", "kvcache_first_token_seconds"}
+    for name in histograms:
+        assert values[f"{name}_count"] == values[f'{name}_bucket{{le="+Inf"}}'] > 0
     stats = served.engine.stats()
     assert values["kvcache_new_tokens_total"] == stats.new_tokens > 0
     assert values['kvcache_http_responses_total{status="200"}'] > 0

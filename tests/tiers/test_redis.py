@@ -5,11 +5,12 @@ import threading
 import numpy as np
 import pytest
 import redis
+from places import GOLDEN
 from prefix_engines import SHORT, prompt
 from tier_stores import SECRET
 
 from bench.support.redis_servers import Cluster, Server
-from kvcache.engine import InferenceEngine, PrefixCachedEngine
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.tiers import RedisTier, Tiers
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -157,18 +158,20 @@ def test_a_wrong_password(tmp_path, network):
 
 
 def test_values_that_belong_elsewhere(server, network):
-    """Corrupt, truncated, exchanged and foreign values under right keys."""
+    """Corrupt, truncated and exchanged values, those of another tenant and of another model, under right keys."""
     text = prompt(1, 200)
     want = InferenceEngine(network).generate(text, SHORT)
     with server.client() as client:
-        taken = {}
-        for namespace in ("a", "b"):
+        taken = []
+        foreign = Transformer.from_pretrained(GOLDEN / "llama", weights="q8")  # values of the same size
+        for model, namespace in ((network, "a"), (network, "b"), (foreign, "a")):
             client.flushall()
             with tiers_over(client) as tiers:
-                engine_over(network, tiers).generate(text, SHORT, namespace=namespace)
+                engine_over(model, tiers).generate(text, SHORT, namespace=namespace)
                 assert tiers.flush(60)
-            taken[namespace] = {key: client.get(key) for key in client.scan_iter()}
-        mine, other = taken["a"], list(taken["b"].values())
+            taken.append({key: client.get(key) for key in client.scan_iter()})
+        mine, others, models = taken[0], *(list(each.values()) for each in taken[1:])
+        assert {len(value) for value in mine.values()} == {len(value) for value in models}
         rng = np.random.default_rng(0)
 
         def damaged(value):
@@ -178,7 +181,8 @@ def test_values_that_belong_elsewhere(server, network):
         values = list(mine.values())
         for change in (
             damaged, lambda value: value[: len(value) // 2], lambda value: values[values.index(value) - 1],
-            lambda value: other[values.index(value)], lambda value: b"", lambda value: b"x" * len(value),
+            lambda value: others[values.index(value)], lambda value: models[values.index(value)], lambda value: b"",
+            lambda value: b"x" * len(value),
         ):  # fmt: skip
             for key, value in mine.items():
                 client.set(key, change(value))

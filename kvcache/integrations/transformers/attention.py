@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvcache.integrations.transformers.dense import dense_attention
 from kvcache.integrations.transformers.hf import torch
-from kvcache.integrations.transformers.layer import PagedLayer, padded
+from kvcache.integrations.transformers.layer import PagedLayer, array_of
 from kvcache.integrations.transformers.masks import PatternMask
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.sight import Call, calls_for
@@ -102,31 +102,33 @@ def _packed(
     scale = width**-0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
     channels = rows.kind.channels
-    queries = padded(query, channels)
-    flat: Float32
+    queries = array_of(query, channels)
     if n == 1:
-        flat = queries.numpy().reshape(batch, heads, channels)
+        flat = queries.reshape(batch, heads, channels)
     else:
-        flat = queries.transpose(1, 2).reshape(batch * n, heads, channels).numpy()
+        flat = queries.transpose(0, 2, 1, 3).reshape(batch * n, heads, channels)
     calls = calls_for(rows, n, causal, window)
     out = None
     for call in calls:
         if call.queries is None:
             out = _call(rows, layer.slot, call, flat, scale, softcap, sinks)
         else:
-            out = np.zeros_like(flat) if out is None else out
+            out = np.zeros(flat.shape, np.float32) if out is None else out
             out[call.queries] = _call(rows, layer.slot, call, flat[call.queries], scale, softcap, sinks)
-    mixed = torch.zeros(batch * n, heads, channels) if out is None else torch.from_numpy(out)
+    if out is None:
+        out = np.zeros(flat.shape, np.float32)
     if rows.eviction is not None and not layer.state.recording:
         rows.evict()
-    mixed = mixed.view(batch, n, heads, channels)
+    mixed = torch.from_numpy(out.reshape(batch, n, heads, channels))
     if layer.channels[1] != channels:
         mixed = mixed[..., : layer.channels[1]].contiguous()
-    return mixed if mixed.dtype == query.dtype else mixed.to(query.dtype)
+    if query.dtype == torch.bfloat16:
+        return mixed.bfloat16()  # two thirds of the time of `to`
+    return mixed if query.dtype == torch.float32 else mixed.to(query.dtype)
 
 
 def _call(
-    rows: Rows, slot: int, call: Call, queries: Float32, scale: float, softcap: float | None, sinks: Any
+    rows: Rows, slot: int, call: Call, queries: npt.NDArray[Any], scale: float, softcap: float | None, sinks: Any
 ) -> Float32:
     scored = rows.eviction is not None and rows.eviction.by_score
     ids = call.ids if call.shown is None else rows.fork_up_to(call.ids, call.shown)

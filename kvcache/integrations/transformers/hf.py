@@ -13,6 +13,7 @@ try:
     with preset("GOMP_SPINCOUNT", "1000", "OMP_WAIT_POLICY"):
         import torch
     from torch.utils._pytree import tree_map
+    from torch.utils.dlpack import to_dlpack
     from transformers import AttentionInterface
     from transformers.cache_utils import (
         DYNAMIC_LAYER_TYPE_MAPPING,
@@ -48,6 +49,7 @@ __all__ = [
     "get_layer_types_and_kwargs",
     "sdpa_attention_forward",
     "sdpa_mask",
+    "to_dlpack",
     "torch",
     "tree_map",
 ]

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core import dlpack
+from kvcache.core.arguments import BFLOAT16
 from kvcache.eviction import Rule
 from kvcache.integrations.transformers.evicting import Eviction
 from kvcache.integrations.transformers.hf import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    to_dlpack,
     torch,
 )
 from kvcache.integrations.transformers.pool import MOST_CHANNELS, Kind, Pool
@@ -25,7 +28,7 @@ from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
 
-__all__ = ["PagedLayer", "State", "padded"]
+__all__ = ["PagedLayer", "State", "array_of"]
 
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
@@ -87,7 +90,8 @@ class State:
         if layer not in self.pending:
             return
         kind, slot, keys, values, total = self.pending[layer]
-        rows, new = self.rows_of(kind, keys.shape[0], keys.shape[2]), keys.shape[2]
+        batch, _, new, _ = keys.shape
+        rows = self.rows.get(kind) or self.rows_of(kind, batch, new)
         if total > rows.length:
             rows.extend(total, padding, trim=not self.recording)
         if total != rows.length or new != rows.new:
@@ -97,7 +101,7 @@ class State:
             )
         del self.pending[layer]
         if new:
-            rows.write(slot, padded(keys, kind.channels), padded(values, kind.channels))
+            rows.write(slot, array_of(keys, kind.channels), array_of(values, kind.channels))
 
     def settle(self) -> None:
         """Store what waits in any layer."""
@@ -193,7 +197,7 @@ class PagedLayer(CacheLayerMixin):
             raise RuntimeError("PagedCache: expected no gradients (torch.no_grad()), got K that requires one")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new = key_states.shape[2]
+        batch, _, new, _ = key_states.shape
         if self.inner is not None:
             self.seen += new
             self.state.ways.went_dense(f"heads of more than {MOST_CHANNELS} channels")
@@ -201,19 +205,22 @@ class PagedLayer(CacheLayerMixin):
         if self.waits:  # the step before ended without attention in this layer, so perhaps in others
             self.state.settle()
         rows = self.state.rows.get(self._kind)
-        if rows is not None and rows.batch != key_states.shape[0]:
+        if rows is not None and rows.batch != batch:
             raise ValueError(
-                f"key_states: expected the {rows.batch} rows that the cache holds, got {key_states.shape[0]}; "
+                f"key_states: expected the {rows.batch} rows that the cache holds, got {batch}; "
                 "batch_repeat_interleave and batch_select_indices change their number"
             )
         past = self.seen if self.window is None else min(self.seen, self.window - 1)
         self.seen += new
         self.state.pending[self.index] = Pending(self._kind, self.slot, key_states, value_states, self.seen)
-        return self._states(key_states.shape[0], past + new)
+        return self._states(batch, past + new)
 
     def _states(self, batch: int, visible: int) -> tuple[StoredStates, StoredStates]:
-        k, v = ((batch, self.heads, visible, channels) for channels in self.channels)
-        return StoredStates(self, 0, k, self.dtype, self.seen), StoredStates(self, 1, v, self.dtype, self.seen)
+        (k, v), heads, dtype, seen = self.channels, self.heads, self.dtype, self.seen
+        return (
+            StoredStates(self, 0, (batch, heads, visible, k), dtype, seen),
+            StoredStates(self, 1, (batch, heads, visible, v), dtype, seen),
+        )
 
     def commit(self, padding: Bool | None = None) -> None:
         """Store what `update` took; `padding`: of the last tokens, see `Rows.extend`."""
@@ -284,11 +291,14 @@ class PagedLayer(CacheLayerMixin):
     crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
 
 
-def padded(states: Any, channels: int) -> Any:
-    """`states` in float32 with `channels` channels, the last ones zero."""
+def array_of(states: Any, channels: int) -> npt.NDArray[Any]:
+    """`states` with `channels` channels, the last ones zero, as an array: float32, or bfloat16 in place."""
     if states.requires_grad:
         states = states.detach()
-    if states.dtype != torch.float32:
-        states = states.float()
-    missing = channels - states.shape[3]
-    return torch.nn.functional.pad(states, (0, missing)) if missing else states
+    dtype, missing = states.dtype, channels - states.shape[3]
+    if not missing:
+        if dtype == torch.bfloat16:
+            return dlpack.array_of(to_dlpack(states), BFLOAT16)  # type: ignore[return-value]
+        if dtype == torch.float32:
+            return dlpack.array_of(to_dlpack(states))  # type: ignore[return-value]
+    return torch.nn.functional.pad(states.float(), (0, missing)).numpy()  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ pool for prefixes ignores the windows, so that a block holds a prefix whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +140,19 @@ class Pool:
                 raise error
         if wanted:
             paged.grow(wanted)
+
+    def prepare(self, kind: Kind, count: int) -> None:
+        """Make or add blocks until so many are free, as far as the limit allows."""
+        if kind not in self.paged:
+            with suppress(OutOfMemoryError):
+                self.blocks_of(kind, count)
+            return
+        paged = self.paged[kind]
+        lacking = count - paged.free_block_count
+        if self.limit is not None:
+            lacking = min(lacking, (self.limit - self._mapped()) // max(1, paged.block_memory_bytes))
+        if lacking > 0:
+            paged.grow(lacking)
 
     def new_ids(self, count: int) -> UInt64:
         """Ids of new sequences."""

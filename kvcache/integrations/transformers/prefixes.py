@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.arguments import as_instance, short
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import total
 from kvcache.errors import InvalidOperationError
@@ -20,6 +21,8 @@ from kvcache.integrations.transformers.layer import State
 from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, Pool
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.tiers.source import TierSource
+from kvcache.tiers.tiers import Tiers
 
 __all__ = ["PrefixStore"]
 
@@ -45,6 +48,12 @@ class PrefixStore:
         dtype, key_dtype, value_dtype, block_size: as of `PagedCache`.
         max_memory_bytes: the most bytes of K and V, of caches in use and of what is kept; None: they grow. When they
             are in use, kept blocks go, the least recently used first.
+        tiers: where prefixes go beyond this process and come from, see `kvcache.tiers.Tiers`; `cache_for` waits for
+            them up to their `deadline`, for each row.
+        model: with tiers, a name of the weights and their revision, the same wherever values are shared.
+
+    Raises:
+        TypeError, ValueError: another kind; layers of another kind; tiers without a name of the model.
     """
 
     def __init__(
@@ -56,13 +65,20 @@ class PrefixStore:
         value_dtype: str | None = None,
         block_size: int = 16,
         max_memory_bytes: int | str | None = None,
+        tiers: Tiers | None = None,
+        model: str | None = None,
     ) -> None:
+        if tiers is not None:
+            as_instance(tiers, Tiers, "tiers")
+            if not isinstance(model, str):
+                raise ValueError(f"model: expected a name of the weights with tiers, got {short(model)}")
         formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         self._pool = Pool(config, formats, block_size, max_memory_bytes, "shape")
         for name in self._pool.types:
             if name not in (*PAGED_TYPES, "dummy"):
                 raise ValueError(f"config: expected layers with full attention or windows, got {name}")
-        self._config = config
+        self._config, self._tiers, self._model = config, tiers, model
+        self._sources: dict[Kind, TierSource] = {}
         self._indexes: dict[Kind, PrefixCache] = {}
         indexes = self._indexes  # not `self`: the pool would refer back to the store
         self._pool.reclaim = lambda kind, count: indexes[kind].evict(count) if kind in indexes else 0
@@ -71,7 +87,18 @@ class PrefixStore:
         for kind, paged in self._pool.paged.items():
             if kind not in self._indexes:
                 self._indexes[kind] = PrefixCache.over(paged)
+                if self._tiers is not None:
+                    source = self._tiers.source(f"{self._model} {self._digest(('dtype',))} {kind}")
+                    self._sources[kind] = self._indexes[kind].source = source
         return self._indexes
+
+    def _expect(self, rows: list[Int64], namespace: Hashable) -> None:
+        """Make room for what tiers may have of prompts, as far as the limit allows."""
+        for kind in set(self._pool.said.values()) if self._tiers is not None else ():
+            index = self._indexes.get(kind)
+            known = [0 if index is None else index.peek(row, namespace) for row in rows]
+            size = self._pool.block_size
+            self._pool.prepare(kind, sum(-(-len(row) // size) - n // size for row, n in zip(rows, known, strict=True)))
 
     # -- around a call of generate --------------------------------------------------------------------------
 
@@ -88,6 +115,7 @@ class PrefixStore:
         state.prompt = ids, mask, namespace
         cache = PagedCache._over(state)
         pads = mask.argmax(1)
+        self._expect([row[n:] for row, n in zip(ids, pads, strict=True)], namespace)
         if not self._opened() or not ids.shape[1] or not (mask.sum(1) == ids.shape[1] - pads).all():
             return cache
         with ExitStack() as held:
@@ -150,6 +178,9 @@ class PrefixStore:
                 index.adopt(tokens[row, first:stop], rows.paged.block_table([seq_id]).indices, namespace)
                 for row, (seq_id, first) in enumerate(zip(rows.ids, rows.first, strict=True))
             )
+            if kind in self._sources:
+                for row, first in enumerate(rows.first):
+                    self._sources[kind].used(namespace, tokens[row, first:stop].astype(np.uint32))
         return kept
 
     # -- save and load --------------------------------------------------------------------------------------
@@ -157,10 +188,13 @@ class PrefixStore:
     def _name(self, model: str | None) -> str:
         if model is not None:
             return str(model)
-        volatile = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
+        return f"{self._config.name_or_path} {self._digest()}"
+
+    def _digest(self, named: tuple[str, ...] = ()) -> str:
+        """Of the settings of the config but those that K and V do not depend on, or that are not `named`."""
+        volatile = {"transformers_version", "dtype", "torch_dtype", "_name_or_path"} - {*named}
         settings = {name: value for name, value in self._config.to_dict().items() if name not in volatile}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-        return f"{self._config.name_or_path} {digest[:16]}"
+        return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def _in_order(self) -> list[PrefixCache]:
         indexes = self._opened()

@@ -249,13 +249,13 @@ class Rows:
             )
         return not (~padding & ~hidden).any()
 
-    def write(self, slot: int, keys: Any, values: Any) -> None:
-        """Store K and V of the tokens of the last `extend`, `(batch, KV heads, new, channels)` float32 tensors."""
+    def write(self, slot: int, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Store K and V of the tokens of the last `extend`, `(batch, KV heads, new, channels)`."""
         if self.new == 1 and self.new_hidden is None:
-            return self.paged.write_batch(slot, self.ids, keys.numpy()[:, :, 0], values.numpy()[:, :, 0])
+            return self.paged.write_batch(slot, self.ids, keys[:, :, 0], values[:, :, 0])
         counts, pair = np.full(self.batch, self.new), []
         for states in (keys, values):
-            rows = states.transpose(1, 2).flatten(0, 1).numpy()
+            rows = states.transpose(0, 2, 1, 3).reshape(-1, *states.shape[1::2])
             pair.append(rows if self.new_hidden is None else rows[~self.new_hidden.ravel()])
         if self.new_hidden is not None:
             counts = self.new - self.new_hidden.sum(1)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoredStates"]
 
+_make, _CPU = torch.Tensor._make_wrapper_subclass, torch.device("cpu")
+
 
 class StoredStates(torch.Tensor):
     """K (`which` 0) or V (1) of a layer, `(batch, KV heads, tokens, head_dim)`, as they stand in the blocks.
@@ -26,7 +28,7 @@ class StoredStates(torch.Tensor):
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, which: int, shape: tuple[int, int, int, int], dtype: Any, total: int) -> Any:
-        states = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu", requires_grad=False)
+        states = _make(cls, shape, dtype=dtype, device=_CPU)
         states._layer, states._which, states._total, states._epoch = layer, which, total, layer.epoch
         return states
 
