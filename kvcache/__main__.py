@@ -1,4 +1,4 @@
-"""The command line `python -m kvcache`: the demo, and chat and generation with a checkpoint of your own."""
+"""The command line `python -m kvcache`: the demo, and chat, generation and a server with a checkpoint of your own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import kvcache
 from kvcache.commands.chat import add_chat, chat
 from kvcache.commands.generate import add_generate, generate
 from kvcache.demo import DIRECTORY
+from kvcache.server.command import add_serve, serve
 
 __all__ = ["main"]
 
@@ -26,12 +27,16 @@ examples:
   python -m kvcache chat --model ~/models/Qwen3-0.6B --weights q8 --dtype q4 --system "Answer in one sentence."
   python -m kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
   python -m kvcache generate --model ~/models/Qwen3-0.6B-Q4_K_M.gguf --prompt "The KV cache is" --num-blocks 512
+  python -m kvcache serve --model ~/models/Qwen3-0.6B --api-keys keys.txt
 """
 CHAT = """\
 A conversation in the terminal; each line of the standard input is a message. Only what is new in it runs: a line after
 each answer says how many tokens of the prompt were cached. Ctrl-C stops an answer; at the prompt, Ctrl-C and Ctrl-D end
 the conversation."""
 GENERATE = "Continue a prompt with a Hugging Face checkpoint or a GGUF file."
+SERVE = """\
+A server with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. It needs the
+extra serve. It has no TLS: put a proxy before it where other machines reach it."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="run the demo (the default)")
     add_chat(commands.add_parser("chat", help="talk with a model", description=CHAT, formatter_class=raw))
     add_generate(commands.add_parser("generate", help="continue a prompt", description=GENERATE))
+    add_serve(commands.add_parser("serve", help="serve many users over HTTP", description=SERVE, formatter_class=raw))
     return parser
 
 
@@ -60,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "chat":
             return chat(options, str(DIRECTORY))
+        if options.command == "serve":
+            return serve(options, str(DIRECTORY))
         return generate(options) if options.command == "generate" else _demo()
     except KeyboardInterrupt:
         return 130

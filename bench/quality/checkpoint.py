@@ -3,38 +3,51 @@
 Windows of three kinds of text that every Python has: its documentation (`pydoc_data.topics`), modules of its standard
 library, and licences of installed packages. Every run is compared with the f32 cache window by window; a standard error
 is that of the mean over windows. Weights stay as they are stored, and meet activations exactly: rounded activations
-would add a KL divergence of 0.004 of their own. Ctrl-C stops at any time and prints what is there.
+would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside them on GGUF files, where
+llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep` goes on from there.
+
+`--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without. Its bits
+are those that it says.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.engine.smollm2 import find_file
-from bench.quality.divergence import Divergence, compare
+from bench.quality import llamacpp
+from bench.quality.divergence import Divergence
+from bench.quality.kept import Windows
 from bench.quality.network import Recorder
 from kvcache import Calibration, InferenceEngine
-from kvcache.core.kernels import FORMATS
+from kvcache.core.kernels import FORMATS, get_num_threads
+from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine.calibrating import text_or_calibration
 from kvcache.engine.residual import num_firsts
+from kvcache.networks.gguf import is_gguf
 
-__all__ = ["HEADER", "RUNS", "Biased", "measure", "rows", "texts", "verdicts"]
+__all__ = ["HEADER", "RUNS", "Biased", "load_format", "measure", "rows", "texts", "verdicts"]
 
 Tokens = npt.NDArray[np.uint32]
 
 CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
 NAMES = ("q8", "q8/q4", "q4", "q4/q2", "q3", "q2")
+MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
-    "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
+    *(name + CALIBRATED for name in MIXES), "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED,
+    "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
@@ -43,8 +56,11 @@ HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p9
 GOALS = {
     "q8" + CALIBRATED: (0.0002, 3e-5), "q4" + CALIBRATED: (0.006, 0.0035), "q3" + CALIBRATED: (0.032, 0.022),
     "q2" + CALIBRATED: (0.09, 0.075), "q4" + BARE + CALIBRATED: (0.02, 0.015),
+    "auto:5.0" + CALIBRATED: (0.0025, 0.0025), "auto:3.5" + CALIBRATED: (0.025, 0.02),
+    "auto:3.0" + CALIBRATED: (0.03, 0.032),
 }  # fmt: skip
 TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that without
+RESIDUAL = 64  # tokens per group beside a format written in Python
 NORM, EVERY = 200.0, 3  # of the constant; it is in every third of the first nine layers
 
 _MODULES = ("argparse", "textwrap", "shutil", "csv", "heapq", "zipfile", "tarfile", "configparser", "difflib")
@@ -96,9 +112,30 @@ def windows(tokenizer: Any, context: int, total: int) -> Iterator[Tokens]:
                 yield ids[at : at + context]
 
 
-def _options(name: str, calibration: Calibration | None) -> dict[str, Any]:
+def load_format(place: str) -> Any:
+    """An instance of a format that a module of the search path, or of the working directory, defines.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    module, _, name = place.partition(":")
+    sys.path.insert(0, "")
+    try:
+        own = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise SystemExit(f"--format: expected MODULE:CLASS, got {place}: {error}") from error
+    finally:
+        sys.path.remove("")
+    if not is_format(own):
+        raise SystemExit(f"--format: expected a class with `encode` and `decode`, got {place}")
+    return own
+
+
+def _options(name: str, calibration: Calibration | None, own: dict[str, Any]) -> dict[str, Any]:
+    if name in own:
+        return {"dtype": own[name], "residual_length": 0 if BARE in name else RESIDUAL}
     keys, _, values = name.partition(",")[0].partition("/")
-    options: dict[str, Any] = {"key_dtype": keys, "value_dtype": values or keys}
+    options: dict[str, Any] = {"dtype": keys} if keys in MIXES else {"key_dtype": keys, "value_dtype": values or keys}
     if BARE in name:
         options["residual_length"] = 0
     if CALIBRATED in name:
@@ -116,6 +153,8 @@ class _Run:
         length = self._engine.residual_length
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
+        own = cache.formats.pair[0]
+        packed = packed if own is None else own.bits
         full = FORMATS["f16"].bits
         self.bits = packed + full * (length + num_firsts("calibrate" in options, length)) / context
 
@@ -128,7 +167,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
 
     Args:
-        options: `model`, `calibrate`, `tokens`, `context` and `quick` of the command line.
+        options: `model`, `calibrate`, `format`, `tokens`, `context`, `keep` and `quick` of the command line.
         say: takes the state, for a line that is overwritten.
     """
     path = find_file() if options.model == "smollm2" else Path(options.model)
@@ -136,12 +175,15 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     engine = InferenceEngine.from_pretrained(path, activations="exact", num_blocks=1)
     if engine.tokenizer is None:
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
-    model, names = engine.model, QUICK if options.quick else RUNS
+    formats = [load_format(place) for place in options.format]
+    own = {name_of(each) + bare: each for each in formats for bare in ("", BARE)}
+    model, names = engine.model, (*(QUICK if options.quick else RUNS), *own)
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
     context = min(options.context, model.config.max_position_embeddings)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
-    plain = {"calibration": InferenceEngine(model, dtype="q4", calibrate=known, num_blocks=1).cache.calibration}
+    dtype = "q4" if options.quick else MIXES[0]  # which needs more of it
+    plain = {"calibration": InferenceEngine(model, dtype=dtype, calibrate=known, num_blocks=1).cache.calibration}
     if any(BIASED in name for name in names):
         other = Biased(model, np.copy)
         ids = known if not isinstance(known, Calibration) else next(windows(engine.tokenizer, context, context))
@@ -149,27 +191,56 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     runs: dict[str, Any] = {"f32": _Run(Recorder(model, np.copy), context, {})}
     for name in names:
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
-        runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key]))
-    found, count = {name: Divergence() for name in runs}, 0
-    try:
-        for window in windows(engine.tokenizer, context, total):
-            done = f"{count * context:,} of {total:,} tokens"
-            counted = {name: _said(run, f"{done}, {name}", say) for name, run in runs.items()}
-            for name, one in compare(counted["f32"], counted, [window]).items():
-                for field, values in vars(one).items():
-                    getattr(found[name], field).extend(values)
-            count += 1
-    except KeyboardInterrupt:
-        say(f"stopped after {count} windows")
-    if not count:
-        raise SystemExit("stopped before the first window was done")
+        runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
+    with TemporaryDirectory() as folder:
+        rivals = {} if options.quick or not is_gguf(path) else _rivals(path, Path(folder), context)
+        every = runs | rivals
+        found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
+        try:
+            for number, window in enumerate(windows(engine.tokenizer, context, total)):
+                done = f"{number * context:,} of {total:,} tokens"
+                named = partial(_said, done, say)
+                for name, one in kept.measure(number, window, [runs, rivals] if rivals else [runs], named).items():
+                    if name in every:
+                        for field, values in vars(one).items():
+                            getattr(found[name], field).extend(values)
+                count += 1
+        except KeyboardInterrupt:
+            say(f"stopped after {count} windows")
+        if not count:
+            raise SystemExit("stopped before the first window was done")
     text = f"{path.name}, {count} windows of {context:,} tokens of documentation, code and licences of this Python"
-    return {name: one.figures() | {"bits": runs[name].bits} for name, one in found.items()}, text
+    return {name: one.figures() | {"bits": every[name].bits} for name, one in found.items()}, text
 
 
-def _said(run: Any, what: str, say: Callable[[str], None]) -> Any:
+def _rivals(path: Path, folder: Path, context: int) -> dict[str, Any]:
+    """llama.cpp with K and V in each of its formats, the first one its reference; nothing where it is not installed.
+
+    Its weights are float32, which meet activations exactly, as ours do.
+    """
+    if not llamacpp.installed():
+        return {}
+    llamacpp.quiet()
+    link = folder / path.name
+    link.symlink_to(path.resolve())
+    plain = llamacpp.quantise(link, "F32", 1)
+    return {f"llama.cpp {kv}": _Rival(plain, context, kv) for kv in llamacpp.CACHES}
+
+
+class _Rival:
+    """The logits of llama.cpp; its context lives during a call alone, since its logits take 400 MB."""
+
+    def __init__(self, path: Path, context: int, kv: str) -> None:
+        self._make = partial(llamacpp.LlamaLogits, path, context, get_num_threads(), kv)
+        self.bits = llamacpp.CACHES[kv][1]
+
+    def __call__(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        return self._make()(tokens)
+
+
+def _said(done: str, say: Callable[[str], None], name: str, run: Any) -> Any:
     def call(tokens: Tokens) -> Any:
-        say(what)
+        say(f"{done}, {name}")
         return run(tokens)
 
     return call

@@ -8,6 +8,7 @@ import numpy as np
 
 from bench.quality.network import RandomEngine, Recorder, attention_mass
 from bench.quality.prompts import LENGTH, Prompt
+from bench.support.guides import definitions
 from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.engine import Transformer
 
@@ -16,13 +17,15 @@ __all__ = ["BUDGETS", "CHUNK", "HEADER", "POLICIES", "engine_of", "measure", "ro
 SINKS, CHUNK = 4, 32
 BUDGETS = (5, 10, 20, 40, 70)  # per cent of the prompt
 
-# name -> function from (budget, layers) to the policy. Random eviction is H2O with random scores, see `RandomEngine`.
+# name -> function from (budget, layers) to the policy. Random eviction is H2O with random scores, see `RandomEngine`;
+# SnapKV is the example of a guide.
 POLICIES: dict[str, Any] = {
     "H2O": lambda budget, layers: EvictionPolicy.H2O(),
     "H2O, 0.9 recent": lambda budget, layers: EvictionPolicy.H2O(0.9),
     "window": lambda budget, layers: EvictionPolicy.SlidingWindow(budget - SINKS, SINKS),
     "StreamingLLM": lambda budget, layers: EvictionPolicy.StreamingLLM(SINKS, budget - SINKS),
     "PyramidKV": lambda budget, layers: EvictionPolicy.PyramidKV(layers),
+    "SnapKV": lambda budget, layers: definitions("policies.md")["SnapKV"](min(CHUNK, budget // 2)),
     "random, half recent": lambda budget, layers: EvictionPolicy.H2O(0.5),
     "random": lambda budget, layers: EvictionPolicy.H2O(0.0),
 }

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from kvcache.gguf import GgufFile
 
-__all__ = ["FILES", "LlamaLogits", "bits_per_weight", "installed", "quantise", "quiet", "version"]
+__all__ = ["CACHES", "FILES", "LlamaLogits", "bits_per_weight", "installed", "quantise", "quiet", "version"]
 
 Float32 = npt.NDArray[np.float32]
 # Kinds of files, and llama.cpp's numbers for them.
 FILES = {"F32": 0, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q4_K_M": 15}
-_F32_CACHE = 0  # the type of K and V
+# Formats of K and V: llama.cpp's numbers, and bits per value. Those of fewer bits need its flash attention.
+CACHES = {"f32": (0, 32.0), "q8_0": (8, 8.5), "q5_1": (7, 6.0), "q4_1": (3, 5.0), "q4_0": (2, 4.5)}
 
 
 def installed() -> bool:
@@ -67,14 +68,20 @@ def bits_per_weight(path: Path) -> float:
 
 
 class LlamaLogits:
-    """The logits of all tokens of a text, with K and V in float32."""
+    """The logits of all tokens of a text.
 
-    def __init__(self, path: Path, context: int, threads: int) -> None:
+    Args:
+        kv: the format of K and V, a key of `CACHES`.
+    """
+
+    def __init__(self, path: Path, context: int, threads: int, kv: str = "f32") -> None:
         import llama_cpp
 
+        number = CACHES[kv][0]
         self._llama = llama_cpp.Llama(
             str(path), n_ctx=context, n_batch=context, n_ubatch=min(context, 512), n_threads=threads,
-            n_threads_batch=threads, logits_all=True, type_k=_F32_CACHE, type_v=_F32_CACHE, verbose=False,
+            n_threads_batch=threads, logits_all=True, type_k=number, type_v=number, verbose=False,
+            flash_attn=kv != "f32",
         )  # fmt: skip
         self.bits = bits_per_weight(path)
 

@@ -10,7 +10,7 @@ import numpy as np
 from bench.quality.endless import BIN, bins
 from bench.support.plot import pyplot, save
 
-__all__ = ["draw_budgets", "draw_formats", "draw_mass", "draw_stream"]
+__all__ = ["draw_budgets", "draw_formats", "draw_front", "draw_mass", "draw_stream"]
 
 
 # Parts of a format's name that select the kind of point.
@@ -42,6 +42,39 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
     panels[0][0].set_ylabel("perplexity over the f32 cache, %")
     panels[0][-1].legend(fontsize=8)
     return save(plt, figure, folder, "quality formats")
+
+
+# Kinds of runs of `--model`: what their names end or begin with, and how they are drawn.
+_FRONT = {
+    "llama.cpp": ("s--", "llama.cpp"), ", no residual": ("", ""), ", biased": ("", ""),
+    "auto": ("D-", "a budget of bits"), ", calibrated": ("o-", "with a calibration"), "": ("^-", "without"),
+}  # fmt: skip
+
+
+def draw_front(figures: dict[str, dict[str, float]], folder: str) -> Path:
+    """Perplexity and KL divergence over bits per value of a checkpoint: a line for each kind of run."""
+    plt = pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5))
+    kinds: dict[str, list[str]] = {}
+    for name in figures:
+        kind = next(kind for kind in _FRONT if kind in name)
+        if _FRONT[kind][0] and "f32" not in name and "/" not in name:
+            kinds.setdefault(kind, []).append(name)
+    for axes, key, scale in zip(panels, ("rise", "kl"), (100, 1), strict=True):
+        for kind, names in kinds.items():
+            names = sorted(names, key=lambda name: figures[name]["bits"])
+            x, y = [figures[name]["bits"] for name in names], [scale * figures[name][key] for name in names]
+            axes.plot(x, np.maximum(y, 1e-3 if key == "rise" else 1e-6), _FRONT[kind][0], label=_FRONT[kind][1])
+            for name, *at in zip(names, x, y, strict=True):
+                short = name.partition(",")[0].removeprefix("llama.cpp ").removeprefix("auto:")
+                axes.annotate(short, at, (5, 3), textcoords="offset points", fontsize=7)
+        axes.set_yscale("log")
+        axes.set_xlabel("bits per value, with scales and the tokens in f16")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("perplexity over f32, % (0.001 % stands for less)")
+    panels[1].set_ylabel("KL divergence of the next token")
+    panels[1].legend(fontsize=8)
+    return save(plt, figure, folder, "quality of a real model")
 
 
 def draw_budgets(figures: list[dict[str, Any]], folder: str) -> Path:

@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="tokens of the formats table (default 51,200; --model: 40,960)")
     parser.add_argument("--model", help="one table of all formats for this checkpoint, or smollm2, and nothing else")
     parser.add_argument("--calibrate", default="auto", help="--model: a text or a saved calibration (default: auto)")
+    parser.add_argument(
+        "--format", action="append", default=[], metavar="MODULE:CLASS",
+        help="--model: also a storage format written in Python (may be repeated)",
+    )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
+    parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
@@ -166,6 +171,8 @@ def _checkpoint(options: argparse.Namespace) -> int:
     figures, text = checkpoint.measure(options, checkpoint.progress)
     checkpoint.progress("")
     show(options.markdown, f"K and V of {text}", checkpoint.HEADER, checkpoint.rows(figures))
+    if options.plot:
+        print(pictures.draw_front(figures, options.plot))
     if options.model == "smollm2":
         print_verdicts(checkpoint.verdicts(figures))
     if options.json:

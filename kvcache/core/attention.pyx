@@ -8,7 +8,8 @@ from libc.string cimport memcmp, memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
-from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_attend_args, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor
+from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_attend_args, kvc_head_keys, kvc_layout, kvc_run, kvc_seq, \
+    kvc_tensor
 from kvcache.core.knownkeys cimport is_centred
 from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.store cimport BlockStore
@@ -139,11 +140,12 @@ cdef class Attention:
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0
+        cdef const kvc_layout *layout = &self.store.layouts.of[self.store.layer_at_(base)]
         cdef bint centred = is_centred(self.store.known_(base), self.store.layout.num_heads)
         if centred and (softcap != 0 or sinks is not None or sink_queries is not None):
             name = "softcap" if softcap != 0 else "sinks" if sinks is not None else "sink_queries"
             raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
-        cdef size_t size = kernels.attend_scratch_bytes(&self.store.layout, self.seqs, num_seqs, heads, threads)
+        cdef size_t size = kernels.attend_scratch_bytes(layout, self.seqs, num_seqs, heads, threads)
         if size > self.scratch_bytes:
             free(self.scratch)
             self.scratch_bytes = 0
@@ -152,7 +154,7 @@ cdef class Attention:
                 raise OutOfMemoryError(size, 0, "bytes")
             self.scratch_bytes = size
         memset(&args, 0, sizeof(kvc_attend_args))
-        args.layout, args.arena, args.seqs, args.num_seqs = &self.store.layout, base, self.seqs, num_seqs
+        args.layout, args.arena, args.seqs, args.num_seqs = layout, base, self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
         args.queries, args.out = tensor_of(queries), <float *>cnp.PyArray_DATA(out)
         if sink_queries is not None:

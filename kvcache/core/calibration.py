@@ -38,16 +38,20 @@ class Calibration:
             nothing is subtracted.
         moments: `(num_layers, num_heads, head_dim, head_dim)`: the mean of the products of channels of the queries that
             read this head, symmetric, with a diagonal of at least 0. None: keys are rounded each channel by itself.
+        losses: `(num_layers, 2)`, at least 0: what is lost where K, or V, of a layer alone is packed, see
+            `dtype="auto:4.0"`. None: not measured. It says nothing of what keys mean.
 
     Raises:
         TypeError, ValueError: other shapes, kinds or values.
 
     Attributes:
-        centres, moments: float32 arrays, which cannot be written.
-        fingerprint: 128 bits of BLAKE2 of both, hexadecimal.
+        centres, moments, losses: float32 arrays, which cannot be written.
+        fingerprint: 128 bits of BLAKE2 of centres and moments, hexadecimal.
     """
 
-    def __init__(self, centres: npt.ArrayLike, moments: npt.ArrayLike | None = None) -> None:
+    def __init__(
+        self, centres: npt.ArrayLike, moments: npt.ArrayLike | None = None, losses: npt.ArrayLike | None = None
+    ) -> None:  # fmt: skip
         self.centres: Float32 = as_floats(centres, (None, None, None), "centres").copy()
         if not (np.abs(self.centres) <= _MOST).all():
             raise ValueError(f"centres: expected magnitudes up to {_MOST:.0f}, got others or NaN")
@@ -61,6 +65,12 @@ class Calibration:
             if not np.array_equal(self.moments, self.moments.swapaxes(2, 3)):
                 raise ValueError("moments: expected symmetric matrices, got others")
             self.moments.flags.writeable = False
+        self.losses: Float32 | None = None
+        if losses is not None:
+            self.losses = as_floats(losses, (len(self.centres), 2), "losses").copy()
+            if not (np.isfinite(self.losses) & (self.losses >= 0)).all():
+                raise ValueError("losses: expected finite numbers of at least 0, got others")
+            self.losses.flags.writeable = False
         self._factors: dict[bool, Float32] = {}
 
     @cached_property
@@ -80,17 +90,18 @@ class Calibration:
     @property
     def nbytes(self) -> int:
         """Bytes of centres and moments."""
-        return self.centres.nbytes + (0 if self.moments is None else self.moments.nbytes)
+        return sum(each.nbytes for each in (self.centres, self.moments, self.losses) if each is not None)
 
     def of_layers(self, layers: list[int]) -> Calibration:
         """The part of these layers, in their order."""
-        return Calibration(self.centres[layers], None if self.moments is None else self.moments[layers])
+        parts = [None if each is None else each[layers] for each in (self.moments, self.losses)]
+        return Calibration(self.centres[layers], *parts)
 
     def without_centres(self, layers: list[int]) -> Calibration:
         """The same, with centres of zeros in these layers."""
         centres = self.centres.copy()
         centres[layers] = 0
-        return Calibration(centres, self.moments)
+        return Calibration(centres, self.moments, self.losses)
 
     def factors(self, rotated: bool) -> Float32 | None:
         """The factors of the encoder, float32 `(num_layers, num_heads, head_dim, head_dim)`; None without moments.
@@ -107,11 +118,17 @@ class Calibration:
             self._factors[rotated] = _factors(self.moments.astype(np.float64), rotated)
         return self._factors[rotated]
 
+    def _check(self) -> bytes:
+        """The checksum of a file."""
+        own = bytes.fromhex(self.fingerprint)
+        return own if self.losses is None else hashlib.blake2b(own + self.losses.tobytes(), digest_size=16).digest()
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `load` reads; the old file stays until the new one is whole. OSError: of the system."""
-        arrays = [self.centres] if self.moments is None else [self.centres, self.moments]
-        head = np.array([*self.shape, len(arrays)], "<u4")
-        check = np.frombuffer(bytes.fromhex(self.fingerprint), np.uint8)
+        arrays = [each for each in (self.centres, self.moments, self.losses) if each is not None]
+        kinds = 1 + (self.moments is not None) + 2 * (self.losses is not None)
+        head = np.array([*self.shape, kinds], "<u4")
+        check = np.frombuffer(self._check(), np.uint8)
         with Replacement(path) as fd:
             write_at(fd, [_MAGIC, head, check, *arrays], 0)
 
@@ -128,22 +145,23 @@ class Calibration:
             head, check = np.zeros(4, "<u4"), np.zeros(16, np.uint8)
             magic, what = bytearray(len(_MAGIC)), f"calibration {os.fspath(path)}"
             read_part(file.fd, [magic, head, check], 0, what)
-            layers, heads, dim, count = (int(n) for n in head)
+            layers, heads, dim, kinds = (int(n) for n in head)
+            means, more = layers * heads * dim, kinds in (2, 4)
             first = len(_MAGIC) + head.nbytes + check.nbytes
-            floats = layers * heads * dim * (1 if count == 1 else 1 + dim)
-            if bytes(magic) != _MAGIC or count not in (1, 2) or size != first + 4 * floats:
+            floats = means * (1 + dim * more) + 2 * layers * (kinds > 2)
+            if bytes(magic) != _MAGIC or not 1 <= kinds <= 4 or size != first + 4 * floats:
                 raise CheckpointError(f"{what}: expected a saved calibration, got {size} bytes of something else")
             data = np.zeros(floats, np.float32)
             read_part(file.fd, [data], first, what)
         finally:
             file.close()
-        split = layers * heads * dim
         try:
-            moments = None if count == 1 else data[split:].reshape(layers, heads, dim, dim)
-            found = cls(data[:split].reshape(layers, heads, dim), moments)
+            moments = data[means : means * (1 + dim)].reshape(layers, heads, dim, dim) if more else None
+            losses = data[-2 * layers :].reshape(layers, 2) if kinds > 2 else None
+            found = cls(data[:means].reshape(layers, heads, dim), moments, losses)
         except ValueError as error:
             raise CheckpointError(f"{what}: {error}") from error
-        if bytes.fromhex(found.fingerprint) != check.tobytes():
+        if found._check() != check.tobytes():
             raise CheckpointError(f"{what}: expected its checksum, got damaged content")
         return found
 

@@ -2,7 +2,8 @@
 
 from libc.stdint cimport int32_t
 
-from kvcache.core.kernels cimport kvc_head_keys, kvc_layout
+from kvcache.core.kernels cimport kvc_head_keys
+from kvcache.core.layouts cimport Layouts
 
 
 cdef class KnownKeys:
@@ -14,5 +15,5 @@ cdef class KnownKeys:
     cdef bint same(self, KnownKeys other) noexcept    # whether keys mean the same in both
 
 # TypeError, ValueError: no calibration of so many layers, heads and channels.
-cdef KnownKeys known_keys(object calibration, int32_t num_layers, const kvc_layout *layout)
+cdef KnownKeys known_keys(object calibration, Layouts layouts)
 cdef bint is_centred(const kvc_head_keys *known, int num_heads) noexcept nogil    # whether any of them is

@@ -4,7 +4,8 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport kvc_head_keys, kvc_layout
+from kvcache.core.kernels cimport kvc_head_keys
+from kvcache.core.layouts cimport Layouts
 
 import numpy as np
 
@@ -26,20 +27,25 @@ cdef class KnownKeys:
         return self.calibration.fingerprint == other.calibration.fingerprint
 
 
-cdef KnownKeys known_keys(object calibration, int32_t num_layers, const kvc_layout *layout):
+cdef KnownKeys known_keys(object calibration, Layouts layouts):
     cdef KnownKeys known = KnownKeys()
     cdef const float[:, :, ::1] centres
     cdef const float[:, :, :, ::1] factors
-    cdef int32_t layer, head, num_heads = layout.num_heads
+    cdef int32_t layer, head, num_heads = layouts.first.num_heads, num_layers = layouts.num_layers
     if calibration is None:
         return known
     as_instance(calibration, Calibration, "calibration")
-    shape = (num_layers, num_heads, layout.head_dim)
+    shape = (num_layers, num_heads, layouts.first.head_dim)
     if calibration.shape != shape:
         raise ValueError(f"calibration: expected one of {shape} layers, heads and channels, got {calibration.shape}")
     known.calibration, known.centres = calibration, calibration.centres
-    if kernels.kvc_format_of(layout.key_format).quantised:
-        known.factors = calibration.factors(bool(layout.rotate_keys))
+    cdef bint rotated = False, quantised = False, narrow = False
+    for layer in range(num_layers):    # quantised layers are rotated alike
+        if kernels.kvc_format_of(layouts.of[layer].key_format).quantised:
+            quantised, rotated = True, layouts.of[layer].rotate_keys
+        narrow = narrow or kernels.kvc_format_of(layouts.of[layer].key_format).bits != 32
+    if quantised:
+        known.factors = calibration.factors(rotated)
     known.heads = <kvc_head_keys *>calloc(<size_t>num_layers * <size_t>num_heads + 1, sizeof(kvc_head_keys))
     if known.heads == NULL:
         raise MemoryError(f"no memory for {num_layers * num_heads} heads of a calibration")
@@ -51,9 +57,9 @@ cdef KnownKeys known_keys(object calibration, int32_t num_layers, const kvc_layo
         for head in range(num_heads):
             if used[layer, head]:
                 known.heads[layer * num_heads + head].centre = &centres[layer, head, 0]
-            if known.factors is not None:
+            if known.factors is not None and kernels.kvc_format_of(layouts.of[layer].key_format).quantised:
                 known.heads[layer * num_heads + head].factor = &factors[layer, head, 0, 0]
-    if kernels.kvc_format_of(layout.key_format).bits != 32:    # f32 has room for any centre
+    if narrow:    # f32 has room for any centre
         known.most_key = <float>(65504.0 - float(np.abs(known.centres).max(initial=0.0)))
     return known
 

@@ -6,22 +6,23 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from kvcache.core.kernels cimport kvc_head_keys, kvc_layout, kvc_run
 from kvcache.core.knownkeys cimport KnownKeys
 from kvcache.core.kvrows cimport KvRows
+from kvcache.core.layouts cimport Layouts
 from kvcache.core.mapped cimport MappedMemory
 
 
 cdef class BlockStore:
-    cdef kvc_layout layout
+    cdef kvc_layout layout             # the sizes, which all layers share, and the formats of the first layer
+    cdef Layouts layouts
     cdef readonly int32_t num_layers
     cdef readonly int32_t num_blocks
     cdef MappedMemory memory           # of the next two; views of the bytes keep it
-    cdef unsigned char *arena          # num_layers arenas of num_blocks blocks each, zero until first written
+    cdef unsigned char *arena          # an arena of num_blocks blocks for each layer, zero until first written
     # (num_blocks,) slots from here on are zero and unused. Every write raises it, also in a block that no sequence
     # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
-    cdef readonly str key_dtype        # a name in kernels.FORMATS
-    cdef readonly str value_dtype
     cdef KnownKeys known               # of the keys, by a calibration
 
+    cdef int32_t layer_at_(self, const unsigned char *base) noexcept nogil       # whose arena begins there
     # What is known of the keys of the layer at `base`, of each head; NULL without a calibration.
     cdef const kvc_head_keys *known_(self, const unsigned char *base) noexcept nogil
 
@@ -30,7 +31,7 @@ cdef class BlockStore:
     cdef unsigned char *layer_base_(self, int64_t layer) noexcept nogil   # of a layer in range
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
     cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
-    cdef int check_values_(self, KvRows rows) except -1                  # shape and values, or ValueError
+    cdef int check_values_(self, KvRows rows, int64_t layer) except -1   # shape and values, or ValueError
     # Store rows of values that were checked, as many as the runs have slots.
     cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil
 

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,8 +12,8 @@ Int32 = npt.NDArray[np.int32]
 class BlockStore:
     num_layers: int
     num_blocks: int
-    key_dtype: str
-    value_dtype: str
+    key_dtype: str | tuple[str, ...]
+    value_dtype: str | tuple[str, ...]
     def __init__(
         self,
         num_layers: int,
@@ -19,8 +21,8 @@ class BlockStore:
         block_size: int,
         num_heads: int,
         head_dim: int,
-        key_dtype: str = "f32",
-        value_dtype: str = "f32",
+        key_dtype: str | Sequence[str] = "f32",
+        value_dtype: str | Sequence[str] = "f32",
         rotate: bool | str = "auto",
         value_head_dim: int | None = None,
         calibration: Calibration | None = None,
@@ -35,6 +37,8 @@ class BlockStore:
     def value_head_dim(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def layer_bytes(self) -> list[int]: ...
     @property
     def nbytes(self) -> int: ...
     @property

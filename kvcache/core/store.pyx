@@ -9,38 +9,22 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memcpy
 
 from kvcache.core cimport kernels
-from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_head_keys, kvc_run
+from kvcache.core.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
 from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
+from kvcache.core.layouts cimport Layouts
 from kvcache.core.mapped cimport MappedMemory
 
 import numpy as np
 
-from kvcache.core.arguments import as_count, as_integer, short
+from kvcache.core.arguments import as_count
 from kvcache.core.runs import RUN
 
 __all__ = ["BlockStore"]
 
-cdef object MOST = 2**31 - 1    # of layers, blocks and heads
+cdef object MOST = 2**31 - 1    # blocks
 
 cnp.import_array()
-
-
-def _rotation(rotate, head_dim, quantised, name):
-    """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
-    power_of_two = head_dim & (head_dim - 1) == 0
-    if rotate is True and not power_of_two:
-        raise ValueError(f"{name}: expected a power of two for rotate=True, got {head_dim}")
-    if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
-        raise ValueError(f'rotate: expected True, False or "auto", got {short(rotate)}')
-    return int(bool(rotate) and quantised and power_of_two)
-
-
-def _head_dim(value, name):
-    value = as_integer(value, name)
-    if value % 8 != 0 or not 8 <= value <= KVC_MAX_HEAD_DIM:
-        raise ValueError(f"{name}: expected a multiple of 8, at most {KVC_MAX_HEAD_DIM}, got {value}")
-    return value
 
 
 cdef class BlockStore:
@@ -51,7 +35,7 @@ cdef class BlockStore:
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads.
         head_dim: a multiple of 8, at most 512.
-        key_dtype, value_dtype: storage formats, of `kernels.FORMATS`.
+        key_dtype, value_dtype: storage formats, of `kernels.FORMATS`: one, or a list or tuple of one for each layer.
         rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
         value_head_dim: `head_dim` of V alone; None: that of K.
         calibration: of keys; a `Calibration` of these layers, heads and channels, or None.
@@ -63,33 +47,26 @@ cdef class BlockStore:
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
                   value_dtype="f32", rotate="auto", value_head_dim=None, calibration=None):
-        # Callers that take one `dtype` for both give the same object twice.
-        names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
-        cdef kvc_format key_format = <kvc_format>kernels.format_code(key_dtype, names[0])
-        cdef kvc_format value_format = <kvc_format>kernels.format_code(value_dtype, names[1])
-        # Python ints: products of NumPy's wrap around or raise OverflowError.
-        num_layers = as_count(num_layers, "num_layers", 0, MOST)
-        num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)
-        block_size = as_count(block_size, "block_size", 1, 256)
-        num_heads = as_count(num_heads, "num_heads", 1, MOST)
-        head_dim = _head_dim(head_dim, "head_dim")
-        value_dim = head_dim if value_head_dim is None else _head_dim(value_head_dim, "value_head_dim")
-        rotated = [
-            _rotation(rotate, head_dim, kernels.kvc_format_of(key_format).quantised, "head_dim"),
-            _rotation(rotate, value_dim, kernels.kvc_format_of(value_format).quantised, "value_head_dim"),
-        ]
-        if kernels.layout_init(&self.layout, block_size, num_heads, head_dim, value_dim, key_format, value_format,
-                               rotated[0], rotated[1]) != 0:
-            raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}, {value_dim}")
-        self.num_layers = num_layers
-        self.key_dtype, self.value_dtype = str(key_dtype), str(value_dtype)    # NumPy has strings of its own
-        self.known = known_keys(calibration, self.num_layers, &self.layout)
+        self.layouts = Layouts(num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate,
+                               value_head_dim)
+        self.layout, self.num_layers = self.layouts.first, self.layouts.num_layers
+        self.known = known_keys(calibration, self.layouts)
         self._take(self.memory_for(num_blocks), num_blocks)
 
     @property
     def calibration(self):
         """The `Calibration` of the keys, or None."""
         return self.known.calibration
+
+    @property
+    def key_dtype(self):
+        """The storage format of K; a tuple of one for each layer where they differ."""
+        return self.layouts.key_dtype
+
+    @property
+    def value_dtype(self):
+        """The storage format of V; a tuple of one for each layer where they differ."""
+        return self.layouts.value_dtype
 
     # -- shape ----------------------------------------------------------------------------------------------
 
@@ -116,7 +93,12 @@ cdef class BlockStore:
     @property
     def block_bytes(self):
         """Bytes of K and V of one block in all layers."""
-        return int(self.layout.block_bytes) * self.num_layers
+        return int(self.layouts.starts[self.num_layers])
+
+    @property
+    def layer_bytes(self):
+        """Bytes of K and V of one block in each layer."""
+        return [int(self.layouts.of[layer].block_bytes) for layer in range(self.num_layers)]
 
     @property
     def nbytes(self):
@@ -130,18 +112,18 @@ cdef class BlockStore:
 
     @property
     def rotated(self):
-        """`(keys, values)`: whether rows are stored under a Hadamard rotation."""
-        return bool(self.layout.rotate_keys), bool(self.layout.rotate_values)
+        """`(keys, values)`: whether rows are stored under a Hadamard rotation, in any layer."""
+        return self.layouts.rotated
 
     # -- rows -----------------------------------------------------------------------------------------------
 
     def check_values(self, keys, values):
-        """Raise unless every value can be stored.
+        """Raise unless every value can be stored, in the first layer.
 
         Raises:
             ValueError: NaN, an infinity, or a magnitude that the format cannot hold; names where.
         """
-        self.check_values_(KvRows(keys, values))
+        self.check_values_(KvRows(keys, values), 0)
 
     def write(self, layer, runs, keys, values):
         """Store rows at `runs`.
@@ -159,7 +141,7 @@ cdef class BlockStore:
         cdef const kvc_run[::1] view = self.runs_(runs, keys.shape[0])
         cdef KvRows rows = KvRows(keys, values)
         cdef unsigned char *base = self.layer_base(layer)
-        self.check_values_(rows)
+        self.check_values_(rows, layer)
         if view.shape[0]:
             with nogil:
                 self.write_(base, &view[0], view.shape[0], rows)
@@ -219,37 +201,40 @@ cdef class BlockStore:
             src, dst = other.layer_base(layer), self.layer_base(layer)
             with nogil:
                 for i in range(view.shape[0]):
-                    kernels.copy_slots(&self.layout, src, view[i, 0], view[i, 1], dst, view[i, 2], view[i, 3],
-                                       view[i, 4])
+                    kernels.copy_slots(&self.layouts.of[layer], src, view[i, 0], view[i, 1], dst, view[i, 2],
+                                       view[i, 3], view[i, 4])
         for i in range(view.shape[0]):
             self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
 
     def same_layout(self, BlockStore other not None):
         """Whether blocks of both stores have the same layout."""
         return (self.num_layers == other.num_layers and self.known.same(other.known)
-                and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0)
+                and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0
+                and memcmp(self.layouts.of, other.layouts.of, self.num_layers * sizeof(self.layout)) == 0)
 
     def raw(self, int64_t layer):
-        """The packed bytes of one layer, uint8 `(num_blocks, layout.block_bytes)`: the memory itself, read-only."""
+        """The packed bytes of one layer, uint8 `(num_blocks, layer_bytes[layer])`: the memory itself, read-only."""
+        cdef unsigned char *base = self.layer_base(layer)
         cdef cnp.npy_intp shape[2]
-        shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layout.block_bytes
-        cdef cnp.ndarray view = cnp.PyArray_SimpleNewFromData(2, shape, cnp.NPY_UINT8, self.layer_base(layer))
+        shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layouts.of[layer].block_bytes
+        cdef cnp.ndarray view = cnp.PyArray_SimpleNewFromData(2, shape, cnp.NPY_UINT8, base)
         cnp.set_array_base(view, self.memory)
         view.flags.writeable = False
         return view
 
     def overwrite(self, int64_t block):
-        """The packed bytes of a block, one uint8 array `(layout.block_bytes,)` per layer, to be written at once.
+        """The packed bytes of a block, one uint8 array `(layer_bytes[layer],)` per layer, to be written at once.
 
         Any bytes are safe to read and to attend over.
         """
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block: expected an int in [0, {self.num_blocks}), got {block}")
-        cdef cnp.npy_intp size = <cnp.npy_intp>self.layout.block_bytes
+        cdef cnp.npy_intp size
         cdef cnp.ndarray view
         cdef int64_t layer
         views = []
         for layer in range(self.num_layers):
+            size = <cnp.npy_intp>self.layouts.of[layer].block_bytes
             view = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_UINT8, self.layer_base(layer) + block * size)
             cnp.set_array_base(view, self.memory)
             views.append(view)
@@ -258,11 +243,13 @@ cdef class BlockStore:
 
     # -- below the shell ------------------------------------------------------------------------------------
 
+    cdef int32_t layer_at_(self, const unsigned char *base) noexcept nogil:
+        return self.layouts.at_(<size_t>(base - self.arena) // <size_t>max(self.num_blocks, 1))
+
     cdef const kvc_head_keys *known_(self, const unsigned char *base) noexcept nogil:
         if self.known.heads == NULL:
             return NULL
-        cdef size_t arena = <size_t>self.num_blocks * self.layout.block_bytes
-        return self.known.heads + <size_t>(base - self.arena) // arena * <size_t>self.layout.num_heads
+        return self.known.heads + <size_t>self.layer_at_(base) * <size_t>self.layout.num_heads
 
     cdef MappedMemory memory_for(self, num_blocks):
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
@@ -272,21 +259,22 @@ cdef class BlockStore:
         self.memory, self.arena, self.num_blocks = memory, memory.bytes, num_blocks
         # Behind the blocks, whose sizes are even.
         self.written_slots = <uint16_t *>(
-            memory.bytes + <size_t>self.num_layers * <size_t>num_blocks * self.layout.block_bytes)
+            memory.bytes + self.layouts.starts[self.num_layers] * <size_t>num_blocks)
 
     cdef void move_to(self, MappedMemory memory, int32_t num_blocks):
         cdef MappedMemory old = self.memory
         cdef const uint16_t *written = self.written_slots
-        cdef size_t size = self.layout.block_bytes, old_bytes = self.num_blocks * size, offset
+        cdef size_t size, first, offset
         cdef int32_t layer, block, count = self.num_blocks
         self._take(memory, num_blocks)
         with nogil:
             for layer in range(self.num_layers):
+                size, first = self.layouts.of[layer].block_bytes, self.layouts.starts[layer] * <size_t>count
                 for block in range(count):
                     if written[block]:    # the others are zero
                         offset = block * size
-                        memcpy(self.layer_base_(layer) + offset, old.bytes + layer * old_bytes + offset, size)
-                old.give_back(layer * old_bytes, (layer + 1) * old_bytes)
+                        memcpy(self.layer_base_(layer) + offset, old.bytes + first + offset, size)
+                old.give_back(first, first + size * <size_t>count)
             memcpy(self.written_slots, written, count * sizeof(uint16_t))
 
     cdef int dim_(self, int side) noexcept nogil:
@@ -315,22 +303,21 @@ cdef class BlockStore:
         return self.layer_base_(layer)
 
     cdef unsigned char *layer_base_(self, int64_t layer) noexcept nogil:
-        return self.arena + <size_t>layer * <size_t>self.num_blocks * self.layout.block_bytes
+        return self.arena + self.layouts.starts[layer] * <size_t>self.num_blocks
 
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil:
-        cdef size_t size = self.layout.block_bytes
-        cdef unsigned char *base = self.arena
-        cdef int64_t i, _layer
-        for _layer in range(self.num_layers):
+        cdef size_t size
+        cdef unsigned char *base
+        cdef int64_t i, layer
+        for layer in range(self.num_layers):
+            base, size = self.layer_base_(layer), self.layouts.of[layer].block_bytes
             for i in range(n):
                 memcpy(base + targets[i] * size, base + sources[i] * size, size)
-            base += self.num_blocks * size
         for i in range(n):    # the copy includes slots behind the tokens of the sequence
             self.written_slots[targets[i]] = self.written_slots[sources[i]]
 
     cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
         cdef int64_t run = num_runs, layer
-        cdef size_t arena = <size_t>self.num_blocks * self.layout.block_bytes
         cdef int block, first, stop
         while count > 0:
             run -= 1
@@ -339,7 +326,7 @@ cdef class BlockStore:
             count -= stop - first
             if first < self.written_slots[block]:  # clears all slots behind as well: the next tokens cost nothing
                 for layer in range(self.num_layers):
-                    kernels.clear_slots(&self.layout, self.arena + layer * arena, block, first,
+                    kernels.clear_slots(&self.layouts.of[layer], self.layer_base_(layer), block, first,
                                         self.written_slots[block] - first)
             self.written_slots[block] = <uint16_t>stop
 
@@ -348,7 +335,8 @@ cdef class BlockStore:
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
-    cdef int check_values_(self, KvRows rows) except -1:
+    cdef int check_values_(self, KvRows rows, int64_t layer) except -1:
+        cdef const kvc_layout *layout = &self.layouts.of[layer] if layer < self.num_layers else &self.layout
         cdef int64_t bad, row
         cdef kvc_format format
         cdef int side
@@ -359,17 +347,17 @@ cdef class BlockStore:
         if rows.count == 0:
             return 0
         for side in range(2):
-            format = self.layout.value_format if side else self.layout.key_format
+            format = layout.value_format if side else layout.key_format
             with nogil:
                 bad = rows.first_bad(side, format)
-                if bad < 0 and side == 0 and self.known.most_key > 0:
+                if bad < 0 and side == 0 and self.known.most_key > 0 and kernels.kvc_format_of(format).bits != 32:
                     bad = rows.first_above(self.known.most_key)
             if bad >= 0:
                 row = bad // (self.layout.num_heads * self.dim_(side))
                 value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.dim_(side))]
-                name, dtype = ("values", self.value_dtype) if side else ("keys", self.key_dtype)
+                name, dtype = "values" if side else "keys", kernels.kvc_format_of(format).name.decode()
                 most = kernels.kvc_format_of(format).largest.decode()
-                if side == 0 and 0 < self.known.most_key < 65504:
+                if side == 0 and 0 < self.known.most_key < 65504 and kernels.kvc_format_of(format).bits != 32:
                     most = f"{self.known.most_key} beside the centres of the calibration"
                 raise ValueError(f"{name}: expected values that {dtype} can hold, up to {most}, "
                                  f"got {np.float32(value)} in row {row}")
@@ -379,9 +367,10 @@ cdef class BlockStore:
         cdef kvc_run part
         cdef int64_t i, n, row = 0
         cdef const kvc_head_keys *known = self.known_(base)
+        cdef const kvc_layout *layout = &self.layouts.of[self.layer_at_(base)]
         self.note_written_(runs, num_runs)
         if rows.plain:
-            kernels.write_runs(&self.layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
+            kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
                                rows.rows(1, 0, rows.count), known)
             return
         for i in range(num_runs):    # in pieces that end with tiles
@@ -389,7 +378,7 @@ cdef class BlockStore:
             while part.first < runs[i].stop:
                 part.stop = <uint16_t>min(<int>runs[i].stop, (part.first // STEP + 1) * STEP)
                 n = part.stop - part.first
-                kernels.write_runs(&self.layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n), known)
+                kernels.write_runs(layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n), known)
                 row += n
                 part.first = part.stop
 
@@ -409,6 +398,6 @@ cdef class BlockStore:
         if values is not None:
             to[1] = <float *>cnp.PyArray_DATA(values)
         with nogil:
-            kernels.read_runs(&self.layout, base, runs, num_runs, to[0], to[1], token_stride, head_stride,
-                              self.known_(base))
+            kernels.read_runs(&self.layouts.of[self.layer_at_(base)], base, runs, num_runs, to[0], to[1], token_stride,
+                              head_stride, self.known_(base))
         return 0

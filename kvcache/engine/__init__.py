@@ -1,8 +1,10 @@
 """Text generation from a checkpoint: the transformer, sampling, and the engine that runs both over a cache."""
 
+from kvcache.core.rowformat import Format
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.policy import Policy
 from kvcache.engine.prefix_cached import PrefixCachedEngine
 from kvcache.engine.sampling import SamplingParams
 from kvcache.networks.config import ModelConfig
@@ -13,9 +15,11 @@ __all__ = [
     "Answer",
     "Attend",
     "Completion",
+    "Format",
     "InferenceEngine",
     "Model",
     "ModelConfig",
+    "Policy",
     "PrefixCachedEngine",
     "SamplingParams",
     "TokenLogprobs",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 from kvcache.core.arguments import as_bytes, as_count
-from kvcache.core.calibration import Calibration
+from kvcache.core.layer_formats import formats_of_layers, is_mixed
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
 from kvcache.engine.residual import residual_bytes
 from kvcache.engine.sequence import LiveSequence
+from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups, num_pages
 from kvcache.networks.protocols import Model
 
@@ -29,12 +31,9 @@ def cache_options(
     max_memory_bytes: int | str | None,
     block_size: int,
     prefill_chunk: int,
-    residual_length: int,
-    dtypes: tuple[str, str],
+    storage: Storage,
     rotate: bool | str,
     groups: LayerGroups,
-    calibration: Calibration | None = None,
-    firsts: int = 0,
 ) -> dict[str, Any]:
     """The arguments of `PagedKvCache` for an engine over `model`, for the layers that keep all tokens.
 
@@ -50,23 +49,35 @@ def cache_options(
         tokens = positions if max_memory_bytes is not None else min(positions, _DEFAULT_TOKENS)
         num_blocks = -(-tokens // block_size) + 1
     num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
+    if budgets is not None and any(map(is_mixed, storage.dtypes)):
+        raise ValueError("dtype: expected one format with an eviction_policy, got one for each layer")
+    for dtype, name in zip(storage.dtypes, ("key_dtype", "value_dtype"), strict=True):
+        if is_mixed(dtype) and len(dtype) != config.num_layers:
+            raise ValueError(f"{name}: expected one format, or one for each of {config.num_layers} layers, got {dtype}")
+
+    def settings(layers: Sequence[int]) -> tuple[Any, ...]:
+        dtypes = [formats_of_layers(dtype, layers) for dtype in storage.dtypes]
+        return block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
+
+    whole = settings(groups.whole)
     if max_memory_bytes is not None:
-        settings = block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
-        BlockStore(num_layers, 0, *settings)  # raises for a format that is not supported
-        beside = residual_bytes(config, dtypes, residual_length, min(prefill_chunk, positions), firsts) + sum(
-            group.num_blocks * BlockStore(len(group.layers), 0, *settings).block_bytes for group in groups.windows
+        BlockStore(num_layers, 0, *whole)  # raises for a format that is not supported
+        piece = min(prefill_chunk, positions)
+        beside = residual_bytes(config, storage.dtypes, storage.residual_length, piece, storage.firsts) + sum(
+            group.num_blocks * BlockStore(len(group.layers), 0, *settings(group.layers)).block_bytes
+            for group in groups.windows
         )
-        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings, beside=beside)
+        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *whole, beside=beside)
     return {
         "num_blocks": num_blocks,
         "block_size": block_size,
         "num_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "num_layers": num_layers,
-        "key_dtype": dtypes[0],
-        "value_dtype": dtypes[1],
+        "key_dtype": formats_of_layers(storage.formats[0], groups.whole),
+        "value_dtype": formats_of_layers(storage.formats[1], groups.whole),
         "rotate": rotate,
-        "calibration": calibration,
+        "calibration": storage.calibration,
     }
 
 

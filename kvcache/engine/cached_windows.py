@@ -10,7 +10,7 @@ pages of the tokens that they share, a page needs no page before it, and the lea
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.engine.windows import Pages, Place, Places, WindowLayers, Windows, num_pages
+from kvcache.engine.windows import Pages, Place, WindowLayers, num_pages
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.tiers.windows import WindowSource
@@ -36,10 +36,11 @@ class _Group:
         ends: the window of the last multiple of this is kept too, where the text still has it.
     """
 
-    def __init__(self, layers: WindowLayers, max_blocks: int) -> None:
+    def __init__(self, layers: WindowLayers, max_blocks: int | None) -> None:
         self.layers, self.size = layers, layers.cache.block_size
         self.ends = 1
-        self.cache = PrefixCache.over(layers.cache, num_pages(layers.window, self.size, max_blocks))
+        most = None if max_blocks is None else num_pages(layers.window, self.size, max_blocks)
+        self.cache = PrefixCache.over(layers.cache, most)
 
     def longest(self, tokens: Tokens, stop: int, namespace: Hashable) -> int:
         """The longest prefix of at most `stop` tokens whose window is cached; it may end inside a page."""
@@ -109,16 +110,16 @@ class CachedWindows:
     """The cached windows of all groups of layers; without groups every prefix has them.
 
     Args:
-        windows: of the engine, with room for the pages.
-        max_blocks: maximum number of blocks of the prefix cache.
+        groups: of the engine, with room for the pages.
+        max_blocks: maximum number of blocks of the prefix cache; None: pages take all room that no text needs.
 
     Attributes:
         gone: requests that continued before the end of their cached prefix, since a window had left.
         gone_tokens: the tokens between the two.
     """
 
-    def __init__(self, windows: Windows, max_blocks: int) -> None:
-        self.groups = tuple(_Group(layers, max_blocks) for layers in windows.groups)
+    def __init__(self, groups: Iterable[WindowLayers], max_blocks: int | None) -> None:
+        self.groups = tuple(_Group(layers, max_blocks) for layers in groups)
         self.gone = self.gone_tokens = 0
 
     @property
@@ -131,7 +132,7 @@ class CachedWindows:
         """The longest prefix of at most `stop` tokens whose windows are cached, and their pages, which are held."""
         while True:
             with ExitStack() as held:
-                found = self._longest(tokens, stop, namespace)
+                found = self.longest(tokens, stop, namespace)
                 pages = [group.hold(tokens, found, namespace, held) for group in self.groups]
                 if None not in pages:
                     self.gone += found < stop
@@ -139,7 +140,8 @@ class CachedWindows:
                     yield found, [each for each in pages if each is not None]
                     return
 
-    def _longest(self, tokens: Tokens, stop: int, namespace: Hashable) -> int:
+    def longest(self, tokens: Tokens, stop: int, namespace: Hashable) -> int:
+        """The longest prefix of at most `stop` tokens whose windows are cached."""
         before = -1
         while before != stop:
             before = stop
@@ -147,8 +149,8 @@ class CachedWindows:
                 stop = group.longest(tokens, stop, namespace)
         return stop
 
-    def keep(self, tokens: Tokens, places: Places, namespace: Hashable) -> None:
-        """Cache the windows of a text, the engine's current one, as far as there is room."""
+    def keep(self, tokens: Tokens, places: Sequence[Place], namespace: Hashable) -> None:
+        """Cache the windows of a text, which has its newest tokens at `places`, as far as there is room."""
         for group, place in zip(self.groups, places, strict=True):
             group.keep(tokens, place, namespace)
 

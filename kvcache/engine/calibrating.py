@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
+from kvcache.core.layer_formats import Formats, names_of
 from kvcache.engine.calibration_text import TEXT
+from kvcache.engine.layer_losses import measure_losses
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import CheckpointError
 from kvcache.networks.fingerprint import fingerprint
@@ -39,19 +41,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
 
 
-def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -> Calibration | None:
+def as_calibration(
+    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False
+) -> Calibration | None:  # fmt: skip
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
         without: what excludes a calibration; empty: nothing does.
+        with_losses: whether those of the layers are needed too; keys count as packed.
 
     Raises:
         TypeError, ValueError: another kind of argument; not False where it is excluded.
     """
-    packed = key_dtype in FORMATS and FORMATS[key_dtype].quantised
+    packed = with_losses or any(FORMATS[name].quantised for name in names_of(key_dtype))
     # A softcap or sinks of the network tell the constant that a centre takes from all scores.
     tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
     if calibrate is False or calibrate is None:
+        if with_losses:
+            raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")
         return bias_centres(model, tell) if packed and not without else None
     if without:
         raise ValueError(f"calibrate: expected False with {without}, got {short(calibrate)}")
@@ -59,7 +66,9 @@ def as_calibration(model: Model, calibrate: Any, key_dtype: str, without: str) -
         raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
     if not packed:
         return None
-    found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate)
+    found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate, with_losses)
+    if with_losses and found.losses is None:
+        raise ValueError(f"calibrate: expected one with losses for dtype {short(key_dtype)}, or tokens, got {found}")
     return found.without_centres(tell) if tell else found
 
 
@@ -86,33 +95,43 @@ def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
 
-def calibration_of(model: Model, tokens: Any) -> Calibration:
+def calibration_of(model: Model, tokens: Any, with_losses: bool = False) -> Calibration:
     """The calibration of a network by a text: the one in the user's cache folder, or measured and kept there.
 
-    A network that is not a `Transformer` has no name, and its calibrations are not kept.
+    Losses of layers are measured where they are needed, and then kept too. A network that is not a `Transformer` has no
+    name, and its calibrations are not kept.
     """
     ids = as_tokens(tokens, model.config.vocab_size)
     if not isinstance(model, Transformer):
-        return measure(model, ids)
+        return _with_losses(model, measure(model, ids), ids, with_losses)
     text = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
     path = cache_folder() / f"{fingerprint(model)}-{text}.calibration"
     config = model.config
     shape = config.num_layers, config.num_kv_heads, config.head_dim
+    found = None
     try:
         found = Calibration.load(path)
-        if found.shape == shape:
+        if found.shape == shape and (found.losses is not None or not with_losses):
             return found
     except FileNotFoundError:
         pass
     except (CheckpointError, OSError) as error:
         logger.warning("%s; measuring again", error)
-    found = measure(model, ids)
+    if found is None or found.shape != shape:
+        found = measure(model, ids)
+    found = _with_losses(model, found, ids, with_losses)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
     except OSError as error:
         logger.warning("the calibration is not kept: %s", error)
     return found
+
+
+def _with_losses(model: Model, found: Calibration, ids: NDArray[np.uint32], wanted: bool) -> Calibration:
+    """The same with the losses of layers, if they are wanted."""
+    losses = measure_losses(model, found, ids) if wanted and found.losses is None else found.losses
+    return Calibration(found.centres, found.moments, losses)
 
 
 def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | None:

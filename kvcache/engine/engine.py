@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,18 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
+from kvcache.core.layer_formats import Formats
+from kvcache.core.rowformat import Format
 from kvcache.engine import opening
 from kvcache.engine.cache_options import cache_options
-from kvcache.engine.calibrating import as_calibration
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
+from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
-from kvcache.engine.residual import as_length, num_firsts
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
+from kvcache.engine.storage import Storage
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
 from kvcache.engine.windows import LayerGroups, Windows
@@ -47,7 +48,9 @@ class InferenceEngine:
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: a request without its own seed derives one from this and the number of earlier requests.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`. Formats of layers
+            are those of the network; an engine with an eviction policy has one format. "auto:4.0" chooses the formats
+            of layers within so many bits per value, by what each loses (`layer_losses`); it needs `calibrate`.
         num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
             counts, without it the whole context is the other limit. ValueError: too few for one block.
@@ -56,8 +59,8 @@ class InferenceEngine:
             f16 and earlier groups as `dtype` packs them; see `residual.Residual`. By default 64 if K or V is q4 or q3,
             128 if one is q2, else 0. With an eviction policy, or where layers keep a window alone, it must be 0, which
             is then the default.
-        eviction_policy, kv_budget: an `EvictionPolicy`, and the tokens that each layer keeps (under PyramidKV: on
-            average over the layers; by default sinks plus window, if the policy has them). After each piece of a
+        eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
+            PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
             `EvictingSequence`. The default `num_blocks` then covers the budget and one piece, for a text of any
             length. A block holds tokens of one layer.
@@ -87,16 +90,16 @@ class InferenceEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str = "f32",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: Formats | Format = "f32",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         max_memory_bytes: int | str | None = None,
         prefill_chunk: int = 512,
         residual_length: int | None = None,
-        eviction_policy: EvictionPolicy | None = None,
+        eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
         calibrate: Any = False,
     ) -> None:
@@ -106,22 +109,18 @@ class InferenceEngine:
         block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
-        positions = None if budgets is not None and budgets.policy.endless else model.config.max_position_embeddings
-        dtypes = (key_dtype or dtype, value_dtype or dtype)
+        positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
         groups = LayerGroups.of(model, block_size, prefill_chunk)
         without = "an eviction_policy" if budgets else "layers that keep a window" if groups.windows else ""
-        calibration = as_calibration(model, calibrate, dtypes[0], without)
-        measured = calibration is not None and calibrate is not False
-        length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
-        self._residual_length, firsts = length, num_firsts(measured, length)
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        self._residual_length = storage.residual_length
         self._cache_options = cache_options(
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
-            prefill_chunk=prefill_chunk, residual_length=self._residual_length, dtypes=dtypes, rotate=rotate,
-            groups=groups, calibration=calibration, firsts=firsts,
+            prefill_chunk=prefill_chunk, storage=storage, rotate=rotate, groups=groups,
         )  # fmt: skip
-        cache, make = self._make_cache(**self._cache_options), partial(self._make_cache, **self._cache_options)
+        cache, make = self._make_cache(**self._cache_options), storage.of_layers(self._make_cache, self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), length, firsts)
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:4])
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )
@@ -161,7 +160,7 @@ class InferenceEngine:
         return self._sequence.cache
 
     @property
-    def eviction_policy(self) -> EvictionPolicy | None:
+    def eviction_policy(self) -> EvictionPolicy | Policy | None:
         """The policy that chooses the tokens each layer keeps; None: all tokens are kept."""
         return None if self._budgets is None else self._budgets.policy
 

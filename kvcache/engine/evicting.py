@@ -25,7 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_instance
+from kvcache.core.arguments import as_count
+from kvcache.core.memory import total
+from kvcache.engine.policy import Policy, as_budgets, as_kept, as_score_queries, is_policy
+from kvcache.engine.scores import Alive, Scoring
 from kvcache.engine.sequence import ModelSequence, Share
 from kvcache.engine.windows import Pages
 from kvcache.errors import InvalidOperationError
@@ -47,22 +50,24 @@ class Budgets:
     Attributes:
         policy: chooses the tokens that stay.
         kv_budget: tokens per layer; under PyramidKV on average.
-        rules: one `Rule` per layer.
+        rules: one `Rule` per layer; a `Policy` protects no tokens.
+        scoring: the queries that count.
     """
 
-    policy: EvictionPolicy
+    policy: EvictionPolicy | Policy
     kv_budget: int
     rules: tuple[Rule, ...]
+    scoring: Scoring
 
     @classmethod
-    def of(cls, policy: EvictionPolicy | None, kv_budget: int | None, model: Model) -> Budgets | None:
+    def of(cls, policy: EvictionPolicy | Policy | None, kv_budget: int | None, model: Model) -> Budgets | None:
         """Check the `eviction_policy` and `kv_budget` of an engine; None if it has neither.
 
         Raises:
-            TypeError: not an `EvictionPolicy`; a budget that is not a whole number; StreamingLLM for a network
-                that is not a `StreamingModel`.
-            ValueError: one without the other; a budget below 1; PyramidKV for another number of layers;
-                StreamingLLM with a budget that leaves no position for a query.
+            TypeError: neither an `EvictionPolicy` nor a `Policy`; a budget that is not a whole number; StreamingLLM for
+                a network that is not a `StreamingModel`.
+            ValueError: one without the other; a budget below 1; PyramidKV for another number of layers; StreamingLLM
+                with a budget that leaves no position for a query; settings of a `Policy` out of range.
         """
         num_layers = model.config.num_layers
         if policy is None and kv_budget is None:
@@ -74,23 +79,44 @@ class Budgets:
             )
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")
-        as_instance(policy, EvictionPolicy, "eviction_policy")
-        kv_budget = policy.most if kv_budget is None else kv_budget
+        if not isinstance(policy, EvictionPolicy) and not is_policy(policy):
+            raise TypeError(
+                f"eviction_policy: expected an EvictionPolicy or an object with `keep`, got {type(policy).__name__}"
+            )
+        if kv_budget is None and isinstance(policy, EvictionPolicy):
+            kv_budget = policy.most
         if kv_budget is None:
             raise ValueError("eviction_policy: expected a kv_budget (tokens per layer) with it, got none")
         kv_budget = as_count(kv_budget, "kv_budget", 1, most=None)
+        # No text has more than 2**30 tokens; `KeptTokens` counts in 32 bits.
+        if not isinstance(policy, EvictionPolicy):
+            scoring = Scoring(as_score_queries(policy), model.config.num_kv_heads)
+            limits = as_budgets(policy, kv_budget, num_layers)
+            return cls(policy, kv_budget, tuple(Rule(min(limit, 1 << 30), 0, 0) for limit in limits), scoring)
         if policy.total_layers not in (None, num_layers):
             raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
         shares = policy.shares(kv_budget * num_layers, range(num_layers))
-        # No text has more than 2**30 tokens; `KeptTokens` counts in 32 bits.
         rules = tuple(policy.rule(min(share, 1 << 30)) for share in shares.values())
         if policy.endless:
             _check_endless(model, rules[0].limit)
-        return cls(policy, kv_budget, rules)
+        return cls(policy, kv_budget, rules, Scoring(None if policy.by_score else 0))
+
+    @property
+    def endless(self) -> bool:
+        """As of `EvictionPolicy`."""
+        return isinstance(self.policy, EvictionPolicy) and self.policy.endless
+
+    def keep(self, layer: int, alive: Alive, end: int) -> Int64:
+        """The indices of the tokens of a layer that stay in a text of `end` tokens, ascending."""
+        scores, rule = self.scoring.mean(alive, end), self.rules[layer]
+        if isinstance(self.policy, EvictionPolicy):
+            return survivors(scores, rule, self.policy.by_score)
+        found = self.policy.keep(layer, scores, alive.positions.copy(), rule.limit)
+        return as_kept(found, len(alive.positions), rule.limit)
 
     def piece(self, chunk: int, positions: int) -> int:
         """The maximum length of a piece: `chunk`, and under StreamingLLM the positions that survivors leave free."""
-        return min(chunk, positions - self.rules[0].limit) if self.policy.endless else chunk
+        return min(chunk, positions - self.rules[0].limit) if self.endless else chunk
 
     def peak_blocks(self, block_size: int, chunk: int, positions: int) -> int:
         """The maximum number of blocks of a text that runs in pieces of `chunk` with at most `positions` survivors.
@@ -100,20 +126,6 @@ class Budgets:
         """
         rest = [most_blocks(min(rule.limit, positions), block_size) for rule in self.rules]
         return 2 * sum(rest) + max(rest) + len(rest) * (-(-min(chunk, positions) // block_size) + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Alive:
-    """The tokens of one layer: their positions, ascending, and the attention mass on each, `(n,)` each."""
-
-    positions: Int64
-    scores: Float64
-
-    def cut(self, stop: int) -> _Alive:
-        return _Alive(self.positions[:stop], self.scores[:stop])
-
-
-_NO_TOKENS = _Alive(np.empty(0, np.int64), np.empty(0, np.float64))
 
 
 class EvictingSequence(ModelSequence):
@@ -142,8 +154,9 @@ class EvictingSequence(ModelSequence):
         self._layers = range(len(budgets.rules))
         self._options = [attention.options() for attention in layer_attention(model)]
         self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # made once, not in every call
-        self._alive = [_NO_TOKENS] * len(self._layers)
-        self._before: tuple[list[_Alive], int] | None = None  # during a call: the state that the forks restore
+        self._no_tokens = budgets.scoring.no_tokens
+        self._alive = [self._no_tokens] * len(self._layers)
+        self._before: tuple[list[Alive], int] | None = None  # during a call: the state that the forks restore
         for layer in self._layers:
             cache.allocate(layer, 0)
 
@@ -155,7 +168,7 @@ class EvictingSequence(ModelSequence):
         for layer, alive, rule in zip(self._layers, self._alive, self.budgets.rules, strict=True):
             held = self.cache.get_sequence(layer)
             assert held is not None, f"sequence {layer} is gone from the cache"
-            assert held.num_tokens == len(alive.positions) == len(alive.scores) <= rule.limit, (
+            assert held.num_tokens == len(alive.positions) == alive.scores.shape[-1] <= rule.limit, (
                 f"layer {layer}: {held.num_tokens} tokens in the cache, {len(alive.positions)} counted, at most "
                 f"{rule.limit} allowed"
             )
@@ -183,7 +196,7 @@ class EvictingSequence(ModelSequence):
         if self._before is not None:  # a call was interrupted and `mend` has not run since
             self.mend()
         self.version += 1
-        self._alive, self.num_tokens = [_NO_TOKENS] * len(self._layers), 0
+        self._alive, self.num_tokens = [self._no_tokens] * len(self._layers), 0
         for layer in self._layers:
             self._empty(layer)
 
@@ -202,10 +215,13 @@ class EvictingSequence(ModelSequence):
         if layer in self.cache:
             self.cache.free(layer)
 
+    def memory(self) -> dict[str, int]:
+        return total(super().memory(), {"bookkeeping": sum(alive.nbytes for alive in self._alive)})
+
     def move(self, cache: PagedKvCache, more_blocks: int) -> None:
         for layer in self._layers:
             cache.allocate(layer, 0)
-        self.cache, self._alive, self.num_tokens = cache, [_NO_TOKENS] * len(self._layers), 0
+        self.cache, self._alive, self.num_tokens = cache, [self._no_tokens] * len(self._layers), 0
         self.version += 1
 
     def replace(self, share: Share, pages: Sequence[Pages] = ()) -> None:
@@ -225,18 +241,18 @@ class EvictingSequence(ModelSequence):
             if pos < self.num_tokens:
                 for layer in self._layers:
                     self._cut(layer, pos)
-                self._alive = [alive.cut(pos) for alive in self._alive]
+                self._alive = [self.budgets.scoring.cut(alive, pos, self.num_tokens) for alive in self._alive]
             rows = self._run_in_chunks(0, tokens, pos, logits)
         self._compact()
         return rows
 
     def _run(self, seq_id: int, tokens: npt.NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         """Run a piece through all layers, then evict down to their budgets; `seq_id` is not used."""
-        cache, count, by_score = self.cache, len(tokens), self.budgets.policy.by_score
+        cache, count, scoring = self.cache, len(tokens), self.budgets.scoring
         query_lens = np.array([count])
         drawn: list[Float32 | None] = [None] * len(self._layers)
         places: dict[str, Int64] = {}
-        if self.budgets.policy.endless and (hole := pos - len(self._alive[0].positions)):
+        if self.budgets.endless and (hole := pos - len(self._alive[0].positions)):
             places["sink_positions"] = np.arange(pos - hole, pos - hole + count)
         self._compact()
         for layer in self._layers:
@@ -245,38 +261,27 @@ class EvictingSequence(ModelSequence):
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
         ) -> Float32:
-            seq_ids = self._ids[layer]
             cache.write(0, layer, keys, values)
-            if not by_score:
-                mixed: Float32 = cache.attention(
-                    0, queries, seq_ids, query_lens=query_lens, sink_queries=sink_queries, **self._options[layer]
-                )
-                return mixed
-            mixed, drawn[layer] = cache.attention(
-                0, queries, seq_ids, query_lens=query_lens, return_scores=True, **self._options[layer]
-            )
+            options = self._options[layer] | {"sink_queries": sink_queries}
+            mixed, drawn[layer] = scoring.attend(cache, queries, self._ids[layer], query_lens, options)
             return mixed
 
         rows = self._forward(tokens, pos, attend, logits, **places)
         self._alive = [self._hold(layer, pos, count, drawn[layer]) for layer in self._layers]
         return rows
 
-    def _hold(self, layer: int, pos: int, count: int, drawn: Float32 | None) -> _Alive:
+    def _hold(self, layer: int, pos: int, count: int, drawn: Float32 | None) -> Alive:
         """The layer after `count` more tokens and the evictions of its budget."""
-        alive, rule = self._alive[layer], self.budgets.rules[layer]
-        positions = np.concatenate([alive.positions, np.arange(pos, pos + count)])
-        scores = np.concatenate([alive.scores, np.zeros(count)])
-        if drawn is not None:
-            scores += drawn
-        if len(positions) > rule.limit:
-            seen_by = pos + count - positions  # the number of queries that could see each token, its own included
-            kept = survivors(scores / seen_by, rule, self.budgets.policy.by_score)
-            if self.budgets.policy.endless:  # the same survivors; this call also marks the sinks in the cache
-                self.cache.apply_streaming_llm(layer, rule.front, rule.back)
-            else:
-                self.cache.keep_tokens(layer, kept)
-            positions, scores = positions[kept], scores[kept]
-        return _Alive(positions, scores)
+        budgets, rule = self.budgets, self.budgets.rules[layer]
+        alive = budgets.scoring.add(self._alive[layer], pos, count, drawn)
+        if len(alive.positions) <= rule.limit:
+            return alive
+        kept = budgets.keep(layer, alive, pos + count)
+        if budgets.endless:  # the same survivors; this call also marks the sinks in the cache
+            self.cache.apply_streaming_llm(layer, rule.front, rule.back)
+        else:
+            self.cache.keep_tokens(layer, kept)
+        return budgets.scoring.keep(alive, kept)
 
     def _compact(self) -> None:
         """Compact the layers whose survivors occupy more than `most_blocks`."""

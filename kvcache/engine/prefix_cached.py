@@ -105,7 +105,7 @@ class PrefixCachedEngine:
             engine.reseed(seed)
         self.inner = engine
         self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
-        self.windows = CachedWindows(sequence.windows, max_cache_blocks)
+        self.windows = CachedWindows(sequence.windows.groups, max_cache_blocks)
         residual = sequence.residual
         self.newest: NewestGroups | None = None
         if residual is not None and residual.length > 1 and max_cache_blocks:

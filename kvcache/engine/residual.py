@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count
 from kvcache.core.kernels import FORMATS
+from kvcache.core.layer_formats import Formats, names_of, unpacked
 from kvcache.core.memory import total
 from kvcache.core.store import BlockStore
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
@@ -35,7 +36,7 @@ from kvcache.paged.merging import blend
 
 __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "Residual", "as_length", "default_length", "merged", "num_firsts",
-    "residual_bytes", "unpacked", "unpacked_cache",
+    "residual_bytes", "unpacked_cache",
 ]  # fmt: skip
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
@@ -50,13 +51,13 @@ FIRSTS = 16  # first tokens that are read unpacked beside centred keys
 AttendPiece = Callable[[int, Float32, Float32, Float32], Float32]
 
 
-def default_length(key_dtype: str, value_dtype: str) -> int:
+def default_length(key_dtype: Formats, value_dtype: Formats) -> int:
     """The default length of a group; 0 if the rounding of both K and V is too fine for a residual to pay."""
-    return max(LENGTHS.get(dtype, 0) if isinstance(dtype, str) else 0 for dtype in (key_dtype, value_dtype))
+    return max([0, *(LENGTHS.get(name, 0) for dtype in (key_dtype, value_dtype) for name in names_of(dtype))])
 
 
 def as_length(
-    length: int | None, key_dtype: str, value_dtype: str, *, without: str = "", calibrated: bool = False
+    length: int | None, key_dtype: Formats, value_dtype: Formats, *, without: str = "", calibrated: bool = False
 ) -> int:
     """An engine's `residual_length`, or its default.
 
@@ -80,26 +81,23 @@ def num_firsts(measured: bool, length: int) -> int:
     return min(FIRSTS, length or FIRSTS) if measured else 0
 
 
-def residual_bytes(config: NetworkConfig, dtypes: tuple[str, str], length: int, chunk: int, firsts: int = 0) -> int:
+def residual_bytes(
+    config: NetworkConfig, dtypes: tuple[Formats, Formats], length: int, chunk: int, firsts: int = 0
+) -> int:  # fmt: skip
     """Bytes of K and V of a `Residual`, or of `FirstTokens` alone, beside a cache of these formats; 0 without them."""
     if not length and not firsts:
         return 0
     size, groups, piece_groups = _blocks(length, chunk, firsts) if length else (firsts, 2, 0)
-    block = BlockStore(1, 0, size, config.num_kv_heads, config.head_dim, *unpacked(*dtypes)).block_bytes
+    key, value = map(unpacked, dtypes)
+    block = BlockStore(1, 0, size, config.num_kv_heads, config.head_dim, key, value).block_bytes
     return block * (groups * config.num_layers + piece_groups)
 
 
-def unpacked(key_dtype: str, value_dtype: str) -> tuple[str, str]:
-    """The formats of K and V of a residual beside a cache of these."""
-    key, value = ("f16" if FORMATS[dtype].quantised else dtype for dtype in (key_dtype, value_dtype))
-    return key, value
-
-
 def unpacked_cache(
-    config: NetworkConfig, dtypes: tuple[str, str], num_blocks: int, block_size: int, num_layers: int
+    config: NetworkConfig, dtypes: tuple[Formats, Formats], num_blocks: int, block_size: int, num_layers: int
 ) -> PagedKvCache:  # fmt: skip
     """A cache for the unpacked tokens beside one of these formats."""
-    key_dtype, value_dtype = unpacked(*dtypes)
+    key_dtype, value_dtype = map(unpacked, dtypes)
     return PagedKvCache(
         num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=num_layers, key_dtype=key_dtype,
         value_dtype=value_dtype,

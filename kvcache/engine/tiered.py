@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.calibration import Calibration
+from kvcache.core.rowformat import RowFormats
 from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.sequence import LiveSequence
@@ -59,14 +60,15 @@ def as_tiers(
     return Tiers([directory], after_uses=1)
 
 
-def model_name(model: Model, residual_length: int, calibration: Calibration | None = None) -> str:
-    """What the K and V of an engine depend on beside the formats; engines of all kinds share values.
+def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
+    """What K and V of an engine depend on beside the library's formats; engines of all kinds share values.
 
     Raises:
         TypeError: the model is no `Transformer`.
     """
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
-    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}"
+    named = f", {formats.fingerprint}" if formats.fingerprint else ""
+    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}"
 
 
 class Tiered:
@@ -83,7 +85,7 @@ class Tiered:
     ) -> None:
         self._tiers, self._engine, self._sequence = tiers, engine, sequence
         self._cache, self._windows = cache, windows
-        name = partial(model_name, engine.model, engine.residual_length)
+        name = partial(model_name, engine.model, engine.residual_length, formats=engine.cache.formats)
         self._source = tiers.source(name(engine.cache.calibration), waits=False)
         cache.source = self._source
         sources = []

@@ -223,7 +223,7 @@ class Windows:
 
     Args:
         groups: in the order of their windows.
-        make_cache: `make_cache(num_blocks=, num_layers=)` makes a cache in the engine's formats.
+        make_cache: `make_cache(num_blocks=, layers=)` makes a cache of some layers in the engine's formats.
 
     Attributes:
         working: the places of the change that runs, or the committed ones.
@@ -242,7 +242,7 @@ class Windows:
         groups = [
             WindowLayers(
                 group.window, group.layers, attention,
-                make_cache(num_blocks=group.num_blocks, num_layers=len(group.layers)),
+                make_cache(num_blocks=group.num_blocks, layers=group.layers),
             )
             for group in plan.windows
         ]  # fmt: skip
@@ -253,7 +253,7 @@ class Windows:
         groups = []
         for group in self.groups:
             num_blocks = group.cache.total_blocks + num_pages(group.window, group.cache.block_size, blocks)
-            cache = self._make_cache(num_blocks=num_blocks, num_layers=len(group.layers))
+            cache = self._make_cache(num_blocks=num_blocks, layers=group.layers)
             groups.append(WindowLayers(group.window, group.layers, group.attention, cache))
         return Windows(groups, self._make_cache)
 

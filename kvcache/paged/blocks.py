@@ -11,6 +11,7 @@ from kvcache.core.arguments import as_indices, as_stored
 from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
+from kvcache.core.rowformat import RowFormats
 from kvcache.core.store import BlockStore
 from kvcache.errors import BlockNotFoundError
 
@@ -24,6 +25,7 @@ class PagedBlocks:
 
     Args:
         store: where K and V lie.
+        formats: of K and V, where they are written in Python.
 
     Attributes:
         holders: what holds references on the blocks (sequences, prefix caches), each a function that counts them,
@@ -32,10 +34,11 @@ class PagedBlocks:
             so many blocks before the pool grows; MemoryError: nothing has changed.
     """
 
-    def __init__(self, store: BlockStore) -> None:
-        self.store = store
+    def __init__(self, store: BlockStore, formats: RowFormats | None = None) -> None:
+        self.store, self.formats = store, formats or RowFormats("f32", "f32")
         self.pool = BlockPool(store.num_blocks)
         self.lock = CallLock()
+        self._shapes = (None, store.num_heads, store.head_dim), (None, store.num_heads, store.value_head_dim)
         self.holders: list[Callable[[], Int32]] = []
         self.reserves: list[Callable[[int], None]] = []
 
@@ -53,10 +56,14 @@ class PagedBlocks:
         return ids.astype(np.int32)
 
     def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
-        """K and V `(n, num_heads, head_dim)` as they are. TypeError, ValueError: not such arrays of floats."""
-        store = self.store
-        k = as_stored(keys, (None, store.num_heads, store.head_dim), "keys")
-        return KvRows(k, as_stored(values, (None, store.num_heads, store.value_head_dim), "values"))
+        """K and V `(n, num_heads, head_dim)` as they are, or as a `Format` keeps them.
+
+        Raises:
+            TypeError, ValueError: not such arrays of floats; whatever a `Format` raises.
+        """
+        shape, value_shape = self._shapes
+        k = as_stored(self.formats.rows(0, keys, shape, "keys"), shape, "keys")
+        return KvRows(k, as_stored(self.formats.rows(1, values, value_shape, "values"), value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """See `PagedKvCache.copy_blocks`."""

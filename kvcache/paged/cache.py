@@ -14,7 +14,9 @@ import numpy.typing as npt
 from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
 from kvcache.core.calibration import Calibration
 from kvcache.core.copying import refuse_copies
+from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import num_blocks_within
+from kvcache.core.rowformat import Format, RowFormats, stored_dtypes
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
@@ -48,7 +50,8 @@ class PagedKvCache:
         num_layers: layers; every block holds its tokens' K and V of all of them.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
-            many bits.
+            many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written, and
+            stored in f32.
         rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
             (QuaRot, arXiv 2404.00456, section 4): "auto" where their head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
@@ -60,7 +63,9 @@ class PagedKvCache:
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 
-    Raises, by every call, which has then changed nothing:
+    Every call can raise these errors, and has then changed nothing.
+
+    Raises:
         SequenceNotFoundError: a sequence that does not exist.
         InvalidOperationError: the id of a new sequence is taken.
         OutOfMemoryError: too few blocks are free, the copies of shared ones counted; the system refuses memory.
@@ -81,9 +86,9 @@ class PagedKvCache:
         head_dim: int = REQUIRED,
         *,
         num_layers: int = 1,
-        dtype: str = "f16",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: Formats | Format = "f16",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         value_head_dim: int | None = None,
         eviction_strategy: EvictionStrategy | None = None,
@@ -91,10 +96,12 @@ class PagedKvCache:
         max_memory_bytes: int | str | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        settings = block_size, num_heads, head_dim, key_dtype or dtype, value_dtype or dtype, rotate, value_head_dim
+        formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
+        dtypes = stored_dtypes(formats, calibration, "calibration")
+        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
-        self._blocks = PagedBlocks(store)
+        self._blocks = PagedBlocks(store, RowFormats(*formats))
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._table = BlockTables(self._pool, store.block_size)
         self._blocks.holders.append(self._table.references)
@@ -112,8 +119,9 @@ class PagedKvCache:
     head_dim = read_only(lambda self: self._store.head_dim, "Channels per head of K and of queries.")
     value_head_dim = read_only(lambda self: self._store.value_head_dim, "Channels per head of V and of the output.")
     block_size = read_only(lambda self: self._store.block_size, "Tokens per block.")
-    key_dtype = read_only(lambda self: self._store.key_dtype, "Storage format of K.")
-    value_dtype = read_only(lambda self: self._store.value_dtype, "Storage format of V.")
+    key_dtype = read_only(lambda self: self._store.key_dtype, "Format that stores K; a tuple where layers differ.")
+    value_dtype = read_only(lambda self: self._store.value_dtype, "Format that stores V; a tuple where layers differ.")
+    formats = read_only(lambda self: self._blocks.formats, "The formats of K and V that are written in Python.")
     calibration = read_only(lambda self: self._store.calibration, "The `Calibration` of the keys, or None.")
     total_blocks = read_only(lambda self: self._pool.num_blocks, "Blocks in all.")
     free_block_count = read_only(lambda self: self._pool.num_free, "Blocks without a reference.")

@@ -291,7 +291,7 @@ cdef class PagedSequences:
             total += count
         if rows.count != total:
             raise ValueError(f"keys: expected {total} rows for {n} sequences, got {rows.count}")
-        store.check_values_(rows)
+        store.check_values_(rows, layer)
         if lists.cut_is_shared():
             own_runs(table, starts, counts, n)
             self._copy_blocks()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcache.core.rowformat import name_of
 from kvcache.core.strip import strip
 
 if TYPE_CHECKING:
@@ -31,10 +32,14 @@ def describe(cache: PagedKvCache) -> str:
 def describe_settings(cache: PagedKvCache) -> str:
     """A cache as text of one line."""
     apart = f", value_head_dim={cache.value_head_dim}" if cache.value_head_dim != cache.head_dim else ""
+    key, value = (
+        repr(dtype) if own is None else name_of(own)
+        for dtype, own in zip((cache.key_dtype, cache.value_dtype), cache.formats.pair, strict=True)
+    )
     return (
         f"PagedKvCache(num_blocks={cache.total_blocks}, block_size={cache.block_size}, num_heads={cache.num_heads}, "
-        f"head_dim={cache.head_dim}{apart}, num_layers={cache.num_layers}, key_dtype={cache.key_dtype!r}, "
-        f"value_dtype={cache.value_dtype!r}, eviction_strategy={cache.eviction_strategy}, "
+        f"head_dim={cache.head_dim}{apart}, num_layers={cache.num_layers}, key_dtype={key}, "
+        f"value_dtype={value}, eviction_strategy={cache.eviction_strategy}, "
         f"used_blocks={cache.used_block_count}, num_sequences={cache.num_sequences})"
     )
 

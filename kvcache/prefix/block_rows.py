@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_flat, as_floats
+from kvcache.core.rowformat import RowFormats
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
 
@@ -41,10 +42,14 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int, stored_dim: 
     return layers
 
 
-def checked_rows(store: BlockStore, pairs: Sequence[Any], dims: Dims) -> tuple[list[Float32], list[Float32]]:
+def checked_rows(
+    store: BlockStore, pairs: Sequence[Any], dims: Dims, formats: RowFormats
+) -> tuple[list[Float32], list[Float32]]:  # fmt: skip
     """Per layer the rows of K and of V of `(keys, values)` of blocks; ValueError unless the store can hold them."""
     stored = store.head_dim, store.value_head_dim
     keys, values = (block_rows(store, [pair[i] for pair in pairs], dims[i], stored[i]) for i in (0, 1))
+    keys = [formats.rows(0, rows, rows.shape, "keys") for rows in keys]
+    values = [formats.rows(1, rows, rows.shape, "values") for rows in values]
     for k, v in zip(keys, values, strict=True):
         store.check_values(k, v)
     return keys, values

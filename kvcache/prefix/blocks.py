@@ -35,6 +35,7 @@ from kvcache.prefix.indexed import IndexedCache
 from kvcache.prefix.lookups import FoundBlocks, Lookup, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.source import Source
+from kvcache.prefix.watching import namespace_tokens, watch_evictions
 from kvcache.trie.policy import Policy
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
@@ -89,9 +90,9 @@ class PrefixCache(IndexedCache):
 
     @classmethod
     def over(cls, paged: PagedKvCache, max_blocks: int | None = None, policy: Policy | None = None) -> PrefixCache:
-        """A prefix cache over the blocks of a paged cache: sequences `adopt` its blocks, and it `adopt`s theirs.
+        """A prefix cache over the blocks of a paged cache: sequences adopt its blocks, and it adopts theirs.
 
-        A request computes K and V from token `n` on; its last token is computed in any case, for its logits:
+        A request computes K and V from token `n` on; its last token is computed in any case, for its logits::
 
             with cache.open_session(prompt) as session:
                 n = min(session.num_tokens, len(prompt) - 1)
@@ -206,7 +207,7 @@ class PrefixCache(IndexedCache):
         if start < 0 or start % self.block_size or end > len(ids):
             most = len(ids) - self.block_size
             raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
-        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims)
+        k, v = checked_rows(self._store, [(keys, values)], self._cached.dims, self._cached.formats)
         with self._lock:
             if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
                 raise OutOfMemoryError(1, 0)
@@ -224,7 +225,7 @@ class PrefixCache(IndexedCache):
         count = min(len(pairs := list(pairs)), (len(ids) - start) // size)
         if count <= 0:
             return 0
-        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims)
+        keys, values = checked_rows(self._store, pairs[:count], self._cached.dims, self._cached.formats)
         with self._lock:
             return self._cached.store_rows(ids[: start + count * size], start // size, keys, values, namespace)
 
@@ -340,6 +341,7 @@ class PrefixCache(IndexedCache):
             named = self._slots.records()["named"][: self._pool.num_blocks] != 0
             return int(np.count_nonzero(named & (self._pool.ref_counts() == 1)))
 
+    watch_evictions, namespace_tokens = watch_evictions, namespace_tokens
     # -- reports --------------------------------------------------------------------------------------------
 
     @property

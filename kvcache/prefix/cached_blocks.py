@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +19,19 @@ from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
 from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie
 
-__all__ = ["CachedBlocks"]
+__all__ = ["CachedBlocks", "Evicted"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
+
+
+class Evicted(NamedTuple):
+    """Blocks that left at the end of a text."""
+
+    namespace: Hashable
+    tokens: Tokens  # of the text, up to the end of the last block
+    num_tokens: int  # that left, the last ones
 
 
 class CachedBlocks:
@@ -35,14 +45,16 @@ class CachedBlocks:
 
     Attributes:
         source: a `Source` beside the cache; None: no source.
+        evicted: what has left, for somebody who takes it out; None: nobody does.
     """
 
     def __init__(self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None) -> None:
-        self.store, self.pool, self.lock = blocks.store, blocks.pool, blocks.lock
+        self.store, self.pool, self.lock, self.formats = blocks.store, blocks.pool, blocks.lock, blocks.formats
         self.dims, self._limit = dims, max_blocks
         self.slots = Slots([self.pool], self.store.block_size)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
+        self.evicted: deque[Evicted] | None = None
         blocks.reserves.append(self.index.reserve)  # first: what counts must have records of all blocks
         blocks.holders.append(partial(self.slots.counts, references=True))
 
@@ -120,6 +132,9 @@ class CachedBlocks:
             return 0
         if self.source is not None:
             self.source.spill(evicted.name, evicted.tokens, evicted.pages)
+        if self.evicted is not None:
+            size = self.store.block_size
+            self.evicted.append(Evicted(evicted.name, evicted.tokens, len(evicted) * size))
         evicted.release()
         return len(evicted)
 

@@ -50,7 +50,7 @@ class PrefixCacheConfig:
         if not isinstance(self.partial_matches, (bool, np.bool_)):
             raise TypeError(f"partial_matches: expected a bool, got {type(self.partial_matches).__name__}")
         # A store without blocks says what is supported; without head_dim, what a row will be is not known yet.
-        BlockStore(1, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
+        BlockStore(0, 0, 1, 1, 8 if self.head_dim is None else self.head_dim, *self.formats, self.rotate)
 
     @property
     def formats(self) -> tuple[str, str]:

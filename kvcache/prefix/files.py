@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,8 +24,11 @@ from kvcache.prefix.segments import newest_entries, ranges, segments_of, walk_ba
 from kvcache.prefix.slots import Claim, Slots
 from kvcache.prefix.source import fetch_waiting
 from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
+from kvcache.saved.tables import MIXED
 
 __all__ = ["arena_of_blocks", "fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
+
+logger = logging.getLogger("kvcache")
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -97,15 +101,30 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     with AllLocks([cache.lock for cache in caches]):
         for cache in caches:
             fetch_all(cache.index)
-        model += _calibrated(caches)
+        model += _meaning(caches)
         arenas = [(cache.slots, arena_of_blocks(cache), _raw_pages(cache.store)) for cache in caches]
         _write(path, "blocks", model, [cache.index for cache in caches], arenas)
+        count = sum(len(cache.index) for cache in caches)
+    logger.info("%s: saved %d blocks", os.fspath(path), count)
 
 
-def _calibrated(caches: Sequence[CachedBlocks]) -> str:
-    """What the model's name in a file has more: keys that another calibration centred mean something else."""
-    calibration = caches[0].store.calibration
-    return "" if calibration is None else f" calibrated {calibration.fingerprint}"
+def _meaning(caches: Sequence[CachedBlocks]) -> str:
+    """What the model's name in a file has more: keys that another calibration centred mean something else.
+
+    So do rows of another format that is written in Python, since all of them are stored in f32.
+    """
+    calibration, own = caches[0].store.calibration, caches[0].formats.fingerprint
+    calibrated = "" if calibration is None else f" calibrated {calibration.fingerprint}"
+    return calibrated + "".join(formats_of(cache.store) for cache in caches) + (f" in {own}" if own else "")
+
+
+def formats_of(store: BlockStore) -> str:
+    """The formats of a store whose layers differ, which an `Arena` does not name; else nothing."""
+    dtypes = store.key_dtype, store.value_dtype
+    if all(isinstance(dtype, str) for dtype in dtypes):
+        return ""
+    key, value = (dtype if isinstance(dtype, str) else " ".join(dtype) for dtype in dtypes)
+    return f" formats {key} / {value}"
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
@@ -117,13 +136,15 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
     with AllLocks([cache.lock for cache in caches]):
         _require_empty(caches)
-        snapshot = Snapshot(path, "blocks", model + _calibrated(caches))
+        snapshot = Snapshot(path, "blocks", model + _meaning(caches))
         try:
             takers = _takers(snapshot, caches)
         except SnapshotError as error:
             raise SnapshotError(f"{snapshot.path}: {error}") from error
         commit([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
-        return len(caches[0].index)
+        count = len(caches[0].index)
+    logger.info("%s: loaded %d blocks", snapshot.path, count)
+    return count
 
 
 def _require_empty(caches: Sequence[CachedBlocks]) -> None:
@@ -148,8 +169,9 @@ def _takers(snapshot: Snapshot, caches: Sequence[CachedBlocks]) -> dict[int, Cac
 def arena_of_blocks(cache: CachedBlocks) -> Arena:
     """How files and tiers store the blocks of a cache."""
     store = cache.store
+    key, value = (dtype if isinstance(dtype, str) else MIXED for dtype in (store.key_dtype, store.value_dtype))
     return Arena(
-        store.num_layers, store.num_heads, *cache.dims, store.key_dtype, store.value_dtype, *store.rotated,
+        store.num_layers, store.num_heads, *cache.dims, key, value, *store.rotated,
         "blocks", store.block_size, store.block_bytes,
     )  # fmt: skip
 

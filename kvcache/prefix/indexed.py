@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.cached_entries import CachedEntries
 from kvcache.prefix.index import PrefixIndex
 
 __all__ = ["IndexedCache"]
 
+Self = TypeVar("Self", bound="IndexedCache")
 
-class IndexedCache:
-    """A cache over a `PrefixIndex`, whose items are blocks or entries."""
+
+class IndexedCache(ABC):
+    """A cache over a `PrefixIndex`, whose items are blocks or entries.
+
+    `close`, or `with`, closes the file that `load` reads from.
+    """
 
     _cached: CachedBlocks | CachedEntries
 
     @property
     def _index(self) -> PrefixIndex:
         return self._cached.index
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def close(self) -> None:
+        """Forget everything, as `clear`: a file that was loaded is closed. The cache may be used again."""
+        self.clear()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return len(self._index)

@@ -149,9 +149,9 @@ class PackedRows:
 
     def arena(self) -> Arena:
         """What a page of rows is in a saved cache: a block."""
-        store = self._empty
+        store, (_, _, _, key_dtype, value_dtype, _) = self._empty, self._settings
         return Arena(
-            self.num_layers, store.num_heads, store.head_dim, store.value_head_dim, store.key_dtype, store.value_dtype,
+            self.num_layers, store.num_heads, store.head_dim, store.value_head_dim, key_dtype, value_dtype,
             *store.rotated, "blocks", BLOCK_SIZE, store.block_bytes,
         )  # fmt: skip
 

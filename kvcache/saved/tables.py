@@ -13,7 +13,8 @@ from kvcache.core.kernels import FORMATS
 from kvcache.errors import SnapshotError
 
 __all__ = [
-    "ARENA", "LAYOUTS", "NO_PARENT", "SEGMENT", "Arena", "Segments", "aligned", "check_segments", "unpack_arenas",
+    "ARENA", "LAYOUTS", "MIXED", "NO_PARENT", "SEGMENT", "Arena", "Segments", "aligned", "check_segments",
+    "unpack_arenas",
 ]  # fmt: skip
 
 UInt32 = npt.NDArray[np.uint32]
@@ -29,6 +30,7 @@ _APART = 3  # blocks whose V has other channels per head than K; a reader that d
 SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
 NO_PARENT = 2**32 - 1
 _PAGE_ALIGNMENT = 64
+MIXED = "mix"  # in the place of a format: layers differ, and the name of the model has their formats
 _LEAST_BITS = min(format.bits for format in FORMATS.values())
 
 
@@ -43,7 +45,7 @@ class Arena:
 
     Attributes:
         num_layers, num_heads, head_dim: the shape of one token's K; that of its V has `value_head_dim`.
-        key_dtype, value_dtype: storage formats.
+        key_dtype, value_dtype: storage formats, or `MIXED`.
         rotate_keys, rotate_values: whether rows lie under a Hadamard rotation.
         layout: "rows" or "blocks", see `LAYOUTS`.
         page_tokens, page_bytes: slots of a page, and its bytes without what aligns the next one.

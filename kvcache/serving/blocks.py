@@ -15,12 +15,16 @@ from contextlib import suppress
 from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
-from kvcache.serving.newest import NewestGroups
+from kvcache.prefix.sessions import CacheSession
+from kvcache.serving.groups import Groups
+from kvcache.serving.guesses import MOST as MOST_GUESSES
 from kvcache.serving.tiered import TieredWorks
+from kvcache.serving.windows import WindowPools, has_room
 from kvcache.serving.work import Work
 
 __all__ = ["SharedBlocks"]
@@ -30,16 +34,27 @@ class SharedBlocks:
     """A paged cache, and the prefix index over its blocks.
 
     Attributes:
-        cache: the sequences.
+        cache: the sequences, in the layers that keep all tokens.
         prefixes: the index.
-        newest: the newest group of each text, unpacked; None: there is no residual.
+        newest: the tokens of each text that stay unpacked; None: there are none.
+        windows: the layers that keep a window alone, and the cached windows of prefixes.
         tiered: the lookups of works in tiers; None: there are no tiers.
     """
 
-    def __init__(self, cache: PagedKvCache, newest: NewestGroups | None = None) -> None:
+    def __init__(
+        self, cache: PagedKvCache, newest: Groups | None = None, windows: WindowPools | None = None
+    ) -> None:
         self.cache, self.prefixes, self.newest = cache, PrefixCache.over(cache), newest
+        self.windows = WindowPools() if windows is None else windows
         self.tiered: TieredWorks | None = None
         self._ids = count()
+
+    @property
+    def beside(self) -> list[PrefixCache]:
+        """The caches that are saved in one file with the index."""
+        if self.newest is not None and self.newest.known.cache is not None:
+            return [self.newest.known.cache]
+        return self.windows.cached.caches
 
     def blocks_for(self, num_tokens: int) -> int:
         """The blocks of so many tokens."""
@@ -47,13 +62,15 @@ class SharedBlocks:
 
     def cached(self, work: Work) -> int:
         """How many tokens of a work that waits are cached."""
-        return self.prefixes.peek(work.tokens, work.space) if work.shares else 0
+        if not work.shares:
+            return 0
+        return self.windows.cached.longest(work.tokens, self.prefixes.peek(work.tokens, work.space), work.space)
 
-    def start(self, work: Work, spare: int) -> bool:
+    def start(self, work: Work, running: Sequence[Work]) -> bool:
         """Give a work a sequence of its longest cached prefix, if there is room for all its tokens; whether there is.
 
         Args:
-            spare: blocks that must be left beside them.
+            running: the works that have one; for each, a block must be left.
 
         Raises:
             MemoryError: of the system; nothing has changed.
@@ -63,24 +80,56 @@ class SharedBlocks:
         if self.tiered is not None:
             self.tiered.begin(work)
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
-            found = min(session.num_tokens, work.num_tokens - 1)
-            found -= found % (1 if self.newest is None else self.newest.length)
-            needed = self.blocks_for(work.num_tokens) - found // size + spare - self.cache.free_block_count
-            if needed > 0 and needed > self.prefixes.idle_blocks:
-                return False
+            most, group = min(session.num_tokens, work.num_tokens - 1), -1
+            if self.newest is not None:
+                most, group = self.newest.begin(work, most)
+            try:
+                begun = self._adopt(work, running, session, most)
+            except BaseException:
+                self._stop_group(group)
+                raise
+        if begun is None:
+            self._stop_group(group)
+            return False
+        seq_id, found = begun
+        parted = most // size * size  # two texts part here, and the window has left: it is kept for the next such text
+        work.window_ends = [parted] if found < parted else []
+        work.moved(seq_id, found, group)
+        return True
+
+    def _adopt(self, work: Work, running: Sequence[Work], session: CacheSession, most: int) -> tuple[int, int] | None:
+        """A new sequence with at most `most` cached tokens of a work, and how many; None: there is no room for it."""
+        with self.windows.hold(work, most) as (found, pages):
+            claimed = len(session.shared_blocks) + sum(
+                self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running
+            )
+            needed = self.blocks_for(work.num_tokens) - found // self.cache.block_size + len(running)
+            if not has_room(self.cache, self.prefixes, needed, claimed):
+                return None
+            if not self.windows.have_room(work.num_tokens, found, pages, len(running)):
+                return None
             seq_id = next(self._ids)
             self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
-        work.moved(seq_id, found)
-        return True
+            try:
+                self.windows.start(work, seq_id, found, pages)
+            except Exception:
+                self._free(seq_id)
+                raise
+        return seq_id, found
+
+    def _free(self, seq_id: int) -> None:
+        self.cache.free(seq_id)
+        self.windows.free(seq_id)
 
     def fork(self, leader: Work, follower: Work, computed: int) -> None:
         """Give a follower a sequence with the tokens of the leader's, whose pass has `computed` of them."""
         seq_id = next(self._ids)
         self.cache.fork(leader.seq_id, seq_id)
         try:
+            self.windows.fork(leader, follower, seq_id)
             group = -1 if self.newest is None else self.newest.fork(leader, computed)
         except MemoryError:
-            self.cache.free(seq_id)
+            self._free(seq_id)
             raise
         follower.next_group = group
         follower.moved(seq_id, computed, group)
@@ -93,16 +142,29 @@ class SharedBlocks:
         """
         ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
         counts = np.array([count for _, count in pieces])
-        while True:
-            try:
-                self.cache.append_batch(ids, counts)
-                return
-            except OutOfMemoryError as error:
-                if not self.prefixes.evict(error.requested - error.available):
-                    raise
+        for work, _ in pieces:
+            self.windows.slide(work)
+        _append(self.cache, self.prefixes, ids, counts)
+        try:
+            for group, cached in zip(self.windows.groups, self.windows.cached.caches, strict=True):
+                _append(group.cache, cached, ids, counts)
+        except Exception:
+            for work, _ in pieces:
+                self._truncate(work)
+            raise
+
+    def _truncate(self, work: Work) -> None:
+        self.cache.truncate(work.seq_id, work.computed)
+        self.windows.truncate(work)
+
+    def _stop_group(self, group: int) -> None:
+        if self.newest is not None:
+            self.newest.stop(group)
 
     def index(self, work: Work) -> None:
-        """Cache the full blocks of a work's sequence, by reference."""
+        """Cache the full blocks of a work's sequence, by reference, and its first tokens."""
+        if self.newest is not None:
+            self.newest.known.keep(work)
         full = work.computed // self.cache.block_size
         if full and work.shares:
             blocks = self.cache.block_table([work.seq_id]).block_ids
@@ -113,17 +175,23 @@ class SharedBlocks:
         """Take a work's sequence away; its full blocks stay cached until their memory is needed."""
         if work.seq_id >= 0:
             seq_id, group = work.seq_id, work.group
+            self.windows.keep(work, work.computed)
             work.moved(-1, 0)
-            self.cache.free(seq_id)
-            if self.newest is not None:
-                self.newest.stop(group)
+            self._free(seq_id)
+            self._stop_group(group)
 
     def ran(self, work: Work, count: int, wrong: int) -> None:
         """Note that the next `count` tokens of a work have run, and `wrong` guesses behind them."""
-        computed = work.computed + count
+        before, computed = work.computed, work.computed + count
         work.moved(work.seq_id, computed, -1 if self.newest is None else self.newest.group_at(work, computed))
+        if self.newest is not None and before < self.newest.firsts <= computed:
+            self.newest.known.keep(work)
         if wrong:
-            self.cache.truncate(work.seq_id, computed)
+            self._truncate(work)
+        if self.windows.groups:
+            for end in (*work.window_ends, work.num_prompt):
+                if before < end <= computed:
+                    self.windows.keep(work, end)
 
     def settle(self, running: Sequence[Work]) -> None:
         """After a pass: only what running works keep stays."""
@@ -133,6 +201,7 @@ class SharedBlocks:
     def mend(self, running: Sequence[Work]) -> list[Work]:
         """Free sequences that no work has, and cut others to what was computed; the works that have no sequence."""
         lost = [] if self.newest is None else self.newest.settle(running)
+        lost += [work for work in running if work not in lost and self.windows.lost(work)]
         for work in lost:
             work.moved(-1, 0)
         owned = {work.seq_id: work for work in running if work not in lost}
@@ -145,6 +214,7 @@ class SharedBlocks:
             else:
                 work.moved(-1, 0)
                 lost.append(work)
+        self.windows.settle([work for work in running if work not in lost])
         return lost
 
     def count(self) -> dict[str, int]:
@@ -156,8 +226,11 @@ class SharedBlocks:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()
         self.prefixes.check()
+        if self.newest is not None and self.newest.known.cache is not None:
+            self.newest.known.cache.check()
         if self.newest is not None:
             self.newest.check(running)
+        self.windows.check(running)
         assert self.prefixes.pinned_blocks == 0, "blocks of a prefix are held that no work uses"
         owned = {work.seq_id: work for work in running}
         assert sorted(owned) == [int(each) for each in self.cache.sequence_ids()], "sequences and works differ"
@@ -168,3 +241,14 @@ class SharedBlocks:
             assert info.num_tokens == work.computed, f"{work}: the sequence has {info.num_tokens} tokens"
             claimed.update(int(block) for block in info.block_ids)
         assert self.count()["claimed"] == len(claimed), "free, claimed and cached blocks are not all blocks"
+
+
+def _append(cache: PagedKvCache, prefixes: PrefixCache, ids: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
+    """Append to many sequences, and evict what no sequence refers to as far as that needs it."""
+    while True:
+        try:
+            cache.append_batch(ids, counts)
+            return
+        except OutOfMemoryError as error:
+            if not prefixes.evict(error.requested - error.available):
+                raise

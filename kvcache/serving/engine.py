@@ -12,31 +12,30 @@ from typing import Any
 
 from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.core.copying import refuse_copies
-from kvcache.core.memory import num_blocks_within, total
-from kvcache.core.store import BlockStore
-from kvcache.engine.calibrating import as_calibration
+from kvcache.core.layer_formats import Formats
+from kvcache.core.memory import total
+from kvcache.core.rowformat import Format
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.residual import as_length
 from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
-from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.sessions import PrefixCacheStats
-from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
-from kvcache.serving.newest import NewestGroups
+from kvcache.serving.observed import Observed, OnEviction
+from kvcache.serving.pools import make_pools
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
-from kvcache.serving.stats import BatchStats
+from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
 from kvcache.serving.tiered import TieredWorks
@@ -45,7 +44,6 @@ from kvcache.tiers.tiers import Tiers
 
 __all__ = ["BatchEngine"]
 
-_DEFAULT_TOKENS = 16384  # of the default pool, at most
 Clock = Callable[[], float]
 
 
@@ -67,7 +65,7 @@ class BatchEngine:
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: for requests without their own.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`.
+        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `InferenceEngine`.
         num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
             whole context, at most for 16,384 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
@@ -80,11 +78,15 @@ class BatchEngine:
             check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
+        calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: None alone is supported.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
+        on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
+            that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
-    Layers with a window keep all tokens here; they attend within the window.
+    Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
+    `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep all tokens, and attend within it.
 
     Attributes:
         model: the network.
@@ -98,9 +100,9 @@ class BatchEngine:
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: str = "f32",
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        dtype: Formats | Format = "f32",
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         rotate: bool | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -110,9 +112,11 @@ class BatchEngine:
         target_gap: float = 0.1,
         speculate: bool = True,
         residual_length: int | None = None,
+        calibrate: Any = False,
         eviction_policy: None = None,
         kv_budget: None = None,
         tiers: Tiers | None = None,
+        on_eviction: OnEviction | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.model, self.clock, self.tiers = model, clock, tiers
@@ -121,35 +125,22 @@ class BatchEngine:
         for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
             if value is not None:
                 raise ValueError(f"{name}: expected None in a BatchEngine, which keeps all tokens, got {short(value)}")
-        config = model.config
-        block_size = as_count(block_size, "block_size", 1, most=None)
-        if num_blocks is None and max_memory_bytes is None:
-            num_blocks = -(-min(4 * config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1
-        if num_blocks is not None:
-            num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
-        max_running = as_count(max_running, "max_running", 1)
-        formats = (key_dtype or dtype, value_dtype or dtype)
-        settings = block_size, config.num_kv_heads, config.head_dim, *formats, rotate
-        BlockStore(config.num_layers, 0, *settings)  # raises for a format that is not supported
-        attention = layer_attention(model)
-        without = "layers that keep a window" if any(each.window for each in attention) else ""
-        self._residual_length = length = as_length(residual_length, *formats, without=without)
-        newest = NewestGroups(config, formats, length, max_running, attention) if length else None
-        beside = 0 if newest is None else newest.nbytes
-        num_blocks = num_blocks_within(num_blocks, max_memory_bytes, config.num_layers, *settings, beside=beside)
-        cache = PagedKvCache(
-            num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=formats[0], value_dtype=formats[1], rotate=rotate,
-            calibration=as_calibration(model, False, formats[0], without),
-        )  # fmt: skip
-        self._blocks = SharedBlocks(cache, newest)
+        config, max_running = model.config, as_count(max_running, "max_running", 1)
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, length, cache.calibration)
+        without = "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        self._residual_length = storage.residual_length
+        self._blocks = make_pools(
+            model, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, keep_all=tiers is not None
+        )
+        if tiers is not None:
+            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
             max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
+            Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
         self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
@@ -279,6 +270,11 @@ class BatchEngine:
             pending.raise_error()
         return [work.scores for work in works]
 
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As `InferenceEngine.apply_chat_template`."""
+        template: Any = InferenceEngine.apply_chat_template
+        return template(self, messages, **options)
+
     # -- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -346,17 +342,23 @@ class BatchEngine:
         """The counters now."""
         return self._steps.stats()
 
+    def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
+        """The counters of each namespace, at most of the 4,096 that had requests last, and of those that are cached."""
+        return self._steps.namespaces()
+
     def cache_stats(self) -> PrefixCacheStats:
-        """The counters of the prefix index; a request that was preempted looks up again."""
-        return self._blocks.prefixes.stats()
+        """As `PrefixCachedEngine.cache_stats`; a request that was preempted looks up again."""
+        return self._blocks.windows.cached.counted(self._blocks.prefixes.stats())
 
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
         self._blocks.prefixes.clear()
+        for cache in self._blocks.beside:
+            cache.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
-        self._blocks.prefixes.save(path, self._name(model))
+        self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.beside)
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
@@ -364,7 +366,10 @@ class BatchEngine:
         Raises:
             InvalidOperationError: prefixes are cached already.
         """
-        return self._blocks.prefixes.load(path, self._name(model))
+        if self._blocks.prefixes.is_empty:
+            for cache in self._blocks.beside:  # of texts that are no longer cached
+                cache.clear()
+        return self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.model) if model is None else model
@@ -374,8 +379,8 @@ class BatchEngine:
         weights, blocks = getattr(self.model, "weights", None), self._blocks
         own = {"weights": getattr(weights, "nbytes", 0)}
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        newest = {} if blocks.newest is None else blocks.newest.memory()
-        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), newest, products)}
+        newest, windows = {} if blocks.newest is None else blocks.newest.memory(), blocks.windows.memory()
+        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), windows, newest, products)}
 
     @property
     def residual_length(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class Forward:
 
     Args:
         model: the network.
-        blocks: K and V of all layers; layers with a window keep all tokens too, and attend within it.
+        blocks: K and V of all layers.
 
     Attributes:
         regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
@@ -29,11 +29,18 @@ class Forward:
 
     def __init__(self, model: Model, blocks: SharedBlocks) -> None:
         self._model, self._blocks = model, blocks
-        self._options = [each.options() for each in layer_attention(model)]
+        attention = layer_attention(model)
+        whole = [layer for layer in range(model.config.num_layers) if layer not in blocks.windows]
+        self._whole = {layer: (own, attention[layer].options()) for own, layer in enumerate(whole)}
         self._selects = bool(getattr(model, "selects_rows", False))
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
         several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
         self.regime_of = regime if several else None
+
+    def name_of(self, space: Any) -> Hashable:
+        """The caller's name of a namespace of the prefix cache, which has one for each regime."""
+        name: Hashable = space if self.regime_of is None else space[1]
+        return name
 
     def run(self, pieces: Sequence[tuple[Work, int]]) -> list[Float32]:
         """The logits that are due of each piece, `(work, number of its next tokens)`, all of one regime.
@@ -41,20 +48,24 @@ class Forward:
         Returns:
             For each piece float32 `(work.rows_due(count), vocab_size)`.
         """
-        cache, newest, options = self._blocks.cache, self._blocks.newest, self._options
+        cache, newest, whole = self._blocks.cache, self._blocks.newest, self._whole
         tokens = np.concatenate([work.next_tokens(n) for work, n in pieces])
         positions = np.concatenate([np.arange(work.computed, work.computed + n) for work, n in pieces])
         seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
         lens = np.array([n for _, n in pieces])
         attend_in_groups = None if newest is None else newest.piece(cache, pieces)
+        windowed = self._blocks.windows.pieces([work for work, _ in pieces], seq_ids, lens)
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
         ) -> Float32:
-            cache.write_ragged(layer, seq_ids, lens, keys, values)
+            if layer in windowed:
+                return windowed[layer](layer, queries, keys, values)
+            own, options = whole[layer]
+            cache.write_ragged(own, seq_ids, lens, keys, values)
             if attend_in_groups is not None:
                 return attend_in_groups(layer, queries, keys, values)
-            mixed: Float32 = cache.attention(layer, queries, seq_ids, query_lens=lens, **options[layer])
+            mixed: Float32 = cache.attention(own, queries, seq_ids, query_lens=lens, **options)
             return mixed
 
         due = [work.rows_due(n) for work, n in pieces]

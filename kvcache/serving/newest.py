@@ -8,29 +8,46 @@ the groups of all texts in one call, and to their packed tokens in another.
     text B   0 .. 5                             group 0 .. 5: one sequence
 
 A text keeps the group in which it ends; it has none where it ends between two groups. The tokens of a group that are
-cached in packed form alone run again.
+cached in packed form alone run again. With a calibration the first tokens of the text stand before those of each group,
+and a text that ends between two groups keeps these alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count
+from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.engine.residual import AttendPiece, merged, unpacked
+from kvcache.core.layer_formats import Formats
+from kvcache.engine.residual import AttendPiece, merged, unpacked_cache
+from kvcache.engine.storage import Storage
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.serving.budget import MOST
+from kvcache.serving.firsts import FirstTokens
+from kvcache.serving.groups import Groups
 from kvcache.serving.work import Work
 
-__all__ = ["MOST_PROMPTS", "NewestGroups"]
+__all__ = ["MOST_PROMPTS", "NewestGroups", "make_groups"]
 
 MOST_PROMPTS = 8  # texts of whose prompts a pass may run a piece: each may touch one group more than it keeps
 
 
-class NewestGroups:
-    """The newest group of every text that runs.
+def make_groups(
+    config: NetworkConfig, storage: Storage, max_running: int, attention: Sequence[LayerAttention]
+) -> Groups | None:  # fmt: skip
+    """What an engine keeps unpacked; None: nothing. First tokens stay cached for four times the texts that may run."""
+    formats, length, firsts = storage.dtypes, storage.residual_length, storage.firsts
+    most = 4 * max_running if firsts else 0
+    if length:
+        return NewestGroups(config, formats, length, max_running, attention, firsts, most)
+    return FirstTokens(config, formats, firsts, max_running, most, attention) if firsts else None
+
+
+class NewestGroups(Groups):
+    """The newest group of every text that runs, behind its first tokens if those are read unpacked.
 
     Args:
         config: sizes of the network.
@@ -38,33 +55,46 @@ class NewestGroups:
         length: tokens of a group.
         max_running: the most texts that run.
         attention: how each layer attends; none of them has a window.
+        firsts: first tokens that each query reads unpacked, at most `length`.
+        most: texts whose first tokens stay cached.
     """
 
     def __init__(
-        self, config: NetworkConfig, formats: tuple[str, str], length: int, max_running: int,
-        attention: Sequence[LayerAttention],
+        self, config: NetworkConfig, formats: tuple[Formats, Formats], length: int, max_running: int,
+        attention: Sequence[LayerAttention], firsts: int = 0, most: int = 0,
     ) -> None:  # fmt: skip
-        self.length = length
-        key_dtype, value_dtype = unpacked(*formats)
-        self._groups = PagedKvCache(
-            max_running + -(-MOST // length) + MOST_PROMPTS, length, config.num_kv_heads, config.head_dim,
-            num_layers=config.num_layers, key_dtype=key_dtype, value_dtype=value_dtype,
-        )  # fmt: skip
-        self._ids = count()
-        self._near = [each.options() for each in attention]
-        # The sinks join the normaliser once, with the query's own group.
-        self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
+        size = gcd(length, firsts)  # the first tokens are whole blocks, which texts share
+        blocks = (max_running + -(-MOST // length) + MOST_PROMPTS) * ((length + firsts) // size) + most * firsts // size
+        rows = unpacked_cache(config, formats, blocks, size, config.num_layers)
+        super().__init__(rows, length, firsts, most, attention)
+
+    def held(self, computed: int) -> int:
+        if computed < self.length:
+            return computed
+        return self.firsts + computed % self.length
+
+    def left(self, work: Work) -> int:
+        return self.length - 1 - (work.num_tokens - 1) % self.length
 
     def piece(self, cache: PagedKvCache, pieces: Iterable[tuple[Work, int]]) -> AttendPiece:
-        """The `attend` of pieces of texts, for which `cache` has room; `next_group` of each is then its last group."""
-        near, lens, far, contexts, fresh = [], [], [], [], []
+        near, lens, far, contexts = [], [], [], []
+        fresh: list[tuple[int, int]] = []  # groups that begin, and how many first tokens stand before theirs
+        copies: list[tuple[int, int]] = []  # groups that have first tokens of an earlier pass, and those that get them
+        begun: list[_Begun] = []  # texts whose first tokens run in this pass
+        row = 0
         for work, n in pieces:
             pos, end, group = work.computed, work.computed + n, work.group
+            own = _Begun(work.group, work.computed, row, [])
             while pos < end:
                 first = pos - pos % self.length
                 if pos == first:
                     group = next(self._ids)
-                    fresh.append(group)
+                    if first and self.firsts and work.computed >= self.firsts:
+                        copies.append((work.group, group))
+                    else:
+                        fresh.append((group, self.firsts if first else 0))
+                        if first and self.firsts:
+                            own.groups.append(group)
                 stop = min(first + self.length, end)
                 near.append(group)
                 lens.append(stop - pos)
@@ -72,79 +102,51 @@ class NewestGroups:
                 contexts.append(first)
                 pos = stop
             work.next_group = group
+            row += n
+            if own.groups:
+                begun.append(own)
         near_ids, far_ids = np.array(near, np.uint64), np.array(far, np.uint64)
         query_lens, context_lens = np.array(lens), np.array(contexts)
-        self._groups.allocate_batch(np.array(fresh, np.uint64), np.zeros(len(fresh), np.int64))
+        self._groups.allocate_batch(
+            np.array([each for each, _ in fresh], np.uint64), np.array([ahead for _, ahead in fresh], np.int64)
+        )
+        for source, group in copies:
+            self._groups.fork(source, group)
+            self._groups.truncate(group, self.firsts)
         self._groups.append_batch(near_ids, query_lens)
 
         def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
             self._groups.write_ragged(layer, near_ids, query_lens, keys, values)
+            for each in begun:
+                more = slice(each.row, each.row + self.firsts - each.computed)
+                k, v = keys[more], values[more]
+                if each.computed:
+                    old = self._groups.read(layer, each.group, 0, each.computed)
+                    k, v = np.concatenate([old[0], k]), np.concatenate([old[1], v])
+                for group in each.groups:
+                    self._groups.write(layer, group, k, v, start=0)
             own = self._groups.attention(
                 layer, queries, near_ids, query_lens=query_lens, return_lse=True, **self._near[layer]
             )
             earlier = cache.attention(
                 layer, queries, far_ids, query_lens=query_lens, context_lens=context_lens, return_lse=True,
-                **self._far[layer],
+                skip_tokens=self.firsts, **self._far[layer],
             )  # fmt: skip
             return merged(earlier, own)
 
         return attend
 
-    def left(self, work: Work) -> int:
-        """How many tokens fit behind the newest one of a work, in its group: guesses are not cut off across groups."""
-        return self.length - 1 - (work.num_tokens - 1) % self.length
 
-    def group_at(self, work: Work, computed: int) -> int:
-        """The group that a work keeps after a pass, where it has `computed` tokens; -1: none."""
-        return work.next_group if computed % self.length else -1
+class _Begun(NamedTuple):
+    """A text whose first tokens run in a pass, at least in part, and the groups that get them.
 
-    def fork(self, work: Work, computed: int) -> int:
-        """A copy of the group that a work keeps after this pass, or -1."""
-        group = self.group_at(work, computed)
-        if group < 0:
-            return -1
-        copy = next(self._ids)
-        self._groups.fork(group, copy)
-        self._groups.truncate(copy, computed % self.length)
-        return copy
+    Attributes:
+        group, computed: its group before the pass, which has so many of them.
+        row: of the pass, its first one.
+        groups: those that begin in this pass behind them.
+    """
 
-    def stop(self, group: int) -> None:
-        """Free a group that a work had, or -1."""
-        if group >= 0:
-            self._groups.free(group)
-
-    def settle(self, running: Iterable[Work]) -> list[Work]:
-        """Free groups that no work has, and cut the others to what was computed; works whose group is missing."""
-        works = list(running)
-        for work in works:
-            if not work.computed % self.length:
-                work.group = -1
-        lost = [work for work in works if work.group < 0 and work.computed % self.length]
-        owned = {work.group: work for work in works if work.group >= 0}
-        for each in self._groups.sequence_ids():
-            kept = owned.pop(int(each), None)
-            if kept is None:
-                self._groups.free(each)
-            else:
-                self._groups.truncate(each, kept.computed % self.length)
-        return lost + list(owned.values())
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
-        return self._groups.memory()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K and V."""
-        return self._groups.total_memory_bytes
-
-    def check(self, running: Iterable[Work]) -> None:
-        """Verify the invariants; AssertionError says what is wrong."""
-        self._groups.check()
-        owned = {work.group: work for work in running if work.group >= 0}
-        assert sorted(owned) == [int(each) for each in self._groups.sequence_ids()], "groups and works differ"
-        for group, work in owned.items():
-            held = self._groups.get_sequence(group)
-            assert held is not None, f"{work}: its group is gone"
-            assert held.num_tokens == work.computed % self.length, f"{work}: its group has {held.num_tokens} tokens"
-        assert all(work.group >= 0 for work in running if work.computed % self.length), "a work has no group"
+    group: int
+    computed: int
+    row: int
+    groups: list[int]

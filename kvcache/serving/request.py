@@ -12,14 +12,14 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.core.copying import refuse_copies
-from kvcache.engine.completion import Completion
+from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.errors import InvalidOperationError
 from kvcache.serving.work import Drawing, FinishReason, Work
 
 if TYPE_CHECKING:
     from kvcache.serving.engine import BatchEngine
 
-__all__ = ["Pending", "Request", "RequestMetrics"]
+__all__ = ["NewTokens", "Pending", "Request", "RequestMetrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,23 @@ class RequestMetrics:
     itl: tuple[float, ...]
     cached_tokens: int
     preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What has come of one sample of a request since the item before.
+
+    Attributes:
+        index: the number of the sample, from 0 on.
+        tokens: its new tokens.
+        logprobs: one `TokenLogprobs` for each of these; None unless `SamplingParams.logprobs` asked for them.
+        finish_reason: why it ended, as of `Request`; None: more will come.
+    """
+
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
 
 
 class Pending:
@@ -192,21 +209,45 @@ class Request(Pending):
         return self._stream_to_loop()
 
     async def _stream_to_loop(self) -> AsyncIterator[int]:
-        given = 0
-        while True:
-            ended, new = self.is_finished, self._samples[0].new_tokens[given:]
-            for token in new:
+        async for new in self.arrivals():
+            for token in new.tokens:
                 yield token
-            given += len(new)
-            if ended:
-                break
-            if not new:
-                await self._next_step(given)
+
+    async def arrivals(self) -> AsyncIterator[NewTokens]:
+        """What comes of every sample, as it comes; the last item of each sample has its `finish_reason`.
+
+        The event loop is free while it waits. No step waits for the caller: one that is late finds several tokens in
+        an item.
+
+        Raises:
+            Exception: what it failed with, after the last item.
+        """
+        given = [0] * self.n
+        alive = list(range(self.n))
+        while alive:
+            before = self._progress()
+            for index in tuple(alive):
+                sample, start = self._samples[index], given[index]
+                reason = sample.reason
+                tokens: list[int] = sample.tokens[sample.num_prompt + start :].tolist()
+                given[index] += len(tokens)
+                if reason is not None:
+                    alive.remove(index)
+                if tokens or reason is not None:
+                    logprobs = None if sample.logprobs is None else sample.logprobs[start : given[index]]
+                    yield NewTokens(index, tokens, logprobs, reason)
+            if alive:
+                await self._next_step(before)
         self.raise_error()
 
-    async def _next_step(self, given: int) -> None:
+    def _progress(self) -> int:
+        """A number that is another one after each new token and each end."""
+        return sum(sample.num_new + (sample.reason is not None) for sample in self._samples)
+
+    async def _next_step(self, before: int) -> None:
         if not self._engine.is_running:
-            await asyncio.to_thread(self._engine.step)
+            if self._progress() == before:
+                await asyncio.to_thread(self._engine.step)
             return
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
@@ -220,7 +261,7 @@ class Request(Pending):
                 loop.call_soon_threadsafe(arrive)
 
         self._waiters.append(wake)
-        if not self.is_finished and self._samples[0].num_new == given:
+        if self._progress() == before:
             await arrived
 
     def _expect_one(self) -> None:

@@ -1,9 +1,10 @@
 """Which works run in a step, and how many tokens of each.
 
 There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt runs
-share what the `TokenBudget` leaves. Works begin in the order of their keys. One begins when there is room for all its
-tokens; where a running work needs blocks that are not there, the last one in the order of keys gives up its sequence
-and begins again later, with the blocks of it that are still cached.
+share what the `TokenBudget` leaves. Where the first of these is not the shortest it has half of that, and the shortest
+have the rest: short prompts do not wait for long ones. Works begin in the order of their keys. One begins when there is
+room for all its tokens; where a running work needs blocks that are not there, the last one in the order of keys gives
+up its sequence and begins again later, with the blocks of it that are still cached.
 
     key    (arrival + 10 s * priority, number of the request)
 
@@ -14,18 +15,20 @@ preempted is among the first to begin again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
-from kvcache.serving.budget import MOST, TokenBudget
+from kvcache.serving.budget import LEAST, MOST, TokenBudget
 from kvcache.serving.newest import MOST_PROMPTS
+from kvcache.serving.observed import Observed
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import FinishReason, Work
 
 __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
+_NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
 _CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
 Pieces = list[tuple[Work, int]]
 
@@ -39,6 +42,7 @@ class Scheduler:
         max_running: the most works that run at a time.
         most_rows: the most rows of logits of a step for works that need one for each token.
         regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+        observed: counts.
 
     Attributes:
         works: all that have not ended, in the order of submission.
@@ -50,9 +54,9 @@ class Scheduler:
 
     def __init__(
         self, blocks: SharedBlocks, budget: TokenBudget, max_running: int, most_rows: int,
-        regime_of: Callable[[int], int] | None = None,
+        regime_of: Callable[[int], int] | None, observed: Observed,
     ) -> None:  # fmt: skip
-        self.blocks, self.budget = blocks, budget
+        self.blocks, self.budget, self.observed = blocks, budget, observed
         self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
         self._most_prompts = MOST if blocks.newest is None else MOST_PROMPTS
         self.works: dict[int, Work] = {}
@@ -147,15 +151,19 @@ class Scheduler:
         pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
         left, rows = self.budget.tokens(len(pieces)), self._most_rows
         prompts = self._most_prompts
-        for work in self.running:
-            if work.remaining > 1 and left and prompts and (count := self._count(work, left, rows)):
+        catching_up = [work for work in self.running if work.remaining > 1]
+        others = sorted(catching_up[1:], key=_remaining)
+        for work in catching_up[:1] + others:
+            share = _half(left) if work is catching_up[0] and self._is_long(work, others) else left
+            if left and prompts and (count := self._count(work, share, rows)):
                 pieces.append((work, count))
                 left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
         preemptions = self.preemptions
         pieces = self._fit(pieces)
         if preemptions == self.preemptions:
             for work in self._begin(now):
-                if not prompts or not (count := self._count(work, left, rows)):
+                share = _half(left) if self._is_long(work) else left
+                if not prompts or not (count := self._count(work, share, rows)):
                     break
                 fits = self._fit([(work, count)], preempt=False)
                 if not fits:
@@ -164,7 +172,25 @@ class Scheduler:
                 left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
                 if not left or not prompts:
                     break
+            pieces = self._lengthen(pieces, left)
         return pieces
+
+    def _lengthen(self, pieces: Pieces, left: int) -> Pieces:
+        """Give what is left of the budget to prompts, in the order of keys."""
+        for work in sorted(work for work, count in pieces if work.shares and count < work.remaining):
+            count = dict(pieces)[work]
+            more = min(work.remaining - count, left)
+            if more and self._fit([(work, more)], preempt=False):
+                pieces = [(each, n + more if each is work else n) for each, n in pieces]
+                left -= more
+        return pieces
+
+    def _is_long(self, work: Work, others: Sequence[Work] = ()) -> bool:
+        """Whether more of a work remains than of the first of `others`, or of one of the next that may begin."""
+        if others and others[0].remaining < work.remaining:
+            return True
+        may_begin = not self._blocked and len(self.running) < self._max_running
+        return may_begin and any(each.num_tokens < work.remaining for each in self._waiting[:_NEXT])
 
     def _jump(self, tiered: TieredWorks) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
@@ -228,7 +254,7 @@ class Scheduler:
             if work.reason is not None or work.seq_id >= 0 or self._park(work):
                 heapq.heappop(self._waiting)
                 continue
-            if not self.blocks.start(work, len(self.running)):
+            if not self.blocks.start(work, self.running):
                 if self.running:
                     self._blocked = True
                     return
@@ -239,6 +265,7 @@ class Scheduler:
             self._run(work)
             if work.started is None:
                 work.started, work.cached_tokens = now, work.computed
+                self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
                 work.cached_tokens += work.computed - work.left_at
             yield work
@@ -279,6 +306,7 @@ class Scheduler:
         if filled:
             self.blocks.index(work)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
+            self.blocks.windows.keep(work, entry[0])
             heapq.heappush(self._waiting, entry[1])
             work.parked.remove(entry)
 
@@ -293,6 +321,7 @@ class Scheduler:
         self.blocks.fork(work, follower, computed)
         follower.regime, follower.started = work.regime, now
         follower.cached_tokens = work.cached_tokens
+        self.observed.began(follower, now)
         self._run(follower)
         follower.leader = None
         work.followers.remove(follower)
@@ -341,3 +370,11 @@ class Scheduler:
                 assert work.leader.key[1] in self.works, f"{work}: its leader has ended"
             else:
                 assert id(work) in heap or id(work) in parked, f"{work}: it neither runs nor waits"
+
+
+def _half(tokens: int) -> int:
+    return max(tokens // 2, min(tokens, LEAST))
+
+
+def _remaining(work: Work) -> int:
+    return work.remaining

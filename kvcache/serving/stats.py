@@ -2,9 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["BatchStats"]
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvcache.serving.request import Pending
+
+__all__ = ["BatchStats", "Eviction", "Histogram", "NamespaceStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often a number of seconds was measured, by size.
+
+    Attributes:
+        bounds: ascending, in seconds.
+        counts: of measurements up to each bound and above the one before; the last is of those above all bounds.
+        total: the sum of all measurements, in seconds.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStats:
+    """The counters of one namespace. A request that is preempted counts once; of several samples each counts.
+
+    Attributes:
+        cached_tokens: tokens whose K and V are cached now, those of running requests included.
+        queries: requests that began.
+        hits: those of them that found a part of their prompt.
+        query_tokens: tokens of their prompts.
+        hit_tokens: those of them that were cached.
+        evicted_tokens: tokens that left the cache to make room.
+    """
+
+    cached_tokens: int
+    queries: int
+    hits: int
+    query_tokens: int
+    hit_tokens: int
+    evicted_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eviction:
+    """Blocks that left the cache to make room.
+
+    Attributes:
+        namespace: of the text that they belong to.
+        tokens: the text up to the end of the last block that left, uint32 `(n,)`.
+        num_tokens: how many of the last of these tokens left.
+        requests: those that took blocks in the same step, or else those that ran in it: the eviction was for one of
+            them, or for several. Empty if the one that it was for has lost its place.
+    """
+
+    namespace: Hashable
+    tokens: npt.NDArray[np.uint32]
+    num_tokens: int
+    requests: tuple[Pending, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +84,8 @@ class BatchStats:
         guessed_tokens, accepted_tokens: tokens that were guessed, and those of them that were drawn.
         free_blocks, claimed_blocks, cached_blocks: blocks without a reference, of running requests, and of the prefix
             index alone; together all blocks.
+        queued: the seconds from `submit` until the first token of a request ran.
+        first_token: the seconds from `submit` until its first new token.
     """
 
     waiting: int
@@ -37,3 +101,5 @@ class BatchStats:
     free_blocks: int
     claimed_blocks: int
     cached_blocks: int
+    queued: Histogram
+    first_token: Histogram

@@ -7,7 +7,7 @@ step, such as Ctrl-C, leaves no work half done: what was not finished of the ste
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import count
 
@@ -17,7 +17,7 @@ from kvcache.networks.protocols import Float32
 from kvcache.serving.forward import Forward
 from kvcache.serving.request import Pending
 from kvcache.serving.scheduler import PATIENCE, Scheduler
-from kvcache.serving.stats import BatchStats
+from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.work import Work
 
 __all__ = ["Steps"]
@@ -125,6 +125,7 @@ class Steps:
             began = self._clock()
             self._scheduler.expire(began)
             pieces = self._scheduler.plan(began)
+            self._note_evictions(pieces)
             decodes = sum(work.remaining == 1 for work, _ in pieces)
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
             for regime in sorted({work.regime for work, _ in pieces}):
@@ -137,7 +138,15 @@ class Steps:
                     self._scheduler.blocks.tiered.measured(prefilled, self._clock() - began)
                 self._scheduler.budget.observe(decodes, prefilled, self._clock() - began)
             self._tell()
-            return bool(self._scheduler.works)
+            busy = bool(self._scheduler.works)
+        self._scheduler.observed.deliver()
+        return busy
+
+    def _note_evictions(self, pieces: list[tuple[Work, int]]) -> None:
+        blocks_for = self._scheduler.blocks.blocks_for
+        takers = [work for work, n in pieces if blocks_for(work.computed + n) > blocks_for(work.computed)]
+        takers = takers or [work for work, _ in pieces]  # a copy of a shared block; the taker was preempted
+        self._scheduler.observed.note_evictions([work.key[1] for work in takers], self._pending)
 
     def step_or_fail(self) -> bool:
         """Step in a thread: an error ends all works, so that nobody waits for them for ever."""
@@ -174,6 +183,8 @@ class Steps:
                 return
             new = work.num_tokens - before
             work.times.extend([now] * new)
+            if new and before == work.num_prompt:
+                self._scheduler.observed.drew(work, now)
             self._new_tokens += new
             if guessed := max(0, start + n - before):
                 held = max(0, new - 1)  # the last one was drawn and has not run
@@ -230,12 +241,18 @@ class Steps:
     def stats(self) -> BatchStats:
         """The counters now."""
         with self.lock:
-            blocks = self._scheduler.blocks.count()
+            blocks, observed = self._scheduler.blocks.count(), self._scheduler.observed
             return BatchStats(
                 self.num_waiting, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens,
                 self._cached_tokens, self._scheduler.preemptions, self._guessed, self._accepted,
-                blocks["free"], blocks["claimed"], blocks["cached"],
+                blocks["free"], blocks["claimed"], blocks["cached"], observed.queued.snapshot(),
+                observed.first_token.snapshot(),
             )  # fmt: skip
+
+    def namespaces(self) -> dict[Hashable, NamespaceStats]:
+        """See `BatchEngine.namespace_stats`."""
+        with self.lock:
+            return self._scheduler.observed.namespaces()
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from kvcache.core.calibration import Calibration
+from kvcache.core.rowformat import RowFormats
+from kvcache.engine.storage import Storage
 from kvcache.engine.tiered import model_name
 from kvcache.networks.protocols import Model
 from kvcache.prefix.blocks import PrefixCache
@@ -23,16 +24,14 @@ class TieredWorks:
         tiers: its tiers.
         model: its network.
         prefixes: its prefix cache; the tiers become its source.
-        residual_length: tokens of a group of the residual; 0: there is none.
-        calibration: of the keys, or None.
+        storage: of its K and V.
     """
 
-    def __init__(
-        self, tiers: Tiers, model: Model, prefixes: PrefixCache, residual_length: int,
-        calibration: Calibration | None = None,
-    ) -> None:  # fmt: skip
-        self._tiers, self._prefixes, self._group = tiers, prefixes, residual_length or 1
-        self._source = tiers.source(model_name(model, residual_length, calibration), waits=False)
+    def __init__(self, tiers: Tiers, model: Model, prefixes: PrefixCache, storage: Storage) -> None:
+        self._tiers, self._prefixes, self._group = tiers, prefixes, storage.residual_length or 1
+        self._firsts = storage.firsts
+        name = model_name(model, storage.residual_length, storage.calibration, RowFormats(*storage.formats))
+        self._source = tiers.source(name, waits=False)
         prefixes.source = self._source
         self._lookups: dict[int, Lookup] = {}  # by the number of the work
         self._asked: set[int] = set()
@@ -52,7 +51,7 @@ class TieredWorks:
     def reaches_past(self, work: Work) -> bool:
         """Whether blocks have arrived past what a work has computed; it finds them when it begins again."""
         lookup = self._lookups.get(work.key[1])
-        if lookup is None:
+        if lookup is None or work.computed < self._firsts:  # these run in any case, since all read them unpacked
             return False
         ended, most = lookup.ended, min(lookup.available(work.computed), work.num_prompt - 1)
         ahead = most // self._group * self._group > max(work.computed, work.left_at)

@@ -44,6 +44,8 @@ class Work(ABC):
         computed: tokens whose K and V the sequence has.
         group: its newest tokens unpacked, where it has a residual; -1: none. See `NewestGroups`.
         next_group: the group in which the pass that runs ends.
+        firsts: the first token that each group of layers with a window still has; None: it is just changing.
+        window_ends: at which tokens the windows are to be cached, when they have run.
         regime: of these, see `protocols.Model`.
         space: the namespace of its cached blocks; one for each regime, if the network has several.
         reason: why it ended; None: it has not.
@@ -68,6 +70,8 @@ class Work(ABC):
         self.deadline: float | None = None
         self.seq_id, self.computed, self.regime = -1, 0, 0
         self.group = self.next_group = -1
+        self.firsts: tuple[int, ...] | None = ()
+        self.window_ends: list[int] = []
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0

@@ -23,7 +23,7 @@ def copy_out(BlockStore store not None, blocks, out):
     """
     cdef const int32_t[::1] c_blocks = _checked(store, blocks)
     cdef unsigned char[::1] c_out = out
-    cdef size_t size = store.layout.block_bytes
+    cdef size_t size
     cdef int64_t i, layer
     _check_size(store, c_blocks.shape[0], c_out.shape[0], "out")
     if c_out.shape[0] == 0:
@@ -32,6 +32,7 @@ def copy_out(BlockStore store not None, blocks, out):
     with nogil:
         for i in range(c_blocks.shape[0]):
             for layer in range(store.num_layers):
+                size = store.layouts.of[layer].block_bytes
                 memcpy(at, store.layer_base_(layer) + <size_t>c_blocks[i] * size, size)
                 at += size
 
@@ -40,7 +41,7 @@ def copy_in(BlockStore store not None, blocks, data):
     """The inverse of `copy_out`: any bytes are safe to read and to attend over."""
     cdef const int32_t[::1] c_blocks = _checked(store, blocks)
     cdef const unsigned char[::1] c_data = data
-    cdef size_t size = store.layout.block_bytes
+    cdef size_t size
     cdef int64_t i, layer
     _check_size(store, c_blocks.shape[0], c_data.shape[0], "data")
     if c_data.shape[0] == 0:
@@ -49,6 +50,7 @@ def copy_in(BlockStore store not None, blocks, data):
     with nogil:
         for i in range(c_blocks.shape[0]):
             for layer in range(store.num_layers):
+                size = store.layouts.of[layer].block_bytes
                 memcpy(store.layer_base_(layer) + <size_t>c_blocks[i] * size, at, size)
                 at += size
             store.written_slots[c_blocks[i]] = <uint16_t>store.layout.block_size
@@ -82,7 +84,7 @@ cdef const int32_t[::1] _checked(BlockStore store, object blocks):
 
 
 cdef int _check_size(BlockStore store, int64_t count, int64_t size, str name) except -1:
-    cdef int64_t expected = count * store.num_layers * <int64_t>store.layout.block_bytes
+    cdef int64_t expected = count * <int64_t>store.layouts.starts[store.num_layers]
     if size != expected:
         raise ValueError(f"{name}: expected {expected} bytes, got {size}")
     return 0

@@ -158,7 +158,9 @@ class Link:
             self.failed(error)
             return None
         with self._lock:
-            self._failures = 0
+            failures, self._failures = self._failures, 0
+        if failures >= FAILURES:
+            logger.info("%s answers again after %d failures", self.name, failures)
         return result
 
     def failed(self, error: Exception) -> None:

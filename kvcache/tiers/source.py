@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.kernels import simd_level
-from kvcache.prefix.files import arena_of_blocks
+from kvcache.prefix.files import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.bodies import copy_in, copy_out
 from kvcache.tiers.keys import KeyChain
@@ -91,7 +91,8 @@ class TierSource:
         self._pages = max(1, self._group_tokens // self._size)  # of a group
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
         # Levels of SIMD add in different orders, so each has K and V of its own.
-        context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), self._model.encode()))
+        model = self._model + formats_of(store)
+        context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), model.encode()))
         contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
         size = self.format.group_tokens
         self._chains = [KeyChain(link.secret, each, size) for link, each in zip(self._links, contexts, strict=True)]

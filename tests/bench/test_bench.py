@@ -134,3 +134,8 @@ def test_the_bench_of_tiers_runs(capsys):
     printed = capsys.readouterr().out
     assert printed.count("RedisTier") == 2
     assert "DirectoryTier" in printed
+
+
+def test_the_bench_of_the_server_runs(capsys):
+    assert main(["server", "--quick"]) == 0
+    assert "the same number of tokens" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -11,10 +13,11 @@ pytest.importorskip("bench.support.common")
 pytest.importorskip("tokenizers")
 
 from bench.__main__ import main
-from bench.quality import endless, eviction, formats, heldout, reuse
+from bench.quality import checkpoint, endless, eviction, formats, heldout, reuse
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.demo import DIRECTORY
 from kvcache.engine.residual import default_length
 
 pytestmark = pytest.mark.one_build
@@ -75,6 +78,23 @@ def test_formats_are_compared_with_the_f32_cache(model, text):
     assert verdicts == {"q8": True, "q2": figures["q2"]["rise"] <= 0.08}
 
 
+def test_a_format_in_python_has_its_rows(tmp_path, monkeypatch, capsys):
+    (tmp_path / "ideas.py").write_text(
+        "class Nothing:\n    bits, name = 5, 'as it is'\n    encode = decode = staticmethod(lambda rows: rows)\n"
+        "class Neither:\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = ["--tokens", "300", "--context", "100", "--format", "ideas:Nothing"]
+    assert main(["quality", "--model", str(DIRECTORY), "--quick", *options]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"as it is +15\.24 +[+-]0\.000 ± 0\.000 % +[\de.-]+ ± [\de.-]+ +[\de.-]+ +100\.00 %", shown)
+    assert re.search(r"as it is, no residual +5\.00 +[+-]0\.000 ± 0\.000 % +0 ± 0 +0 +100\.00 %", shown)
+    for place in ("ideas:Neither", "ideas:Missing", "nowhere:Nothing", "ideas"):
+        with pytest.raises(SystemExit, match=r"^--format: expected"):
+            checkpoint.load_format(place)
+
+
 def test_a_recorder_changes_nothing(model, text):
     recorder = Recorder(model, np.copy)
     scores = InferenceEngine(recorder).score(text.tokens[:50])
@@ -126,3 +146,19 @@ def test_the_command_line(capsys, tmp_path):
     assert main(["quality", "--quick", "--only", "outliers", "--json", str(tmp_path / "found.json")]) == 0
     assert "q4, not rotated" in capsys.readouterr().out
     assert '"outliers"' in (tmp_path / "found.json").read_text()
+
+
+def test_what_was_measured_is_kept(tmp_path, monkeypatch):
+    """A second call runs what is missing, and shows the same figures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["quality", "--model", str(DIRECTORY), "--quick", "--context", "100", "--keep", str(tmp_path / "kept")]
+    figures = []
+    for tokens in ("300", "600"):
+        assert main([*command, "--tokens", tokens, "--json", str(tmp_path / "json")]) == 0
+        figures.append(json.loads((tmp_path / "json").read_text())["figures"])
+    files = sorted((tmp_path / "kept").iterdir())
+    assert len(files) == 6
+    monkeypatch.setattr(checkpoint._Run, "__call__", lambda *_: pytest.fail("all of it was kept"))
+    assert main([*command, "--tokens", "600", "--json", str(tmp_path / "json")]) == 0
+    assert json.loads((tmp_path / "json").read_text())["figures"] == figures[1]
+    assert figures[0]["q4"]["kl"] != figures[1]["q4"]["kl"]

@@ -59,7 +59,7 @@ def test_the_largest_value(name):
             store.check_values(row, row)
 
 
-@pytest.mark.parametrize("name", ["f64", "", "F32", None, 4, ["q4"], np.array(["q4", "q8"])])
+@pytest.mark.parametrize("name", ["f64", "", "F32", None, 4, ["q5"], np.array(["q4", "q8"])])
 def test_what_is_no_format(name):
     """The message lists those that there are."""
     with pytest.raises(ValueError, match=re.escape("key_dtype: expected one of " + ", ".join(NAMES))):

@@ -117,7 +117,7 @@ def test_failed_generate_leaves_an_empty_sequence(network):
         ({"kv_budget": 5}, ValueError, "expected an eviction_policy"),
         ({"eviction_policy": H2O, "kv_budget": 0}, ValueError, "kv_budget: expected an int >= 1, got 0"),
         ({"eviction_policy": H2O, "kv_budget": 1.5}, TypeError, "kv_budget: expected an int, got float"),
-        ({"eviction_policy": "H2O", "kv_budget": 5}, TypeError, "expected an EvictionPolicy, got str"),
+        ({"eviction_policy": "H2O", "kv_budget": 5}, TypeError, "an EvictionPolicy or an object with `keep`, got str"),
         ({"eviction_policy": EvictionStrategy.LRU(), "kv_budget": 5}, TypeError, "got EvictionStrategy"),
         ({"eviction_policy": EvictionPolicy.PyramidKV(3), "kv_budget": 5}, ValueError, r"expected PyramidKV\(2\)"),
     ],

@@ -10,6 +10,7 @@ Each model becomes a folder with a checkpoint as `save_pretrained` writes it and
     prompt_<n>     uint32 (n,)           the prompt of n tokens
     positions_<n>  int64 (m,)            the positions whose logits are kept (all, for the long prompt some)
     logits_<n>     float32 (m, vocab)    float32 logits of the stored (rounded) weights, eager attention
+    exact_<n>      float32 (m, vocab)    the same computed in float64 throughout, norms and rotary angles included
     greedy_<n>     uint32 (64,)          the greedy continuation, each token by a forward pass without a cache
     margin         float32 ()            the smallest distance between best and second-best along all of them
 
@@ -262,6 +263,23 @@ def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
+@torch.no_grad()
+def add_exact(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Add the logits of the same network in float64, to tell its errors from the rounding of float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    model.double()
+    # transformers computes the angles of rotary embeddings by `.float()`, whatever the network's dtype.
+    rounds, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    try:
+        for length in PROMPT_LENGTHS:
+            logits = logits_of(model, arrays[f"prompt_{length}"].tolist())
+            arrays[f"exact_{length}"] = logits.numpy()[arrays[f"positions_{length}"]].astype(np.float32)
+    finally:
+        torch.Tensor.float = rounds
+
+
 def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
     """The golden arrays of this model, or None if its greedy choices are not clear enough."""
     rng = np.random.default_rng(seed)
@@ -307,6 +325,7 @@ def make(name: str, folder: Path) -> None:
             break
     else:
         raise SystemExit(f"{name}: no seed gives clear choices")
+    add_exact(folder, arrays)
     np.savez_compressed(folder / "golden.npz", **arrays)
     spread = float(np.std(arrays["logits_33"]))
     size = sum(file.stat().st_size for file in folder.iterdir())

@@ -10,10 +10,9 @@ import kvcache
 import kvcache.engine
 
 pytestmark = pytest.mark.one_build
-DOCUMENTS = {
-    name: (PROJECT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
-}
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
+GUIDES = sorted(str(path.relative_to(PROJECT)) for path in (PROJECT / "kvcache" / "guides").glob("*.md"))
+DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *GUIDES)}
 EXAMPLES = [
     (name, example)
     for name, text in DOCUMENTS.items()
@@ -37,7 +36,8 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[name for name, _ in EXAMPLES])
-def test_example(number):
+def test_example(number, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of calibrations
     _, example = EXAMPLES[number]
     if ".tokenizer" in example and importlib.util.find_spec("tokenizers") is None:
         pytest.skip("needs the extra [text]")

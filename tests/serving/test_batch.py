@@ -67,6 +67,34 @@ def test_asynchronous_streams(engine, alone, threaded):
     assert asyncio.run(all_at_once()) == [alone(prompt, GREEDY).tokens for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_arrivals_of_samples(engine, alone, threaded):
+    """All tokens of each sample once, with their log-probabilities, and why it ended; one of them is cancelled."""
+    if threaded:
+        engine.start()
+    seeds = range(0, 30, 3)
+
+    async def collect(seed):
+        request = engine.submit(PROMPTS[seed % 8], sampled(seed, 9, logprobs=2), n=3)
+        found = [([], [], []) for _ in range(3)]
+        async for new in request.arrivals():
+            for kept, more in zip(found[new.index], (new.tokens, new.logprobs, [new.finish_reason]), strict=True):
+                kept += more
+        return found
+
+    async def all_at_once():
+        gone = engine.submit(PROMPTS[0], LONG, n=2)
+        gone.cancel()
+        assert {new.finish_reason async for new in gone.arrivals()} == {"cancelled"}
+        return await asyncio.gather(*map(collect, seeds))
+
+    for seed, samples in zip(seeds, asyncio.run(all_at_once()), strict=True):
+        for index, (tokens, logprobs, reasons) in enumerate(samples):
+            want = alone(PROMPTS[seed % 8], sampled(seed + index, 9, logprobs=2))
+            assert (tokens, logprobs, reasons[-1]) == (want.tokens, want.logprobs, want.finish_reason)
+            assert set(reasons[:-1]) <= {None}
+
+
 def test_submits_and_cancels_of_many_threads(engine, alone):
     problems = []
 

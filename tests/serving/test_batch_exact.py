@@ -1,14 +1,17 @@
 """A request in a batch gives what it gives alone, bit for bit: on every network, in every format, however it ran."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from places import GOLDEN
 from recording_network import RecordingNetwork
 from serving import GREEDY, Alone, prompts, repeating, run, same, sampled, settled
-from windowed_networks import KINDS
+from windowed_networks import KINDS, Windowed
 
-from kvcache import BatchEngine, InferenceEngine, SamplingParams
+from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
+from kvcache.networks.protocols import LayerAttention
 
 pytestmark = pytest.mark.one_build
 
@@ -88,6 +91,98 @@ def test_layers_with_windows(kind):
         answer = engine.generate(text, params) if make is InferenceEngine else engine.submit(text, params).result()
         outputs.append((answer, {key: row.tobytes() for key, row in model.outputs.items()}))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_windows", "mistral_window"])
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_windows_and_little_memory(name, dtype):
+    """Texts share prefixes, grow past their windows, guess, are preempted, and continue at cached windows."""
+    model = Transformer.from_pretrained(GOLDEN / name)
+    made = prompts(15, 14, 60, model.config.vocab_size)
+    asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(made)]
+    stats = all_of(model, asked, 18, dtype=dtype, block_size=8)
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    assert stats.accepted_tokens > 0
+
+
+def test_a_window_that_has_left_is_a_miss_that_says_so(network):
+    """Two texts part where the window has left: the second one runs from its start, and the window stays cached."""
+    engine, alone = BatchEngine(Windowed(network, 12), num_blocks=80), Alone(Windowed(network, 12))
+    text = np.random.default_rng(16).integers(0, 250, 200).astype(np.uint32)
+    cached = []
+    for i in range(3):
+        prompt = np.concatenate([text[: 96 if i else 200], np.array([i, 7, 7], np.uint32)])
+        request = engine.submit(prompt, sampled(i))
+        same(request.completions()[0], alone(prompt, sampled(i)))
+        cached.append(request.metrics.cached_tokens)
+    assert cached == [0, 0, 96]
+    stats = engine.cache_stats()
+    assert stats.miss_reasons["window"] == 1
+    assert stats.hit_tokens == 96
+    settled(engine)
+
+
+def test_twins_wait_for_a_window():
+    """Requests that share a prefix, at once: it runs once, and its window is there for those that waited for it."""
+    model = RecordingNetwork(KINDS["longer"])
+    engine, shared = BatchEngine(model, num_blocks=200), np.arange(300) % 41
+    requests = [engine.submit([*shared, 42, i, 3], sampled(i)) for i in range(5)]
+    run(engine)
+    assert [request.metrics.cached_tokens for request in requests] == [0] + [288] * 4
+    assert engine.cache_stats().miss_reasons["window"] == 0
+
+
+def test_the_memory_of_windows():
+    """Five of six layers have a window of 512: at 32,768 tokens for each of four texts, 0.25 of keeping all."""
+
+    class Wide:
+        config = SimpleNamespace(
+            num_layers=6, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=9, max_position_embeddings=32768
+        )
+
+        def __init__(self, attention):
+            self.attention = attention
+
+        def forward(self, tokens, positions, attend, logits):
+            rows = np.ones((len(tokens), 1, 8), np.float32)
+            for layer in range(6):
+                attend(layer, rows, rows, rows)
+            return np.ones(({"last": 1, "all": len(tokens), "none": 0}[logits], 9), np.float32)
+
+    model, whole = Wide([*[LayerAttention(window=512)] * 5, LayerAttention()]), Wide([LayerAttention()] * 6)
+    options = {"dtype": "f16", "max_running": 4, "num_blocks": 4 * 2048}
+    engine, whole = BatchEngine(model, **options), BatchEngine(whole, **options)
+    assert engine.memory()["kv"] <= 0.25 * whole.memory()["kv"]
+    (windows,) = engine._blocks.windows.groups
+    request = engine.submit(np.arange(2000) % 9, SamplingParams(temperature=0.0, max_tokens=30))
+    used = []
+    while engine.step():
+        used.append(windows.cache.used_block_count - engine._blocks.windows.cached.caches[0].idle_blocks)
+    assert max(used) <= 2 * 32 + 1, "a window, and the piece of a step"
+    assert request.metrics.ttft is not None
+    limit = 300 * 2**10
+    bounded = BatchEngine(model, dtype="f16", max_running=4, max_memory_bytes=limit)
+    assert 0.9 * limit < bounded.memory()["kv"] <= limit
+    settled(engine)
+
+
+def test_saved_windows(network, tmp_path):
+    """A file of `PrefixCachedEngine` serves a batch, and the other way round, windows included."""
+    model = Windowed(network, 12)
+    prompt = np.arange(3, 60).astype(np.uint32)
+    want = InferenceEngine(model).generate(prompt, GREEDY)
+    single, engine = PrefixCachedEngine(InferenceEngine(model), 20, strict=True), BatchEngine(model, num_blocks=30)
+    assert single.generate(prompt, GREEDY) == want
+    single.save(tmp_path / "single", "name")
+    engine.load(tmp_path / "single", "name")
+    request = engine.submit(prompt, GREEDY)
+    assert (request.result(), request.metrics.cached_tokens) == (want, 56)
+    engine.save(tmp_path / "batch", "name")
+    single.clear_cache()
+    single.load(tmp_path / "batch", "name")
+    answer = single.complete(prompt, GREEDY)
+    assert (answer.tokens, answer.cached_tokens) == (want, 57), "its last token ran by itself"
 
 
 def test_a_network_that_gives_all_rows(network):

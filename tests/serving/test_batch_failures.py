@@ -9,6 +9,7 @@ from engines import Failing
 from interrupts import Lines, places
 from pace import FAST
 from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
+from windowed_networks import Windowed
 
 from kvcache import BatchEngine, InvalidOperationError, SamplingParams
 
@@ -42,9 +43,11 @@ class Served:
         assert not self.engine._steps._pending
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "q4", "residual_length": 12}], ids=["plain", "residual"])
-def test_interrupted_at_every_line(network, long, options):
+@pytest.mark.parametrize("kind", ["plain", "residual", "windows"])
+def test_interrupted_at_every_line(network, long, kind):
     """Ctrl-C between any two lines; the next call goes on where the text was."""
+    network = Windowed(network, 9) if kind == "windows" else network
+    options = {"dtype": "q4", "residual_length": 12} if kind == "residual" else {}
     alone = Alone(network, **options)
     served = Served(network, **options)
     served.all()
@@ -53,7 +56,7 @@ def test_interrupted_at_every_line(network, long, options):
     with Lines() as lines:
         served.all()
     chosen = places(lines.seen, every=long)
-    chosen = chosen if long else chosen[:: 8 if FAST else 3]
+    chosen = chosen if long else chosen[:: (8 if FAST else 3) * (1 + (kind == "windows"))]
     for stop in chosen:
         served, lines = Served(network, **options), Lines(stop)
         with suppress(KeyboardInterrupt), lines:

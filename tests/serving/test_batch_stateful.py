@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from places import GOLDEN
 from serving import Alone, Clock, prompts, repeating, same, sampled, settled
+from windowed_networks import Windowed
 
 from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
 from kvcache.engine import Transformer
@@ -22,8 +23,11 @@ OPTIONS = {
     "q4": {"dtype": "q4", "residual_length": 0},
     "groups of 12": {"dtype": "q4", "residual_length": 12},
     "groups of 64": {"dtype": "q4"},
+    "a window": {"dtype": "q8"},
+    "two windows": {"dtype": "f16"},
 }
-ALONE = {kind: Alone(NETWORK, block_size=8, **options) for kind, options in OPTIONS.items()}
+NETWORKS = {"a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5)}
+ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
 
 class Requests(RuleBasedStateMachine):
@@ -42,7 +46,7 @@ class Requests(RuleBasedStateMachine):
         if self.engine is None:
             self.kind = kind
             self.engine = BatchEngine(
-                NETWORK, block_size=8, num_blocks=blocks, max_running=running, max_queue=12,
+                NETWORKS.get(kind, NETWORK), block_size=8, num_blocks=blocks, max_running=running, max_queue=12,
                 target_gap=gap, clock=self.clock, **OPTIONS[kind],
             )  # fmt: skip
 

@@ -82,6 +82,19 @@ def test_a_long_prompt_does_not_delay_streams():
     assert alone[1].passes[:2] == [512, 488], "without streams, pieces are whole"
 
 
+def test_short_prompts_do_not_wait_for_long_ones():
+    """Three of 3,000 tokens, each with three of 60 behind it; the first of all has half of each step, or more."""
+    _, model, engine = served(num_blocks=800, target_gap=0.1)
+    requests = [engine.submit(np.arange(60 if i % 4 else 3000) % 89 + i, asked(20)) for i in range(12)]
+    run(engine)
+    first = [request.metrics.ttft for request in requests]
+    assert max(t for i, t in enumerate(first) if i % 4) < 2.0, "a second for their own 540 tokens and half of the steps"
+    assert first[0] < first[4] < first[8]
+    assert first[0] < 2 * 3000 / model.rate + 2.0
+    gaps = [gap for request in requests for gap in request.metrics.itl]
+    assert np.quantile(gaps, 0.95) < 0.12
+
+
 def test_priorities_and_order():
     """The lower number first, then the earlier one; ten seconds make up for a number."""
     clock, _, engine = served(max_running=1)

@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 from pace import FAST
 from serving import Alone, prompts, repeating, same, sampled, settled
+from windowed_networks import Windowed
 
 from kvcache import BatchEngine, QueueFullError
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
-@pytest.mark.parametrize("options", [{"dtype": "q8"}, {"dtype": "q4", "residual_length": 12}], ids=["q8", "residual"])
-def test_soak(network, long, options):
+OPTIONS = {"q8": {"dtype": "q8"}, "residual": {"dtype": "q4", "residual_length": 12}, "windows": {"dtype": "f16"}}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_soak(network, long, kind):
     """64 in flight need some 64 * 6 blocks of 16 tokens; there are 18. Every answer is right, and nothing is left."""
-    count, rng = 5_000 if long else 40 if FAST else 120, np.random.default_rng(11)
+    options, network = OPTIONS[kind], Windowed(network, 20) if kind == "windows" else network
+    count, rng = 5_000 if long else 40 if FAST else 400, np.random.default_rng(11)
     alone, texts = Alone(network, **options), prompts(13, 40, 60)
     engine = BatchEngine(network, num_blocks=18, max_queue=64, **options)
     flying, ended, cancelled = [], 0, 0

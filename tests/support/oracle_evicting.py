@@ -99,3 +99,46 @@ class DenseStreamingEngine(DenseEvictingEngine):
         keys = self.turn(np.array([t.key for t in held]), moved)
         queries = self.turn(queries, moved[len(held) - len(queries) :])
         return dense(queries, keys, np.array([t.value for t in held]))[0].astype(np.float32)
+
+
+class DensePolicyEngine(DenseEvictingEngine):
+    """Evicts as a `Policy` says; every token knows which query gave it how much, `(kv_heads,)` each."""
+
+    def __init__(self, network, policy, kv_budget, chunk):
+        super().__init__(network, ("H2O", 0.5), kv_budget, chunk)
+        self.own = policy
+        self.seen = [{} for _ in self.layers]  # layer -> query position -> token position -> (kv_heads,)
+        divide = getattr(policy, "budgets", None)
+        self.budgets = [10**6] * len(self.layers)  # the rule of the base class never evicts
+        self.limits = divide(kv_budget, len(self.layers)) if divide else [kv_budget] * len(self.layers)
+
+    def extend(self, tokens):
+        rows, tokens = [], np.asarray(tokens, np.uint32)
+        while len(tokens):
+            piece, tokens = np.split(tokens, [self.chunk - self.num_tokens % self.chunk])
+            rows.append(super().extend(piece))
+            for layer, held in enumerate(self.layers):
+                if len(held) > self.limits[layer]:
+                    kept = self.own.keep(layer, self.scores(layer), np.array(self.positions(layer)), self.limits[layer])
+                    held[:] = [held[i] for i in kept]
+        return np.concatenate(rows)
+
+    def scores(self, layer):
+        last = getattr(self.own, "score_queries", 32)
+        first = 0 if last is None else self.num_tokens - last
+        heads = self.network.config.num_kv_heads
+        found = np.zeros((heads, len(self.layers[layer])))
+        for i, token in enumerate(self.layers[layer]):
+            queries = [q for q in self.seen[layer] if q >= max(first, token.position)]
+            for query in queries:
+                found[:, i] += self.seen[layer][query][token.position] / len(queries)
+        return found
+
+    def attend(self, layer, queries, keys, values, places):
+        out = super().attend(layer, queries, keys, values, places)
+        held = self.layers[layer]
+        _, weights = dense(queries, np.array([t.key for t in held]), np.array([t.value for t in held]))
+        by_head = weights.reshape(keys.shape[1], -1, len(queries), len(held)).sum(axis=1)
+        for i, query in enumerate(places):
+            self.seen[layer][int(query)] = {t.position: by_head[:, i, j] for j, t in enumerate(held)}
+        return out

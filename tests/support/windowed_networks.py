@@ -30,12 +30,13 @@ def network(kind):
 
 
 class Windowed:
-    """A network in which every layer but the first has a window."""
+    """A network in which every layer but the first has a window; of several sizes each layer has one."""
 
-    def __init__(self, model, size):
+    def __init__(self, model, *sizes):
         self.model, self.config = model, model.config
-        self.attention = (FULL, *[window(size)] * (model.config.num_layers - 1))
-        self.fingerprint = f"{size} tokens"
+        each = [FULL, window(*sizes)] if len(sizes) == 1 else [window(size) for size in sizes]
+        self.attention = (*each, *[each[-1]] * (model.config.num_layers - len(each)))
+        self.fingerprint = f"{sizes} tokens"
 
     def forward(self, tokens, positions, attend, logits, **places):
         return self.model.forward(tokens, positions, attend, logits, **places)

@@ -1,5 +1,7 @@
 """A paged, packed, prefix-shared KV cache for models of transformers, whose attention reads the packed blocks.
 
+For example::
+
     import kvcache.integrations.transformers as kvt  # registers the attention "kvcache"
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")

@@ -49,6 +49,8 @@ class PagedCacheStats:
 class PagedCache(DynamicCache):
     """K and V of a model in blocks of any storage format, which its attention reads as they are.
 
+    For example::
+
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")
         model.generate(**inputs, past_key_values=PagedCache(model.config, dtype="q4"))
 
@@ -65,7 +67,9 @@ class PagedCache(DynamicCache):
             `PyramidKV`; None: all.
         kv_budget: tokens per layer and row under the policy.
 
-    Raises, by every call:
+    Every call can raise these errors.
+
+    Raises:
         TypeError, ValueError: a setting that is not supported; K and V of another batch or device; a mask that shows a
             token which was masked when it came.
         RuntimeError: K and V that require gradients; `crop` into a window whose tokens are gone.

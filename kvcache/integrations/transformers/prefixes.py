@@ -31,7 +31,9 @@ Int64 = npt.NDArray[np.int64]
 
 
 class PrefixStore:
-    """Blocks of K and V that `PagedCache`s of one model share, by the exact tokens that lead to them.
+    """Blocks of K and V that the caches of one model share, by the exact tokens that lead to them.
+
+    For example::
 
         store = PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
         cache = store.cache_for(inputs.input_ids, inputs.attention_mask)

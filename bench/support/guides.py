@@ -1,0 +1,24 @@
+"""The classes and functions of the examples in `kvcache/guides/`, for benches and tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import kvcache
+
+__all__ = ["definitions"]
+
+
+def definitions(guide: str) -> dict[str, Any]:
+    """The names that a guide's examples define by `class` and `def`; nothing else in them runs."""
+    text = (Path(kvcache.__file__).parent / "guides" / guide).read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        tree = ast.parse(block)
+        kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+        tree.body = [each for each in tree.body if isinstance(each, kinds)]
+        exec(compile(tree, guide, "exec"), found)
+    return found

@@ -1,0 +1,16 @@
+"""How the bytes of one block lie in each layer: layers have the same sizes, and formats of their own."""
+
+from libc.stdint cimport int32_t
+
+from kvcache.core.kernels cimport kvc_layout
+
+
+cdef class Layouts:
+    cdef kvc_layout first              # of the first layer, or of a store without layers
+    cdef kvc_layout *of                # (num_layers,)
+    cdef size_t *starts                # (num_layers + 1,) bytes of a block in the layers before each one, and in all
+    cdef readonly int32_t num_layers
+    cdef readonly object key_dtype     # a name in kernels.FORMATS; a tuple of one for each layer where they differ
+    cdef readonly object value_dtype
+
+    cdef int32_t at_(self, size_t start) noexcept nogil    # the layer whose bytes begin there

@@ -1,0 +1,101 @@
+"""Layouts of the layers of a store; see core/layouts.pxd."""
+
+from libc.stdint cimport int32_t
+from libc.stdlib cimport calloc, free
+
+from kvcache.core cimport kernels
+from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_layout
+
+from kvcache.core.arguments import as_count, as_integer, short
+
+__all__ = ["Layouts"]
+
+cdef object MOST_LAYERS = 2**16, MOST_HEADS = 2**31 - 1
+
+
+def _codes(dtype, num_layers, name):
+    """The number of the format of each layer; of a store without layers one."""
+    if not isinstance(dtype, (list, tuple)):
+        return [kernels.format_code(dtype, name)] * max(1, num_layers)
+    if len(dtype) != num_layers or not num_layers:
+        raise ValueError(f"{name}: expected one format, or one for each of {num_layers} layers, got {short(dtype)}")
+    return [kernels.format_code(each, name) for each in dtype]
+
+
+def _named(dtype):
+    """A format, or a tuple of them where layers differ. NumPy has strings of its own."""
+    if not isinstance(dtype, (list, tuple)):
+        return str(dtype)
+    return str(dtype[0]) if len(set(dtype)) == 1 else tuple([str(each) for each in dtype])
+
+
+def _head_dim(value, name):
+    value = as_integer(value, name)
+    if value % 8 != 0 or not 8 <= value <= KVC_MAX_HEAD_DIM:
+        raise ValueError(f"{name}: expected a multiple of 8, at most {KVC_MAX_HEAD_DIM}, got {value}")
+    return value
+
+
+def _rotation(rotate, head_dim, quantised, name):
+    """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
+    power_of_two = head_dim & (head_dim - 1) == 0
+    if rotate is True and not power_of_two:
+        raise ValueError(f"{name}: expected a power of two for rotate=True, got {head_dim}")
+    if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
+        raise ValueError(f'rotate: expected True, False or "auto", got {short(rotate)}')
+    return int(bool(rotate) and quantised and power_of_two)
+
+
+cdef class Layouts:
+    """The layouts of a store; arguments and errors are those of `BlockStore`."""
+
+    def __cinit__(self, num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate, value_head_dim):
+        # Callers that take one `dtype` for both give the same object twice.
+        names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
+        num_layers = as_count(num_layers, "num_layers", 0, MOST_LAYERS)
+        keys = _codes(key_dtype, num_layers, names[0])
+        values = _codes(value_dtype, num_layers, names[1])
+        block_size = as_count(block_size, "block_size", 1, 256)
+        num_heads = as_count(num_heads, "num_heads", 1, MOST_HEADS)
+        head_dim = _head_dim(head_dim, "head_dim")
+        value_dim = head_dim if value_head_dim is None else _head_dim(value_head_dim, "value_head_dim")
+        cdef kvc_format key, value
+        cdef int32_t layer
+        self.num_layers = num_layers
+        self.key_dtype, self.value_dtype = _named(key_dtype), _named(value_dtype)
+        self.of = <kvc_layout *>calloc(<size_t>num_layers + 1, sizeof(kvc_layout))
+        self.starts = <size_t *>calloc(<size_t>num_layers + 1, sizeof(size_t))
+        if self.of == NULL or self.starts == NULL:
+            raise MemoryError(f"no memory for {num_layers} layers")
+        for layer in range(max(1, num_layers)):
+            key, value = <kvc_format><int>keys[layer], <kvc_format><int>values[layer]
+            rotated = (
+                _rotation(rotate, head_dim, kernels.kvc_format_of(key).quantised, "head_dim"),
+                _rotation(rotate, value_dim, kernels.kvc_format_of(value).quantised, "value_head_dim"),
+            )
+            if kernels.layout_init(&self.of[layer], block_size, num_heads, head_dim, value_dim, key, value,
+                                   rotated[0], rotated[1]) != 0:
+                raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}, "
+                                 f"{value_dim}")
+            if layer < num_layers:
+                self.starts[layer + 1] = self.starts[layer] + self.of[layer].block_bytes
+        self.first = self.of[0]
+
+    def __dealloc__(self):
+        free(self.of)
+        free(self.starts)
+
+    @property
+    def rotated(self):
+        """`(keys, values)`: whether rows are stored under a Hadamard rotation, in any layer."""
+        cdef bint keys = self.first.rotate_keys, values = self.first.rotate_values
+        cdef int32_t layer
+        for layer in range(self.num_layers):
+            keys, values = keys or self.of[layer].rotate_keys, values or self.of[layer].rotate_values
+        return keys, values
+
+    cdef int32_t at_(self, size_t start) noexcept nogil:
+        cdef int32_t layer = 0
+        while layer + 1 < self.num_layers and self.starts[layer + 1] <= start:
+            layer += 1
+        return layer

@@ -1,0 +1,132 @@
+"""`dtype="auto:4.0"`: formats of each layer within a budget of bits, by what a network loses where a layer is packed.
+
+A few layers of a network make most of the loss, and other texts name the same ones. So each layer is packed in q2 by
+itself, first its keys, then its values, and the KL divergence of the next token from that of unpacked ones is its loss.
+Losses of layers add up, and they follow the squared rounding error, a constant per format. Bits are then given one step
+after another where they take most off the loss.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.arguments import short
+from kvcache.core.calibration import Calibration
+from kvcache.core.kernels import FORMATS
+from kvcache.engine.residual import FIRSTS
+from kvcache.engine.sequence import LiveSequence
+from kvcache.engine.windows import Windows
+from kvcache.networks.protocols import Float32, Model
+from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["budget_of", "formats_within", "measure_losses"]
+
+# The loss of a layer in each format over that in q2: SmolLM2, keys and values alike within a third. q8's squared error
+# is 1/289 of q4's.
+_SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q8": 0.045 / 289}
+_TOKENS = 256
+_PREFIX = "auto:"
+
+
+def budget_of(dtype: Any) -> float | None:
+    """The bits per value of "auto:BITS"; None: another format.
+
+    Raises:
+        ValueError: no number.
+    """
+    if not isinstance(dtype, str) or not dtype.startswith(_PREFIX):
+        return None
+    try:
+        return float(dtype.removeprefix(_PREFIX))
+    except ValueError:
+        raise ValueError(f'dtype: expected a number of bits after "{_PREFIX}", got {short(dtype)}') from None
+
+
+def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[str], list[str]]:
+    """Formats of K and V of each layer, whose rows have at most so many bits per value on average, scales included.
+
+    Args:
+        losses: `(num_layers, 2)`, as `measure_losses` returns them.
+
+    Raises:
+        ValueError: fewer bits than q2 has, or NaN.
+    """
+    steps = sorted(_SHARES, key=lambda name: FORMATS[name].bits)
+    cost = {name: FORMATS[name].bits + 32 / head_dim for name in steps}  # a scale and a minimum in f16
+    if not bits >= cost[steps[0]]:
+        raise ValueError(f"dtype: expected at least {cost[steps[0]]:g} bits at head_dim {head_dim}, got {bits:g}")
+    chosen = np.zeros(losses.shape, np.int64)
+    left = losses.size * (bits - cost[steps[0]]) + 1e-9
+    waiting: list[_Step] = []
+    for layer, side in np.ndindex(losses.shape[0], 2):
+        _add(waiting, losses, layer, side, 0, steps, cost)
+    while waiting:
+        step = heapq.heappop(waiting)
+        if step.bits <= left:
+            left -= step.bits
+            chosen[step.layer, step.side] = step.format
+            _add(waiting, losses, step.layer, step.side, step.format, steps, cost)
+    return [steps[i] for i in chosen[:, 0]], [steps[i] for i in chosen[:, 1]]
+
+
+class _Step(NamedTuple):
+    """One layer's K (side 0) or V (side 1) in the next format; the first ones take most off the loss per bit."""
+
+    gain: float  # negative
+    layer: int
+    side: int
+    format: int
+    bits: float
+
+
+def _add(
+    waiting: list[_Step], losses: Float32, layer: int, side: int, now: int, steps: list[str], cost: dict[str, float]
+) -> None:
+    if now + 1 < len(steps):
+        before, after = steps[now], steps[now + 1]
+        bits = cost[after] - cost[before]
+        gain = float(losses[layer, side]) * (_SHARES[before] - _SHARES[after]) / bits
+        heapq.heappush(waiting, _Step(-gain, layer, side, now + 1, bits))
+
+
+def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.uint32]) -> Float32:
+    """The KL divergence that each layer causes alone in q2, its keys and its values: float32 `(num_layers, 2)`.
+
+    Args:
+        calibration: of the keys.
+        tokens: of a text; 256 of its middle are used. The first 16 of these are read unpacked and count for nothing.
+    """
+    config, start = model.config, max(0, len(tokens) - _TOKENS) // 2
+    text, count = tokens[start : start + _TOKENS], config.num_layers
+    show = sys.stderr is not None and sys.stderr.isatty()
+
+    def run(packed: int, side: int) -> NDArray[np.float64]:
+        """Log-probabilities with one layer packed; -1: none."""
+        formats = [["f16"] * count, ["f16"] * count]
+        if packed >= 0:
+            formats[side][packed] = "q2"
+        cache = PagedKvCache(
+            -(-len(text) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=count, key_dtype=formats[0],
+            value_dtype=formats[1], calibration=calibration,
+        )  # fmt: skip
+        sequence = LiveSequence(model, cache, len(text), Windows((), PagedKvCache), 0, FIRSTS)
+        rows = sequence.extend(text, 0, "all")[FIRSTS:].astype(np.float64)
+        rows -= rows.max(axis=1, keepdims=True)
+        rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        return rows
+
+    exact = run(-1, 0)
+    likely, losses = np.exp(exact), np.zeros((count, 2), np.float32)
+    for layer, side in np.ndindex(count, 2):
+        losses[layer, side] = max(0.0, float((likely * (exact - run(layer, side))).sum(axis=1).mean()))
+        if show:
+            done = 2 * layer + side + 1
+            print(f"\rmeasuring layers: {done} of {losses.size}", end="", file=sys.stderr, flush=True)
+    if show:
+        print(file=sys.stderr)
+    return losses

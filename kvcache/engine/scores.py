@@ -1,0 +1,113 @@
+"""What an evicting sequence knows of its tokens: their positions, and the attention mass on them by query.
+
+    scores of           shape                  `mean`: attention mass per query that could see the token
+    all queries         (n,) or (heads, n)     their sum, over the number of queries since the token
+    the last w queries  (<= w, heads, n)       the sum of their rows, over the number of them that could see it
+    no queries          (0,) or (heads, 0)     zeros
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.networks.protocols import Float32
+from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["Alive", "Scoring"]
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The tokens of one layer.
+
+    Attributes:
+        positions: in the text, ascending, int64 `(n,)`.
+        scores: attention mass, `(..., n)`, see `Scoring`.
+    """
+
+    positions: Int64
+    scores: npt.NDArray[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.positions.nbytes + self.scores.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Which queries count in the score of a token.
+
+    Attributes:
+        queries: how many of the last queries; None: all that could see the token; 0: no scores.
+        heads: KV heads, each with scores of its own; None: the sum over all heads.
+    """
+
+    queries: int | None
+    heads: int | None = None
+
+    @property
+    def no_tokens(self) -> Alive:
+        heads = () if self.heads is None else (self.heads,)
+        rows = (0, *heads, 0) if self.queries else (*heads, 0)
+        return Alive(np.empty(0, np.int64), np.empty(rows, np.float32 if self.queries else np.float64))
+
+    def attend(
+        self, cache: PagedKvCache, queries: Float32, seq_ids: npt.NDArray[np.uint64], query_lens: Int64,
+        options: dict[str, Any],
+    ) -> tuple[Float32, Float32 | None]:  # fmt: skip
+        """Attention of the last tokens of a sequence of a one-layer cache; and what `add` takes."""
+        if self.queries == 0:
+            return cache.attention(0, queries, seq_ids, query_lens=query_lens, **options), None
+        by: Any = True if self.heads is None else "head"
+        if self.queries is None or len(queries) == 1:
+            mixed, drawn = cache.attention(0, queries, seq_ids, query_lens=query_lens, return_scores=by, **options)
+            return mixed, drawn if self.queries is None else drawn[None]
+        mixed = cache.attention(0, queries, seq_ids, query_lens=query_lens, **options)
+        last = min(self.queries, len(queries))
+        held = cache.get_sequence(int(seq_ids[0]))
+        assert held is not None
+        shown = np.arange(held.num_tokens - last + 1, held.num_tokens + 1)  # by each of the last queries
+        ids = np.repeat(seq_ids, last)
+        _, drawn = cache.attention(0, queries[-last:], ids, context_lens=shown, return_scores=by, **options)
+        rows = np.zeros((last, *drawn.shape[:-1], held.num_tokens), np.float32)
+        for row, part in zip(rows, np.split(drawn, np.cumsum(shown)[:-1], axis=-1), strict=True):
+            row[..., : part.shape[-1]] = part
+        return mixed, rows
+
+    def add(self, alive: Alive, pos: int, count: int, drawn: Float32 | None) -> Alive:
+        """The tokens after `count` new ones at `pos`, and what `attend` returned for their queries."""
+        positions = np.concatenate([alive.positions, np.arange(pos, pos + count)])
+        old = alive.scores
+        scores = np.concatenate([old, np.zeros((*old.shape[:-1], count), old.dtype)], axis=-1)
+        if drawn is not None and self.queries:
+            scores = np.concatenate([scores, drawn])[-self.queries :]
+        elif drawn is not None:
+            scores += drawn
+        return Alive(positions, scores)
+
+    def mean(self, alive: Alive, end: int) -> Float64:
+        """The score of each token in a text of `end` tokens, `(n,)` or `(heads, n)`: the mass on it per query."""
+        seen_by = end - alive.positions  # the number of queries that could see each token, its own included
+        if not self.queries:
+            return alive.scores / seen_by
+        total: Float64 = alive.scores.sum(axis=0, dtype=np.float64)
+        return total / np.minimum(seen_by, len(alive.scores))
+
+    def keep(self, alive: Alive, kept: Int64) -> Alive:
+        """The tokens at these indices alone."""
+        return Alive(alive.positions[kept], alive.scores[..., kept])
+
+    def cut(self, alive: Alive, stop: int, end: int) -> Alive:
+        """The first `stop` tokens of a text of `end`, none of them evicted; sums keep the queries that are cut off."""
+        scores = alive.scores[..., :stop]
+        if self.queries:
+            scores = scores[: max(0, len(scores) - (end - stop))]
+        return Alive(alive.positions[:stop], scores)

@@ -1,0 +1,74 @@
+"""How an engine stores K and V: formats, calibration, residual, first tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from kvcache.core.arguments import short
+from kvcache.core.calibration import Calibration
+from kvcache.core.layer_formats import Formats, formats_of_layers
+from kvcache.core.rowformat import Format, stored_dtypes
+from kvcache.engine.calibrating import as_calibration
+from kvcache.engine.layer_losses import budget_of, formats_within
+from kvcache.engine.residual import as_length, num_firsts
+from kvcache.networks.protocols import Model
+from kvcache.paged.cache import PagedKvCache
+
+__all__ = ["Storage"]
+
+
+class Storage(NamedTuple):
+    """The storage arguments of an engine, checked.
+
+    Attributes:
+        dtypes: formats that store K and V: one for all layers, or one for each.
+        calibration: of the keys; None: there is none.
+        residual_length: tokens of a group of the residual; 0: there is none.
+        firsts: first tokens of the text that every query reads unpacked.
+        formats: what the caches are made with: `dtypes`, or formats that are written in Python.
+    """
+
+    dtypes: tuple[Formats, Formats]
+    calibration: Calibration | None
+    residual_length: int
+    firsts: int
+    formats: tuple[Formats | Format, Formats | Format]
+
+    @classmethod
+    def of(
+        cls, model: Model, dtype: Formats | Format, key_dtype: Formats | Format | None,
+        value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, without: str,
+    ) -> Storage:  # fmt: skip
+        """Check the arguments of an engine.
+
+        Args:
+            without: what excludes a calibration and a residual; empty: nothing does.
+
+        Raises:
+            TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
+        """
+        formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
+        dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
+        if bits is not None and (key_dtype is not None or value_dtype is not None):
+            raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
+        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None)
+        if bits is not None and calibration is not None and calibration.losses is not None:
+            formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
+        measured = calibration is not None and calibrate is not False
+        length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
+        return cls(dtypes, calibration, length, num_firsts(measured, length), formats)
+
+    def of_layers(self, make: Callable[..., PagedKvCache], options: dict[str, Any]) -> Callable[..., PagedKvCache]:
+        """`make_cache(num_blocks=, layers=)`: what makes caches of some layers in these formats.
+
+        Args:
+            make, options: makes a cache of these options, apart from those two.
+        """
+
+        def make_cache(num_blocks: int, layers: Sequence[int]) -> PagedKvCache:
+            keys, values = (formats_of_layers(each, layers) for each in self.formats)
+            own = {"num_blocks": num_blocks, "num_layers": len(layers), "key_dtype": keys, "value_dtype": values}
+            return make(**options | own)
+
+        return make_cache

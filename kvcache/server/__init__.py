@@ -1,0 +1,1 @@
+"""An HTTP server with OpenAI's interface over `BatchEngine`. Needs the extra `serve`."""

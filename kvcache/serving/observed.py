@@ -1,0 +1,130 @@
+"""What a `BatchEngine` counts of its requests: times, namespaces, and evictions, of which its caller is told.
+
+All of it is noted while the engine's lock is held, but for `deliver`, which runs the caller's code.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+from kvcache.prefix.blocks import PrefixCache
+from kvcache.serving.request import Pending
+from kvcache.serving.stats import Eviction, Histogram, NamespaceStats
+from kvcache.serving.work import Work
+
+__all__ = ["MOST_NAMESPACES", "Observed", "OnEviction"]
+
+logger = logging.getLogger("kvcache")
+
+OnEviction = Callable[[Eviction], object]
+
+MOST_NAMESPACES = 4096  # with counters; of more, those that had no request for longest are forgotten
+_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # seconds
+_LOG_EVERY = 10.0  # seconds between lines about evictions
+
+
+class _Times:
+    """A histogram that grows."""
+
+    def __init__(self) -> None:
+        self.counts, self.total = [0] * (len(_BOUNDS) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(_BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def snapshot(self) -> Histogram:
+        return Histogram(_BOUNDS, tuple(self.counts), self.total)
+
+
+class Observed:
+    """The counters of an engine.
+
+    Args:
+        prefixes: its prefix cache.
+        on_eviction: is told of evictions; None: nobody is.
+        clock: seconds.
+        name_of: the caller's name of a namespace of the prefix cache.
+
+    Attributes:
+        queued, first_token: times of requests.
+    """
+
+    def __init__(
+        self, prefixes: PrefixCache, on_eviction: OnEviction | None, clock: Callable[[], float],
+        name_of: Callable[[Hashable], Hashable],
+    ) -> None:  # fmt: skip
+        if on_eviction is not None and not callable(on_eviction):
+            raise TypeError(f"on_eviction: expected a function, got {type(on_eviction).__name__}")
+        self._prefixes, self._on_eviction, self._clock, self._name_of = prefixes, on_eviction, clock, name_of
+        self.queued, self.first_token = _Times(), _Times()
+        self._namespaces: OrderedDict[Hashable, list[int]] = OrderedDict()
+        self._evicted = prefixes.watch_evictions()
+        self._untold: deque[Eviction] = deque()
+        self._logged_at, self._tokens, self._times = -_LOG_EVERY, 0, 0  # evictions since the last line
+
+    def began(self, work: Work, now: float) -> None:
+        """A work runs for the first time."""
+        self.queued.add(now - work.arrival)
+        if work.shares:
+            counts = self._of(work.namespace)
+            for i, more in enumerate((1, work.cached_tokens > 0, work.num_prompt, work.cached_tokens)):
+                counts[i] += more
+
+    def drew(self, work: Work, now: float) -> None:
+        """A work has its first new token."""
+        self.first_token.add(now - work.arrival)
+
+    def _of(self, namespace: Hashable) -> list[int]:
+        """`[queries, hits, query tokens, hit tokens, evicted tokens]` of a namespace."""
+        counts = self._namespaces.setdefault(namespace, [0] * 5)
+        self._namespaces.move_to_end(namespace)
+        if len(self._namespaces) > MOST_NAMESPACES:
+            self._namespaces.popitem(last=False)
+        return counts
+
+    def note_evictions(self, takers: Iterable[int], pending: Mapping[int, Pending]) -> None:
+        """Count what was evicted for works of these numbers, in order to deliver it later."""
+        if not self._evicted:
+            return
+        found = (pending.get(number) for number in takers)
+        requests = tuple(dict.fromkeys(each for each in found if each is not None))
+        while self._evicted:
+            left = self._evicted[0]
+            namespace = self._name_of(left.namespace)
+            if namespace in self._namespaces:
+                self._namespaces[namespace][4] += left.num_tokens
+            self._tokens, self._times = self._tokens + left.num_tokens, self._times + 1
+            if self._on_eviction is not None:
+                self._untold.append(Eviction(namespace, left.tokens, left.num_tokens, requests))
+            self._evicted.popleft()
+
+    def deliver(self) -> None:
+        """Tell the caller of evictions, without a lock; errors of its function are logged."""
+        while self._untold and self._on_eviction is not None:
+            try:
+                event = self._untold.popleft()
+            except IndexError:  # another thread has it
+                break
+            try:
+                self._on_eviction(event)
+            except Exception:
+                logger.exception("on_eviction failed")
+        now = self._clock()
+        if self._times and now - self._logged_at >= _LOG_EVERY:
+            tokens, times, self._tokens, self._times, self._logged_at = self._tokens, self._times, 0, 0, now
+            logger.info("%d cached tokens evicted in %d pieces", tokens, times)
+
+    def namespaces(self) -> dict[Hashable, NamespaceStats]:
+        """The counters of each namespace that had a request, or has something cached."""
+        cached: dict[Hashable, int] = {}
+        for name, tokens in self._prefixes.namespace_tokens().items():
+            own = self._name_of(name)
+            cached[own] = cached.get(own, 0) + tokens
+        names = dict.fromkeys([*self._namespaces, *cached])
+        return {
+            name: NamespaceStats(cached.get(name, 0), *self._namespaces.get(name, [0] * 5)) for name in names
+        }

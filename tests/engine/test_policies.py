@@ -1,0 +1,216 @@
+"""Policies in Python: their scores and survivors are those of a naive engine, and a failing one changes nothing."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from evicting_engines import H2O, PROMPT, assert_bounded, assert_same, layers, make, state
+from oracle_evicting import DensePolicyEngine
+
+from bench.support.guides import definitions
+from kvcache.engine import InferenceEngine, Policy
+from kvcache.engine.evicting import survivors
+
+SnapKV, AdaKV = (definitions("policies.md")[name] for name in ("SnapKV", "AdaKV"))
+
+
+class Watched:
+    """A policy that notes what it is asked."""
+
+    def __init__(self, policy):
+        self.policy, self.asked = policy, []
+        for name in ("score_queries", "budgets"):
+            if hasattr(policy, name):
+                setattr(self, name, getattr(policy, name))
+
+    def keep(self, layer, scores, positions, budget):
+        self.asked.append((layer, scores.copy(), positions.copy(), budget))
+        return self.policy.keep(layer, scores, positions, budget)
+
+
+class Bare:
+    """`keep` alone; keeps fewer than it may."""
+
+    def keep(self, layer, scores, positions, budget):
+        return np.sort(np.argsort(-scores.max(axis=0), kind="stable")[: budget - 3])
+
+
+class HeavyHitters(Policy):
+    score_queries = None
+
+    def keep(self, layer, scores, positions, budget):
+        return survivors(scores.sum(axis=0), H2O.rule(budget), True)
+
+
+class Layered(HeavyHitters):
+    """Every layer has a budget of its own."""
+
+    def budgets(self, kv_budget, num_layers):
+        return [kv_budget - 5 + 3 * layer for layer in range(num_layers)]
+
+
+class Latest(Policy):
+    score_queries = 0
+
+    def keep(self, layer, scores, positions, budget):
+        assert not scores.any()
+        return range(len(positions) - budget, len(positions))
+
+
+POLICIES = {"snapkv": SnapKV(6, 5), "bare": Bare(), "layered": Layered(), "latest": Latest()}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("block_size", "chunk"), [(5, 16), (16, 1), (3, 512)])
+def test_like_a_naive_engine(network, name, block_size, chunk):
+    policy, twins = Watched(POLICIES[name]), Watched(POLICIES[name])
+    engine = make(network, policy, block_size=block_size, prefill_chunk=chunk)
+    twin = DensePolicyEngine(network, twins, 16, chunk)
+    logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
+    for _ in range(12):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+        for layer in layers(engine):
+            assert engine.kept_positions(layer).tolist() == twin.positions(layer)
+        assert_bounded(engine)
+        engine.check()
+        token = int(np.argmax(logits))
+        logits, expected = engine.decode_step(token, engine.num_tokens), twin.extend([token])[-1]
+    assert len(policy.asked) == len(twins.asked) > 4
+    for (layer, scores, positions, budget), (*where, theirs, others, limit) in zip(
+        policy.asked, twins.asked, strict=True
+    ):
+        assert (layer, positions.tolist(), budget) == (*where, others.tolist(), limit)
+        assert scores.shape == (network.config.num_kv_heads, len(positions))
+        np.testing.assert_allclose(scores, theirs, rtol=0, atol=2e-6)
+
+
+def test_h2o_in_python_is_h2o(network):
+    ours, theirs = make(network, H2O, prefill_chunk=16), make(network, HeavyHitters(), prefill_chunk=16)
+    np.testing.assert_array_equal(ours.score(PROMPT), theirs.score(PROMPT))
+    for layer in layers(ours):
+        np.testing.assert_array_equal(ours.kept_positions(layer), theirs.kept_positions(layer))
+
+
+def test_going_back_forgets_the_queries_that_are_cut_off(network):
+    asked = []
+    for steps in (((0, 30), (20, 36)), ((0, 20), (20, 36))):
+        policy = Watched(SnapKV(6, 3))
+        engine = make(network, policy, 36)
+        for start, stop in steps:
+            engine.prefill_from_pos(PROMPT[start:stop], start)
+        engine.decode_step(1, 36)
+        asked.append(policy.asked)
+    assert len(asked[0]) == len(layers(engine))
+    np.testing.assert_equal(asked[0], asked[1])
+
+
+def test_scores_are_counted_as_memory(network):
+    scored = Failing()
+    scored.score_queries = 6
+    engines = [make(network, Latest()), make(network, scored)]
+    for engine in engines:
+        engine.prefill_from_pos(PROMPT, 0)
+    plain, more = (engine.memory()["bookkeeping"] for engine in engines)
+    config = network.config
+    assert more - plain == config.num_layers * config.num_kv_heads * 16 * (6 * 4 - 8)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8"])
+def test_heads_with_tokens_of_their_own(network, dtype):
+    """With room for all tokens the example is the engine; below it heads differ, and their sum is the budget."""
+    plain = InferenceEngine(network, dtype=dtype, prefill_chunk=35, rotate="auto")
+    whole = AdaKV(network, 200, window=6, chunk=40, dtype=dtype)
+    some = AdaKV(network, 16, window=6, chunk=40, dtype=dtype)
+    for start, stop in ((0, 35), (35, 70), *((at, at + 1) for at in range(70, 90))):
+        piece = np.resize(PROMPT, 90)[start:stop]
+        np.testing.assert_array_equal(whole.extend(piece), plain.prefill_from_pos(piece, start))
+        some.extend(piece)
+        held = np.array([some.cache.get_sequence(head).num_tokens for head in range(some.heads)])
+        held = held.reshape(network.config.num_layers, -1)
+        assert (held.sum(axis=1) == 16 * held.shape[1]).all()
+        assert (held >= 6 + (16 - 6) // 5).all()
+        some.cache.check()
+    assert held.std(axis=1).any()
+    scores = [np.random.default_rng(3).random(40), np.zeros(30)]
+    flat, lone = some.keep(scores)
+    assert flat[-6:].tolist() == list(range(34, 40))
+    assert lone.tolist()[-6:] == list(range(24, 30))
+    assert (len(flat), len(lone)) == (24, 8)
+
+
+BAD = {
+    "none": (None, ValueError, "keep: expected one dimension, got shape ()"),
+    "floats": ([0.0, 1.0], TypeError, "keep: expected integers, got float64"),
+    "mask": (np.ones(70, bool), TypeError, "keep: expected integers, got bool"),
+    "no token": ([], ValueError, "keep: expected 1 to 16 indices, got 0"),
+    "too many": (range(17), ValueError, "keep: expected 1 to 16 indices, got 17"),
+    "not sorted": ([1, 0], ValueError, "keep: expected ascending indices from 0 to 69, got [1, 0]"),
+    "twice": ([1, 1], ValueError, "keep: expected ascending indices from 0 to 69, got [1, 1]"),
+    "beyond": ([3, 70], ValueError, "keep: expected ascending indices from 0 to 69, got [3, 70]"),
+    "before": ([-1, 3], ValueError, "keep: expected ascending indices from 0 to 69, got [-1, 3]"),
+    "raises": (RuntimeError("broken"), RuntimeError, "broken"),
+    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt, ""),
+}
+
+
+class Failing(Policy):
+    """Fails in one layer, when it is told to."""
+
+    failure, layer = None, 0
+
+    def keep(self, layer, scores, positions, budget):
+        if self.failure is None or layer != self.layer:
+            return range(len(positions) - budget, len(positions))
+        if isinstance(self.failure, BaseException):
+            raise self.failure
+        return self.failure
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_keep_returns_is_checked(network, name, layer):
+    failure, error, message = BAD[name]
+    policy = Failing()
+    policy.layer, engine = layer, make(network, policy)
+    for held in (0, 40):
+        engine.reset()
+        if held:
+            engine.prefill_from_pos(PROMPT[:held], 0)
+        before, text = state(engine), np.resize(PROMPT, 70 if held == 0 else 54)
+        policy.failure = np.empty(()) if failure is None else failure
+        with pytest.raises(error, match="^" + re.escape(message)):
+            engine.prefill_from_pos(text, held)
+        policy.failure = None
+        assert_same(state(engine), before)
+        engine.prefill_from_pos(text, held)
+        engine.check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"score_queries": 1.5}, TypeError, "score_queries: expected an int, got float"),
+        ({"score_queries": -1}, ValueError, "score_queries: expected an int >= 0, got -1"),
+        ({"score_queries": 5000}, ValueError, "score_queries: expected an int <= 4096, got 5000"),
+        ({"budgets": lambda budget, count: [3]}, ValueError, "budgets: expected one for each of 2 layers, got 1"),
+        ({"budgets": lambda budget, count: 3}, TypeError, "budgets: expected 2 ints, got int"),
+        ({"budgets": lambda budget, count: [3, 0]}, ValueError, "budgets: expected an int >= 1, got 0"),
+        ({"budgets": lambda budget, count: [3, "x"]}, TypeError, "budgets: expected an int, got str"),
+        ({"keep": 3}, TypeError, "eviction_policy: expected an EvictionPolicy or an object with `keep`, got Policy"),
+    ],
+    ids=str,
+)
+def test_settings_are_checked(network, settings, error, match):
+    policy = type("Policy", (), {"keep": lambda *arguments: [0]})()
+    vars(policy).update(settings)
+    with pytest.raises(error, match="^" + re.escape(match)):
+        make(network, policy)
+
+
+def test_a_class_is_no_policy(network):
+    with pytest.raises(TypeError, match=r"^eviction_policy: expected an EvictionPolicy or an object with `keep`, got"):
+        make(network, SnapKV)
+    with pytest.raises(ValueError, match="expected a kv_budget"):
+        InferenceEngine(network, eviction_policy=SnapKV())

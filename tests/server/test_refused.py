@@ -1,0 +1,145 @@
+"""What the server refuses: settings, bodies, keys; and namespaces, which never share."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from http_servers import MODEL, Served, answer, post, tiny_file
+
+from kvcache import SamplingParams
+from kvcache.server.keys import Keys
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TALK = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_file(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def served(path):
+    with Served(path) as made:
+        yield made
+
+
+REFUSED = [
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"unheard_of": 1}, "unheard_of"),
+    ({"prompt": "x"}, "prompt"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"seed": 1.5}, "seed"),
+    ({"n": 0}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": True}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": "9"}, "max_completion_tokens"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 501}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": {"x": 1}}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"256": 1}}, "logit_bias"),
+    ({"logit_bias": {"3": float("nan")}}, "logit_bias"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"other": True}}, "stream_options"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "tokens"),
+    ({"model": 3}, "model"),
+]
+
+
+@pytest.mark.parametrize(("changes", "name"), REFUSED, ids=[f"{name} {i}" for i, (_, name) in enumerate(REFUSED)])
+def test_a_setting_that_is_refused_is_named(served, changes, name):
+    body = json.dumps({"model": MODEL, "messages": TALK, **changes}).encode()
+    status, data = answer(served.connect(post(body, "/v1/chat/completions")))
+    error = json.loads(data)["error"]
+    assert (status, error["param"], error["type"]) == (400, name, "invalid_request_error")
+    assert "expected" in error["message"]
+
+
+def test_settings_that_change_nothing_are_taken(served):
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "user": "me", "store": False, "stop": None}
+    served.client().chat.completions.create(model=MODEL, messages=TALK, max_tokens=1, **neutral)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (post(b"{"), 400),
+        (post(b"\xff\xfe"), 400),
+        (post(b"[" * 100_000), 400),
+        (post(b"[]"), 400),
+        (post(b'{"model": "tiny", "prompt": "\\ud800"}'), 400),
+        (post(b'{"model": "\\ud800", "prompt": "x"}'), 404),
+        (post(b'{"model": "tiny", "prompt": []}'), 400),
+        (post(b'{"model": "tiny", "prompt": [1, true]}'), 400),
+        (post(b'{"model": "tiny", "prompt": [1, 300]}'), 400),
+        (post(b'{"model": "tiny", "prompt": ' + json.dumps(["x"] * 129).encode() + b"}"), 400),
+        (post(b"{}", kind="text/plain"), 415),
+        (post(b"{}", host="attacker.example"), 400),
+        (post(b"{}", path="/v1/elsewhere"), 404),
+        (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (post(b"x" * 5000, length=2**70), 400),
+        (post(b"x" * 5000, length=5_000_000), 413),
+    ],
+)
+def test_malformed_requests(served, request_bytes, status):
+    got, body = answer(served.connect(request_bytes))
+    assert got == status
+    if body.startswith(b"{"):
+        assert json.loads(body)["error"]["message"]
+    served.engine.check()
+
+
+def test_an_oversize_body_without_a_length(path):
+    with Served(path, limits={"max_body": 1000}) as served:
+        chunks = b"".join(b"100\r\n" + b"x" * 256 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        status, _ = answer(served.connect(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks))
+        assert status == 413
+
+
+def test_keys_and_namespaces(path):
+    """Two namespaces never share; the keys of one do."""
+    keys = Keys(["# ours", "alpha one", "", "beta", "gamma one"])
+    with Served(path, keys=keys) as served:
+        for key in ("wrong", "alph", "alphaa", "one"):
+            with pytest.raises(openai.AuthenticationError):
+                served.client(key=key).models.list()
+        foreign = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xfc\xff\r\n\r\n"
+        assert answer(served.connect(foreign))[0] == 401
+        for header in ({}, {"Authorization": "alpha"}, {"Authorization": "Basic alpha"}, {"Authorization": "Bearer"}):
+            got = httpx.get(served.url.removesuffix("/v1") + "/metrics", headers=header)
+            assert (got.status_code, got.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(served.url.removesuffix("/v1") + "/health").status_code == 200
+        alone, cached = served.alone.complete("p" * 100, SamplingParams(max_tokens=4, seed=4)), []
+        for key in ("alpha", "beta", "gamma", "beta"):
+            got = served.client(key=key).completions.create(model=MODEL, prompt="p" * 100, max_tokens=4, seed=4)
+            assert got.choices[0].text == alone.text
+            cached.append(got.usage.prompt_tokens_details.cached_tokens)
+        assert cached == [0, 0, 96, 96]
+        assert [model.id for model in served.client(key="beta").models.list()] == [MODEL]
+
+
+@pytest.mark.parametrize("lines", [[], ["a", "a b"], ["a b c"]])
+def test_wrong_keys(lines):
+    with pytest.raises(ValueError, match="api_keys: expected"):
+        Keys(lines)

@@ -1,0 +1,271 @@
+"""What a `BatchEngine` tells servers: evictions, counters of namespaces, times, log lines; and an exporter of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from places import GOLDEN
+from prefix_states import config, state
+from serving import GREEDY, Clock, prompts
+
+import kvcache
+from kvcache import BatchEngine, PrefixCache, PrefixKvCache, SamplingParams
+from kvcache.engine import Transformer
+from kvcache.serving import observed
+from kvcache.tiers.links import FAILURES, Link
+
+SIZE = 4
+
+
+def make(network, **options):
+    return BatchEngine(network, block_size=SIZE, **{"num_blocks": 24, "max_running": 4} | options)
+
+
+def run(engine):
+    while engine.step():
+        pass
+
+
+def test_evictions_are_told(network):
+    """Who left, for whom, and how many tokens: the sums are those of the index."""
+    events, texts, clock = [], {}, Clock()
+
+    def told(event):
+        counted = threading.Thread(target=engine.stats)  # waits for ever if a lock of the engine is held
+        counted.start()
+        counted.join(20)
+        assert not counted.is_alive()
+        events.append(event)
+
+    engine = make(network, on_eviction=told, clock=clock)
+    for i, prompt in enumerate(prompts(3, 40, 40)):
+        name = ("a", "b", None, 7)[i % 4]
+        request = engine.submit(prompt, GREEDY, namespace=name)
+        texts.setdefault(name, []).append((request, prompt))
+        if i % 3 == 2:
+            run(engine)
+    run(engine)
+    requests = {request for held in texts.values() for request, _ in held}
+    assert len(events) > 10
+    for event in events:
+        assert event.num_tokens % SIZE == 0
+        assert 0 < event.num_tokens <= len(event.tokens)
+        assert set(event.requests) <= requests
+        assert any(
+            np.array_equal([*prompt, *request.tokens][: len(event.tokens)], event.tokens)
+            for request, prompt in texts[event.namespace]
+        )
+    assert sum(bool(event.requests) for event in events) > 0.9 * len(events)
+    stats, found = engine.cache_stats(), engine.namespace_stats()
+    assert sum(event.num_tokens for event in events) == stats.total_evictions * SIZE
+    for name, held in texts.items():
+        own = found[name]
+        assert own.queries == len(held)
+        assert own.query_tokens == sum(len(prompt) for _, prompt in held)
+        assert own.hit_tokens == sum(request.metrics.cached_tokens for request, _ in held)
+        assert own.hits == sum(request.metrics.cached_tokens > 0 for request, _ in held)
+        assert own.evicted_tokens == sum(event.num_tokens for event in events if event.namespace == name)
+    assert sum(own.cached_tokens for own in found.values()) == engine.stats().cached_blocks * SIZE
+    assert sum(own.hits for own in found.values()) > 2
+    engine.check()
+
+
+def test_failing_callbacks_leave_nothing_inconsistent(network, caplog):
+    calls, failure = [], RuntimeError("broken")
+
+    def told(event):
+        calls.append(event)
+        if failure is not None:
+            raise failure
+
+    engine = make(network, on_eviction=told)
+    texts = prompts(5, 12, 40)
+    expected = make(network).generate_batch(texts[:6], GREEDY)
+    with caplog.at_level(logging.ERROR, "kvcache"):
+        assert engine.generate_batch(texts[:6], GREEDY) == expected
+    assert calls
+    assert sum(record.message == "on_eviction failed" for record in caplog.records) == len(calls)
+    failure, before = KeyboardInterrupt(), len(calls)
+    requests = [engine.submit(text, GREEDY) for text in texts[6:]]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    assert len(calls) == before + 1
+    engine.check()
+    failure = None
+    assert [request.result() for request in requests] == make(network).generate_batch(texts[6:], GREEDY)
+    assert sum(event.num_tokens for event in calls) == engine.cache_stats().total_evictions * SIZE
+
+
+def test_a_callback_may_use_the_engine(network):
+    """It submits a request, and its thread steps the engine."""
+    more = []
+
+    def told(event):
+        if len(more) < 3:
+            more.append(engine.submit(event.tokens, GREEDY, namespace="told"))
+
+    engine = make(network, on_eviction=told)
+    with engine:
+        for prompt in prompts(3, 20, 40):
+            engine.submit(prompt, GREEDY).result(60)
+    assert [request.finish_reason for request in more] == ["length"] * 3
+    assert engine.namespace_stats()["told"].queries == 3
+
+
+def test_times_of_requests(network):
+    clock = Clock()
+    engine = make(network, max_running=1, clock=clock)
+    requests = [engine.submit(np.arange(9), GREEDY, n=1 + i % 2) for i in range(5)]
+    while engine.step():
+        clock.now += 0.3
+    stats = engine.stats()
+    samples = [sample for request in requests for sample in request._samples]
+    for histogram, times in (
+        (stats.queued, [sample.started for sample in samples]),
+        (stats.first_token, [sample.times[0] for sample in samples]),
+    ):
+        bounds = [-1.0, *histogram.bounds, np.inf]
+        expected = [sum(a < t <= b for t in times) for a, b in pairwise(bounds)]
+        assert list(histogram.counts) == expected
+        assert histogram.total == pytest.approx(sum(times))
+        assert sum(histogram.counts) == 7
+        assert max(times) > 1
+
+
+def test_names_are_the_callers_own_and_bounded(monkeypatch):
+    """A network with several regimes has a namespace of the index for each; the caller sees one."""
+    monkeypatch.setattr(observed, "MOST_NAMESPACES", 3)
+    network = Transformer.from_pretrained(GOLDEN / "phi3_longrope")
+    engine = BatchEngine(network, block_size=4)
+    longest = network.config.max_position_embeddings - 20
+    for length in (10, longest):
+        engine.submit(np.arange(length) % 100, GREEDY, namespace="x").result()
+    assert set(engine.namespace_stats()) == {"x"}
+    assert engine.namespace_stats()["x"].queries == 2
+    assert engine.namespace_stats()["x"].cached_tokens == engine.stats().cached_blocks * 4
+    for name in "abcdb":
+        engine.submit(np.arange(3), GREEDY, namespace=name).result()
+    engine.clear_cache()
+    assert list(engine.namespace_stats()) == ["c", "d", "b"]
+    assert engine.namespace_stats()["b"].queries == 2
+
+
+def test_on_eviction_is_checked(network):
+    with pytest.raises(TypeError, match=r"^on_eviction: expected a function, got int$"):
+        make(network, on_eviction=3)
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_evictions_are_logged_at_a_bounded_rate(network, caplog):
+    clock = Clock()
+    engine = make(network, clock=clock)
+    with caplog.at_level(logging.INFO, "kvcache"):
+        for prompt in prompts(3, 30, 40):
+            engine.submit(prompt, GREEDY).result()
+            clock.now += 1.0
+    lines = [re.fullmatch(r"(\d+) cached tokens evicted in (\d+) pieces", record.message) for record in caplog.records]
+    assert 2 <= len(lines) <= 4
+    assert all(lines)
+    assert 0 < sum(int(line[1]) for line in lines) <= engine.cache_stats().total_evictions * SIZE
+
+
+def test_files_are_logged_and_closed(network, tmp_path, caplog):
+    path, text = tmp_path / "file", list(range(64))
+    engine = make(network)
+    engine.submit(text, SamplingParams(max_tokens=1)).result()
+    entries, other = PrefixKvCache(config()), PrefixKvCache(config())
+    entries.store_snapshot(text, state(64))
+    with caplog.at_level(logging.INFO, "kvcache"):
+        engine.save(path)
+        again = make(network)
+        again.load(path)
+        entries.save(tmp_path / "entries")
+        other.load(tmp_path / "entries")
+    assert [record.message for record in caplog.records] == [
+        f"{path}: saved 16 blocks", f"{path}: loaded 16 blocks", f"{tmp_path / 'entries'}: saved 1 entries",
+        f"{tmp_path / 'entries'}: loaded 1 entries",
+    ]  # fmt: skip
+    sizes = network.config
+    with PrefixCache(24, SIZE, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim) as cache, other:
+        cache.load(path, again._name(None))
+        assert len(cache) == 16
+        if Path("/proc/self/fd").exists():
+            assert {path, tmp_path / "entries"} <= open_files()
+    assert cache.is_empty
+    assert other.is_empty
+    again.clear_cache()
+    if Path("/proc/self/fd").exists():
+        assert not {path, tmp_path / "entries"} & open_files()
+
+
+def open_files():
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(Path(os.readlink(each)))
+        except OSError:  # it was that of the listing
+            continue
+    return found
+
+
+def test_a_tier_that_answers_again_is_logged(caplog):
+    class Moody:
+        failing = True
+
+        def contains_many(self, keys):
+            if self.failing:
+                raise OSError("away")
+            return [True] * len(keys)
+
+    tier = Moody()
+    link = Link(tier, b"secret", 1)
+    with caplog.at_level(logging.INFO, "kvcache"):
+        for _ in range(FAILURES):
+            assert link.contains([b"key"]) is None
+        tier.failing = False
+        for _ in range(2):
+            assert link.contains([b"key"]) == [True]
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"Moody failed {FAILURES} times in a row: OSError: away"),
+        ("INFO", f"Moody answers again after {FAILURES} failures"),
+    ]
+
+
+# ---------------------------------------------------------------- the exporter of the guide
+
+
+@pytest.mark.one_build
+def test_the_exporter_of_the_guide(network):
+    client = pytest.importorskip("prometheus_client")
+    from bench.support.guides import definitions
+
+    text = (Path(kvcache.__file__).parent / "guides" / "policies.md").read_text()
+    names = definitions("policies.md")
+    exec("\n".join(re.findall(r"^(?:GAUGES|COUNTERS|OF_NAMESPACES) = .*$", text, re.MULTILINE)), names)
+    assert len(re.search(r"class Exporter:.*?\n\n\n", text, re.DOTALL)[0].splitlines()) < 30
+    engine, registry = make(network), client.CollectorRegistry()
+    registry.register(names["Exporter"](engine))
+    for i, prompt in enumerate(prompts(3, 20, 40)):
+        engine.submit(prompt, GREEDY, namespace=f"user {i % 2}").result()
+    stats, spaces = engine.stats(), engine.namespace_stats()
+    for name in names["GAUGES"]:
+        assert registry.get_sample_value(f"kvcache_{name}") == getattr(stats, name)
+    for name in names["COUNTERS"]:
+        assert registry.get_sample_value(f"kvcache_{name}_total") == getattr(stats, name)
+    for name in names["OF_NAMESPACES"]:
+        for space, own in spaces.items():
+            found = registry.get_sample_value(f"kvcache_namespace_{name}_total", {"namespace": space})
+            assert found == getattr(own, name)
+    for name in ("queued", "first_token"):
+        value = registry.get_sample_value
+        assert value(f"kvcache_{name}_seconds_count") == value(f"kvcache_{name}_seconds_bucket", {"le": "+Inf"}) == 20
+        assert value(f"kvcache_{name}_seconds_sum") == pytest.approx(getattr(stats, name).total)

@@ -1,0 +1,135 @@
+"""A server of the tests: over a tiny random network whose tokens are bytes, in a thread of this process."""
+
+import socket
+import threading
+
+import numpy as np
+import openai
+import uvicorn
+from gguf_files import ARRAY, STRING, convert
+from places import GOLDEN
+from tokenizers.pre_tokenizers import ByteLevel
+
+from kvcache import BatchEngine, InferenceEngine
+from kvcache.server.app import make_app
+
+MODEL = "tiny"
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def tiny_file(folder):
+    """A GGUF file of the golden Llama with a vocabulary of bytes and a chat template."""
+    return convert(
+        GOLDEN / "llama",
+        folder / "tiny.gguf",
+        tokenizer__ggml__model=(STRING, "gpt2"),
+        tokenizer__ggml__tokens=(ARRAY, [*sorted(ByteLevel.alphabet())[:-1], "im"], STRING),
+        tokenizer__ggml__merges=(ARRAY, ["i m"], STRING),
+        tokenizer__chat_template=(STRING, TEMPLATE),
+    )
+
+
+class Gated:
+    """A network whose passes wait for permission, while `closed`.
+
+    Attributes:
+        error: what every pass raises, if not None.
+        follow: the token that follows each token, of one request at a time, if not None.
+    """
+
+    def __init__(self, network):
+        self.network, self.config = network, network.config
+        self.closed, self.permits, self.waiting = False, threading.Semaphore(0), threading.Event()
+        self.error = self.follow = None
+
+    def forward(self, tokens, *args):
+        if self.closed:
+            self.waiting.set()
+            self.permits.acquire()
+        if self.error is not None:
+            raise self.error
+        logits = self.network.forward(tokens, *args)
+        if self.follow is not None and len(logits):
+            after = [self.follow.get(int(token), 0) for token in tokens[-len(logits) :]]
+            logits[np.arange(len(logits)), after] = 1e6
+        return logits
+
+    def open(self):
+        self.closed = False
+        self.permits.release()
+
+
+class Served:
+    """A server on a free port, until the end of the `with` block.
+
+    Attributes:
+        alone: an engine for one request at a time over the same network.
+        engine, network, app, server: of the server.
+        url: of its interface.
+    """
+
+    def __init__(self, path, keys=None, drain=None, limits=(), **options):
+        self.alone = InferenceEngine.from_pretrained(path)
+        self.network = Gated(self.alone.model)
+        self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
+        self.engine._text = self.alone._text
+        self.app = make_app(self.engine, MODEL, keys, **dict(limits))
+        config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
+        self.server = uvicorn.Server(config)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # so that slow readers are felt soon
+        self.address = self._socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}/v1"
+        self._thread = threading.Thread(target=self.server.run, args=([self._socket],))
+
+    def client(self, kind=openai.OpenAI, key="x"):
+        return kind(base_url=self.url, api_key=key, max_retries=0, timeout=120)
+
+    def connect(self, request, receive_buffer=None):
+        """A bare connection that has sent these bytes."""
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(self.address)
+        connection.sendall(request)
+        connection.settimeout(120)
+        return connection
+
+    def __enter__(self):
+        self._thread.start()
+        while not self.server.started:
+            assert self._thread.is_alive()
+        return self
+
+    def end(self):
+        """As SIGTERM does."""
+        self.server.should_exit = True
+
+    def __exit__(self, *exception):
+        self.network.open()
+        self.end()
+        self._thread.join()
+        self._socket.close()
+
+
+def post(body, path="/v1/completions", host="localhost", kind="application/json", length=None):
+    """The bytes of a request; `body` is bytes."""
+    length = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode() + body
+
+
+def answer(connection):
+    """The status and the body of an answer that ends with its connection, or has a length."""
+    data = b""
+    while piece := connection.recv(1 << 16):
+        data += piece
+        head, found, body = data.partition(b"\r\n\r\n")
+        length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        if found and length and len(body) >= int(length[0].split(b":")[1]):
+            break
+        if body.endswith(b"0\r\n\r\n"):
+            break
+    connection.close()
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
