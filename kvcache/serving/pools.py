@@ -54,7 +54,7 @@ def make_pools(
     own = block_size, config.num_kv_heads, config.head_dim, *storage.dtypes, rotate
     BlockStore(config.num_layers, 0, *own)  # raises for formats that are not supported
     groups = LayerGroups.of(model, block_size, MOST)
-    newest = make_groups(config, storage, max_running, attention)
+    newest = make_groups(config, storage, max_running, layer_attention(model))
     if keep_all:
         groups = LayerGroups(tuple(range(config.num_layers)), ())
     if groups.windows and max_memory_bytes is not None:
