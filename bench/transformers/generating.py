@@ -20,6 +20,7 @@ from bench.support.report import save_json, show, time_text
 __all__ = ["add_arguments", "main"]
 
 DYNAMIC, OURS = "DynamicCache, sdpa", tuple(f"PagedCache {dtype}" for dtype in ("f32", "f16", "q8", "q4"))
+PLOTTED = (DYNAMIC, "PagedCache f32", "PagedCache q8", "PagedCache q4")
 PROMPT, STEPS = 2048, 4
 SETTLE = 2e-3  # seconds: threads of the previous candidate may spin
 # (shape, dtype of the model, tokens) -> how many times as fast as DynamicCache q4 is to decode
@@ -57,7 +58,8 @@ def main(options: argparse.Namespace) -> int:
     if options.plot and lines:
         from bench.support.plot import plot_lines
 
-        print(plot_lines(lines, options.plot, "transformers decode over context", "tokens", "ms per step"))
+        title = f"transformers decode over context, {options.threads[-1]} threads"
+        print(plot_lines(lines, options.plot, title, "tokens", "ms per step"))
     if options.json:
         save_json(options.json, done)
     return 0
@@ -110,9 +112,9 @@ def _of_model(
             result = run_case(Case(title, partial(decoding, context), claims), options.rounds, **measured)
             _print(title, result, options)
             done.append((Table(title, ()), [result]))
-            if threads == options.threads[-1] and shape == options.models[0].split(":")[0]:
-                for name, times in result.times.items():
-                    lines.setdefault(f"{name}, {dtype}", {})[str(context)] = median(times) * 1e3
+            if threads == options.threads[-1] and f"{shape}:{dtype}" == options.models[0]:
+                for name in PLOTTED:
+                    lines.setdefault(name, {})[str(context)] = median(result.times[name]) * 1e3
             gc.collect()
         if options.only != "decode":
             title = f"Prefill of {prompt} tokens, {shape} in {dtype}, {threads} thr"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -41,21 +40,23 @@ def make_model(shape: str, dtype: str) -> Any:
     return model
 
 
-def makers(config: Any) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """`(name, attn_implementation, new cache)` of every cache; transformers' quantised ones where they install."""
-    yield "DynamicCache, sdpa", "sdpa", partial(DynamicCache, config=config)
-    for backend in ("quanto", "hqq"):
+def makers(config: Any, names: Collection[str] = ()) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """`(name, attn_implementation, new cache)` of every cache, or of those with these names."""
+    made: dict[str, tuple[str, Callable[[], Any]]] = {}
+    made["DynamicCache, sdpa"] = "sdpa", partial(DynamicCache, config=config)
+    if not names:
+        _say_once("not measured: QuantizedCache quanto (it compiles its kernels at the first use, for most of an hour)")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                _try_out(QuantizedCache(backend, config=config, nbits=4))
+            quantised = partial(QuantizedCache, "hqq", config=config, nbits=4)
+            _try_out(quantised())
+            made["QuantizedCache hqq"] = "sdpa", quantised
         except Exception as error:  # absent, or not for this version
-            _say_once(f"not measured: QuantizedCache {backend} ({str(error).splitlines()[0][:100]})")
-            continue
-        make = partial(QuantizedCache, backend, config=config, nbits=4)
-        yield f"QuantizedCache {backend}", "sdpa", make
+            _say_once(f"not measured: QuantizedCache hqq ({str(error).splitlines()[0][:100]})")
     for dtype in FORMATS:
-        yield f"PagedCache {dtype}", "kvcache", partial(PagedCache, config, dtype=dtype)
+        made[f"PagedCache {dtype}"] = "kvcache", partial(PagedCache, config, dtype=dtype)
+    for name, (implementation, make) in made.items():
+        if not names or name in names:
+            yield name, implementation, make
 
 
 @cache
@@ -64,7 +65,7 @@ def _say_once(text: str) -> None:
 
 
 def _try_out(made: Any) -> None:
-    """Two steps, of which the second reads quantised states: quanto compiles its kernels then, once per machine."""
+    """Two steps, of which the second reads quantised states."""
     for count in (300, 1):
         made.update(*torch.zeros(2, 1, 1, count, 64), 0)
 

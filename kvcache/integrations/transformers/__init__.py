@@ -12,17 +12,20 @@ For example::
     out = model.generate(**inputs, past_key_values=cache)
     store.keep(cache, out)
 
-Import it before torch: torch's threads then sleep soon after each operation and leave the cores to attention. Give both
-libraries the same number of threads: `kvcache.set_num_threads(torch.get_num_threads())`.
+Import it before torch: torch's threads then sleep soon after each operation and leave the cores to attention. It gives
+kvcache as many threads as torch has then, unless a number was chosen; after `torch.set_num_threads`, call
+`kvcache.set_num_threads` too. A `PagedCache` warns, once, of numbers that differ and of torch's threads that spin.
 """
 
 from kvcache.integrations.transformers.attention import attention
 from kvcache.integrations.transformers.cache import PagedCache, PagedCacheStats
 from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface
 from kvcache.integrations.transformers.masks import make_mask
+from kvcache.integrations.transformers.pace import take_number
 from kvcache.integrations.transformers.prefixes import PrefixStore
 
 __all__ = ["PagedCache", "PagedCacheStats", "PrefixStore"]
 
 AttentionInterface.register("kvcache", attention)
 AttentionMaskInterface.register("kvcache", make_mask)
+take_number()

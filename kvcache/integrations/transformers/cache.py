@@ -14,6 +14,7 @@ from kvcache.eviction import EvictionPolicy
 from kvcache.integrations.transformers.evicting import rules_of
 from kvcache.integrations.transformers.hf import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, torch
 from kvcache.integrations.transformers.layer import PagedLayer, State
+from kvcache.integrations.transformers.pace import advise
 from kvcache.integrations.transformers.pool import PAGED_TYPES, Pool
 
 __all__ = ["PagedCache", "PagedCacheStats"]
@@ -102,6 +103,7 @@ class PagedCache(DynamicCache):
         return cache
 
     def _own(self, state: State) -> None:
+        advise()
         self.state, pool = state, state.pool
         self.layers: list[Any] = [
             PagedLayer(state, layer)

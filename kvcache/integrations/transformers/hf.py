@@ -7,7 +7,13 @@ the user has said otherwise; imported after it, OMP_WAIT_POLICY=PASSIVE in the e
 
 from __future__ import annotations
 
+import os
+import sys
+
 from kvcache.core.threads import preset
+
+# Whether libgomp has read its variables already, and found none.
+IMPORTED_LATE = "torch" in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}
 
 try:
     with preset("GOMP_SPINCOUNT", "1000", "OMP_WAIT_POLICY"):
@@ -38,6 +44,7 @@ except ImportError as error:
 
 __all__ = [
     "DYNAMIC_LAYER_TYPE_MAPPING",
+    "IMPORTED_LATE",
     "AttentionInterface",
     "AttentionMaskInterface",
     "CacheLayerMixin",
