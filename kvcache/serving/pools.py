@@ -58,7 +58,8 @@ def make_pools(
         dtypes = [formats_of_layers(dtype, layers) for dtype in storage.dtypes]
         return block_size, config.num_kv_heads, config.head_dim, *dtypes, rotate
 
-    BlockStore(config.num_layers, 0, *settings(range(config.num_layers)))  # raises for a format that is not supported
+    own = block_size, config.num_kv_heads, config.head_dim, *storage.dtypes, rotate
+    BlockStore(config.num_layers, 0, *own)  # raises for formats that are not supported
     whole = LayerGroups(tuple(range(config.num_layers)), ())
     groups = whole if tiers is not None else LayerGroups.of(model, block_size, MOST)
     newest = make_groups(config, storage, max_running, layer_attention(model))
