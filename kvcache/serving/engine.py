@@ -24,10 +24,11 @@ from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
+from kvcache.engine.tiered import as_tiers
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.evicting import EvictingTexts
@@ -35,7 +36,7 @@ from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.observed import Observed, OnEviction
-from kvcache.serving.pools import make_pools
+from kvcache.serving.pools import make_pools, what_excludes
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -44,6 +45,7 @@ from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
 __all__ = ["BatchEngine"]
@@ -86,6 +88,7 @@ class BatchEngine:
         eviction_policy, kv_budget: as of `InferenceEngine`; each request has a budget of its own. Such requests share
             nothing, guess nothing and are not preempted: one begins where there is memory for all that it may keep.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
+        autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
             that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
@@ -121,18 +124,18 @@ class BatchEngine:
         eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
         tiers: Tiers | None = None,
+        autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.model, self.clock, self.tiers = model, clock, tiers
+        self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         config, max_running = model.config, as_count(max_running, "max_running", 1)
-        if tiers is not None:
-            as_instance(tiers, Tiers, "tiers")
-        without = "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
-        without = "an eviction_policy" if budgets is not None else without
+        self.tiers = tiers = as_tiers(tiers, autosave)
+        self._autosaves = autosave is not None
+        without = what_excludes(model, budgets)
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
         self._blocks = make_pools(
@@ -319,7 +322,8 @@ class BatchEngine:
     def close(self, *, cancel: bool = False) -> None:
         """Take no more requests, finish those that were submitted, or cancel them, and end the thread.
 
-        A second call does nothing, or continues the first if that was interrupted.
+        What `autosave` still has to write is written, for 5 seconds at most; tiers of the caller stay open. A second
+        call does nothing, or continues the first if that was interrupted.
         """
         self._steps.close()
         if cancel:
@@ -328,6 +332,8 @@ class BatchEngine:
             self._thread.stop()
         while self.step():
             pass
+        if self._autosaves and self.tiers is not None:
+            self.tiers.close()
 
     def __enter__(self) -> BatchEngine:
         return self.start()
@@ -391,10 +397,9 @@ class BatchEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping" and "scratch"."""
-        weights, blocks = getattr(self.model, "weights", None), self._blocks
-        own = {"weights": getattr(weights, "nbytes", 0)}
+        weights = getattr(self.model, "weights", None)
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        return {**own, **total(blocks.memory(), products)}
+        return {"weights": getattr(weights, "nbytes", 0), **total(self._blocks.memory(), products)}
 
     @property
     def residual_length(self) -> int:
@@ -404,11 +409,10 @@ class BatchEngine:
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
     def __repr__(self) -> str:
-        blocks, steps = self._blocks.count(), self._steps
-        num_blocks = sum(blocks.values())
+        steps, num_blocks, free = self._steps, *self._blocks.total_and_free()
         return (
             f"BatchEngine({type(self.model).__name__}, {self.config.num_layers} layers, {steps.num_running} running, "
-            f"{steps.num_waiting} waiting, {num_blocks - blocks['free']} of {num_blocks} blocks in use)"
+            f"{steps.num_waiting} waiting, {num_blocks - free} of {num_blocks} blocks in use)"
         )
 
     def check(self) -> None:
