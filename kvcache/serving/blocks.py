@@ -236,6 +236,11 @@ class SharedBlocks:
         free, idle = self.cache.free_block_count, self.prefixes.idle_blocks
         return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}
 
+    def total_and_free(self) -> tuple[int, int]:
+        """How many blocks there are, and how many of them are free."""
+        count = self.count()
+        return sum(count.values()), count["free"]
+
     def check(self, running: Sequence[Work]) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()

@@ -28,7 +28,7 @@ from kvcache.engine.tiered import as_tiers
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.evicting import EvictingTexts
@@ -36,7 +36,7 @@ from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.observed import Observed, OnEviction
-from kvcache.serving.pools import make_pools
+from kvcache.serving.pools import make_pools, what_excludes
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -135,8 +135,7 @@ class BatchEngine:
         config, max_running = model.config, as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
-        without = "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
-        without = "an eviction_policy" if budgets is not None else without
+        without = what_excludes(model, budgets)
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
         self._blocks = make_pools(
@@ -398,10 +397,9 @@ class BatchEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping" and "scratch"."""
-        weights, blocks = getattr(self.model, "weights", None), self._blocks
-        own = {"weights": getattr(weights, "nbytes", 0)}
+        weights = getattr(self.model, "weights", None)
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        return {**own, **total(blocks.memory(), products)}
+        return {"weights": getattr(weights, "nbytes", 0), **total(self._blocks.memory(), products)}
 
     @property
     def residual_length(self) -> int:
@@ -411,11 +409,10 @@ class BatchEngine:
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
     def __repr__(self) -> str:
-        blocks, steps = self._blocks.count(), self._steps
-        num_blocks = sum(blocks.values())
+        steps, num_blocks, free = self._steps, *self._blocks.total_and_free()
         return (
             f"BatchEngine({type(self.model).__name__}, {self.config.num_layers} layers, {steps.num_running} running, "
-            f"{steps.num_waiting} waiting, {num_blocks - blocks['free']} of {num_blocks} blocks in use)"
+            f"{steps.num_waiting} waiting, {num_blocks - free} of {num_blocks} blocks in use)"
         )
 
     def check(self) -> None:

@@ -22,9 +22,16 @@ from kvcache.serving.newest import make_groups
 from kvcache.serving.windows import WindowPools, num_blocks_with_windows
 from kvcache.tiers.tiers import Tiers
 
-__all__ = ["make_pools"]
+__all__ = ["make_pools", "what_excludes"]
 
 _DEFAULT_TOKENS = 16384  # of the default pool, at most
+
+
+def what_excludes(model: Model, budgets: Budgets | None) -> str:
+    """What excludes a residual and a calibration; empty: nothing does."""
+    if budgets is not None:
+        return "an eviction_policy"
+    return "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
 
 
 def make_pools(
