@@ -20,7 +20,7 @@ def is_mixed(dtype: Formats) -> bool:
 def names_of(dtype: Formats) -> list[str]:
     """The formats that occur, those of the table alone: a store refuses others."""
     names = dtype if isinstance(dtype, (list, tuple)) else [dtype]
-    return [name for name in dict.fromkeys(names) if isinstance(name, str) and name in FORMATS]
+    return list(dict.fromkeys(name for name in names if isinstance(name, str) and name in FORMATS))
 
 
 def formats_of_layers(dtype: Any, layers: Sequence[int]) -> Any:

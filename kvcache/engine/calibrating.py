@@ -26,7 +26,10 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "text_or_calibration"]
+__all__ = [
+    "as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "path_of",
+    "text_or_calibration",
+]  # fmt: skip
 
 # Tokens of one text: longer ones are cut, since the slow pairs of RoPE turn with the position. The first tokens of each
 # count for nothing: caches keep them in f16, and their keys are unlike all others.
@@ -95,6 +98,12 @@ def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
 
+def path_of(model: Transformer, ids: NDArray[np.uint32]) -> Path:
+    """Where the calibration of a network by a text is kept."""
+    text = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+    return cache_folder() / f"{fingerprint(model)}-{text}.calibration"
+
+
 def calibration_of(model: Model, tokens: Any, with_losses: bool = False) -> Calibration:
     """The calibration of a network by a text: the one in the user's cache folder, or measured and kept there.
 
@@ -104,8 +113,7 @@ def calibration_of(model: Model, tokens: Any, with_losses: bool = False) -> Cali
     ids = as_tokens(tokens, model.config.vocab_size)
     if not isinstance(model, Transformer):
         return _with_losses(model, measure(model, ids), ids, with_losses)
-    text = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
-    path = cache_folder() / f"{fingerprint(model)}-{text}.calibration"
+    path = path_of(model, ids)
     config = model.config
     shape = config.num_layers, config.num_kv_heads, config.head_dim
     found = None

@@ -34,7 +34,7 @@ from kvcache.engine.windows import Pages
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
-from kvcache.networks.protocols import Float32, Logits, Model, layer_attention
+from kvcache.networks.protocols import Attend, Float32, Logits, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["Budgets", "EvictingSequence", "most_blocks", "survivors"]
@@ -248,12 +248,30 @@ class EvictingSequence(ModelSequence):
 
     def _run(self, seq_id: int, tokens: npt.NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         """Run a piece through all layers, then evict down to their budgets; `seq_id` is not used."""
-        cache, count, scoring = self.cache, len(tokens), self.budgets.scoring
-        query_lens = np.array([count])
         drawn: list[Float32 | None] = [None] * len(self._layers)
-        places: dict[str, Int64] = {}
-        if self.budgets.endless and (hole := pos - len(self._alive[0].positions)):
-            places["sink_positions"] = np.arange(pos - hole, pos - hole + count)
+        attend, sinks = self._attend(pos, len(tokens), drawn)
+        places = {} if sinks is None else {"sink_positions": sinks}
+        rows = self._forward(tokens, pos, attend, logits, **places)
+        self._alive = [self._hold(layer, pos, len(tokens), drawn[layer]) for layer in self._layers]
+        return rows
+
+    @contextmanager
+    def piece(self, count: int) -> Iterator[tuple[Attend, Int64 | None]]:
+        """Append `count` tokens that the caller runs through the network, beside those of others; then evict.
+
+        Yields:
+            The `attend` of these tokens, and the positions of their queries for the sinks; None: there is no hole.
+        """
+        pos, drawn = self.num_tokens, list[Float32 | None]([None] * len(self._layers))
+        with self._restored_on_failure(pos + count):
+            yield self._attend(pos, count, drawn)
+            self._alive = [self._hold(layer, pos, count, drawn[layer]) for layer in self._layers]
+        self._compact()
+
+    def _attend(self, pos: int, count: int, drawn: list[Float32 | None]) -> tuple[Attend, Int64 | None]:
+        """Make room for a piece; its `attend`, which notes scores in `drawn`, and positions for the sinks."""
+        cache, scoring, query_lens = self.cache, self.budgets.scoring, np.array([count])
+        hole = pos - len(self._alive[0].positions) if self.budgets.endless else 0
         self._compact()
         for layer in self._layers:
             self._append(layer, count)
@@ -266,9 +284,7 @@ class EvictingSequence(ModelSequence):
             mixed, drawn[layer] = scoring.attend(cache, queries, self._ids[layer], query_lens, options)
             return mixed
 
-        rows = self._forward(tokens, pos, attend, logits, **places)
-        self._alive = [self._hold(layer, pos, count, drawn[layer]) for layer in self._layers]
-        return rows
+        return attend, np.arange(pos - hole, pos - hole + count) if hole else None
 
     def _hold(self, layer: int, pos: int, count: int, drawn: Float32 | None) -> Alive:
         """The layer after `count` more tokens and the evictions of its budget."""

@@ -29,7 +29,7 @@ __all__ = ["budget_of", "formats_within", "measure_losses"]
 # The loss of a layer in each format over that in q2: SmolLM2, keys and values alike within a third. q8's squared error
 # is 1/289 of q4's.
 _SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q8": 0.045 / 289}
-_TOKENS = 256
+_TOKENS, _RESIDUAL = 512, 64  # without a residual, V counts for too much: of what is near
 _PREFIX = "auto:"
 
 
@@ -99,7 +99,7 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
 
     Args:
         calibration: of the keys.
-        tokens: of a text; 256 of its middle are used. The first 16 of these are read unpacked and count for nothing.
+        tokens: of a text; 512 of its middle are used. The first 16 of these are read unpacked and count for nothing.
     """
     config, start = model.config, max(0, len(tokens) - _TOKENS) // 2
     text, count = tokens[start : start + _TOKENS], config.num_layers
@@ -114,7 +114,7 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
             -(-len(text) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=count, key_dtype=formats[0],
             value_dtype=formats[1], calibration=calibration,
         )  # fmt: skip
-        sequence = LiveSequence(model, cache, len(text), Windows((), PagedKvCache), 0, FIRSTS)
+        sequence = LiveSequence(model, cache, len(text), Windows((), PagedKvCache), _RESIDUAL, FIRSTS)
         rows = sequence.extend(text, 0, "all")[FIRSTS:].astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)
         rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))

@@ -9,9 +9,12 @@ from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers
 from kvcache.core.rowformat import Format, stored_dtypes
-from kvcache.engine.calibrating import as_calibration
+from kvcache.engine.calibrating import as_calibration, path_of
+from kvcache.engine.checking import check_formats
 from kvcache.engine.layer_losses import budget_of, formats_within
 from kvcache.engine.residual import as_length, num_firsts
+from kvcache.engine.tokens import as_tokens
+from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
 
@@ -57,6 +60,10 @@ class Storage(NamedTuple):
             formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False
         length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
+        if measured and calibration is not None and not isinstance(calibrate, Calibration):
+            ids = as_tokens(calibrate, model.config.vocab_size)
+            path = path_of(model, ids).with_suffix(".checks") if isinstance(model, Transformer) else None
+            check_formats(model, dtypes, calibration, length, num_firsts(measured, length), ids, path)
         return cls(dtypes, calibration, length, num_firsts(measured, length), formats)
 
     def of_layers(self, make: Callable[..., PagedKvCache], options: dict[str, Any]) -> Callable[..., PagedKvCache]:

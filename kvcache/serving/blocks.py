@@ -17,6 +17,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.memory import total
 from kvcache.errors import OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
@@ -25,7 +26,7 @@ from kvcache.serving.groups import Groups
 from kvcache.serving.guesses import MOST as MOST_GUESSES
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.windows import WindowPools, has_room
-from kvcache.serving.work import Work
+from kvcache.serving.work import Tokens, Work
 
 __all__ = ["SharedBlocks"]
 
@@ -75,10 +76,18 @@ class SharedBlocks:
         Raises:
             MemoryError: of the system; nothing has changed.
         """
-        size = self.cache.block_size
-        tokens = work.tokens if work.shares else work.tokens[:0]
         if self.tiered is not None:
             self.tiered.begin(work)
+        size, tokens = self.cache.block_size, work.tokens if work.shares else work.tokens[:0]
+        if self._start(work, tokens, running) or running:
+            return work.seq_id >= 0
+        # Alone it has room for all its tokens, but not beside what is held and not used: then less is shared.
+        whole = min(self.cached(work), work.num_tokens - 1) // size * size
+        return self._start(work, tokens[:whole], running) or self._start(work, tokens[:0], running)
+
+    def _start(self, work: Work, tokens: Tokens, running: Sequence[Work]) -> bool:
+        """`start` where these first tokens may be shared."""
+        size = self.cache.block_size
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
             most, group = min(session.num_tokens, work.num_tokens - 1), -1
             if self.newest is not None:
@@ -216,6 +225,11 @@ class SharedBlocks:
                 lost.append(work)
         self.windows.settle([work for work in running if work not in lost])
         return lost
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
+        newest = {} if self.newest is None else self.newest.memory()
+        return total(self.cache.memory(), self.prefixes.memory(), self.windows.memory(), newest)
 
     def count(self) -> dict[str, int]:
         """How many blocks are "free", "claimed" and "cached"."""

@@ -10,23 +10,28 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer, short
+from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer
 from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.evicting import Budgets
 from kvcache.engine.new_requests import NewRequests
+from kvcache.engine.policy import Policy
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
-from kvcache.errors import OutOfMemoryError
+from kvcache.engine.tiered import as_tiers
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
+from kvcache.serving.evicting import EvictingTexts
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
@@ -40,6 +45,7 @@ from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
 __all__ = ["BatchEngine"]
@@ -79,8 +85,10 @@ class BatchEngine:
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
         calibrate: as of `InferenceEngine`.
-        eviction_policy, kv_budget: None alone is supported.
+        eviction_policy, kv_budget: as of `InferenceEngine`; each request has a budget of its own. Such requests share
+            nothing, guess nothing and are not preempted: one begins where there is memory for all that it may keep.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
+        autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
             that ran the step. No lock is held: it may call the engine. Its errors are logged.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
@@ -113,26 +121,26 @@ class BatchEngine:
         speculate: bool = True,
         residual_length: int | None = None,
         calibrate: Any = False,
-        eviction_policy: None = None,
-        kv_budget: None = None,
+        eviction_policy: EvictionPolicy | Policy | None = None,
+        kv_budget: int | None = None,
         tiers: Tiers | None = None,
+        autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.model, self.clock, self.tiers = model, clock, tiers
+        self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
-        for name, value in (("eviction_policy", eviction_policy), ("kv_budget", kv_budget)):
-            if value is not None:
-                raise ValueError(f"{name}: expected None in a BatchEngine, which keeps all tokens, got {short(value)}")
+        self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         config, max_running = model.config, as_count(max_running, "max_running", 1)
-        if tiers is not None:
-            as_instance(tiers, Tiers, "tiers")
+        self.tiers = tiers = as_tiers(tiers, autosave)
+        self._autosaves = autosave is not None
         without = "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
+        without = "an eviction_policy" if budgets is not None else without
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
         self._blocks = make_pools(
-            model, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, keep_all=tiers is not None
+            model, budgets, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, tiers
         )
         if tiers is not None:
             self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage)
@@ -143,7 +151,8 @@ class BatchEngine:
             Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
-        self._new = NewRequests(config, config.max_position_embeddings, seed, self._steps.inbox_lock)
+        positions = None if budgets is not None and budgets.endless else config.max_position_embeddings
+        self._new = NewRequests(config, positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)
         self._thread: StepThread | None = None
         self._text: Any = None
@@ -213,7 +222,10 @@ class BatchEngine:
         decoder = None if request.text is None else self.tokenizer
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, params.stop)
         guesses = Guesses() if self._speculate else None
-        return Drawing(request, make_text, self.config, namespace, guesses)
+        work = Drawing(request, make_text, self.config, namespace, guesses)
+        if isinstance(self._blocks, EvictingTexts) and self._budgets is not None:
+            work.evict(self._blocks.chunk, endless=self._budgets.endless)
+        return work
 
     def _enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         if (needed := self._blocks.blocks_for(works[0].num_tokens)) > self._blocks.cache.total_blocks:
@@ -256,6 +268,7 @@ class BatchEngine:
             texts: token ids, at least one each; or texts, if the engine has a tokenizer.
             progress: as of `generate_batch`.
         """
+        self._expect_all_kept("score_batch")
         prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size) for text in texts]
         for tokens in prompts:
             self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
@@ -310,7 +323,8 @@ class BatchEngine:
     def close(self, *, cancel: bool = False) -> None:
         """Take no more requests, finish those that were submitted, or cancel them, and end the thread.
 
-        A second call does nothing, or continues the first if that was interrupted.
+        What `autosave` still has to write is written, for 5 seconds at most; tiers of the caller stay open. A second
+        call does nothing, or continues the first if that was interrupted.
         """
         self._steps.close()
         if cancel:
@@ -319,6 +333,8 @@ class BatchEngine:
             self._thread.stop()
         while self.step():
             pass
+        if self._autosaves and self.tiers is not None:
+            self.tiers.close()
 
     def __enter__(self) -> BatchEngine:
         return self.start()
@@ -358,6 +374,7 @@ class BatchEngine:
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
+        self._expect_all_kept("save")
         self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.beside)
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
@@ -366,10 +383,15 @@ class BatchEngine:
         Raises:
             InvalidOperationError: prefixes are cached already.
         """
+        self._expect_all_kept("load")
         if self._blocks.prefixes.is_empty:
             for cache in self._blocks.beside:  # of texts that are no longer cached
                 cache.clear()
         return self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
+
+    def _expect_all_kept(self, call: str) -> None:
+        if self._budgets is not None:
+            raise InvalidOperationError(f"{call}: expected an engine that keeps all tokens, got {self._budgets.policy}")
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.model) if model is None else model
@@ -379,8 +401,7 @@ class BatchEngine:
         weights, blocks = getattr(self.model, "weights", None), self._blocks
         own = {"weights": getattr(weights, "nbytes", 0)}
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        newest, windows = {} if blocks.newest is None else blocks.newest.memory(), blocks.windows.memory()
-        return {**own, **total(blocks.cache.memory(), blocks.prefixes.memory(), windows, newest, products)}
+        return {**own, **total(blocks.memory(), products)}
 
     @property
     def residual_length(self) -> int:
@@ -390,10 +411,11 @@ class BatchEngine:
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
     def __repr__(self) -> str:
-        cache, steps = self._blocks.cache, self._steps
+        blocks, steps = self._blocks.count(), self._steps
+        num_blocks = sum(blocks.values())
         return (
             f"BatchEngine({type(self.model).__name__}, {self.config.num_layers} layers, {steps.num_running} running, "
-            f"{steps.num_waiting} waiting, {cache.used_block_count} of {cache.total_blocks} blocks in use)"
+            f"{steps.num_waiting} waiting, {num_blocks - blocks['free']} of {num_blocks} blocks in use)"
         )
 
     def check(self) -> None:

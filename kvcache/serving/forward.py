@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.networks.protocols import Float32, Model, layer_attention
+from kvcache.networks.protocols import Attend, Float32, Model, layer_attention
 from kvcache.serving.blocks import SharedBlocks
+from kvcache.serving.evicting import EvictingTexts
 from kvcache.serving.work import Work
 
 __all__ = ["Forward"]
@@ -48,11 +49,36 @@ class Forward:
         Returns:
             For each piece float32 `(work.rows_due(count), vocab_size)`.
         """
-        cache, newest, whole = self._blocks.cache, self._blocks.newest, self._whole
         tokens = np.concatenate([work.next_tokens(n) for work, n in pieces])
         positions = np.concatenate([np.arange(work.computed, work.computed + n) for work, n in pieces])
-        seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
         lens = np.array([n for _, n in pieces])
+        due = [work.rows_due(n) for work, n in pieces]
+        stops = np.cumsum(lens)
+        rows = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(stops, due, strict=True)])
+        places: dict[str, Any] = {"regime": pieces[0][0].regime} if self.regime_of is not None else {}
+        wanted: Any = rows
+        if not len(rows):
+            wanted = "none"
+        elif len(rows) == 1 and rows[0] == len(tokens) - 1:
+            wanted = "last"
+        elif not self._selects or len(rows) == len(tokens):
+            wanted = "all"
+        if isinstance(self._blocks, EvictingTexts):
+            with self._blocks.attending(pieces) as (attend, more):
+                logits = self._model.forward(tokens, positions, attend, wanted, **places, **more)
+        else:
+            logits = self._model.forward(tokens, positions, self._attend(pieces, lens), wanted, **places)
+        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self.vocab_size)
+        if logits.shape != expected:
+            raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
+        if len(rows) < len(logits):
+            logits = logits[rows]
+        return np.split(logits, np.cumsum(due)[:-1])
+
+    def _attend(self, pieces: Sequence[tuple[Work, int]], lens: Any) -> Attend:
+        """The `attend` of pieces of texts that share blocks."""
+        cache, newest, whole = self._blocks.cache, self._blocks.newest, self._whole
+        seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
         attend_in_groups = None if newest is None else newest.piece(cache, pieces)
         windowed = self._blocks.windows.pieces([work for work, _ in pieces], seq_ids, lens)
 
@@ -68,24 +94,7 @@ class Forward:
             mixed: Float32 = cache.attention(own, queries, seq_ids, query_lens=lens, **options)
             return mixed
 
-        due = [work.rows_due(n) for work, n in pieces]
-        stops = np.cumsum(lens)
-        rows = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(stops, due, strict=True)])
-        places = {"regime": pieces[0][0].regime} if self.regime_of is not None else {}
-        wanted: Any = rows
-        if not len(rows):
-            wanted = "none"
-        elif len(rows) == 1 and rows[0] == len(tokens) - 1:
-            wanted = "last"
-        elif not self._selects or len(rows) == len(tokens):
-            wanted = "all"
-        logits = self._model.forward(tokens, positions, attend, wanted, **places)
-        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self.vocab_size)
-        if logits.shape != expected:
-            raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
-        if len(rows) < len(logits):
-            logits = logits[rows]
-        return np.split(logits, np.cumsum(due)[:-1])
+        return attend
 
     @property
     def vocab_size(self) -> int:

@@ -113,8 +113,7 @@ class Observed:
                 self._on_eviction(event)
             except Exception:
                 logger.exception("on_eviction failed")
-        now = self._clock()
-        if self._times and now - self._logged_at >= _LOG_EVERY:
+        if self._times and (now := self._clock()) - self._logged_at >= _LOG_EVERY:
             tokens, times, self._tokens, self._times, self._logged_at = self._tokens, self._times, 0, 0, now
             logger.info("%d cached tokens evicted in %d pieces", tokens, times)
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.core.arguments import as_count
+from kvcache.core.arguments import as_bytes, as_count
 from kvcache.core.layer_formats import formats_of_layers
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
+from kvcache.engine.cache_options import cache_options
+from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups
 from kvcache.networks.protocols import Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import MOST
+from kvcache.serving.evicting import EvictingTexts
 from kvcache.serving.newest import make_groups
 from kvcache.serving.windows import WindowPools, num_blocks_with_windows
+from kvcache.tiers.tiers import Tiers
 
 __all__ = ["make_pools"]
 
@@ -25,23 +29,26 @@ _DEFAULT_TOKENS = 16384  # of the default pool, at most
 
 def make_pools(
     model: Model,
+    budgets: Budgets | None,
     storage: Storage,
     rotate: bool | str,
     block_size: int,
     num_blocks: int | None,
     max_memory_bytes: int | str | None,
     max_running: int,
-    *,
-    keep_all: bool,
+    tiers: Tiers | None,
 ) -> SharedBlocks:
     """The memory of a `BatchEngine`; see there for the arguments and errors.
 
     Args:
-        storage: how it keeps K and V.
-        keep_all: layers with a window keep all tokens too.
+        budgets: of layers that evict; None: they keep all tokens.
+        tiers: with them, layers with a window keep all tokens too.
     """
-    config = model.config
-    block_size = as_count(block_size, "block_size", 1, most=None)
+    if budgets is not None:
+        if tiers is not None:
+            raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
+        return _make_evicting(model, budgets, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running)
+    config, block_size = model.config, as_count(block_size, "block_size", 1, most=None)
     if num_blocks is None and max_memory_bytes is None:
         num_blocks = -(-min(4 * config.max_position_embeddings, _DEFAULT_TOKENS) // block_size) + 1
     if num_blocks is not None:
@@ -53,10 +60,9 @@ def make_pools(
 
     own = block_size, config.num_kv_heads, config.head_dim, *storage.dtypes, rotate
     BlockStore(config.num_layers, 0, *own)  # raises for formats that are not supported
-    groups = LayerGroups.of(model, block_size, MOST)
+    whole = LayerGroups(tuple(range(config.num_layers)), ())
+    groups = whole if tiers is not None else LayerGroups.of(model, block_size, MOST)
     newest = make_groups(config, storage, max_running, layer_attention(model))
-    if keep_all:
-        groups = LayerGroups(tuple(range(config.num_layers)), ())
     if groups.windows and max_memory_bytes is not None:
         most = max_running * (-(-config.max_position_embeddings // block_size) + 1)
         num_blocks = num_blocks_with_windows(num_blocks, max_memory_bytes, groups, max_running, most, settings)
@@ -65,9 +71,42 @@ def make_pools(
             num_blocks, max_memory_bytes, len(groups.whole), *settings(groups.whole),
             beside=0 if newest is None else newest.nbytes,
         )  # fmt: skip
-    make = storage.of_layers(PagedKvCache, {
+    options = {
         "block_size": block_size, "num_heads": config.num_kv_heads, "head_dim": config.head_dim, "rotate": rotate,
         "calibration": storage.calibration,
-    })  # fmt: skip
-    cache = make(num_blocks=num_blocks, layers=groups.whole)
-    return SharedBlocks(cache, newest, WindowPools.of(groups, model, num_blocks, block_size, max_running, make))
+    }  # fmt: skip
+    make = storage.of_layers(PagedKvCache, options)
+    windows = WindowPools.of(groups, model, num_blocks, block_size, max_running, make)
+    return SharedBlocks(make(num_blocks, groups.whole), newest, windows)
+
+
+def _make_evicting(
+    model: Model,
+    budgets: Budgets,
+    storage: Storage,
+    rotate: bool | str,
+    block_size: int,
+    num_blocks: int | None,
+    max_memory_bytes: int | str | None,
+    max_running: int,
+) -> EvictingTexts:
+    """As `make_pools`. ValueError: there is too little for one text."""
+    block_size = as_count(block_size, "block_size", 1, most=None)
+    options = cache_options(
+        model, budgets, num_blocks=None, max_memory_bytes=None, block_size=block_size, prefill_chunk=MOST,
+        storage=storage, rotate=rotate, groups=LayerGroups.of(model, block_size, MOST),
+    )  # fmt: skip
+    each, most = options["num_blocks"], max_running
+    if num_blocks is not None:
+        most = min(most, as_count(num_blocks, "num_blocks", each, most=None) // each)
+    if max_memory_bytes is not None:
+        limit = as_bytes(max_memory_bytes, "max_memory_bytes")
+        own = PagedKvCache(**options | {"num_blocks": 0}).block_memory_bytes * each
+        if limit < own:
+            raise ValueError(f"max_memory_bytes: expected at least {own}, the bytes of one text, got {limit}")
+        most = min(most, limit // own)
+
+    def make() -> EvictingSequence:
+        return EvictingSequence(model, PagedKvCache(**options), MOST, budgets)
+
+    return EvictingTexts(make, most)

@@ -157,7 +157,7 @@ class Scheduler:
             share = _half(left) if work is catching_up[0] and self._is_long(work, others) else left
             if left and prompts and (count := self._count(work, share, rows)):
                 pieces.append((work, count))
-                left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
+                left, rows, prompts = max(0, left - count), rows - work.rows_due(count), prompts - 1
         preemptions = self.preemptions
         pieces = self._fit(pieces)
         if preemptions == self.preemptions:
@@ -169,7 +169,7 @@ class Scheduler:
                 if not fits:
                     break
                 pieces += fits
-                left, rows, prompts = left - count, rows - work.rows_due(count), prompts - 1
+                left, rows, prompts = max(0, left - count), rows - work.rows_due(count), prompts - 1
                 if not left or not prompts:
                     break
             pieces = self._lengthen(pieces, left)
@@ -218,6 +218,8 @@ class Scheduler:
         return guessed
 
     def _count(self, work: Work, left: int, rows: int) -> int:
+        if work.chunk:
+            return work.fixed_piece
         count = min(work.remaining, left)
         return count if work.shares else min(count, rows)
 

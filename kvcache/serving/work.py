@@ -9,6 +9,7 @@ logits of the last one give the next token. `computed` is below the number of to
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Literal
@@ -23,7 +24,7 @@ from kvcache.engine.text import TextStream
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.serving.guesses import NO_GUESS, Guesses
 
-__all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
+__all__ = ["Drawing", "FinishReason", "Scoring", "Tokens", "Work"]
 
 Tokens = NDArray[np.uint32]
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -45,6 +46,7 @@ class Work(ABC):
         group: its newest tokens unpacked, where it has a residual; -1: none. See `NewestGroups`.
         next_group: the group in which the pass that runs ends.
         firsts: the first token that each group of layers with a window still has; None: it is just changing.
+        chunk: its prompt runs in pieces that end at multiples of this, its new tokens one by one; 0: in any pieces.
         window_ends: at which tokens the windows are to be cached, when they have run.
         regime: of these, see `protocols.Model`.
         space: the namespace of its cached blocks; one for each regime, if the network has several.
@@ -60,7 +62,7 @@ class Work(ABC):
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
-    shares = True  # whether its prompt may come from cached blocks
+    shares: bool = True  # whether its prompt may come from cached blocks
 
     def __init__(self, tokens: Tokens, namespace: Hashable) -> None:
         self._buffer, self.num_tokens = tokens, len(tokens)
@@ -72,6 +74,7 @@ class Work(ABC):
         self.group = self.next_group = -1
         self.firsts: tuple[int, ...] | None = ()
         self.window_ends: list[int] = []
+        self.chunk = 0
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
@@ -101,6 +104,12 @@ class Work(ABC):
     def remaining(self) -> int:
         """Tokens that are to run."""
         return self.num_tokens - self.computed
+
+    @property
+    def fixed_piece(self) -> int:
+        """Tokens of the next piece, where `chunk` says it."""
+        ahead = self.num_prompt - self.computed
+        return min(ahead, self.chunk - self.computed % self.chunk) if ahead > 0 else 1
 
     def moved(self, seq_id: int, computed: int, group: int = -1) -> None:
         """Note another sequence, or none, in one step."""
@@ -153,6 +162,11 @@ class Drawing(Work):
         self._most = config.max_position_embeddings
         self.guesses = guesses
         self._stopped = self._drawing = False
+
+    def evict(self, chunk: int, *, endless: bool) -> None:
+        """Run in pieces of `chunk`, share nothing and guess nothing; `endless`: there may be any number of tokens."""
+        self.chunk, self.shares, self.guesses = chunk, False, None
+        self._most = sys.maxsize if endless else self._most
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:

@@ -1,5 +1,7 @@
 """Calibrations of engines: measured, kept in the user's cache folder, and exact reuse of prefixes with them."""
 
+import json
+
 import numpy as np
 import pytest
 from oracle import attend
@@ -47,7 +49,7 @@ def test_means_and_moments_are_those_of_the_text_but_its_first_tokens(model, rng
 
 def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
     first = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.calibration")
     known = Calibration.load(path)
     assert first.cache.calibration.fingerprint == known.fingerprint
     # The file is what counts from now on; a damaged one is measured again.
@@ -65,7 +67,7 @@ def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
     loaded = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate=tmp_path / "saved")
     assert loaded.cache.calibration.fingerprint == other.fingerprint
     InferenceEngine.from_pretrained(DIRECTORY, dtype="q8", calibrate=str(tmp_path / "text"))
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.glob("*.calibration"))) == 2
 
 
 @pytest.mark.parametrize(("dtype", "length"), [("q8", None), ("q4", None), ("q2", None), ("q4", 0)])
@@ -92,6 +94,39 @@ def test_a_cached_prefix_gives_the_bits_of_a_cold_run(model, rng, dtype, length)
         if 200 <= head < 300:
             assert cached.inner.prefill_token_count - before < 200
         cached.check()
+
+
+def test_formats_that_lose_more_than_they_promise_are_told(model, folder, rng, caplog, monkeypatch):
+    text = rng.integers(0, model.config.vocab_size, 700).astype(np.uint32)
+    InferenceEngine(model, dtype="q4", calibrate=text)
+    assert not caplog.records
+    engine = InferenceEngine(model, dtype="q2", calibrate=text)
+    exact, packed = (
+        np.array([each.prefill_from_pos(text[-512 : i - 256 or None], 0) for i in range(1, 257, 5)], np.float64)
+        for each in (InferenceEngine(model), engine)
+    )
+    for rows in (exact, packed):
+        rows -= rows.max(axis=1, keepdims=True)
+        rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    (found,) = (
+        value
+        for name, value in json.loads(next(folder.glob("*.checks")).read_text()).items()
+        if " q2 / q2 128 16" in name
+    )
+    assert found == pytest.approx((np.exp(exact) * (exact - packed)).sum(axis=1).mean(), rel=0.3)
+    monkeypatch.setattr("kvcache.engine.checking.PROMISES", {"q2": 0.0})
+    monkeypatch.setattr("kvcache.engine.checking._FLOOR", found / 2)
+    # What is kept is not measured again; another residual is.
+    monkeypatch.setattr("kvcache.engine.checking.divergence", lambda *_: 9.0)
+    InferenceEngine(model, dtype="q2", calibrate=text)
+    assert f"q2 / q2 lose more than they promise on this network: a KL divergence of {found:.2g}" in caplog.text
+    BatchEngine(model, dtype="q2", calibrate=text, residual_length=0)
+    assert "a KL divergence of 9, expected at most" in caplog.text
+    assert len(caplog.records) == 2
+    # A calibration that is given has no text to check with; a short text is none.
+    InferenceEngine(model, dtype="q2", calibrate=engine.cache.calibration)
+    InferenceEngine(model, dtype="q2", calibrate=text[:400])
+    assert len(caplog.records) == 2
 
 
 def test_a_saved_cache_names_the_calibration(model, rng, tmp_path):

@@ -299,8 +299,8 @@ def test_stop_strings_and_texts():
 def test_arguments(network, engine):
     for options, message in (
         ({"residual_length": 257}, "residual_length: expected an int <= 256, got 257"),
-        ({"eviction_policy": EvictionPolicy.H2O()}, "eviction_policy: expected None in a BatchEngine"),
-        ({"kv_budget": 8}, "kv_budget: expected None in a BatchEngine"),
+        ({"eviction_policy": EvictionPolicy.H2O()}, "eviction_policy: expected a kv_budget"),
+        ({"kv_budget": 8}, "kv_budget: expected an eviction_policy with it, got None"),
         ({"max_queue": 0}, "max_queue: expected an int >= 1, got 0"),
         ({"max_running": 0}, "max_running: expected an int >= 1, got 0"),
         ({"target_gap": -1}, "target_gap: expected a finite number of at least 0"),

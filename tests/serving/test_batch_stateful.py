@@ -160,3 +160,14 @@ def test_nothing_that_fits_alone_runs_out_of_memory():
     assert len(large.tokens) + len(PROMPTS[7]) > 88
     settled(engine)
     assert np.unique([len(request.tokens) for request in requests]).size > 1
+
+
+@pytest.mark.parametrize("kind", ["f32", "groups of 12", "a window", "two windows"])
+def test_a_prompt_as_large_as_the_pool_shares_what_fits(kind):
+    """Its cached prefix ends inside a block, or in blocks that it does not use, which are held while it begins."""
+    engine = BatchEngine(NETWORKS.get(kind, NETWORK), block_size=8, num_blocks=11, **OPTIONS[kind])
+    text = np.arange(88, dtype=np.uint32) % 200
+    for part in (88, 84, 85, 80, 87, 3, 84):
+        prompt, params = np.where(np.arange(88) < part, text, 7).astype(np.uint32), sampled(part, 1, logprobs=1)
+        same(engine.submit(prompt, params).completions()[0], ALONE[kind](prompt, params))
+    settled(engine)

@@ -21,6 +21,7 @@ from kvcache.engine import Transformer
 from kvcache.serving import observed
 from kvcache.tiers.links import FAILURES, Link
 
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 SIZE = 4
 
 
@@ -243,7 +244,6 @@ def test_a_tier_that_answers_again_is_logged(caplog):
 # ---------------------------------------------------------------- the exporter of the guide
 
 
-@pytest.mark.one_build
 def test_the_exporter_of_the_guide(network):
     client = pytest.importorskip("prometheus_client")
     from bench.support.guides import definitions

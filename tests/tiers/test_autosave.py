@@ -10,6 +10,7 @@ import pytest
 from places import GOLDEN, search_path
 from prefix_engines import SHORT, prompt
 
+from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import DirectoryTier
 
@@ -65,4 +66,16 @@ def test_a_process_that_ends_in_order(tmp_path, network):
         answer = cached.complete(prompt(1, 400), SHORT)
         assert (answer.tokens, answer.cached_tokens) == (want, 384)
     assert cached.close()
+    with BatchEngine(network, num_blocks=64, autosave=directory) as batch:
+        batch.tiers.head_start = 60
+        (answer,) = batch.submit(prompt(1, 400), SHORT).completions()
+        assert (answer.tokens, answer.cached_tokens) == (want, 384)
+        more = batch.submit(prompt(2, 400), SHORT).result()
+    batch.close()
+    with BatchEngine(network, num_blocks=64, autosave=directory) as batch:
+        batch.tiers.head_start = 60
+        (answer,) = batch.submit(prompt(2, 400), SHORT).completions()
+        assert (answer.tokens, answer.cached_tokens) == (more, 384)
+    with pytest.raises(ValueError, match="autosave: expected None with tiers"):
+        BatchEngine(network, tiers=batch.tiers, autosave=tmp_path)
     assert PrefixCachedEngine(InferenceEngine(network), 64).close()
