@@ -23,7 +23,7 @@ class Tier(Protocol):
         """The value of each key; None where there is none."""
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Store values under their keys; another value under a key is replaced."""
+        """Store values under their keys; another value under a key is replaced. They do not change after the call."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key has a value."""

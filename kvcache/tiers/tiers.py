@@ -42,7 +42,7 @@ class Tiers:
             values, and cannot make one that is read, or tell which texts there are.
         after_uses: 1 writes what was computed at the end of the request.
         encrypt: whether values are encrypted, with AES-256-GCM and a key for each namespace. It takes the package
-            `cryptography` (extra `encryption`), and less time than the proof of values that are not encrypted.
+            `cryptography` (extra `encryption`), and one more copy of a value that is read.
         queue_bytes: the most bytes of K and V that wait to be written to one tier, an int or a text such as "1GiB".
         deadline: seconds that a lookup of a `PrefixCache` waits for tiers, since it cannot compute meanwhile.
         head_start: seconds that a prompt of an engine waits for tiers before it runs; in a `BatchEngine` all wait.
