@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import kvcache
+__all__ = ["GUIDES", "definitions"]
 
-__all__ = ["definitions"]
+GUIDES = Path(__file__).resolve().parents[2] / "kvcache" / "guides"  # of the repository: a wheel has none
 
 
 def definitions(guide: str) -> dict[str, Any]:
     """The names that a guide's examples define by `class` and `def`; nothing else in them runs."""
-    text = (Path(kvcache.__file__).parent / "guides" / guide).read_text(encoding="utf-8")
+    text = (GUIDES / guide).read_text(encoding="utf-8")
     found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         tree = ast.parse(block)

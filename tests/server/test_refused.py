@@ -2,10 +2,9 @@
 
 import json
 
-import httpx
 import openai
 import pytest
-from http_servers import MODEL, Served, answer, post, tiny_file
+from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 
 from kvcache import SamplingParams
 from kvcache.server.keys import Keys
@@ -127,9 +126,9 @@ def test_keys_and_namespaces(path):
         foreign = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xfc\xff\r\n\r\n"
         assert answer(served.connect(foreign))[0] == 401
         for header in ({}, {"Authorization": "alpha"}, {"Authorization": "Basic alpha"}, {"Authorization": "Bearer"}):
-            got = httpx.get(served.url.removesuffix("/v1") + "/metrics", headers=header)
-            assert (got.status_code, got.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert httpx.get(served.url.removesuffix("/v1") + "/health").status_code == 200
+            status, _, text = fetched(served, "/metrics", header)
+            assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
+        assert fetched(served, "/health")[0] == 200
         alone, cached = served.alone.complete("p" * 100, SamplingParams(max_tokens=4, seed=4)), []
         for key in ("alpha", "beta", "gamma", "beta"):
             got = served.client(key=key).completions.create(model=MODEL, prompt="p" * 100, max_tokens=4, seed=4)

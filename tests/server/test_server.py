@@ -10,10 +10,9 @@ import sys
 import threading
 import time
 
-import httpx
 import openai
 import pytest
-from http_servers import MODEL, Served, answer, post, tiny_file
+from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 from serving import settled
 
 from kvcache import SamplingParams
@@ -318,9 +317,9 @@ def test_the_end(path, drain):
 
 def test_metrics(served, client):
     client.completions.create(model=MODEL, prompt="x", max_tokens=2)
-    got = httpx.get(served.url.removesuffix("/v1") + "/metrics")
-    assert got.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = got.text.splitlines()
+    _, kind, text = fetched(served, "/metrics")
+    assert kind.startswith("text/plain; version=0.0.4")
+    lines = text.splitlines()
     kinds = dict(line.split()[2:] for line in lines if line.startswith("#"))
     values = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
     histograms = {name for name, kind in kinds.items() if kind == "histogram"}

@@ -15,7 +15,6 @@ from places import GOLDEN
 from prefix_states import config, state
 from serving import GREEDY, Clock, prompts
 
-import kvcache
 from kvcache import BatchEngine, PrefixCache, PrefixKvCache, SamplingParams
 from kvcache.engine import Transformer
 from kvcache.serving import observed
@@ -246,9 +245,9 @@ def test_a_tier_that_answers_again_is_logged(caplog):
 
 def test_the_exporter_of_the_guide(network):
     client = pytest.importorskip("prometheus_client")
-    from bench.support.guides import definitions
+    from bench.support.guides import GUIDES, definitions
 
-    text = (Path(kvcache.__file__).parent / "guides" / "policies.md").read_text()
+    text = (GUIDES / "policies.md").read_text()
     names = definitions("policies.md")
     exec("\n".join(re.findall(r"^(?:GAUGES|COUNTERS|OF_NAMESPACES) = .*$", text, re.MULTILINE)), names)
     assert len(re.search(r"class Exporter:.*?\n\n\n", text, re.DOTALL)[0].splitlines()) < 30

@@ -2,6 +2,8 @@
 
 import socket
 import threading
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import openai
@@ -27,6 +29,17 @@ def tiny_file(folder):
         tokenizer__ggml__merges=(ARRAY, ["i m"], STRING),
         tokenizer__chat_template=(STRING, TEMPLATE),
     )
+
+
+def fetched(served, path, headers=None):
+    """The status, the content type and the text of a page of a server."""
+    request = Request(served.url.removesuffix("/v1") + path, headers=headers or {})
+    try:
+        with urlopen(request, timeout=60) as page:
+            return page.status, page.headers["content-type"], page.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.headers["content-type"], error.read().decode()
 
 
 class Gated:
