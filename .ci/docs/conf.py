@@ -1,5 +1,6 @@
 """Sphinx: the guides of kvcache/guides, and reference pages made from docstrings. `.ci/run docs` builds them."""
 
+import os
 import re
 
 import kvcache
@@ -14,6 +15,7 @@ autodoc_default_options = {
     "members": True, "imported-members": True, "inherited-members": _BASES, "member-order": "bysource",
 }  # fmt: skip
 autodoc_mock_imports = ["torch", "transformers"]  # the adapter's pages need neither
+os.environ.setdefault("KVCACHE_NUM_THREADS", "1")  # or the adapter would ask the mock for a number of threads
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 suppress_warnings = ["ref.python"]  # `num_heads` is an attribute of several classes: no link
