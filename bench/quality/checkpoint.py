@@ -90,7 +90,9 @@ def texts() -> dict[str, str]:
     from pydoc_data.topics import topics
 
     library, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    code = [(library / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES]
+    files = [library / f"{name}.py" for name in _MODULES]  # some are packages from Python 3.12 on
+    files = [path if path.exists() else path.with_suffix("") / "__init__.py" for path in files]
+    code = [path.read_text(encoding="utf-8") for path in files]
     places = [library / "LICENSE.txt", *sorted(installed.glob("*/**/*LICENSE*"))]
     found = [path.read_text(encoding="utf-8", errors="replace") for path in places if path.is_file()]
     licences = dict.fromkeys(text for text in found if len(text) > 1000)
