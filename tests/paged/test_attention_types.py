@@ -20,6 +20,8 @@ else:
             for item, part in zip(value, get_args(kind), strict=True):
                 assert_type(item, part)
         elif kind is not Any:
+            kind = get_origin(kind) or kind
+            kind = getattr(kind, "__value__", kind)  # NumPy's aliases are of a kind of their own from Python 3.12 on
             assert isinstance(value, get_origin(kind) or kind)
 
 
