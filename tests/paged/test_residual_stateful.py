@@ -238,3 +238,15 @@ TestResidual.settings = settings(max_examples=40, stateful_step_count=40, deadli
 TestNoFirsts = NoFirsts.TestCase
 TestAllFirsts = AllFirsts.TestCase
 TestNoFirsts.settings = TestAllFirsts.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("count", [1, 5, 9])
+@pytest.mark.parametrize("steps", [[3, 9, 2], [1] * 9, [20]])
+def test_first_tokens_of_blocks_that_are_adopted_stay_packed(count, steps):
+    machine = ResidualMachine()
+    machine.allocate(0, count)
+    machine.adopt(0, 1, 1.0)
+    for step in steps:
+        machine.append(1, step, True)
+        machine.attend(0, [1.0] * 4)
+        machine.agree()
