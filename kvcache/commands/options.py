@@ -16,7 +16,7 @@ from kvcache.engine import SamplingParams
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
 
-__all__ = ["add_options", "open_engine", "sampling_params"]
+__all__ = ["add_options", "open_engine"]
 
 Engine = TypeVar("Engine")
 
@@ -49,14 +49,14 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
 
 
-def sampling_params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """Those that the options say, and the defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
     said: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
 
 
 def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
-    """The engine of the options, its tokenizer loaded, so that nothing else of it can fail later.
+    """The engine of the options and their sampling, its tokenizer loaded, so that nothing of it can fail later.
 
     Args:
         make: `from_pretrained` of the class of the engine; `more` are its options.
@@ -64,7 +64,7 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
     """
-    sampling_params(options, SamplingParams())  # faults of options before minutes of loading
+    _params(options, SamplingParams())  # faults of options before minutes of loading
     model = _place(options.model)
     with _progress(f"loading {options.model}") as progress:
         engine: Any = make(
@@ -73,6 +73,7 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
         )  # fmt: skip
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
+        engine.sampling_params = _params(options, engine.sampling_params)
     opened: Engine = engine
     return opened
 
