@@ -35,7 +35,7 @@ class Histogram:
         count = sum(self.counts)
         sums = zip((*self.bounds, math.inf), accumulate(self.counts), strict=True)
         half = next(bound for bound, below in sums if 2 * below >= count)
-        return f"Histogram({count}, mean {self.total / count:.3g} s, half below {half:g} s)" if count else "Histogram(0)"
+        return f"Histogram({count}{f', mean {self.total / count:.3g} s, half below {half:g} s' if count else ''})"
 
 
 @dataclass(frozen=True, slots=True)
