@@ -40,7 +40,10 @@ class SharedBlocks:
         newest: the tokens of each text that stay unpacked; None: there are none.
         windows: the layers that keep a window alone, and the cached windows of prefixes.
         tiered: the lookups of works in tiers; None: there are no tiers.
+        chunk: of the works, as of `Work`.
     """
+
+    chunk = 0
 
     def __init__(
         self, cache: PagedKvCache, newest: Groups | None = None, windows: WindowPools | None = None

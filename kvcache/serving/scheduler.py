@@ -219,7 +219,7 @@ class Scheduler:
 
     def _count(self, work: Work, left: int, rows: int) -> int:
         if work.chunk:
-            return work.fixed_piece
+            return work.fixed_piece if work.rows_due(work.fixed_piece) <= rows else 0
         count = min(work.remaining, left)
         return count if work.shares else min(count, rows)
 

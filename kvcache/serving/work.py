@@ -257,6 +257,7 @@ class Scoring(Work):
 
     Args:
         tokens: at least two.
+        chunk: as of `Work`.
 
     Attributes:
         scores: float32 `(len(tokens) - 1,)`, of each token after the first.
@@ -264,8 +265,9 @@ class Scoring(Work):
 
     shares = False
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, chunk: int = 0) -> None:
         super().__init__(tokens[:-1], None)
+        self.chunk = chunk
         self._targets = tokens[1:]
         self.scores = np.empty(len(tokens) - 1, np.float32)
         self._scored = 0
