@@ -16,7 +16,7 @@ from kvcache.core.files import read_at, write_at
 from kvcache.errors import KvCacheError
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.protocol import Buffer
-from kvcache.tiers.spaces import Space
+from kvcache.tiers.spaces import SPACE
 
 __all__ = ["DirectoryTier"]
 
@@ -63,8 +63,7 @@ class DirectoryTier:
 
     def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See `Tier`."""
-        space = Space()
-        return [self._read(self._path_of(key), space) for key in keys]
+        return [self._read(self._path_of(key), SPACE) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""

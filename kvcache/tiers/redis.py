@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvcache.core.arguments import as_count
 from kvcache.core.copying import refuse_copies
+from kvcache.tiers.fetching import Fetcher, Unfit
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.protocol import Buffer
 
@@ -17,8 +19,9 @@ __all__ = ["RedisTier"]
 class RedisTier:
     """Values in Redis or Valkey. The client decides on addresses, TLS, passwords and timeouts; the server on eviction.
 
-    Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Every call is
-    one pipeline of single commands, which a client of a cluster sends to each node at once.
+    Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Values are
+    fetched over one connection to each node, from all of them side by side (`tiers/fetching.py`); a client with TLS or
+    a cache, and every other call, has one pipeline of single commands.
 
     Args:
         client: a synchronous client of `redis` or `valkey` (`Redis`, `RedisCluster`, `Valkey`, `ValkeyCluster`), with
@@ -46,10 +49,12 @@ class RedisTier:
             raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
         self.client, self.secret, self.prefix = client, as_secret(secret), prefix
         self.ttl = None if ttl is None else as_count(ttl, "ttl", 1)
-        self._prefix = prefix.encode()
+        self._prefix, self._fetcher = prefix.encode(), Fetcher(client)
 
     def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See `Tier`. Raises what the client raises."""
+        with suppress(Unfit):
+            return list(self._fetcher.get([self._name(key) for key in keys]))
         return self._run(keys, lambda pipeline, key: pipeline.get(self._name(key)))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:

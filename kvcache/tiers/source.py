@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvcache.tiers.bodies import copy_in, copy_out
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.lookups import Lookup, Reader
-from kvcache.tiers.spaces import Space
+from kvcache.tiers.spaces import SPACE
 from kvcache.tiers.values import VERSION, ValueFormat, Wrapping, wrapping
 from kvcache.tiers.writing import WriteBehind, Written
 
@@ -82,7 +83,6 @@ class TierSource:
         self._last: tuple[bytes, Tokens, list[list[bytes]]] = b"", np.empty(0, np.uint32), []
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
-        self._space = Space()
 
     def attach(self, cached: CachedBlocks) -> None:
         """See `Source`."""
@@ -215,26 +215,26 @@ class TierSource:
     def fetch(self, pages: Int32) -> Int32:
         """See `Source`: copy what has arrived into the pages."""
         assert self._cached is not None
-        good = []
-        lookups = []
+        found: list[tuple[int, Lookup, memoryview, int]] = []
         for page in pages.tolist():
             lookup, i = self._expected.pop(page, (None, 0))
             body = None if lookup is None else lookup.bodies.get(i // self._pages)
-            if body is None:
+            if lookup is None or body is None:
                 break
-            self.fill(page, body, i % self._pages)
-            good.append(page)
-            lookups.append(lookup)
+            found.append((page, lookup, body, i % self._pages))
+        for _, same in groupby(enumerate(found), lambda each: (id(each[1][2]), each[1][3] - each[0])):
+            group = [each for _, each in same]
+            self.fill([page for page, *_ in group], group[0][2], group[0][3])
         if self._deadline > 0:
-            for lookup in set(lookups):
+            for lookup in {each[1] for each in found}:
                 self.end(lookup)
-        return np.array(good, np.int32)
+        return np.array([page for page, *_ in found], np.int32)
 
-    def fill(self, page: int, body: memoryview, i: int) -> None:
-        """Copy the `i`-th page of a body into a page of the cache."""
+    def fill(self, pages: list[int], body: memoryview, i: int) -> None:
+        """Copy pages of a body, from the `i`-th on, into pages of the cache."""
         assert self._cached is not None
         size = len(body) // self._pages
-        copy_in(self._cached.store, np.array([page], np.int32), body[i * size : (i + 1) * size])
+        copy_in(self._cached.store, np.array(pages, np.int32), body[i * size : (i + len(pages)) * size])
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """See `Source`: write the groups that lose a page, unless they have been written."""
@@ -310,7 +310,7 @@ class TierSource:
                 self._links[number].count("dropped")
                 continue
             own = tokens[group * size : (group + 1) * size].copy() if own is None else own
-            value, wrapping, bit = self._space(bytes_), wrappings[number], 1 << number
+            value, wrapping, bit = SPACE(bytes_), wrappings[number], 1 << number
             copy_out(self._cached.store, pages, wrapping.body(self.format, value))
             again = bool(known.wrong & bit)
             known.sent |= bit

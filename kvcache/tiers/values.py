@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from kvcache.tiers.bodies import KEY_WORDS, digest
 from kvcache.tiers.keys import KEY_BYTES
-from kvcache.tiers.spaces import Space
+from kvcache.tiers.spaces import SPACE
 
 __all__ = ["MAGIC", "VERSION", "Encrypted", "Signed", "ValueFormat", "Wrapping", "wrapping"]
 
@@ -127,7 +127,6 @@ class Encrypted:
 
     def __init__(self, secret: bytes, namespace: bytes) -> None:
         self._aes = _aes(blake2b(namespace, digest_size=32, key=secret, person=b"kvcache encrypt").digest())
-        self._space = Space()
 
     def body(self, form: ValueFormat, value: memoryview) -> memoryview:
         """See `Wrapping`."""
@@ -147,7 +146,7 @@ class Encrypted:
         if view is None or view[: len(head)] != head:
             return None
         start = len(head) + _NONCE
-        plain = self._space(len(view) - start - _TAG)
+        plain = SPACE(len(view) - start - _TAG)
         try:
             self._aes.decrypt_into(view[len(head) : start][:12], view[start:], head, plain)
         except Exception:  # InvalidTag, of a package that is imported on demand

@@ -62,7 +62,7 @@ class WindowSource(TierSource):
 
     def fetch(self, pages: Int32) -> Int32:
         """See `Source`."""
-        self.fill(int(pages[0]), self._bodies_of.pop(int(pages[0])), 0)
+        self.fill([int(pages[0])], self._bodies_of.pop(int(pages[0])), 0)
         return pages
 
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from _thread import start_new_thread
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
+from threading import Thread
 from time import monotonic, sleep
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from kvcache.tiers.values import ValueFormat, Wrapping
 __all__ = ["WriteBehind", "Written"]
 
 _AT_ONCE = 8 << 20  # bytes of values in one call of a tier
-_POLL, _PAUSED = 0.001, 0.1  # seconds between two looks: of who flushes, and of a thread whose tier is passed over
+_ASKED = 256  # values of which one call asks whether the tier has them
+_POLL, _PAUSED = 0.002, 0.1  # seconds between two looks: of who flushes, and of a thread whose tier is passed over
 
 
 class Written(NamedTuple):
@@ -63,7 +65,7 @@ class WriteBehind:
     @property
     def queued_bytes(self) -> int:
         """Bytes of the values in the queue, and of those that are being written."""
-        return sum(item.form.value_bytes for item in (*self._queue, *self._writing))
+        return sum([len(item.value) for item in (*self._queue, *self._writing)])
 
     def room(self) -> int:
         """Bytes that the queue still takes; 0 after `close`."""
@@ -99,48 +101,102 @@ class WriteBehind:
         while True:
             self._wake.get()
             while self._queue:
-                while self._link.pause and not self._closed:
-                    sleep(min(self._link.pause, _PAUSED))
+                self._wait_out()
                 self._write_some()
             if self._closed:
                 return
 
+    def _wait_out(self) -> None:
+        """Wait while the tier is passed over."""
+        while self._link.pause and not self._closed:
+            sleep(min(self._link.pause, _PAUSED))
+
     def _write_some(self) -> None:
-        """Write what one call of the tier takes."""
-        size = 0
+        """Write what is queued, as far as one call of the tier tells whether it has it."""
         with suppress(IndexError):  # `close` drops what is queued
-            while not size or size + self._queue[0].form.value_bytes <= _AT_ONCE:
+            while len(self._writing) < _ASKED:
                 self._writing.append(self._queue[0])
                 self._writing[-1] = self._queue.popleft()
-                size += self._writing[-1].form.value_bytes
-        written = False
         try:
-            written = not self._link.pause and self._write(self._writing)
+            self._write(self._writing)
         except Exception as error:
             self._link.failed(error)
         while self._writing:
-            if not written:
-                self._drop(self._writing[-1])
+            self._drop(self._writing[-1])
             self._writing.pop()
 
-    def _write(self, items: list[Written]) -> bool:
+    def _write(self, items: list[Written]) -> None:
+        """Write items, which leave the list: a call's values are sealed while those of the one before are sent."""
         link = self._link
-        there = link.contains([item.key for item in items])
+        there = None if link.pause else link.contains([item.key for item in items])
         if there is None:
-            return False
+            return
         missing = [item for item, known in zip(items, there, strict=True) if item.again or not known]
         link.count("present", len(items) - len(missing))
-        if not missing:
-            return True
-        for each in missing:
-            each.wrapping.seal(each.form, each.key, each.tokens, each.value)
-        values = [(each.key, each.value) for each in missing]
-        if not link.put(values):
-            return False
-        link.count("stored", len(values))
-        link.count("bytes_written", sum(len(value) for _, value in values))
-        return True
+        items[:] = missing
+        sealing: _Seal | None = None
+        for some in _calls(missing):
+            following = _Seal(some)
+            following.start()
+            if sealing is not None:
+                self._put(sealing)
+            sealing = following
+        if sealing is not None:
+            self._put(sealing)
+
+    def _put(self, sealing: _Seal) -> None:
+        """Write the values of one call, which leave the list of those that are being written."""
+        link = self._link
+        sealing.join()
+        self._wait_out()
+        if sealing.error is not None:
+            link.failed(sealing.error)
+        elif not link.pause and link.put(sealing.values):
+            link.count("stored", len(sealing.items))
+            link.count("bytes_written", sum(len(value) for _, value in sealing.values))
+            del self._writing[: len(sealing.items)]
+            return
+        for item in sealing.items:
+            self._drop(item)
+            del self._writing[0]
 
     def _drop(self, item: Written) -> None:
         self._link.count("dropped")
         item.lost()
+
+
+class _Seal(Thread):
+    """Completes the values of one call, while those of the call before are sent.
+
+    Attributes:
+        items: see above.
+        values: by key.
+        error: what was raised.
+    """
+
+    def __init__(self, items: list[Written]) -> None:
+        super().__init__(name="kvcache seal", daemon=True)
+        self.items = items
+        self.error: Exception | None = None
+        self.values = [(each.key, each.value) for each in items]
+
+    def run(self) -> None:
+        try:
+            for each in self.items:
+                each.wrapping.seal(each.form, each.key, each.tokens, each.value)
+        except Exception as error:
+            self.error = error
+
+
+def _calls(items: list[Written]) -> Iterator[list[Written]]:
+    """Items of 8 MB of values each, or one."""
+    some: list[Written] = []
+    size = 0
+    for item in items:
+        if some and size + item.form.value_bytes > _AT_ONCE:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += item.form.value_bytes
+    if some:
+        yield some

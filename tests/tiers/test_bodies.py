@@ -6,6 +6,7 @@ from tier_stores import twin_digest
 
 from kvcache.core.store import BlockStore
 from kvcache.tiers.bodies import KEY_WORDS, copy_in, copy_out, digest
+from kvcache.tiers.spaces import Space
 
 
 def test_digests_are_those_of_the_twin(simd, rng):
@@ -34,6 +35,25 @@ def test_blocks_come_back(rng):
     for layer in range(3):
         assert np.array_equal(other.raw(layer)[blocks[::-1]], store.raw(layer)[blocks])
         assert not other.raw(layer)[[1, 2, 4, 6, 7]].any()
+
+
+def test_memory_is_used_again_when_nobody_has_it(rng):
+    """Any history of values that are kept and let go: none of them changes, and memory stays bounded."""
+    space, held, pieces = Space(), [], set()
+    for turn in range(2000):
+        size = int(rng.integers(1, 3 << 20)) if turn % 50 else 9 << 20
+        value = space(size)
+        assert len(value) == size
+        value[0] = value[-1] = turn % 256
+        held.append((value, turn % 256))
+        pieces.add(np.frombuffer(value, np.uint8).ctypes.data >> 23)
+        del value
+        while len(held) > int(rng.integers(1, 12)):
+            held.pop(int(rng.integers(len(held))))
+        assert all(each[0] == each[-1] == number for each, number in held)
+    held.clear()
+    assert len(pieces) < 200  # of 8 MB, where 3,000 MB were asked for
+    assert len(space._kept) <= 8
 
 
 def test_mistakes():

@@ -2,18 +2,22 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 from places import search_path
+from prefix_engines import SHORT, prompt
 from tier_stores import SECRET
 
+from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.errors import KvCacheError
-from kvcache.tiers import DirectoryTier, directory
+from kvcache.tiers import DirectoryTier, Tiers, directory
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -124,6 +128,66 @@ def test_a_full_disk(tmp_path, monkeypatch):
             tier.put_many([(key, b"value") for key in names])
     assert tier.get_many(names) == [b"old", None, None]
     assert on_disk(tmp_path) == tier.num_bytes == 3
+
+
+@contextmanager
+def small_files(folder):
+    """A limit of the size of files, which the kernel keeps: EFBIG after a part of a value, for any user."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (25_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def small_disk(folder):
+    """A file system of 256 KB, which is full sooner or later: ENOSPC. It takes privileges."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_disks_that_are_really_full(tmp_path, network):
+    """Answers are those without a tier, values that were stored stay whole, and no part of another one is left."""
+    disks = [(small_files, errno.EFBIG)]
+    with suppress(OSError, subprocess.CalledProcessError), small_disk(tmp_path / "tried"):
+        disks.append((small_disk, errno.ENOSPC))
+    texts = [prompt(seed, 300) for seed in range(6)]
+    want = [InferenceEngine(network).generate(text, SHORT) for text in texts]
+    for disk, code in disks:
+        folder = tmp_path / disk.__name__
+        with disk(folder):
+            tier = DirectoryTier(folder, "1GB", secret=SECRET)
+            small = keys(3)
+            tier.put_many([(key, key * 1000) for key in small])
+            with pytest.raises(OSError, match=os.strerror(code)) as raised:
+                tier.put_many([(key, bytes(100_000)) for key in keys(9, seed=1)])
+            assert raised.value.errno == code
+            with Tiers([tier], after_uses=1, head_start=60) as tiers:
+                cached = PrefixCachedEngine(InferenceEngine(network), 64, tiers=tiers, strict=True)
+                assert [cached.generate(text, SHORT) for text in texts] == want
+                tiers.flush(0.2)
+                cached.clear_cache()
+                assert [cached.generate(text, SHORT) for text in texts] == want
+                (stats,) = tiers.stats()
+                assert stats.errors >= 1
+                assert stats.dropped + stats.queued_bytes > 0
+            assert tier.get_many(small) == [key * 1000 for key in small]
+            assert not list(folder.glob("??/.*.tmp"))
+            assert on_disk(folder) == tier.num_bytes
+            if disk is small_disk:  # room again
+                for each in folder.glob("??/*"):
+                    each.unlink()
+                tier.put_many([(small[0], b"new")])
+                assert tier.get_many(small) == [b"new", None, None]
+        if disk is small_files:
+            tier.put_many([(small[0], bytes(100_000))])
+            assert tier.get_many(small[:1]) == [bytes(100_000)]
 
 
 def test_other_files_are_no_values(tmp_path):

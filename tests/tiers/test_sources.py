@@ -16,7 +16,7 @@ from kvcache.core.kernels import simd_level
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.prefix.files import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
-from kvcache.tiers import Tiers, lookups
+from kvcache.tiers import Tiers, lookups, writing
 from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, _pays
 from kvcache.tiers.values import Signed, ValueFormat
@@ -119,6 +119,26 @@ def test_the_queue_is_bounded(network):
     assert len(store.bucket) == tiers.stats()[0].stored == 5
     assert cached.generate(prompt(9, 200), SHORT)
     assert tiers.stats()[0].queued_bytes == 0
+
+
+def test_values_that_cannot_be_sealed_are_dropped(network, monkeypatch):
+    """The values of the other calls are written."""
+    real, turns = Signed.seal, iter(range(100))
+
+    def seal(*arguments):
+        if next(turns) == 2:
+            raise MemoryError
+        real(*arguments)
+
+    monkeypatch.setattr(Signed, "seal", seal)
+    monkeypatch.setattr(writing, "_AT_ONCE", 1)  # a value
+    store = ObjectStore()
+    with Tiers([store], secret=SECRET, after_uses=1) as tiers:
+        PrefixCachedEngine(InferenceEngine(network), 64, tiers=tiers, strict=True).generate(prompt(1, 400), SHORT)
+        assert tiers.flush(60)
+        (stats,) = tiers.stats()
+        assert (stats.stored, stats.dropped, stats.errors, stats.queued_bytes) == (5, 1, 1, 0)
+        assert len(store.bucket) == 5
 
 
 def test_a_prompt_does_not_wait_for_a_tier(network):

@@ -1,0 +1,159 @@
+"""`Fetcher`: values over the connections of real clients, in pieces of any size, cut off, late, and of another kind."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+import redis
+from tier_stores import SECRET
+
+from bench.support.redis_servers import Cluster, Server
+from kvcache.tiers import RedisTier
+from kvcache.tiers.fetching import Fetcher, Unfit
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("server")) as made:
+        yield made
+
+
+class Wire:
+    """A proxy that passes on what a server sends in pieces of random sizes, and after `left` bytes ends or waits."""
+
+    def __init__(self, port):
+        self.listening, self.target = socket.create_server(("127.0.0.1", 0)), port
+        self.port, self.most, self.left, self.waits = self.listening.getsockname()[1], 100, None, False
+        self.rng, self.opened = np.random.default_rng(0), []
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                client, _ = self.listening.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.target))
+            self.opened += [client, server]
+            for run, source, target in ((self.requests, client, server), (self.replies, server, client)):
+                threading.Thread(target=run, args=(source, target), daemon=True).start()
+
+    def requests(self, source, target):
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        except OSError:
+            pass
+        target.close()
+
+    def replies(self, source, target):
+        try:
+            while data := source.recv(int(self.rng.integers(1, self.most))):
+                if self.left is not None:
+                    data, self.left = data[: self.left], max(0, self.left - len(data))
+                target.sendall(data)
+                if self.left == 0:
+                    if not self.waits:
+                        target.shutdown(socket.SHUT_RDWR)
+                    return
+        except OSError:
+            pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for each in [self.listening, *self.opened]:
+            each.close()
+
+
+def filled(client, rng, most=3000):
+    """A tier with values of random sizes, and the values of all names and of others."""
+    tier, names = RedisTier(client, secret=SECRET), [rng.bytes(20) for _ in range(40)]
+    values = {name: rng.bytes(int(rng.integers(most))) if i else b"" for i, name in enumerate(names[:30])}
+    tier.put_many(list(values.items()))
+    return tier, names, [values.get(name) for name in names]
+
+
+def idle(*clients):
+    """No connection is in use."""
+    return not any(client.connection_pool._in_use_connections for client in clients)
+
+
+@pytest.mark.parametrize("options", [{"protocol": 2}, {"protocol": 3}, {"health_check_interval": 1e-9}])
+def test_values_come_whole(server, rng, options, monkeypatch):
+    with server.client(**options) as client, Wire(server.port) as wire:
+        for source, most in (client, 30_000), (redis.Redis(port=wire.port, socket_timeout=60, **options), 300):
+            tier, names, values = filled(source, rng, most)
+            for ahead in (1, 2, 7, 100):  # requests under way
+                monkeypatch.setattr(Fetcher, "_ahead", ahead)
+                assert tier._fetcher.get([tier._name(name) for name in names]) == values
+                assert idle(source)
+            assert tier.get_many(names) == values
+            assert tier.contains_many(names) == [True] * 30 + [False] * 10
+
+
+def test_values_of_a_cluster_come_whole(tmp_path, rng):
+    with Cluster(tmp_path) as cluster, cluster.client() as client:
+        tier, names, values = filled(client, rng, 300_000)
+        for wait in (0.0, 1.0):
+            tier._fetcher._wait.add(wait)
+            assert tier._fetcher.get([tier._name(name) for name in names]) == values
+            assert idle(*map(client.get_redis_connection, client.get_primaries()))
+        cluster.move(client.keyslot(tier._name(names[3])))
+        with pytest.raises(Unfit):
+            tier._fetcher.get([tier._name(names[3])])
+        assert tier.get_many(names) == values
+        assert tier._fetcher.get([tier._name(name) for name in names]) == values
+
+
+def test_the_round_trip_decides_how_many_are_under_way(server):
+    with server.client() as client:
+        fetcher = RedisTier(client, secret=SECRET)._fetcher
+        assert fetcher._ahead == 1
+        fetcher._transfer.add(0.004)
+        for wait, size, ahead in ((0.0004, 1 << 20, 1), (0.0004, 1 << 10, 2), (0.041, 1 << 20, 12)):
+            fetcher._wait.__init__()
+            fetcher._wait.add(wait)
+            fetcher._size = size
+            assert fetcher._ahead == ahead
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_connections_that_end_or_hang(server, rng, waits):
+    """At every place of a reply: an error, and the next call has a connection that begins anew."""
+    with Wire(server.port) as wire, redis.Redis(port=wire.port, socket_timeout=0.05, retry=None) as client:
+        tier, names, values = filled(client, rng)
+        wire.most = 1 << 16
+        assert tier.get_many(names) == values
+        total = sum(len(value or b"") + 8 for value in values)
+        for left in [1, 2, 3, 4, 7, *rng.integers(1, total, 8).tolist()]:
+            wire.left, wire.waits = left, waits
+            with pytest.raises((OSError, redis.RedisError)):
+                tier._fetcher.get([tier._name(name) for name in names])
+            wire.left = None
+            assert tier.get_many(names) == values
+            assert idle(client)
+
+
+def test_what_is_left_to_the_client(server, rng):
+    with server.client() as client:
+        tier, names, values = filled(client, rng)
+        client.rpush(tier._name(names[35]), "no value")
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            tier.get_many(names)
+        client.delete(tier._name(names[35]))
+        assert tier.get_many(names) == values
+        assert idle(client)
+        with server.client(single_connection_client=True) as other:
+            again = RedisTier(other, secret=SECRET)
+            with pytest.raises(Unfit):
+                again._fetcher.get([again._name(name) for name in names])
+            assert again.get_many(names) == values
+        gone = redis.Redis(port=1, retry=None)
+        with pytest.raises(redis.ConnectionError):
+            RedisTier(gone, secret=SECRET).get_many(names)
+        assert idle(gone)
