@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import kvcache
 from kvcache.commands.chat import add_chat, chat
 from kvcache.commands.generate import add_generate, generate
+from kvcache.commands.serve import add_serve, serve
 from kvcache.demo import DIRECTORY
-from kvcache.server.command import add_serve, serve
 
 __all__ = ["main"]
 
@@ -60,6 +61,12 @@ def _demo() -> int:
     return 0 if run(display()) else 1
 
 
+def _server() -> Any:
+    from kvcache.server.app import make_app
+
+    return make_app
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2."""
     options = _parser().parse_args(arguments)
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "chat":
             return chat(options, str(DIRECTORY))
         if options.command == "serve":
-            return serve(options, str(DIRECTORY))
+            return serve(options, str(DIRECTORY), _server)
         return generate(options) if options.command == "generate" else _demo()
     except KeyboardInterrupt:
         return 130

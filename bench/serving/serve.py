@@ -23,10 +23,12 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,7 @@ from bench.engine.shapes import SHAPES, Shape
 from bench.engine.smollm2 import find_file
 from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.serving.engines import ENGINES, Engine, Network
+from bench.serving.measured import Measured
 from bench.serving.picture import plot_loads
 from bench.serving.simulate import simulate
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
@@ -185,6 +188,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--shape", choices=(*SIZES, *SHAPES), help="a random network of this shape")
     parser.add_argument("--weights", choices=GGUF_FILES, default="q4_0", help="of --shape (default q4_0)")
     parser.add_argument("--folder", type=Path, help="keep the files of --shape and the rivals' checkpoints here")
+    parser.add_argument("--resume", type=Path, metavar="FILE",
+                        help="keep what each engine did in this file, and measure what it does not have")  # fmt: skip
 
 
 class Report:
@@ -200,47 +205,63 @@ class Report:
         self.done.append((Table(title, ()), results))
 
 
-def _note(result: Result, name: str, served: Served) -> None:
+def _note(result: Result, name: str, seconds: float, facts: dict[str, float]) -> None:
     """Keep the faster of two rounds."""
-    if name not in result.times or served.seconds < result.times[name][0]:
-        result.times[name], result.facts[name] = [served.seconds], served.facts()
+    if name not in result.times or seconds < result.times[name][0]:
+        result.times[name], result.facts[name] = [seconds], facts
 
 
-def measure_shared(network: Network, options: argparse.Namespace, report: Report) -> None:
+def _measured(served: list[Served]) -> list[tuple[float, dict[str, float]]]:
+    return [(each.seconds, each.facts()) for each in served]
+
+
+def measure_shared(network: Network, options: argparse.Namespace, measured: Measured, report: Report) -> None:
     """Requests at once, with an empty cache and with all prompts cached."""
     sizes, rounds = ((60, 8, 8), 1) if options.quick else (options.tokens, options.rounds)
     for count in [2] if options.quick else options.requests:
         cold, warm = Result("cold", {}), Result("prompts cached", {})
         workloads = [shared(np.random.default_rng(turn), count, sizes) for turn in range(rounds)]
+        title = f"{count} at once, {sizes[0]} shared, {sizes[1]} own tokens, {sizes[2]} new, {network.name}"
         ours: list[list[list[int]]] = []
-        for name in options.engines:
+
+        def serve(name: str, workloads: list[Workload] = workloads, ours: list[list[list[int]]] = ours) -> Any:
             served = served_by(name, network, workloads, options.threads, again=rounds)
-            for i, each in enumerate(served):
-                _note((cold, warm)[i % 2], name, each)
             if name.startswith("kvcache"):
                 ours.append([answer for each in served for answer in each.answers])
+            return _measured(served)
+
+        for name in options.engines:
+            found = measured.get(f"{title}, {rounds} rounds, {options.threads} threads, {name}", partial(serve, name))
+            for i, each in enumerate(found):
+                _note((cold, warm)[i % 2], name, *each)
         if len(ours) > 1:
             print("the same tokens" if all(each == ours[0] for each in ours) else "OTHER TOKENS")
-        title = f"{count} at once, {sizes[0]} shared, {sizes[1]} own tokens, {sizes[2]} new, {network.name}"
         report.add(title, [cold, warm])
 
 
-def measure_arrivals(kind: str, network: Network, options: argparse.Namespace, report: Report) -> None:
+def measure_arrivals(
+    kind: str, network: Network, options: argparse.Namespace, measured: Measured, report: Report
+) -> None:
     """A workload at the same times for all engines; one with a rate at several loads."""
     make, count, at_a_rate = WORKLOADS[kind]
     count = 2 if options.quick else options.count or count
     workloads, titles = [at_once(make(np.random.default_rng(5), count))], [f"{kind}, {count} at once"]
+    where = f"{network.name}, {options.threads} threads"
+
+    def serve(name: str) -> Any:
+        return _measured(served_by(name, network, workloads, options.threads))
+
     if at_a_rate:
-        (all_at_once,) = served_by(next(iter(ENGINES)), network, workloads, options.threads)
-        rate = count / all_at_once.seconds
+        ((seconds, _),) = measured.get(f"{titles[0]}, {where}", partial(serve, next(iter(ENGINES))))
+        rate = count / seconds
         rngs = [np.random.default_rng(6 + i) for i in range(len(options.loads))]
         workloads = [poisson(make(rng, count), rate * load, rng) for load, rng in zip(options.loads, rngs, strict=True)]
         titles = [f"{kind}, {load:.0%} of {rate:.2f} conversations/s" for load in options.loads]
     results = [Result("", {}) for _ in titles]
     for name in options.engines:
-        served = served_by(name, network, workloads, options.threads)
-        for result, each in zip(results, served, strict=False):
-            _note(result, name, each)
+        found = measured.get(f"{titles}, {count}, {where}, {name}", partial(serve, name))
+        for result, each in zip(results, found, strict=False):
+            _note(result, name, *each)
     for title, result in zip(titles, results, strict=True):
         report.add(f"{title}, {network.name}", [result])
     if at_a_rate and options.plot:
@@ -269,19 +290,19 @@ def network_of(options: argparse.Namespace, folder: Path) -> Network:
 
 def main(options: argparse.Namespace) -> int:
     """Print a table for each workload."""
-    report = Report(options.markdown)
+    report, measured = Report(options.markdown), Measured(options.resume)
     chosen = options.only or ("shared", *WORKLOADS, "simulation")
     if options.quick:
         options.engines = [name for name in options.engines if name.startswith("kvcache")]
     with tempfile.TemporaryDirectory() as folder:
         network = network_of(options, options.folder or Path(folder))
         if "shared" in chosen:
-            measure_shared(network, options, report)
+            measure_shared(network, options, measured, report)
         for kind in WORKLOADS:
             if kind in chosen and not (options.quick and kind != "edits"):
-                measure_arrivals(kind, network, options, report)
+                measure_arrivals(kind, network, options, measured, report)
     if "simulation" in chosen:
-        simulate(quick=options.quick)
+        simulate(measured, as_markdown=options.markdown, quick=options.quick)
     if options.json:
         save_json(options.json, report.done)
     return 0

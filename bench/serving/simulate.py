@@ -9,19 +9,22 @@ count little.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from time import thread_time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.serving.measured import Measured
+from bench.support.report import markdown, text_table
 from kvcache import BatchEngine
 from kvcache.engine import SamplingParams
 
 __all__ = ["simulate"]
 
 SECONDS = (3e-3, 3e-4)  # of a step, and of each of its rows
-PROMPT, SHARED, NEW = 64, 32, 8
+PROMPT, SHARED, NEW, RUNNING = 64, 32, 8, 32
 _ROWS = {"all": slice(None), "last": slice(-1, None), "none": slice(0)}
 
 
@@ -67,7 +70,7 @@ def _cost(requests: int, waiting: int, cached: int) -> tuple[float, float, int]:
     """
     network, rng = _Network(), np.random.default_rng(0)
     engine = BatchEngine(
-        network, num_blocks=cached // 16 + 4096, max_running=32, max_queue=waiting + 64, clock=network.clock,
+        network, num_blocks=cached // 16 + 4096, max_running=RUNNING, max_queue=waiting + 64, clock=network.clock,
         speculate=False, residual_length=0,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=NEW)
@@ -77,7 +80,7 @@ def _cost(requests: int, waiting: int, cached: int) -> tuple[float, float, int]:
     sent, steps, spent, began_at, network.seconds = 0, 0, 0.0, network.now, 0.0
     finished = first = engine.stats().finished
     while sent < requests or finished < first + requests:
-        while sent < requests and sent - (finished - first) < waiting + 32:
+        while sent < requests and sent - (finished - first) < waiting + RUNNING:
             head = heads[int(rng.integers(50))]
             prompt = np.concatenate([head, rng.integers(0, 64, PROMPT - SHARED).astype(np.uint32)])
             engine.submit(prompt, params)
@@ -91,12 +94,15 @@ def _cost(requests: int, waiting: int, cached: int) -> tuple[float, float, int]:
     return own / steps * 1e6, own / (network.now - began_at), steps
 
 
-def simulate(*, quick: bool = False) -> None:
+def simulate(measured: Measured, *, as_markdown: bool = False, quick: bool = False) -> None:
     """Print what a step costs beside the network, and the share of a step that it is."""
     requests = 300 if quick else 100_000
     cases = [(8, 0)] if quick else [(8, 0), (1000, 0), (10_000, 0), (8, 100_000), (8, 1_000_000)]
-    print(f"\n{requests:,} requests of {PROMPT} + {NEW} tokens, 32 running, no network\n")
-    print("waiting    cached tokens    us per step    share of a step of SmolLM2      steps")
+    rows = []
     for waiting, cached in cases:
-        cost, share, steps = _cost(requests, waiting, cached)
-        print(f"{waiting:7,d}    {cached:13,d}    {cost:11.0f}    {share:26.1%}    {steps:7,d}", flush=True)
+        name = f"simulation, {requests} requests, {waiting} waiting, {cached} cached"
+        cost, share, steps = measured.get(name, partial(_cost, requests, waiting, cached))
+        rows.append([f"{waiting:,d}", f"{cached:,d}", f"{cost:.0f}", f"{share:.1%}", f"{steps:,d}"])
+    print(f"\n{requests:,} requests of {PROMPT} + {NEW} tokens, {RUNNING} running, no network\n")
+    header = ["waiting", "cached tokens", "us per step", "share of a step of SmolLM2", "steps"]
+    print((markdown if as_markdown else text_table)(header, rows), flush=True)

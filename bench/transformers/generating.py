@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import importlib.util
 from functools import partial
 from statistics import median
@@ -44,6 +45,7 @@ def main(options: argparse.Namespace) -> int:
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
         print("not measured: torch and transformers are not installed (pip install 'kvcache-cpu[hf]')")
         return 0
+    importlib.import_module("kvcache.integrations.transformers")  # before torch: its threads spin less then
     if options.quick:
         options.rounds, options.contexts, options.models, options.threads = 2, [256], ["tiny:float32"], [1]
     done: list[tuple[Table, list[Result]]] = []

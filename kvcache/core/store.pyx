@@ -125,6 +125,11 @@ cdef class BlockStore:
         """
         self.check_values_(KvRows(keys, values), 0)
 
+    def check_rows(self, KvRows rows not None, int64_t layer):
+        """`check_values` of rows for a layer."""
+        self.layer_base(layer)
+        self.check_values_(rows, layer)
+
     def write(self, layer, runs, keys, values):
         """Store rows at `runs`.
 

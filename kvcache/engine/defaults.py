@@ -25,6 +25,8 @@ _KEYS = {
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
 }
 _GGUF = "general.sampling."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ _GROUP = 64  # logits per group, see _top_k
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. The first seven steps apply in the order listed here.
+    """How to choose tokens, and when to stop. The first nine steps apply in the order listed here.
 
     Attributes:
         logits_processor: a function of the text so far, uint32 `(n,)`, prompt and new tokens, read-only, and of the
@@ -33,6 +34,9 @@ class SamplingParams:
         logit_bias: is added to the logits of some tokens, `{token: bias}`; minus infinity excludes a token.
         repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided
             by this and negative ones multiplied by it (after CTRL, arXiv 1909.05858, section 4.1). 1 is off.
+        presence_penalty: is subtracted from the logits of tokens that were drawn, the prompt not counted; from -2 to 2,
+            as in OpenAI's interface. 0 is off.
+        frequency_penalty: is subtracted from these once for each time that they were drawn; from -2 to 2. 0 is off.
         temperature: logits are divided by it. Below 1e-6 the most likely token is taken; ties go to the lowest id.
         top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
         top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
@@ -61,6 +65,8 @@ class SamplingParams:
     stop: str | Iterable[str] = ()
     logprobs: int | None = None
     logits_processor: LogitsProcessor | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         store = object.__setattr__
@@ -69,6 +75,8 @@ class SamplingParams:
         store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0, above=True))
         penalty = as_finite(self.repetition_penalty, "repetition_penalty", 0.0, above=True)
         store(self, "repetition_penalty", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            store(self, name, as_finite(getattr(self, name), name, -2.0, 2.0))
         store(self, "max_tokens", as_count(self.max_tokens, "max_tokens", most=None))
         for name in ("seed", "logprobs"):
             if getattr(self, name) is not None:
@@ -130,19 +138,22 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32]
-    ) -> None:
+        self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32],
+        num_drawn: int = 0,
+    ) -> None:  # fmt: skip
         """
         Args:
             params: the sampling parameters.
             rng: source of random numbers; one is used per token, none for a greedy choice.
             vocab_size: length of the logits.
-            history: ids of the tokens so far, for the repetition penalty and the logits processor.
+            history: ids of the tokens so far, for the penalties and the logits processor.
+            num_drawn: how many of the last of these are new tokens, not of the prompt.
         """
         self.params = params
         self._rng, self._first_state = rng, rng.bit_generator.state
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
+        self._drawn = Counter(history[len(history) - num_drawn :].tolist())
         biases = dict(params.logit_bias)
         self._biased = np.fromiter(biases, np.int64, len(biases))
         self._biases = np.fromiter(biases.values(), np.float32, len(biases))
@@ -157,7 +168,7 @@ class Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""
         rng = np.random.default_rng()
         rng.bit_generator.state = self._first_state
-        sampler = Sampler(self.params, rng, len(self._seen), text)
+        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn)
         sampler._first_state = self._first_state
         if not self.is_greedy:
             rng.random(num_drawn)
@@ -176,11 +187,14 @@ class Sampler:
             logits[self._biased] += self._biases
         if params.repetition_penalty != 1.0:
             logits = self._penalised(logits)
+        if (params.presence_penalty or params.frequency_penalty) and self._drawn:
+            logits = self._less_often(logits)
         best = int(np.argmax(logits))  # among equals the first; a NaN if there is one
         if not math.isfinite(logits[best]):
             raise ValueError(f"logits: expected a finite maximum, got {logits[best]} at token {best}")
         token = best if self.is_greedy else self._draw(logits)
         self._seen[token] = True
+        self._drawn[token] += 1
         if params.logits_processor is not None:
             if self._length == len(self._text):
                 self._text = np.resize(self._text, 2 * self._length + 64)
@@ -201,6 +215,13 @@ class Sampler:
         penalty = np.float32(self.params.repetition_penalty)
         logits = logits.copy()
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        return logits
+
+    def _less_often(self, logits: Float32) -> Float32:
+        tokens = np.fromiter(self._drawn, np.int64, len(self._drawn))
+        counts = np.fromiter(self._drawn.values(), np.float64, len(tokens))
+        logits = logits.copy()
+        logits[tokens] -= self.params.presence_penalty + self.params.frequency_penalty * counts
         return logits
 
     def _draw(self, logits: Float32) -> int:

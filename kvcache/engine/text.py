@@ -44,6 +44,10 @@ class TextStream:
         self._first, self._last = self._last, len(self._tokens)
         return self._until_stop(text[len(known) :])
 
+    def extend(self, tokens: Iterable[int], *, ended: bool) -> str:
+        """The pieces of several tokens; with `ended` also the text that still waits."""
+        return "".join(map(self.add, tokens)) + (self.end() if ended else "")
+
     def end(self) -> str:
         """The text that still waits, when no token follows; an unfinished character is U+FFFD."""
         if self.stopped:

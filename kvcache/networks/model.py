@@ -27,6 +27,8 @@ __all__ = ["Transformer"]
 
 Float32 = NDArray[np.float32]
 
+_MOST_TOGETHER = 192  # rows that an MLP takes at a time: what is between its products then stays in the CPU's cache
+
 
 class Transformer:
     """A network and its weights.
@@ -155,9 +157,11 @@ class Transformer:
                 # After the last attention rows are independent: continue with the requested ones only.
                 rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
                 x, mixed = x[rows], mixed[rows]
-            if len(x):
-                self._add(x, self._times(mixed, layer.output, layer.output_bias), layer.output_norm)
-                self._add(x, self._mlps(self._normed(x, layer.mlp_norm), layer), layer.down_norm)
+            together = _rows_together(len(x)) if layer.router is None else len(x)  # an expert has few rows in any case
+            for start in range(0, len(x), max(1, together)):
+                part, own = x[start : start + together], mixed[start : start + together]
+                self._add(part, self._times(own, layer.output, layer.output_bias), layer.output_norm)
+                self._add(part, self._mlps(self._normed(part, layer.mlp_norm), layer), layer.down_norm)
         if not len(x):
             return np.empty((0, config.vocab_size), np.float32)
         scores = self._times(self._normed(x, self.weights.norm), self.weights.head)
@@ -223,3 +227,8 @@ class Transformer:
         else:
             inner = clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
         return self._times(inner, mlp.down, mlp.down_bias)
+
+
+def _rows_together(n: int) -> int:
+    """The rows of each of the fewest pieces of `n` rows, of about the same size."""
+    return -(-n // max(1, -(-n // _MOST_TOGETHER)))

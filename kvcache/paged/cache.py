@@ -6,6 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy.typing as npt
 from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
 from kvcache.core.calibration import Calibration
 from kvcache.core.copying import refuse_copies
-from kvcache.core.layer_formats import Formats
+from kvcache.core.layer_formats import Formats, unpacked
+from kvcache.core.locks import CallLock
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.rowformat import Format, RowFormats, stored_dtypes
 from kvcache.core.store import BlockStore
@@ -26,9 +28,11 @@ from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
 from kvcache.paged.reports import read_only
+from kvcache.paged.residual import ResidualSequences
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.shown import as_html, describe, describe_settings
+from kvcache.paged.spans import as_lengths, refuse
 from kvcache.paged.tables import BlockTables
 
 __all__ = ["PagedKvCache"]
@@ -60,6 +64,13 @@ class PagedKvCache:
             which `read` adds to tokens that were written, and quantised with feedback. Attention returns what it would
             over the keys of `read`, log-sum-exps and masses too. A layer with a centre takes no softcap, sinks and
             sink_queries, whose scores would tell the constant: ValueError.
+        residual_length: tokens per group of KIVI's residual, 0 to 256. A query reads its own group of the text in f16,
+            and all earlier ones packed. Each sequence keeps f16 rows from the group on in which its last `append`
+            began, in memory that grows with the sequences. 0: all tokens are read packed.
+        first_tokens: first tokens of each text that every query reads in f16, at most `residual_length`. 16 suit a
+            calibration: their keys are far from the centre of all others. `read` returns packed rows, and blocks that
+            `adopt` shares are read packed. `keep_tokens`, `apply_streaming_llm`, `copy_blocks`, `max_memory_bytes` and
+            formats in Python exclude a residual: ValueError.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 
@@ -95,18 +106,34 @@ class PagedKvCache:
         eviction_threshold: float = 0.9,
         max_memory_bytes: int | str | None = None,
         calibration: Calibration | None = None,
+        residual_length: int = 0,
+        first_tokens: int = 0,
     ) -> None:
+        lock = CallLock()  # of a residual: it comes before those of its parts
+        length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
         dtypes = stored_dtypes(formats, calibration, "calibration")
         settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, RowFormats(*formats))
+        if length and self._blocks.formats.fingerprint:
+            raise ValueError(f"residual_length: expected 0 with a format in Python, got {length}")
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._table = BlockTables(self._pool, store.block_size)
         self._blocks.holders.append(self._table.references)
-        self._sequences = PagedSequences(self._lock, store, self._table)
-        self._attention = SequenceAttention(self._lock, store, self._table)
+        self._sequences: PagedSequences | ResidualSequences = PagedSequences(self._lock, store, self._table)
+        self._attention: SequenceAttention | ResidualSequences = SequenceAttention(self._lock, store, self._table)
+        self._residual: ResidualSequences | None = None
+        if length:
+            rows = PagedKvCache(
+                0, gcd(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_layers,
+                key_dtype=unpacked(store.key_dtype), value_dtype=unpacked(store.value_dtype),
+                value_head_dim=store.value_head_dim,
+            )  # fmt: skip
+            parts = self._sequences, self._attention, self._table
+            self._residual = ResidualSequences(lock, *parts, rows, length, firsts)
+            self._sequences = self._attention = self._residual
         self._evictor = Evictor(self._lock, self._table)
         self._threshold = 0.0
         self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
@@ -127,9 +154,14 @@ class PagedKvCache:
     free_block_count = read_only(lambda self: self._pool.num_free, "Blocks without a reference.")
     used_block_count = read_only(lambda self: self._pool.num_used, "Blocks with references; a shared one counts once.")
     block_memory_bytes = read_only(lambda self: self._store.block_bytes, "Bytes of K and V of a block in all layers.")
-    total_memory_bytes = read_only(lambda self: self._store.nbytes, "Bytes of K and V of all blocks.")
+    residual_length = read_only(lambda self: self._residual.length if self._residual else 0, "Tokens of a group, or 0.")
+    first_tokens = read_only(lambda self: self._residual.firsts if self._residual else 0, "Those read unpacked by all.")
+    total_memory_bytes = read_only(
+        lambda self: self._store.nbytes + reports.unpacked_bytes(self)[0], "Bytes of K and V of all blocks."
+    )
     used_memory_bytes = read_only(
-        lambda self: self._store.block_bytes * self._pool.num_used, "Bytes of K and V of the blocks in use."
+        lambda self: self._store.block_bytes * self._pool.num_used + reports.unpacked_bytes(self)[1],
+        "Bytes of K and V of the blocks in use.",
     )
     utilization = read_only(
         lambda self: self._pool.num_used / max(self._pool.num_blocks, 1), "Used blocks over all; 0.0 without blocks."
@@ -316,6 +348,7 @@ class PagedKvCache:
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
+        refuse("copy_blocks", self.residual_length)
         self._blocks.copy(sources, targets)
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
@@ -333,6 +366,8 @@ class PagedKvCache:
         with self._lock:
             self._blocks.check()
             self._table.check()
+        if self._residual is not None:
+            self._residual.check()
 
     # -- reports: see paged/reports.py ----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.memory import total
 from kvcache.core.pool import BlockPool
 from kvcache.core.store import BlockStore
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
@@ -29,6 +30,7 @@ __all__ = [
     "read_only",
     "sequence_ids",
     "stats",
+    "unpacked_bytes",
 ]
 
 Int32 = npt.NDArray[np.int32]
@@ -178,5 +180,12 @@ def stats(cache: PagedKvCache) -> CacheStats:
 
 def memory(cache: PagedKvCache) -> dict[str, int]:
     """Bytes: "kv" of all blocks, "bookkeeping" of block tables, pool and eviction order, "scratch" of attention."""
+    beside = {} if cache._residual is None else cache._residual.rows.memory()
     kv, scratch = cache._store.nbytes, cache._attention.nbytes
-    return {"kv": kv, "bookkeeping": cache.stats().bookkeeping_bytes, "scratch": scratch}
+    return total({"kv": kv, "bookkeeping": cache.stats().bookkeeping_bytes, "scratch": scratch}, beside)
+
+
+def unpacked_bytes(cache: PagedKvCache) -> tuple[int, int]:
+    """Bytes of all blocks of a residual, and of those in use; zeros without one."""
+    rows = None if cache._residual is None else cache._residual.rows
+    return (0, 0) if rows is None else (rows.total_memory_bytes, rows.used_memory_bytes)

@@ -1,136 +1,200 @@
-"""What a client asks for: the JSON body of a request, checked.
-
-Every setting that is not supported is refused by its name, unless its value is the one that changes nothing.
-"""
+"""The JSON of OpenAI's interface: what a client asks for, checked, and what it gets."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from kvcache.core.arguments import as_count, as_instance, short
-from kvcache.engine import SamplingParams
+from kvcache.engine import Completion, SamplingParams
+from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError, QueueFullError
+from kvcache.serving import NewTokens, Request
 
-__all__ = ["MAX_CHOICES", "Body", "parse"]
+__all__ = ["REFUSED", "Body", "choice", "head", "parse", "refusal", "usage"]
 
-MAX_CHOICES = 128  # answers of one body: prompts times `n`
-_MAX_STOPS, _MAX_STOP, _MAX_TOP = 16, 500, 20  # the search for stop strings takes time with each token
-# Fields of `SamplingParams` that have the same name in a body.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids")
-_KNOWN = {*_SAMPLING, "max_tokens", "logit_bias", "logprobs", "n", "stream", "stream_options", "model"}
-_OF_CHAT = {"messages", "top_logprobs", "max_completion_tokens"}
-# They change no answer, or none of the answer's text.
-_WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"}
-# The values of settings that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "response_format": ({"type": "text"},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "store": (False,), "modalities": (["text"],),
-    "echo": (False,), "best_of": (1,), "suffix": ("",),
+Reader = Callable[..., Any]  # of a value, and its `name` for messages
+
+logger = logging.getLogger("kvcache")
+
+_MAX_CHOICES = 128  # answers of one body: prompts times `n`
+_MAX_STOPS, _MAX_STOP = 16, 500  # strings, and characters of each: the search for them takes time with each token
+_STATUSES: dict[type[Exception], int] = {  # of what may be raised before a request runs
+    QueueFullError: 429, InvalidOperationError: 503, CheckpointError: 500, OutOfMemoryError: 400, TypeError: 400,
+    ValueError: 400,
 }  # fmt: skip
+REFUSED = (*_STATUSES, HTTPException)
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A checked body.
-
-    Attributes:
-        chat: whether it is a conversation, the only item of `prompts`: a list of messages.
-        prompts: of completions: texts, or lists of token ids.
-        model: the name that it asks for.
-        params: how to sample.
-        n: samples of each prompt.
-        stream: whether the answer comes in pieces.
-        with_usage: whether a stream ends with the numbers of tokens.
-    """
+class Body(NamedTuple):
+    """A checked body. `prompts` is one list of messages, or has texts and lists of token ids."""
 
     chat: bool
-    prompts: list[Any]
     model: str
+    prompts: list[Any]
     params: SamplingParams
     n: int
     stream: bool
-    with_usage: bool
+    with_usage: bool  # whether a stream ends with the numbers of tokens
 
 
 def parse(data: bytes, chat: bool, defaults: SamplingParams) -> Body:
-    """The body of a chat completion or of a completion.
+    """The body of a chat completion, or of a completion.
 
-    Raises:
-        TypeError, ValueError: not such a body; the message begins with the name of what is wrong.
+    A setting that is not supported is refused by its name, unless its value is one that changes nothing. TypeError,
+    ValueError: not such a body; the message begins with the name of what is wrong.
     """
     try:
-        body = json.loads(data)
+        body = as_instance(json.loads(data), dict, "body")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: expected JSON, got an error: {short(str(error))}") from None
-    given = {name: value for name, value in as_instance(body, dict, "body").items() if value is not None}
+    prompt, readers = ("messages", _OF_CHATS) if chat else ("prompt", _OF_TEXTS)
+    said = {name: value for name, value in body.items() if value is not None}
+    given = {"model": None, prompt: None, "n": 1, "stream": False, "stream_options": {}} | said
     for name, value in given.items():
-        known = name in _KNOWN or name in _WITHOUT_EFFECT or name in (_OF_CHAT if chat else {"prompt"})
-        if not known and value not in _NEUTRAL.get(name, ()):
+        if name in readers:
+            given[name] = readers[name](value, name=name)
+        elif name not in _WITHOUT_EFFECT and value not in _NEUTRAL.get(name, ()):
             raise ValueError(f"{short(name)[1:-1]}: expected none, since it is not supported, got {short(value)}")
-    prompts = [_messages(given.get("messages"))] if chat else _prompts(given.get("prompt"))
-    n = as_count(given.get("n", 1), "n", 1, MAX_CHOICES)
-    if n * len(prompts) > MAX_CHOICES:
-        raise ValueError(f"prompt: expected at most {MAX_CHOICES} answers, n for each, got {n * len(prompts)}")
-    stream, options = _bool(given, "stream"), as_instance(given.get("stream_options", {}), dict, "stream_options")
-    if options and (not stream or set(options) != {"include_usage"}):
-        raise ValueError(f"stream_options: expected include_usage, and stream, got {short(options)}")
-    return Body(
-        chat, prompts, as_instance(given.get("model"), str, "model"), _params(given, chat, defaults), n, stream,
-        _bool(options, "include_usage"),
-    )  # fmt: skip
-
-
-def _params(given: dict[str, Any], chat: bool, defaults: SamplingParams) -> SamplingParams:
-    found = {name: given[name] for name in _SAMPLING if name in given}
-    stops = found.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else as_instance(stops, list, "stop")
-    if len(stops) > _MAX_STOPS or any(isinstance(each, str) and len(each) > _MAX_STOP for each in stops):
-        raise ValueError(f"stop: expected at most {_MAX_STOPS} strings of {_MAX_STOP} characters, got {short(stops)}")
-    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    found["max_tokens"] = as_count(given.get(name, defaults.max_tokens), name, 1)
-    try:
-        biases = as_instance(given.get("logit_bias", {}), dict, "logit_bias").items()
-        found["logit_bias"] = {int(token): bias for token, bias in biases}
-    except ValueError:
-        raise ValueError("logit_bias: expected token ids as keys, got another text") from None
-    top = given.get("logprobs")
+    for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
+        if name in said and not given.get(other):
+            raise ValueError(f"{name}: expected {other} beside it, got none")
+    if (count := given["n"] * len(given[prompt])) > _MAX_CHOICES:
+        raise ValueError(f"{prompt}: expected at most {_MAX_CHOICES} answers, n for each, got {count}")
     if chat:
-        wanted = _bool(given, "logprobs")
-        if "top_logprobs" in given and not wanted:
-            raise ValueError("top_logprobs: expected logprobs beside it, got none")
-        top = given.get("top_logprobs", 0) if wanted else None
-    found["logprobs"] = None if top is None else as_count(top, "top_logprobs" if chat else "logprobs", 0, _MAX_TOP)
-    return replace(defaults, **found)
+        given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
+        given["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
+    params = replace(defaults, **{name: given[name] for name in _SAMPLING if name in given})
+    return Body(chat, given["model"], given[prompt], params, given["n"], given["stream"], given["stream_options"])
 
 
-def _bool(given: dict[str, Any], name: str) -> bool:
-    return as_instance(given.get(name, False), bool, name)
+def _stops(stops: Any, name: str) -> Any:
+    stops = [stops] if isinstance(stops, str) else as_instance(stops, list, name)
+    if len(stops) > _MAX_STOPS or any(isinstance(each, str) and len(each) > _MAX_STOP for each in stops):
+        raise ValueError(f"{name}: expected at most {_MAX_STOPS} strings of {_MAX_STOP} characters, got {short(stops)}")
+    return stops
 
 
-def _prompts(prompt: Any) -> list[Any]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and all(isinstance(each, (str, list)) for each in prompt):
-        return prompt
-    raise TypeError(f"prompt: expected a text, token ids, or a list of these, got {short(prompt)}")
+def _with_usage(options: Any, name: str) -> bool:
+    if set(as_instance(options, dict, name)) - {"include_usage"}:
+        raise ValueError(f"{name}: expected include_usage, got {short(options)}")
+    return as_instance(options.get("include_usage", False), bool, name)
 
 
-def _messages(messages: Any) -> Any:
-    """Messages whose contents are texts, where they are lists of parts; the rest is the chat template's to check."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise TypeError(f'messages: expected a list of objects with "role" and "content", got {short(messages)}')
-    return [
-        {**message, "content": "".join(map(_part, message["content"]))}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+def _prompts(prompt: Any, name: str) -> Any:
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else [prompt]
+    if not all(isinstance(each, str) or (isinstance(each, list) and {*map(type, each)} == {int}) for each in prompts):
+        raise TypeError(f"{name}: expected a text, token ids, or a list of these, got {short(prompt)}")
+    return prompts
 
 
-def _part(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"messages: expected parts of type text, got {short(part)}")
-    return str(part["text"])
+def _conversation(messages: Any, name: str) -> Any:
+    """Messages, with contents that are lists of parts joined; the engine checks the rest."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+                raise ValueError(f"{name}: expected parts of type text, got {short(parts)}")
+            message["content"] = "".join(as_instance(part.get("text"), str, name) for part in parts)
+    return [messages]
+
+
+# How each value is read; `SamplingParams` and the engine check the rest.
+_FLAG, _TEXT = partial(as_instance, kind=bool), partial(as_instance, kind=str)
+_FROM_1, _TOP = partial(as_count, least=1), partial(as_count, most=20)
+_SAMPLING: dict[str, Reader] = {
+    **{field.name: lambda value, name: value for field in fields(SamplingParams) if field.name != "logits_processor"},
+    "stop": _stops, "max_tokens": _FROM_1, "logprobs": _TOP,
+    "logit_bias": lambda value, name: {  # keys of JSON are texts
+        int(token) if token.isdecimal() and len(token) < 20 else token: bias
+        for token, bias in as_instance(value, dict, name).items()
+    },
+}  # fmt: skip
+_OF_BOTH = _SAMPLING | {
+    "model": _TEXT, "n": partial(as_count, least=1, most=_MAX_CHOICES), "stream": _FLAG, "stream_options": _with_usage,
+}  # fmt: skip
+_OF_TEXTS = _OF_BOTH | {"prompt": _prompts}
+_OF_CHATS = _OF_BOTH | {
+    "messages": _conversation, "logprobs": _FLAG, "top_logprobs": _TOP, "max_completion_tokens": _FROM_1,
+}  # fmt: skip
+# They change no answer, or none of the answer's text; and the values of settings that ask for nothing.
+_WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
+    "parallel_tool_calls": (True, False), "store": (False,), "modalities": (["text"],), "echo": (False,),
+    "best_of": (1,),
+}  # fmt: skip
+
+
+def refusal(error: Exception, *, running: bool = False) -> Response:
+    """An error as a client gets it. What it did not cause goes to the log: any error of requests that are `running`."""
+    status = 500 if running else next((_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES), 500)
+    message = str(error)
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    elif status == 500:
+        logger.error("a request failed", exc_info=error)
+        message = f"the request failed: {type(error).__name__}"
+    name, found, _ = message.partition(": expected")
+    value = {"message": message, "param": name if found else None, "code": "invalid_api_key" if status == 401 else None}
+    value["type"] = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    headers = {"retry-after": "1"} if status in (429, 503) else getattr(error, "headers", None)
+    return Response(json.dumps({"error": value}), status, headers, "application/json")  # ASCII, whatever is in a text
+
+
+def head(body: Body) -> dict[str, Any]:
+    """What all parts of an answer have."""
+    kind, prefix = ("chat.completion", "chatcmpl") if body.chat else ("text_completion", "cmpl")
+    kind += ".chunk" if body.chat and body.stream else ""
+    return {"id": f"{prefix}-{token_hex(12)}", "object": kind, "created": int(time.time()), "model": body.model}
+
+
+def choice(
+    body: Body, tokenizer: Any, index: int, new: Completion | NewTokens, before: list[int], first: bool = True
+) -> dict[str, Any]:
+    """One choice, or of a stream what is new in it, after the token `before`. HTTPException: it ended without any."""
+    content: dict[str, Any] = {"text": new.text}
+    reason, logprobs = new.finish_reason, None
+    if reason == "cancelled" or (reason == "deadline" and first and not new.tokens):
+        why = "no token within the time limit" if reason == "deadline" else "the server ends"
+        raise HTTPException(503, f"answer: expected one, got none: {why}")
+    if body.chat:
+        role = {"role": "assistant"} if first else {}
+        content = {"delta" if body.stream else "message": {**role, "content": new.text}}
+    if new.logprobs is not None:
+        entries = []
+        for token, (logprob, top) in zip(new.tokens, new.logprobs, strict=True):
+            tops = [_entry(tokenizer, before, *each) for each in top.items()]
+            entries.append(_entry(tokenizer, before, token, logprob) | {"top_logprobs": tops})
+            before = [token]
+        logprobs = {"content": entries} if body.chat else {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+        }  # fmt: skip
+    said = "length" if reason == "deadline" else reason
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": said}
+
+
+def _entry(tokenizer: Any, before: list[int], token: int, logprob: float) -> dict[str, Any]:
+    known, text = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token]))
+    own = text[len(known) :]
+    data = None if "\ufffd" in own else list(own.encode())  # None: a part of a character
+    return {"token": own, "logprob": logprob, "bytes": data}
+
+
+def usage(requests: Sequence[Request]) -> dict[str, Any]:
+    """The numbers of tokens of an answer."""
+    found = [request.metrics for request in requests]
+    counts = {"prompt_tokens": sum(each.prompt_tokens for each in found)}
+    counts["completion_tokens"] = sum(each.new_tokens for each in found)
+    details = {"cached_tokens": sum(each.cached_tokens for each in found)}
+    return {**counts, "total_tokens": sum(counts.values()), "prompt_tokens_details": details}

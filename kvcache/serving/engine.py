@@ -31,7 +31,6 @@ from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
-from kvcache.serving.evicting import EvictingTexts
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
@@ -222,7 +221,7 @@ class BatchEngine:
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, params.stop)
         guesses = Guesses() if self._speculate else None
         work = Drawing(request, make_text, self.config, namespace, guesses)
-        if isinstance(self._blocks, EvictingTexts) and self._budgets is not None:
+        if self._budgets is not None:
             work.evict(self._blocks.chunk, endless=self._budgets.endless)
         return work
 
@@ -267,11 +266,11 @@ class BatchEngine:
             texts: token ids, at least one each; or texts, if the engine has a tokenizer.
             progress: as of `generate_batch`.
         """
-        self._expect_all_kept("score_batch")
         prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size) for text in texts]
         for tokens in prompts:
             self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
-        works = [Scoring(tokens) for tokens in prompts]
+        chunk = min(self._blocks.chunk, max(1, SCORE_FLOATS // self.config.vocab_size))
+        works = [Scoring(tokens, chunk) for tokens in prompts]
 
         def submit(work: Scoring) -> Pending:
             pending = Pending(self, [work])

@@ -37,12 +37,8 @@ class EvictingTexts(SharedBlocks):
         self._make, self._most = make, most
         self._texts = [make()]
         self._used: set[int] = set()
+        self.chunk = self._texts[0].chunk
         self._blocks_per_text = self._texts[0].cache.total_blocks
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a piece of a prompt, at most; pieces end at multiples of it."""
-        return self._texts[0].chunk
 
     def blocks_for(self, num_tokens: int) -> int:
         return 0

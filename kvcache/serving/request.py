@@ -32,6 +32,7 @@ class RequestMetrics:
         itl: the times between new tokens, of all samples.
         cached_tokens: tokens of the prompt that did not run, since their K and V were cached.
         preemptions: how often it gave up its memory and began again.
+        prompt_tokens, new_tokens: tokens of the prompt, and new ones of all samples.
     """
 
     queued: float | None
@@ -39,6 +40,8 @@ class RequestMetrics:
     itl: tuple[float, ...]
     cached_tokens: int
     preemptions: int
+    prompt_tokens: int
+    new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,15 @@ class NewTokens:
         tokens: its new tokens.
         logprobs: one `TokenLogprobs` for each of these; None unless `SamplingParams.logprobs` asked for them.
         finish_reason: why it ended, as of `Request`; None: more will come.
+        text: what they add to the text: whole characters, and nothing that may begin a stop string. None without a
+            tokenizer.
     """
 
     index: int
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
+    text: str | None
 
 
 class Pending:
@@ -106,8 +112,8 @@ class Pending:
 
     def wake(self) -> None:
         """Wake all that wait: there is a new token, or the end."""
-        with suppress(IndexError):
-            while True:
+        while self._waiters:
+            with suppress(IndexError):  # another thread has it
                 self._waiters.popleft()()
 
 
@@ -125,6 +131,13 @@ class Request(Pending):
     def n(self) -> int:
         """The number of samples."""
         return len(self._samples)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The token ids of the prompt."""
+        first = self._samples[0]
+        prompt: list[int] = first.tokens[: first.num_prompt].tolist()
+        return prompt
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -149,6 +162,8 @@ class Request(Pending):
             tuple(b - a for each in times for a, b in pairwise(each)),
             first.cached_tokens,
             sum(sample.preemptions for sample in self._samples),
+            first.num_prompt,
+            sum(sample.num_new for sample in self._samples),
         )
 
     # -- the result -----------------------------------------------------------------------------------------
@@ -209,21 +224,25 @@ class Request(Pending):
         return self._stream_to_loop()
 
     async def _stream_to_loop(self) -> AsyncIterator[int]:
-        async for new in self.arrivals():
+        async for new in self.arrivals(with_text=False):
             for token in new.tokens:
                 yield token
 
-    async def arrivals(self) -> AsyncIterator[NewTokens]:
+    async def arrivals(self, *, with_text: bool = True) -> AsyncIterator[NewTokens]:
         """What comes of every sample, as it comes; the last item of each sample has its `finish_reason`.
 
         The event loop is free while it waits. No step waits for the caller: one that is late finds several tokens in
         an item.
+
+        Args:
+            with_text: whether items have a text, which takes time.
 
         Raises:
             Exception: what it failed with, after the last item.
         """
         given = [0] * self.n
         alive = list(range(self.n))
+        streams = [sample.new_text() if with_text else None for sample in self._samples]
         while alive:
             before = self._progress()
             for index in tuple(alive):
@@ -235,7 +254,9 @@ class Request(Pending):
                     alive.remove(index)
                 if tokens or reason is not None:
                     logprobs = None if sample.logprobs is None else sample.logprobs[start : given[index]]
-                    yield NewTokens(index, tokens, logprobs, reason)
+                    stream = streams[index]
+                    text = None if stream is None else stream.extend(tokens, ended=reason is not None)
+                    yield NewTokens(index, tokens, logprobs, reason, text)
             if alive:
                 await self._next_step(before)
         self.raise_error()

@@ -187,11 +187,12 @@ class Drawing(Work):
     @property
     def text(self) -> str | None:
         """The text of the new tokens, all of it when the work has ended; None without a tokenizer."""
-        return None if self._make_text is None else self._told(self._make_text(), self.reason is not None)
+        stream = self.new_text()
+        return None if stream is None else stream.extend(self.new_tokens, ended=self.reason is not None)
 
-    def _told(self, text: TextStream, ended: bool) -> str:
-        pieces = [text.add(token) for token in self.new_tokens]
-        return "".join([*pieces, text.end()] if ended else pieces)
+    def new_text(self) -> TextStream | None:
+        """A stream for the text of the new tokens, all of which are to be added; None without a tokenizer."""
+        return None if self._make_text is None else self._make_text()
 
     def think(self, most: int) -> int:
         self.guess = NO_GUESS
@@ -245,9 +246,8 @@ class Drawing(Work):
         self._sampler = self._sampler.resumed(self.tokens.copy(), self.num_new)
         if self.logprobs is not None:
             del self.logprobs[self.num_new :]
-        if self._watched is not None and self._make_text is not None:
-            watched = self._make_text()
-            self._told(watched, ended=False)
+        if self._watched is not None and (watched := self.new_text()) is not None:
+            watched.extend(self.new_tokens, ended=False)
             self._watched = watched
         self._stopped = self._drawing = False
 
@@ -257,6 +257,7 @@ class Scoring(Work):
 
     Args:
         tokens: at least two.
+        chunk: as of `Work`.
 
     Attributes:
         scores: float32 `(len(tokens) - 1,)`, of each token after the first.
@@ -264,8 +265,9 @@ class Scoring(Work):
 
     shares = False
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, chunk: int = 0) -> None:
         super().__init__(tokens[:-1], None)
+        self.chunk = chunk
         self._targets = tokens[1:]
         self.scores = np.empty(len(tokens) - 1, np.float32)
         self._scored = 0

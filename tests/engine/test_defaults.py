@@ -27,6 +27,7 @@ def defaults(folder, content):
 
 def test_what_a_checkpoint_says_and_what_it_does_not(tmp_path):
     said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+    said |= {"presence_penalty": 1.5, "frequency_penalty": 0.25}
     others = {"do_sample": True, "max_new_tokens": 2048, "eos_token_id": [1, 2], "pad_token_id": 0}
     found = defaults(tmp_path, said | others)
     assert found == SamplingParams(**said, max_tokens=2048)

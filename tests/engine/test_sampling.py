@@ -30,16 +30,18 @@ def settings_of(params):
         "repetition_penalty": params.repetition_penalty,
         "min_p": params.min_p,
         "logit_bias": params.logit_bias,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
     }
 
 
-def draw(params, logits, history, count, seed=0):
+def draw(params, logits, history, count, seed=0, num_drawn=0):
     """`count` draws at the same step, all with one sampler, which is faster than a new one each time."""
-    sampler = Sampler(params, np.random.default_rng(seed), len(logits), history)
-    seen = sampler._seen.copy()
+    sampler = Sampler(params, np.random.default_rng(seed), len(logits), np.array(history, np.uint32), num_drawn)
+    seen, drawn = sampler._seen.copy(), sampler._drawn.copy()
     tokens = np.empty(count, np.int64)
     for i in range(count):
-        sampler._seen[:] = seen
+        sampler._seen[:], sampler._drawn = seen, drawn.copy()
         tokens[i] = sampler.sample(logits)
     return tokens
 
@@ -97,6 +99,37 @@ def test_distribution_with_min_p_and_biases(temperature, top_k, top_p, min_p, lo
     assert_drawn_from(sampling_distribution(LOGITS, HISTORY, **settings_of(params)), tokens)
 
 
+@pytest.mark.parametrize(("presence", "frequency"), [(0.0, 0.7), (1.3, 0.0), (-2.0, 0.4), (0.5, -1.5), (2.0, 2.0)])
+@pytest.mark.parametrize("num_drawn", [0, 3, 4])
+def test_distribution_with_penalties_of_what_was_drawn(presence, frequency, num_drawn):
+    params = SamplingParams(
+        0.9, 8, 0.95, 1.2, logit_bias=BIASED[:1], presence_penalty=presence, frequency_penalty=frequency
+    )
+    tokens = draw(params, LOGITS, HISTORY, 1500, seed=int(10 * (presence + frequency) + 50), num_drawn=num_drawn)
+    wanted = sampling_distribution(LOGITS, HISTORY, **settings_of(params), num_drawn=num_drawn)
+    assert_drawn_from(wanted, tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(-40, 40), min_size=2, max_size=6), st.integers(-8, 8), st.integers(-8, 8),
+    st.sampled_from([1.0, 2.0]), st.lists(st.integers(0, 1), max_size=3), st.integers(0, 20),
+)  # fmt: skip
+def test_texts_under_penalties(logits, presence, frequency, repetition, prompt, resumed_at):
+    """Greedy texts over the same logits are those of the twin, also of a sampler that continues in the middle."""
+    params = SamplingParams(
+        0.0, repetition_penalty=repetition, presence_penalty=presence / 4, frequency_penalty=frequency / 4
+    )
+    row, text = np.array(logits, np.float32) / 4, [*prompt]
+    sampler = Sampler(params, np.random.default_rng(0), len(row), np.array(prompt, np.uint32))
+    for number in range(24):
+        if number == resumed_at:
+            sampler = sampler.resumed(np.array(text, np.uint32), number)
+        wanted = sampling_distribution(row, text, **settings_of(params), num_drawn=number).index(1.0)
+        assert sampler.sample(row) == wanted
+        text.append(wanted)
+
+
 def test_distribution_closely():
     """Few settings with many draws, which would reveal an error of a percent."""
     for seed, params in enumerate([PLAIN, SamplingParams(), replace(PLAIN, temperature=1.7, top_p=0.8)]):
@@ -108,15 +141,19 @@ def test_the_chi_square_test_has_power():
     """Leaving out any step changes the distribution by more than the test accepts."""
     nucleus = SamplingParams(temperature=0.8, top_k=8, top_p=0.9, repetition_penalty=1.3)
     likely = SamplingParams(0.8, 0, 1.0, 1.0, min_p=0.25, logit_bias={5: 0.8})
+    rarely = SamplingParams(0.8, 0, 1.0, 1.0, presence_penalty=0.8, frequency_penalty=0.8)
     for params, changes in (
         (nucleus, {"temperature": 1.0, "top_k": 4, "top_p": 1.0, "repetition_penalty": 1.0}),
         (likely, {"temperature": 1.0, "min_p": 0.0, "logit_bias": ()}),
+        (rarely, {"presence_penalty": 0.0, "frequency_penalty": 0.0, "num_drawn": 0}),
     ):
-        tokens = draw(params, LOGITS, HISTORY, 1500)
+        tokens = draw(params, LOGITS, HISTORY, 1500, num_drawn=4)
         for name, value in changes.items():
             with pytest.raises(AssertionError):
                 assert_drawn_from(
-                    sampling_distribution(LOGITS, HISTORY, **(settings_of(params) | {name: value})), tokens
+                    sampling_distribution(
+                        LOGITS, HISTORY, **(settings_of(params) | {"num_drawn": 4} | {name: value})
+                    ), tokens
                 )
 
 
@@ -273,7 +310,7 @@ def test_steps_before_the_penalty_come_in_their_order():
 
 def test_defaults():
     params = SamplingParams()
-    off = {"repetition_penalty": 1.0, "min_p": 0.0, "logit_bias": ()}
+    off = {"repetition_penalty": 1.0, "min_p": 0.0, "logit_bias": (), "presence_penalty": 0, "frequency_penalty": 0}
     assert settings_of(params) == {"temperature": 0.7, "top_k": 40, "top_p": 0.9} | off
     assert (params.max_tokens, params.seed, params.stop_token_ids, params.stop) == (128, None, (), ())
     assert (params.logprobs, params.logits_processor) == (None, None)
@@ -306,6 +343,10 @@ def test_numpy_numbers_and_any_iterable():
         ("top_p", math.nan, ValueError),
         ("repetition_penalty", 0, ValueError),
         ("repetition_penalty", -1, ValueError),
+        ("presence_penalty", -2.1, ValueError),
+        ("presence_penalty", math.nan, ValueError),
+        ("frequency_penalty", 2.1, ValueError),
+        ("frequency_penalty", "1", TypeError),
         ("max_tokens", -1, ValueError),
         ("max_tokens", None, TypeError),
         ("seed", -1, ValueError),

@@ -5,9 +5,10 @@ import json
 import openai
 import pytest
 from http_servers import MODEL, Served, answer, fetched, post, tiny_file
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache import SamplingParams
-from kvcache.server.keys import Keys
+from kvcache.commands.serve import keys_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -26,8 +27,8 @@ def served(path):
 
 
 REFUSED = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": "1"}, "presence_penalty"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -118,7 +119,7 @@ def test_an_oversize_body_without_a_length(path):
 
 def test_keys_and_namespaces(path):
     """Two namespaces never share; the keys of one do."""
-    keys = Keys(["# ours", "alpha one", "", "beta", "gamma one"])
+    keys = keys_of(["# ours", "alpha one", "", "beta", "gamma one"])
     with Served(path, keys=keys) as served:
         for key in ("wrong", "alph", "alphaa", "one"):
             with pytest.raises(openai.AuthenticationError):
@@ -138,7 +139,25 @@ def test_keys_and_namespaces(path):
         assert [model.id for model in served.client(key="beta").models.list()] == [MODEL]
 
 
+def test_the_counters_of_namespaces(path):
+    """A key reads those of its own namespace, and one of the namespace metrics all."""
+    keys = keys_of(["alpha one", 'beta t"w\\o', "gamma", "prometheus metrics"])
+    with Served(path, keys=keys) as served:
+        for key in ("alpha", "beta", "beta"):
+            served.client(key=key).completions.create(model=MODEL, prompt="p" * 40, max_tokens=1)
+        everyone = {"one": (1, 0), 't"w\\o': (2, 1)}
+        for key, wanted in (("alpha", {"one": (1, 0)}), ("gamma", {}), ("prometheus", everyone)):
+            status, _, text = fetched(served, "/metrics", {"Authorization": f"Bearer {key}"})
+            assert status == 200
+            found = {}
+            for family in text_string_to_metric_families(text):
+                if family.name in ("kvcache_namespace_queries", "kvcache_namespace_hits"):
+                    for sample in family.samples:
+                        found.setdefault(sample.labels["namespace"], []).append(sample.value)
+            assert {space: (max(counts), min(counts)) for space, counts in found.items()} == wanted
+
+
 @pytest.mark.parametrize("lines", [[], ["a", "a b"], ["a b c"]])
 def test_wrong_keys(lines):
     with pytest.raises(ValueError, match="api_keys: expected"):
-        Keys(lines)
+        keys_of(lines)

@@ -46,7 +46,9 @@ def sampled(seed, most, **more):
 
 
 def params(settings, **changes):
-    names = ("seed", "max_tokens", "temperature", "top_p", "stop", "logprobs")
+    names = (
+        "seed", "max_tokens", "temperature", "top_p", "stop", "logprobs", "presence_penalty", "frequency_penalty"
+    )  # fmt: skip
     return SamplingParams(**{name: settings[name] for name in names if name in settings} | {"top_k": 40} | changes)
 
 
@@ -92,7 +94,7 @@ def test_chat(served, client):
 
 
 def test_completions_of_several_prompts(served, client):
-    settings = sampled(1, 9, logprobs=2)
+    settings = sampled(1, 9, logprobs=2, presence_penalty=1.5, frequency_penalty=0.5)
     prompts = ["one", [7, 8, 9], "three 🐈"]
     got = client.completions.create(model=MODEL, prompt=prompts, n=2, **settings)
     assert [choice.index for choice in got.choices] == [*range(6)]
@@ -231,7 +233,7 @@ def test_slow_readers_hold_no_step_up(served, client):
 
 def test_a_client_that_never_reads_is_left(path, monkeypatch):
     """Its requests end at the time limit, and its answer some time later."""
-    monkeypatch.setattr("kvcache.server.answers._READING", 0.0)
+    monkeypatch.setattr("kvcache.server.app._READING", 0.0)
     with Served(path, limits={"timeout": 0.5}, clock=lambda: 0.0) as served:
         settings = {"max_tokens": 400, "logprobs": True, "top_logprobs": 20, "stream": True, "model": MODEL}
         request = post(json.dumps({**settings, "messages": TALK}).encode(), "/v1/chat/completions")

@@ -22,6 +22,8 @@ from kvcache import (
     QueueFullError,
     SamplingParams,
 )
+from kvcache.demo import DIRECTORY
+from kvcache.serving import Histogram
 
 PROMPTS = prompts(0, 8, 40)
 LONG = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=400)
@@ -77,7 +79,9 @@ def test_arrivals_of_samples(engine, alone, threaded):
     async def collect(seed):
         request = engine.submit(PROMPTS[seed % 8], sampled(seed, 9, logprobs=2), n=3)
         found = [([], [], []) for _ in range(3)]
+        assert request.prompt == list(PROMPTS[seed % 8])
         async for new in request.arrivals():
+            assert new.text is None, "this engine has no tokenizer"
             for kept, more in zip(found[new.index], (new.tokens, new.logprobs, [new.finish_reason]), strict=True):
                 kept += more
         return found
@@ -93,6 +97,35 @@ def test_arrivals_of_samples(engine, alone, threaded):
             want = alone(PROMPTS[seed % 8], sampled(seed + index, 9, logprobs=2))
             assert (tokens, logprobs, reasons[-1]) == (want.tokens, want.logprobs, want.finish_reason)
             assert set(reasons[:-1]) <= {None}
+
+
+@pytest.mark.parametrize("stop", [(), "e"])
+def test_the_text_of_what_arrives(stop):
+    """The pieces together are the text of each sample, also of one that is late or ends before a stop string."""
+    pytest.importorskip("tokenizers")
+    with BatchEngine.from_pretrained(DIRECTORY, num_blocks=64) as engine:
+
+        async def collect(seed, pause):
+            request = engine.submit("class Reader", sampled(seed, 12, stop=stop), n=2)
+            texts = ["", ""]
+            async for new in request.arrivals():
+                texts[new.index] += new.text
+                await asyncio.sleep(pause)
+            return request, texts
+
+        async def every():
+            return await asyncio.gather(*(collect(seed, 0.01 * (seed % 2)) for seed in range(6)))
+
+        for request, texts in asyncio.run(every()):
+            assert texts == request.text()
+            assert request.metrics.new_tokens == sum(len(each.tokens) for each in request.completions())
+            assert request.metrics.prompt_tokens == len(request.prompt) > 0
+
+
+def test_a_histogram_shows_its_middle():
+    assert repr(Histogram((1.0, 2.0), (3, 4, 1), 12.0)) == "Histogram(8, mean 1.5 s, half below 2 s)"
+    assert repr(Histogram((1.0, 2.0), (0, 1, 2), 9.0)) == "Histogram(3, mean 3 s, half below inf s)"
+    assert repr(Histogram((1.0, 2.0), (0, 0, 0), 0.0)) == "Histogram(0)"
 
 
 def test_submits_and_cancels_of_many_threads(engine, alone):

@@ -11,8 +11,12 @@ from places import GOLDEN
 from serving import Alone, prompts, run, same, sampled
 from windowed_networks import Windowed
 
-from kvcache import BatchEngine, EvictionPolicy, InvalidOperationError, SamplingParams
+from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, SamplingParams
 from kvcache.engine import Transformer
+from kvcache.engine import requests as single
+from kvcache.serving import engine as batches
+from kvcache.serving.request import Pending
+from kvcache.serving.work import Scoring
 from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = pytest.mark.one_build
@@ -63,6 +67,25 @@ def test_every_policy(network, kind, dtype):
     gone(engine)
 
 
+@pytest.mark.parametrize("kind", POLICIES)
+def test_scores(network, kind, monkeypatch):
+    """Texts of one piece and of several, beside one that is written, also where a step has few rows of logits."""
+    rng = np.random.default_rng(5)
+    longest = 1200 if kind == "streaming" else network.config.max_position_embeddings - 8
+    texts = [*prompts(23, 9, 90), *(rng.integers(0, 250, n).astype(np.uint32) for n in (longest, 1, 2, 46))]
+    for floats in (single.SCORE_FLOATS, 45 * network.config.vocab_size):
+        for module in (single, batches):
+            monkeypatch.setattr(module, "SCORE_FLOATS", floats)
+        alone = InferenceEngine(network, dtype="q8", **POLICIES[kind])
+        engine = BatchEngine(network, dtype="q8", max_running=5, **POLICIES[kind])
+        written = engine.submit(texts[0], sampled(1, 20))
+        for text, scores in zip(texts, engine.score_batch(texts, progress=False), strict=True):
+            assert scores.tobytes() == alone.score(text).tobytes()
+        run(engine)
+        assert written.result() == alone.generate(texts[0], sampled(1, 20))
+        gone(engine)
+
+
 @pytest.mark.no_level
 def test_a_text_without_end(network):
     """Under StreamingLLM it grows past the network's positions, beside others."""
@@ -103,20 +126,24 @@ def test_interrupted_and_failing(network, long):
     asked = [(prompt, sampled(i, 12, logprobs=1)) for i, prompt in enumerate(prompts(22, 3, 60))]
     alone = Alone(network, **POLICIES["h2o"])
     wanted = [alone(*each) for each in asked]
+    long_text = np.random.default_rng(6).integers(0, 250, network.config.max_position_embeddings - 4).astype(np.uint32)
+    scores = alone.engine.score(long_text).tobytes()
 
     def serve(lines):
         engine = BatchEngine(network, max_running=2, **POLICIES["h2o"])
-        requests = [engine.submit(*each) for each in asked]
+        requests, scoring = [engine.submit(*each) for each in asked], Scoring(long_text, engine._blocks.chunk)
+        engine._enqueue(Pending(engine, [scoring]), [scoring], 0, None)
         with suppress(KeyboardInterrupt), lines:
             run(engine, check=False)
-        return engine, requests
+        return engine, requests, scoring
 
     lines = Lines()
     serve(lines)
     chosen = places(lines.seen, every=long)
     for stop in chosen if long else chosen[:: 30 if FAST else 12]:
-        engine, requests = serve(Lines(stop))
+        engine, requests, scoring = serve(Lines(stop))
         run(engine)
+        assert scoring.scores.tobytes() == scores
         for request, want in zip(requests, wanted, strict=True):
             same(request.completions()[0], want)
         gone(engine)
@@ -137,7 +164,7 @@ def test_interrupted_and_failing(network, long):
 def test_what_does_not_go_together(network, tmp_path):
     h2o = POLICIES["h2o"]
     engine = BatchEngine(network, **h2o)
-    for call in (lambda: engine.score_batch([[1, 2]]), lambda: engine.save(tmp_path), lambda: engine.load(tmp_path)):
+    for call in (lambda: engine.save(tmp_path), lambda: engine.load(tmp_path)):
         with pytest.raises(InvalidOperationError, match="expected an engine that keeps all tokens, got"):
             call()
     tiers = Tiers([DirectoryTier(tmp_path / "kept", 1 << 20)])

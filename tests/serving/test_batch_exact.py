@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from places import GOLDEN
 from recording_network import RecordingNetwork
-from serving import GREEDY, Alone, prompts, repeating, run, same, sampled, settled
+from serving import GREEDY, Alone, penalised, prompts, repeating, run, same, sampled, settled
 from windowed_networks import KINDS, Windowed
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
@@ -205,7 +205,8 @@ def test_a_network_that_gives_all_rows(network):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_guesses_that_hold_and_others(network, dtype):
     """Greedy and sampled; tokens and log-probabilities are those without guesses, in fewer passes."""
-    asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(prompts(10, 4, 30))]
+    draws = (repeating, penalised)
+    asked = [(prompt, draws[i % 2](i, 60, logprobs=1)) for i, prompt in enumerate(prompts(10, 4, 30))]
     stats = all_of(network, asked, 60, dtype=dtype)
     assert 0 < stats.accepted_tokens < stats.guessed_tokens
     assert stats.steps < 60
@@ -256,6 +257,7 @@ def test_samples_are_the_requests_one_after_another(network):
     for got, expected in zip(request.completions(), want, strict=True):
         same(got, expected)
     assert engine.stats().prefilled_tokens == len(prompt), "the prompt ran once"
-    seeded = engine.submit(prompt, sampled(20), n=3).result()
-    assert seeded == [alone.generate(prompt, sampled(20 + i)) for i in range(3)]
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    seeded = engine.submit(prompt, sampled(20, **penalties), n=3).result()
+    assert seeded == [alone.generate(prompt, sampled(20 + i, **penalties)) for i in range(3)]
     settled(engine)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from places import GOLDEN
-from serving import Alone, Clock, prompts, repeating, same, sampled, settled
+from serving import Alone, Clock, penalised, prompts, repeating, same, sampled, settled
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
@@ -51,7 +51,7 @@ class Requests(RuleBasedStateMachine):
             )  # fmt: skip
 
     @rule(
-        which=st.integers(0, 23), seed=st.integers(0, 3), draw=st.sampled_from([sampled, repeating]),
+        which=st.integers(0, 23), seed=st.integers(0, 3), draw=st.sampled_from([sampled, repeating, penalised]),
         most=st.sampled_from([0, 1, 7, 24]),
         namespace=st.sampled_from([None, "a", ("b", 1)]), priority=st.integers(-2, 2),
         deadline=st.sampled_from([None, None, 3.0]), n=st.sampled_from([1, 1, 1, 3]),

@@ -209,14 +209,14 @@ SCALARS = [
     ([nothing], "set_num_threads", lambda _, n: set_num_threads(n)),
     *(
         ([nothing], f"SamplingParams {name}", lambda _, n, name=name: SamplingParams(**{name: n}))
-        for name in ("temperature", "top_k", "top_p", "repetition_penalty", "max_tokens", "seed")
+        for name in ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "max_tokens", "seed")
     ),
     ([nothing], "SamplingParams stop_token_ids", lambda _, n: SamplingParams(stop_token_ids=(n,))),
     *(
         ([engine], f"generate with {name}", lambda it, n, name=name: next(
             it.stream([1, 2], SamplingParams(**{"temperature": 0.7, name: n}))
         , None))
-        for name in ("temperature", "top_k", "top_p", "repetition_penalty", "max_tokens", "seed")
+        for name in ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "max_tokens", "seed")
     ),
     ([engine], "generate with stop_token_ids", lambda it, n: next(
         it.stream([1, 2], SamplingParams(stop_token_ids=(n,))), None

@@ -134,6 +134,9 @@ def sampling_distribution(
     repetition_penalty: float,
     min_p: float = 0.0,
     logit_bias: tuple[tuple[int, float], ...] = (),
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    num_drawn: int = 0,
 ) -> list[float]:
     """The probability of each token, in the steps of the documentation of SamplingParams."""
     logits = list(map(float, logits))
@@ -141,6 +144,8 @@ def sampling_distribution(
         logits[token] += bias
     for token in set(history):
         logits[token] = logits[token] / repetition_penalty if logits[token] > 0 else logits[token] * repetition_penalty
+    for token in set(drawn := list(history)[len(history) - num_drawn :]):
+        logits[token] -= presence_penalty + frequency_penalty * drawn.count(token)
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if temperature < 1e-6:
         return [float(token == ranked[0]) for token in range(len(logits))]

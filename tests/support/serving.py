@@ -34,6 +34,11 @@ def repeating(seed, max_tokens=8, **options):
     )
 
 
+def penalised(seed, max_tokens=8, **options):
+    """As `repeating`, but a token becomes less likely with each time that it was drawn."""
+    return repeating(seed, max_tokens, presence_penalty=0.75, frequency_penalty=0.5, **options)
+
+
 def prompts(seed, count, longest, vocab_size=250):
     """Random prompts, many of which share their beginning with others."""
     rng = np.random.default_rng(seed)

@@ -1,20 +1,23 @@
-"""`serve`: the server of the command line."""
+"""`serve`: a server in front of a model, and the keys of its clients."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import socket
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
-from kvcache.commands.options import add_options, open_engine, sampling_params
-from kvcache.server.keys import Keys
+from kvcache.commands.options import add_options, open_engine
+from kvcache.networks.files import read_file
 from kvcache.serving.engine import BatchEngine
 
-__all__ = ["add_serve", "serve"]
+__all__ = ["add_serve", "keys_of", "serve"]
 
 VARIABLE = "KVCACHE_API_KEYS"
 
@@ -36,40 +39,41 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="that answers have to end in when the server is told to end; 0 cancels them (%(default)s)")  # fmt: skip
 
 
-def serve(options: argparse.Namespace, default: str) -> int:
+def serve(options: argparse.Namespace, default: str, server: Callable[[], Callable[..., Any]]) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
         default: the model where the options name none.
+        server: returns `make_app`, or raises ImportError.
 
     Raises:
         ImportError: without the packages of the extra `serve`.
-        ValueError: an address of other machines without keys.
+        ValueError: an address of other machines without keys; as `keys_of`.
     """
     try:
         import uvicorn
 
-        from kvcache.server.app import make_app
+        make_app = server()
     except ImportError as error:
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
-    keys = _keys(options)
-    if keys is None and not _is_loopback(options.host):
-        raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {options.host}")
-    options.model = options.model or default
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with closing(socket.create_server((options.host, options.port), family=family, backlog=1024)) as listening:
-        engine = open_engine(
-            options, BatchEngine.from_pretrained, max_queue=options.max_queue, max_running=options.max_running
-        )
-        engine.sampling_params = sampling_params(options, engine.sampling_params)
-        name = options.name or Path(options.model).name.removesuffix(".gguf")
+    model, host, keys = options.model or default, options.host, None
+    if options.api_keys is not None or VARIABLE in os.environ:
+        file = None if options.api_keys is None else bytes(read_file(Path(options.api_keys), 2**20)).decode()
+        keys = keys_of((os.environ[VARIABLE] if file is None else file).splitlines())
+    elif host != "localhost" and not ip_address(host).is_loopback:
+        raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
+    options.model, name = model, options.name or Path(model).name.removesuffix(".gguf")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.create_server((host, options.port), family=family, backlog=1024)) as listening:
+        limits = {"max_queue": options.max_queue, "max_running": options.max_running}
+        engine = open_engine(options, BatchEngine.from_pretrained, **limits)
         app = make_app(engine, name, keys, max_body=options.max_body, timeout=options.timeout)
         config = uvicorn.Config(
             app, log_level="warning", timeout_graceful_shutdown=options.drain, limit_concurrency=4096,
             server_header=False, lifespan="on",
         )  # fmt: skip
-        address = f"[{options.host}]" if ":" in options.host else options.host
+        address = f"[{host}]" if ":" in host else host
         print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
         try:
             uvicorn.Server(config).run(sockets=[listening])
@@ -78,14 +82,18 @@ def serve(options: argparse.Namespace, default: str) -> int:
     return 0
 
 
-def _keys(options: argparse.Namespace) -> Keys | None:
-    if options.api_keys is not None:
-        return Keys.read(options.api_keys)
-    return Keys(os.environ[VARIABLE].splitlines()) if VARIABLE in os.environ else None
+def keys_of(lines: Iterable[str]) -> dict[str, str]:
+    """The namespace of each key, of lines `KEY` or `KEY NAMESPACE`; a key without a namespace has one of its own.
 
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+    Empty lines and those that begin with # are left out. ValueError: no key, a key twice, or a line of another form.
+    """
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if (words := line.split()) and not words[0].startswith("#"):
+            if len(words) > 2 or words[0] in keys:
+                got = "that key again" if words[0] in keys else f"{len(words)} words"
+                raise ValueError(f"api_keys: expected KEY or KEY NAMESPACE, each key once, in line {number}, got {got}")
+            keys[words[0]] = words[1] if len(words) == 2 else f"key {sha256(words[0].encode()).hexdigest()[:16]}"
+    if not keys:
+        raise ValueError("api_keys: expected at least one key, got none")
+    return keys

@@ -1,0 +1,223 @@
+"""`PagedKvCache(residual_length=, first_tokens=)` beside the residual of an engine; refusals, memory, interrupts."""
+
+import numpy as np
+import oracle
+import pytest
+from interrupts import Lines
+from residual_caches import DIM, HEADS, LAYERS, make, run
+
+from kvcache import Calibration, PagedKvCache, PrefixCache
+from kvcache.engine.residual import Residual
+from kvcache.errors import SequenceNotFoundError
+
+pytestmark = pytest.mark.one_build
+
+
+@pytest.mark.parametrize("dtype", ["q4", "q2", ("q4", "f16")])
+@pytest.mark.parametrize("firsts", [0, 16])
+def test_pieces_of_any_length_have_the_bits_of_single_tokens(rng, dtype, firsts):
+    keys, values = rng.standard_normal((2, LAYERS, 150, HEADS, DIM)).astype(np.float32)
+    queries = rng.standard_normal((150, 2 * HEADS, DIM)).astype(np.float32)
+    found = []
+    for most in (1, 9, 150):
+        cache = make(32, firsts, dtype=dtype, block_size=16, num_blocks=20)
+        cache.allocate(7, 0)
+        cache.allocate(8, 5)
+        pos, parts = 0, []
+        while pos < 150:
+            count = min(int(rng.integers(1, most + 1)) if most < 150 else 150, 150 - pos)
+            run(cache, 7, keys, values, pos, pos + count)
+            own = np.concatenate([queries[pos : pos + count], queries[:1]])
+            parts.append([cache.attention(layer, own, [7, 8], query_lens=[count, 1])[:-1] for layer in range(LAYERS)])
+            pos += count
+        found.append(np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("firsts", [0, 16])
+def test_an_engine_reads_the_same_bits(rng, firsts):
+    class Config:
+        num_layers, num_kv_heads, head_dim = LAYERS, HEADS, 32
+
+    keys, values = rng.standard_normal((2, LAYERS, 200, HEADS, 32)).astype(np.float32)
+    queries = rng.standard_normal((200, 2 * HEADS, 32)).astype(np.float32)
+    known = Calibration(rng.standard_normal((LAYERS, HEADS, 32)))
+    own = PagedKvCache(
+        20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known, residual_length=32, first_tokens=firsts
+    )
+    bare = PagedKvCache(20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known)
+    residual = Residual(Config(), bare, 32, 200, firsts=firsts)
+    own.allocate(1, 0)
+    bare.allocate(1, 0)
+    pos = 0
+    for count in (7, 60, 1, 1, 100, 31):
+        run(own, 1, keys, values, pos, pos + count)
+        bare.append(1, count)
+        part = slice(pos, pos + count)
+        with residual.changing(pos), residual.piece(bare, 1, pos, count) as attend:
+            for layer in range(LAYERS):
+                bare.write(layer, 1, keys[layer, part], values[layer, part])
+                expected = attend(layer, queries[part], keys[layer, part], values[layer, part])
+                got = own.attention(layer, queries[part], [1], query_lens=[count])
+                np.testing.assert_array_equal(got, expected)
+        pos += count
+
+
+def test_the_newest_tokens_are_f16_and_memory_is_counted(rng):
+    keys, values = rng.standard_normal((2, LAYERS, 100, HEADS, DIM)).astype(np.float32)
+    cache, bare = make(32, 16, block_size=16), make(0, 0, block_size=16)
+    assert (cache.residual_length, cache.first_tokens, bare.residual_length) == (32, 16, 0)
+    assert cache.total_memory_bytes == bare.total_memory_bytes
+    for each in (cache, bare):
+        each.allocate(1, 0)
+        for pos in range(100):
+            run(each, 1, keys, values, pos, pos + 1)
+    row = LAYERS * 2 * 2 * HEADS * DIM
+    assert cache.used_memory_bytes - bare.used_memory_bytes == 32 * row  # 16 first tokens; 4 of a group, a block
+    assert cache.total_memory_bytes == cache.memory()["kv"] > bare.total_memory_bytes
+    assert cache.memory()["bookkeeping"] > bare.memory()["bookkeeping"]
+    query, out = rng.standard_normal((1, HEADS, DIM)).astype(np.float32), np.empty((1, HEADS, DIM), np.float32)
+    exact = oracle.attend(query, keys[0], values[0], DIM**-0.5)[0]
+    near = np.abs(cache.attention(0, query, [1], out=out) - exact).max()
+    assert near < np.abs(bare.attention(0, query, [1]) - exact).max()
+    np.testing.assert_array_equal(out, cache.attention(0, query.astype(np.float64), [1]))
+    cache.free(1)
+    cache.allocate(2, 0)
+    assert cache.used_memory_bytes == 0
+
+
+def test_sinks_and_caps_join_once(rng):
+    keys, values = rng.standard_normal((2, LAYERS, 90, HEADS, DIM)).astype(np.float16).astype(np.float32)
+    cache, plain = make(32, 16, dtype="f16"), make(0, 0, dtype="f16")
+    queries, sinks = rng.standard_normal((90, HEADS, DIM)).astype(np.float32), rng.standard_normal(HEADS)
+    found = []
+    for each in (cache, plain):
+        each.allocate(1, 0)
+        run(each, 1, keys, values, 0, 90)
+        options = {"query_lens": [90], "sinks": sinks, "softcap": 3.0, "return_lse": True}
+        found.append(each.attention(0, queries, [1], **options))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=2e-4)
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=2e-4)
+
+
+def test_what_a_residual_refuses(rng):
+    cache = make(32, 16, block_size=16)
+    cache.allocate(1, 70)
+    cache.append(1, 1)
+    query = np.zeros((1, HEADS, DIM), np.float32)
+    for name, value in {
+        "window": 5, "mask": [-1], "starts": [3], "context_lens": [5], "skip_tokens": 1, "causal": False,
+        "return_scores": True, "sink_queries": query,
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: expected .* with residual_length 32"):
+            cache.attention(0, query, [1], **{name: value})
+    with pytest.raises(ValueError, match=r"^query_lens: expected 0 to 7 queries for sequence 1"):
+        cache.attention(0, np.zeros((8, HEADS, DIM), np.float32), [1], query_lens=[8])
+    with pytest.raises(ValueError, match=r"^seq_ids: expected each sequence once"):
+        cache.attention(0, np.zeros((2, HEADS, DIM), np.float32), [1, 1])
+    with pytest.raises(SequenceNotFoundError):
+        cache.attention(0, query, [2])
+    with pytest.raises(ValueError, match=r"^keep_tokens: "):
+        cache.keep_tokens(1, [0])
+    with pytest.raises(ValueError, match=r"^apply_streaming_llm: "):
+        cache.apply_streaming_llm(1, 1, 1)
+    with pytest.raises(ValueError, match=r"^copy_blocks: "):
+        cache.copy_blocks([0], [1])
+    for options in ({"max_memory_bytes": 10**6}, {"first_tokens": 40}, {"residual_length": 257}, {"first_tokens": -1}):
+        with pytest.raises(ValueError, match=r"(residual_length|first_tokens): expected"):
+            make(**{"length": options.pop("residual_length", 32), "firsts": options.pop("first_tokens", 0)}, **options)
+    keys = np.zeros((1, HEADS, DIM), np.float32)
+    keys[0, 1, 2] = 1e5
+    with pytest.raises(ValueError, match=r"^keys"):
+        cache.write(0, 1, keys, keys)
+    cache.check()
+
+
+def test_a_prefix_that_is_adopted_is_read_packed(rng):
+    """Its blocks are shared; tokens that follow are read in f16."""
+    keys, values = rng.standard_normal((2, LAYERS, 80, HEADS, DIM)).astype(np.float32)
+    cache = make(32, 0, block_size=16)
+    prefix = PrefixCache.over(cache)
+    text = np.arange(80)
+    cache.allocate(1, 0)
+    run(cache, 1, keys, values, 0, 80)
+    prefix.adopt(text, cache.block_table([1]).indices)
+    with prefix.open_session(text[:64]) as session:
+        cache.adopt(2, session.shared_blocks, session.num_tokens)
+    run(cache, 2, keys, values, 64, 80)
+    queries = rng.standard_normal((16, HEADS, DIM)).astype(np.float32)
+    whole, shared = (cache.attention(1, queries, [seq], query_lens=[16]) for seq in (1, 2))
+    np.testing.assert_array_equal(whole, shared)  # their group begins at 64
+    cache.check()
+
+
+ACTS = {
+    "allocate": lambda cache: cache.allocate(9, 40),
+    "append": lambda cache: cache.append_batch([1, 2], [30, 1]),
+    "truncate": lambda cache: cache.truncate_batch([1, 2], [20, 5]),
+    "fork": lambda cache: cache.fork(1, 9),
+    "swap": lambda cache: cache.swap(1, 2),
+    "reorder": lambda cache: cache.reorder([1, 2, 3], [1, 2, 0]),
+    "adopt": lambda cache: cache.adopt(9, cache.block_table([1]).indices[:2], 30),
+    "write": lambda cache: cache.write(0, 1, *np.zeros((2, 30, HEADS, DIM), np.float32)),
+    "attention": lambda cache: cache.attention(0, np.ones((40, HEADS, DIM)), [1, 2], query_lens=[6, 34]),
+    "resize": lambda cache: setattr(cache.handle(2).block_table_mut(), "sequence_length", 50),
+}
+
+
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
+@pytest.mark.parametrize("stops", [KeyboardInterrupt, MemoryError])
+def test_a_call_that_is_stopped_anywhere_leaves_a_sound_cache(monkeypatch, rng, act, stops):
+    """By Ctrl-C before each line, or where the unpacked rows get no memory: packed tokens are those before or after."""
+
+    def build():
+        cache = make(32, 16, block_size=16, num_blocks=40)
+        keys, values = rng.standard_normal((2, LAYERS, 70, HEADS, DIM)).astype(np.float32)
+        for seq_id, count in ((1, 70), (2, 35), (3, 3)):
+            cache.allocate(seq_id, 0)
+            run(cache, seq_id, keys, values, 0, count)
+        cache.append(1, 0)
+        cache.append(1, 1)
+        return cache
+
+    def sizes(cache):
+        return [cache.get_sequence(each).num_tokens for each in cache.sequence_ids()]
+
+    cache = build()
+    before = sizes(cache)
+    act(cache)
+    after, stop = sizes(cache), 0
+    while True:
+        stop += 1
+        cache = build()
+        if stops is MemoryError:
+            refused = ("allocate_batch", "append_batch", "fork_batch", "reorder", "fork", "grow")
+            if stop > len(refused):
+                break
+            with monkeypatch.context() as patch:
+                patch.setattr(cache._residual.rows, refused[stop - 1], _refuse)
+                try:
+                    act(cache)
+                except MemoryError:
+                    assert sizes(cache) == before
+        else:
+            try:
+                with Lines(stop):
+                    act(cache)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        cache.check()
+        assert sizes(cache) in (before, after)
+        for seq_id in cache.sequence_ids():
+            run(cache, seq_id, *np.ones((2, LAYERS, 9, HEADS, DIM), np.float32), 0, 9)
+            out = cache.attention(0, np.ones((9, HEADS, DIM), np.float32), [seq_id], query_lens=[9])
+            assert np.isfinite(out).all()
+        cache.check()
+    assert stop > 6
+
+
+def _refuse(*_):
+    raise MemoryError

@@ -1,0 +1,252 @@
+"""`PagedKvCache(residual_length=, first_tokens=)` beside a naive twin, which has a flag for each unpacked token."""
+
+import hypothesis.strategies as st
+import numpy as np
+import oracle
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from residual_caches import DIM, HEADS, LAYERS, make
+
+from kvcache.errors import InvalidOperationError, OutOfMemoryError, SequenceNotFoundError
+
+pytestmark = pytest.mark.one_build
+
+IDS = st.integers(0, 3)
+
+
+class Naive:
+    """A text: the f16 rows of each token, and whether they are still kept."""
+
+    def __init__(self, tokens=(), kept=()):
+        self.tokens, self.kept = [dict(each) for each in tokens], list(kept)
+
+    def copy(self):
+        return Naive(self.tokens, self.kept)
+
+    def append(self, count, length, firsts):
+        group = len(self.tokens) // length * length
+        if count and group:
+            whole = len(self.kept) >= firsts and all(self.kept[:firsts])
+            self.kept[:group] = [whole and i < firsts for i in range(group)]
+        self.tokens += [{} for _ in range(count)]
+        self.kept += [True] * count
+
+    def truncate(self, count):
+        del self.tokens[count:], self.kept[count:]
+
+    def seen(self, pos, packed, layer, length, firsts):
+        """K and V that the query at `pos` reads."""
+        keys, values = (rows[: pos + 1].copy() for rows in packed)
+        group, whole = pos // length * length, len(self.kept) >= firsts and all(self.kept[:firsts])
+        for i in range(pos + 1):
+            if (i >= group and self.kept[i]) or (i < firsts and whole and group):
+                keys[i], values[i] = self.tokens[i].get(layer, (0, 0))
+        return keys, values
+
+
+class ResidualMachine(RuleBasedStateMachine):
+    length, firsts, block_size = 4, 2, 3
+
+    def __init__(self):
+        super().__init__()
+        self.real = make(self.length, self.firsts, block_size=self.block_size, num_blocks=60)
+        self.naive = {}
+        self.rng = np.random.default_rng(0)
+
+    def rows(self, count):
+        rows = self.rng.standard_normal((2, count, HEADS, DIM)) * 3
+        return rows.astype(np.float16).astype(np.float32)
+
+    def both(self, act, twin):
+        """Both change, or, where blocks are missing, neither."""
+        try:
+            act()
+        except OutOfMemoryError:
+            return
+        twin()
+
+    def write(self, seq, layer, start, count):
+        keys, values = self.rows(count)
+        self.real.write(layer, seq, keys, values, start=start)
+        for token, key, value in zip(self.naive[seq].tokens[start : start + count], keys, values, strict=True):
+            token[layer] = (key, value)
+
+    def fill(self, seq, start):
+        for layer in range(LAYERS):
+            self.write(seq, layer, start, len(self.naive[seq].tokens) - start)
+
+    @rule(seq=IDS, count=st.integers(0, 14))
+    def allocate(self, seq, count):
+        if seq in self.naive:
+            with pytest.raises(InvalidOperationError):
+                self.real.allocate(seq, count)
+            return
+
+        def twin():
+            self.naive[seq] = Naive()
+            self.naive[seq].append(count, self.length, self.firsts)
+            self.fill(seq, 0)
+
+        self.both(lambda: self.real.allocate(seq, count), twin)
+
+    @rule(seq=IDS, count=st.integers(0, 11), fill=st.booleans())
+    def append(self, seq, count, fill):
+        if seq not in self.naive:
+            with pytest.raises(SequenceNotFoundError):
+                self.real.append(seq, count)
+            return
+
+        def twin():
+            self.naive[seq].append(count, self.length, self.firsts)
+            if fill:
+                self.fill(seq, len(self.naive[seq].tokens) - count)
+
+        self.both(lambda: self.real.append(seq, count), twin)
+
+    @rule(counts=st.lists(st.integers(0, 5), min_size=4, max_size=4), layer=st.integers(0, LAYERS - 1))
+    def append_batch(self, counts, layer):
+        ids = sorted(self.naive)
+        counts = counts[: len(ids)]
+
+        def twin():
+            rows = self.rows(sum(counts))
+            self.real.write_ragged(layer, ids, counts, *rows)
+            row = iter(zip(*rows, strict=True))
+            for seq, count in zip(ids, counts, strict=True):
+                text = self.naive[seq]
+                text.append(count, self.length, self.firsts)
+                for token in text.tokens[len(text.tokens) - count :]:
+                    token[layer] = next(row)
+
+        self.both(lambda: self.real.append_batch(ids, counts), twin)
+
+    @rule(seq=IDS, layer=st.integers(0, LAYERS - 1), at=st.floats(0, 1), share=st.floats(0, 1))
+    def write_any(self, seq, layer, at, share):
+        if seq in self.naive:
+            count = len(self.naive[seq].tokens)
+            start = round(at * count)
+            self.both(lambda: self.write(seq, layer, start, round(share * (count - start))), lambda: None)
+
+    @rule(seq=IDS, new=IDS)
+    def fork(self, seq, new):
+        if seq in self.naive and new not in self.naive:
+            self.real.fork(seq, new)
+            self.naive[new] = self.naive[seq].copy()
+
+    @rule(seq=IDS, share=st.floats(0, 1))
+    def truncate(self, seq, share):
+        if seq in self.naive:
+            count = round(share * len(self.naive[seq].tokens))
+            self.real.truncate(seq, count)
+            self.naive[seq].truncate(count)
+
+    @rule(seq=IDS, share=st.floats(0, 1.3))
+    def resize(self, seq, share):
+        if seq in self.naive:
+            count, old = round(share * len(self.naive[seq].tokens)), len(self.naive[seq].tokens)
+
+            def act():
+                self.real.handle(seq).block_table_mut().sequence_length = count
+
+            def twin():
+                self.naive[seq].truncate(count)
+                self.naive[seq].append(max(0, count - old), self.length, self.firsts)
+
+            self.both(act, twin)
+
+    @rule(seq=IDS, new=IDS, share=st.floats(0, 1))
+    def adopt(self, seq, new, share):
+        if seq in self.naive and new not in self.naive:
+            count = round(share * len(self.naive[seq].tokens))
+            blocks = self.real.block_table([seq]).block_ids[: -(-count // self.block_size)]
+            self.real.adopt(new, blocks, count)
+            self.naive[new] = Naive(self.naive[seq].tokens[:count], [False] * count)
+
+    @rule(seq=IDS)
+    def free(self, seq):
+        if seq in self.naive:
+            self.real.free(seq)
+            del self.naive[seq]
+
+    @rule()
+    def evict(self):
+        if self.naive:
+            del self.naive[self.real.evict()]
+
+    @rule(one=IDS, other=IDS)
+    def swap(self, one, other):
+        if one in self.naive and other in self.naive:
+            self.real.swap(one, other)
+            self.naive[one], self.naive[other] = self.naive[other], self.naive[one]
+
+    @rule(random=st.randoms(use_true_random=False))
+    def reorder(self, random):
+        ids = sorted(self.naive)
+        rows = [random.randrange(len(ids)) for _ in ids]
+        self.real.reorder(ids, rows)
+        self.naive |= {seq: self.naive[ids[row]].copy() for seq, row in zip(ids, rows, strict=True)}
+
+    @rule(layer=st.integers(0, LAYERS - 1), shares=st.lists(st.floats(0, 1), min_size=4, max_size=4))
+    def attend(self, layer, shares):
+        ids = sorted(self.naive)
+        lens = []
+        for seq, share in zip(ids, shares, strict=False):
+            kept = self.naive[seq].kept[self.firsts :][::-1] if len(self.naive[seq].kept) > self.firsts else []
+            own = kept.index(False) if False in kept else len(kept)
+            lens.append(round(share * own))
+        queries = self.rng.standard_normal((sum(lens), 2 * HEADS, DIM)).astype(np.float32)
+        out, lse = self.real.attention(layer, queries, ids, query_lens=lens, return_lse=True, scale=0.7)
+        row = 0
+        for seq, count in zip(ids, lens, strict=True):
+            packed = self.real.read(layer, seq)
+            for pos in range(len(self.naive[seq].tokens) - count, len(self.naive[seq].tokens)):
+                rows = self.naive[seq].seen(pos, packed, layer, self.length, self.firsts)
+                expected = oracle.attend(queries[row : row + 1], *rows, 0.7)
+                np.testing.assert_allclose(out[row], expected[0][0], atol=0.08)
+                np.testing.assert_allclose(lse[row], expected[2][0], atol=0.08)
+                row += 1
+
+    @invariant()
+    def agree(self):
+        self.real.check()
+        assert self.real.sequence_ids() == sorted(self.naive)
+        rows = self.real._residual.rows
+        for seq, text in self.naive.items():
+            uid = self.real._table.uid(seq)
+            held = [token for token, kept in zip(text.tokens, text.kept, strict=True) if kept]
+            assert self.real.get_sequence(seq).num_tokens == len(text.tokens)
+            assert rows.get_sequence(uid).num_tokens == len(held)
+            for layer in range(LAYERS):
+                zeros = np.zeros((2, HEADS, DIM))
+                expected = np.reshape([token.get(layer, zeros) for token in held], (-1, 2, HEADS, DIM))
+                got = rows.read(layer, uid)
+                np.testing.assert_array_equal(got[0], expected[:, 0])
+                np.testing.assert_array_equal(got[1], expected[:, 1])
+
+
+class NoFirsts(ResidualMachine):
+    length, firsts, block_size = 3, 0, 4
+
+
+class AllFirsts(ResidualMachine):
+    length, firsts, block_size = 3, 3, 1
+
+
+TestResidual = ResidualMachine.TestCase
+TestResidual.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestNoFirsts = NoFirsts.TestCase
+TestAllFirsts = AllFirsts.TestCase
+TestNoFirsts.settings = TestAllFirsts.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("count", [1, 5, 9])
+@pytest.mark.parametrize("steps", [[3, 9, 2], [1] * 9, [20]])
+def test_first_tokens_of_blocks_that_are_adopted_stay_packed(count, steps):
+    machine = ResidualMachine()
+    machine.allocate(0, count)
+    machine.adopt(0, 1, 1.0)
+    for step in steps:
+        machine.append(1, step, True)
+        machine.attend(0, [1.0] * 4)
+        machine.agree()
