@@ -175,7 +175,8 @@ class Streams:
     def _streams(self, names: Sequence[bytes]) -> Iterator[list[_Stream]]:
         """The stream of each name; one for each node, whose connection is closed if its replies were not read."""
         client, opened = self._client, dict[int, _Stream]()
-        if getattr(client, "connection", None) is not None or getattr(client, "read_from_replicas", False):
+        own = ("connection", "read_from_replicas", "load_balancing_strategy")  # one connection, and choices among nodes
+        if any(getattr(client, name, None) for name in own):
             raise Unfit
         try:
             try:
