@@ -191,7 +191,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
 
     Args:
-        options: `model`, `calibrate`, `format`, `policy`, `tokens`, `context`, `keep` and `quick` of the command line.
+        options: `model`, `calibrate`, `format`, `policy`, `rows`, `tokens`, `context`, `keep` and `quick` of the
+            command line.
         say: takes the state, for a line that is overwritten.
     """
     path = find_file() if options.model == "smollm2" else Path(options.model)
@@ -202,6 +203,9 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     context = min(options.context, engine.config.max_position_embeddings)
     own = _own(options, context)
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own)
+    if unknown := set(options.rows or ()) - set(names):
+        raise SystemExit(f"--rows: expected some of {'; '.join(names)}, got {'; '.join(sorted(unknown))}")
+    names = tuple(options.rows or names)
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
@@ -216,7 +220,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
         runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
     with TemporaryDirectory() as folder:
-        rivals = {} if options.quick or not is_gguf(path) else _rivals(path, Path(folder), context)
+        rivals = {} if options.quick or options.rows or not is_gguf(path) else _rivals(path, Path(folder), context)
         every = runs | rivals
         found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
         try:

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="--model: these rows of its table, by name, and f32")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 

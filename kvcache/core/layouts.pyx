@@ -95,7 +95,11 @@ cdef class Layouts:
         return keys, values
 
     cdef int32_t at_(self, size_t start) noexcept nogil:
-        cdef int32_t layer = 0
-        while layer + 1 < self.num_layers and self.starts[layer + 1] <= start:
-            layer += 1
+        cdef int32_t layer = 0, above = self.num_layers, middle
+        while layer + 1 < above:    # starts[layer] <= start < starts[above], as if the last had no end
+            middle = (layer + above) // 2
+            if self.starts[middle] <= start:
+                layer = middle
+            else:
+                above = middle
         return layer

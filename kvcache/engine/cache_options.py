@@ -77,7 +77,7 @@ def cache_options(
         "key_dtype": formats_of_layers(storage.formats[0], groups.whole),
         "value_dtype": formats_of_layers(storage.formats[1], groups.whole),
         "rotate": rotate,
-        "calibration": storage.calibration,
+        "calibration": storage.calibration_of(groups.whole),
     }
 
 

@@ -35,6 +35,9 @@ __all__ = [
 # count for nothing: caches keep them in f16, and their keys are unlike all others.
 _WINDOW, _FIRSTS, _PIECE = 2048, 16, 256
 _LEAST = 64  # tokens of a text
+_METHOD = b"2"  # part of the names of files: what another method has measured is measured again
+_GROUP = 64  # tokens of a group of a residual; it divides _PIECE
+_LEAST_WEIGHT = np.float32(1e-3)  # of a query, so that short texts have weights at all
 
 logger = logging.getLogger("kvcache")
 
@@ -45,26 +48,30 @@ def cache_folder() -> Path:
 
 
 def as_calibration(
-    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False
+    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False, *, centred: bool = True
 ) -> Calibration | None:  # fmt: skip
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
         without: what excludes a calibration; empty: nothing does.
         with_losses: whether those of the layers are needed too; keys count as packed.
+        centred: whether the first tokens are read unpacked, without which keys of a text are not centred.
 
     Raises:
         TypeError, ValueError: another kind of argument; not False where it is excluded.
     """
     packed = with_losses or any(FORMATS[name].quantised for name in names_of(key_dtype))
     # A softcap or sinks of the network tell the constant that a centre takes from all scores.
-    tell = [i for i, each in enumerate(layer_attention(model)) if each.softcap or each.sinks is not None]
+    attention = layer_attention(model)
+    tell = [i for i, each in enumerate(attention) if not centred or each.softcap or each.sinks is not None]
     if calibrate is False or calibrate is None:
         if with_losses:
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")
-        return bias_centres(model, tell) if packed and not without else None
+        return bias_centres(model, tell) if packed and not without and centred else None
     if without:
         raise ValueError(f"calibrate: expected False with {without}, got {short(calibrate)}")
+    if with_losses and not centred:
+        raise ValueError("dtype: expected formats with layers that keep a window, got a budget of bits")
     if isinstance(calibrate, (str, Path, bool)):
         raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
     if not packed:
@@ -72,6 +79,10 @@ def as_calibration(
     found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate, with_losses)
     if with_losses and found.losses is None:
         raise ValueError(f"calibrate: expected one with losses for dtype {short(key_dtype)}, or tokens, got {found}")
+    config = model.config
+    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    if found.shape != shape:
+        raise ValueError(f"calibrate: expected one of {shape} layers, heads and channels, got {found.shape}")
     return found.without_centres(tell) if tell else found
 
 
@@ -100,7 +111,7 @@ def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
 
 def path_of(model: Transformer, ids: NDArray[np.uint32]) -> Path:
     """Where the calibration of a network by a text is kept."""
-    text = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+    text = hashlib.blake2b(_METHOD + ids.tobytes(), digest_size=8).hexdigest()
     return cache_folder() / f"{fingerprint(model)}-{text}.calibration"
 
 
@@ -162,30 +173,44 @@ def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | Non
 
 
 class _Sums:
-    """Sums over tokens of the keys, and of products of channels of the queries that read each KV head."""
+    """Sums over tokens of the keys, and weighted ones of products of channels of the queries that read each KV head."""
 
     def __init__(self, layers: int, heads: int, dim: int) -> None:
-        self.keys = np.zeros((layers, heads, dim))
-        self.products = np.zeros((layers, heads, dim, dim))
-        self.tokens = 0
+        self.keys, self.tokens = np.zeros((layers, heads, dim)), 0
+        self.products, self.weights = np.zeros((layers, heads, dim, dim)), np.zeros((layers, heads, 1, 1))
 
-    def add(self, layer: int, queries: Float32, keys: Float32) -> None:
-        heads, dim = keys.shape[1:]
+    def add_keys(self, layer: int, keys: Float32) -> None:
         self.keys[layer] += keys.sum(axis=0, dtype=np.float64)
-        for head, rows in enumerate(queries.reshape(len(queries), heads, -1, dim).swapaxes(0, 1)):
-            flat = rows.reshape(-1, dim)
-            self.products[layer, head] += flat.T @ flat
         self.tokens += len(keys) * (layer == 0)
+
+    def add_queries(self, layer: int, queries: Float32, weights: Float32) -> None:
+        heads, dim = self.keys.shape[1:]
+        each = (rows.reshape(len(queries), heads, -1).swapaxes(0, 1) for rows in (queries, weights))
+        for head, (rows, own) in enumerate(zip(*each, strict=True)):
+            flat = rows.reshape(-1, dim)
+            self.products[layer, head] += (flat * own.reshape(-1, 1)).T @ flat
+        self.weights[layer, :, 0, 0] += weights.reshape(len(weights), heads, -1).sum(axis=(0, 2), dtype=np.float64)
+
+    def calibration(self) -> Calibration:
+        moments = self.products / self.weights
+        return Calibration(
+            np.clip(self.keys / self.tokens, -32752, 32752).astype(np.float32),
+            ((moments + moments.swapaxes(2, 3)) / 2).astype(np.float32),
+        )
 
 
 def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
     """Run a text through a network with K and V in f32: the means of its keys, the second moments of its queries.
 
+    A query counts as much as it attends to tokens that a cache packs: neither the first ones nor those of its group of
+    64. Errors of keys that it hardly sees do not change what it finds.
+
     Raises:
         ValueError: fewer than 64 tokens.
     """
     config = model.config
-    window = min(_WINDOW, config.max_position_embeddings, len(tokens))
+    longest = min(_WINDOW, config.max_position_embeddings)
+    window = len(tokens) // -(-len(tokens) // longest) if len(tokens) else 0
     if window < _LEAST:
         raise ValueError(f"calibrate: expected a text of at least {_LEAST} tokens and positions, got {window}")
     sums = _Sums(config.num_layers, config.num_kv_heads, config.head_dim)
@@ -201,23 +226,41 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
         for first in range(0, window, _PIECE):
             count = min(_PIECE, window - first)
             cache.append(0, count)
-            skipped = max(0, _FIRSTS - first)
-
-            def attend(layer: int, queries: Float32, keys: Float32, values: Float32, _: Any = None, /) -> Float32:
-                cache.write(layer, 0, keys, values)  # noqa: B023
-                sums.add(layer, queries[skipped:], keys[skipped:])  # noqa: B023
-                mixed: Float32 = cache.attention(layer, queries, [0], query_lens=[len(queries)], **options[layer])  # noqa: B023
-                return mixed
-
-            piece = tokens[start + first : start + first + count]
-            model.forward(piece, np.arange(first, first + count), attend, "none", **places)
+            positions = np.arange(first, first + count)
+            attend = _Attend(cache, options, sums, first, count)
+            model.forward(tokens[start + first : start + first + count], positions, attend, "none", **places)
             if show:
                 done = start + first + count
                 print(f"\rcalibrating: {done} of {len(tokens)} tokens", end="", file=sys.stderr, flush=True)
     if show:
         print(file=sys.stderr)
-    moments = sums.products / sums.tokens
-    return Calibration(
-        np.clip(sums.keys / sums.tokens, -32752, 32752).astype(np.float32),
-        ((moments + moments.swapaxes(2, 3)) / 2).astype(np.float32),
-    )
+    return sums.calibration()
+
+
+class _Attend:
+    """The `attend` of `count` tokens from `first` on of a text, which adds them to sums."""
+
+    def __init__(
+        self, cache: PagedKvCache, options: Sequence[dict[str, Any]], sums: _Sums, first: int, count: int
+    ) -> None:  # fmt: skip
+        self._cache, self._options, self._sums = cache, options, sums
+        self._skipped, self._count = max(0, _FIRSTS - first), count
+        self._groups = np.arange(first, first + count, _GROUP)
+
+    def __call__(self, layer: int, queries: Float32, keys: Float32, values: Float32, _: Any = None, /) -> Float32:
+        cache, options, groups, counted = self._cache, self._options[layer], self._groups, slice(self._skipped, None)
+        cache.write(layer, 0, keys, values)
+        self._sums.add_keys(layer, keys[counted])
+        out: Float32
+        out, lse = cache.attention(layer, queries, [0], query_lens=[self._count], return_lse=True, **options)
+        weights = np.ones_like(lse)
+        if options.get("window") is None:  # all is packed in layers with a window
+            lens = np.diff(groups, append=groups[0] + self._count)
+            far = {name: value for name, value in options.items() if name != "sinks"}
+            _, packed = cache.attention(
+                layer, queries, np.zeros(len(groups), np.int64), query_lens=lens, context_lens=groups,
+                skip_tokens=_FIRSTS, return_lse=True, **far,
+            )  # fmt: skip
+            weights = np.maximum(np.exp(packed - lse), _LEAST_WEIGHT)
+        self._sums.add_queries(layer, queries[counted], weights[counted])
+        return out

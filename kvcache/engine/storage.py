@@ -18,7 +18,10 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["Storage"]
+__all__ = ["POLICY", "WINDOWS", "Storage"]
+
+# What excludes a residual; a policy also a calibration, as all layers of an engine that evicts lie in a cache of one.
+POLICY, WINDOWS = "an eviction_policy", "layers that keep a window"
 
 
 class Storage(NamedTuple):
@@ -46,7 +49,7 @@ class Storage(NamedTuple):
         """Check the arguments of an engine.
 
         Args:
-            without: what excludes a calibration and a residual; empty: nothing does.
+            without: what excludes a residual, `POLICY` or `WINDOWS`; empty: nothing does.
 
         Raises:
             TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
@@ -55,16 +58,24 @@ class Storage(NamedTuple):
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None)
+        excluded = POLICY if without == POLICY else ""
+        calibration = as_calibration(model, calibrate, dtypes[0], excluded, bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:
             formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False
         length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
-        if measured and calibration is not None and not isinstance(calibrate, Calibration):
+        if measured and calibration is not None and not isinstance(calibrate, Calibration) and not without:
             ids = as_tokens(calibrate, model.config.vocab_size)
             path = path_of(model, ids).with_suffix(".checks") if isinstance(model, Transformer) else None
             check_formats(model, dtypes, calibration, length, num_firsts(measured, length), ids, path)
-        return cls(dtypes, calibration, length, num_firsts(measured, length), formats)
+        return cls(dtypes, calibration, length, num_firsts(measured and not without, length), formats)
+
+    def calibration_of(self, layers: Sequence[int]) -> Calibration | None:
+        """The calibration of a cache of these layers."""
+        known = self.calibration
+        if known is None or not len(layers):
+            return None
+        return known if len(layers) == len(known.centres) else known.of_layers([*layers])
 
     def of_layers(self, make: Callable[..., PagedKvCache], options: dict[str, Any]) -> Callable[..., PagedKvCache]:
         """`make_cache(num_blocks=, layers=)`: what makes caches of some layers in these formats.
@@ -76,6 +87,6 @@ class Storage(NamedTuple):
         def make_cache(num_blocks: int, layers: Sequence[int]) -> PagedKvCache:
             keys, values = (formats_of_layers(each, layers) for each in self.formats)
             own = {"num_blocks": num_blocks, "num_layers": len(layers), "key_dtype": keys, "value_dtype": values}
-            return make(**options | own)
+            return make(**options | own | {"calibration": self.calibration_of(layers)})
 
         return make_cache

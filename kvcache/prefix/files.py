@@ -113,8 +113,8 @@ def _meaning(caches: Sequence[CachedBlocks]) -> str:
 
     So do rows of another format that is written in Python, since all of them are stored in f32.
     """
-    calibration, own = caches[0].store.calibration, caches[0].formats.fingerprint
-    calibrated = "" if calibration is None else f" calibrated {calibration.fingerprint}"
+    known = [cache.store.calibration for cache in caches if cache.store.calibration is not None]
+    calibrated, own = f" calibrated {known[0].fingerprint}" if known else "", caches[0].formats.fingerprint
     return calibrated + "".join(formats_of(cache.store) for cache in caches) + (f" in {own}" if own else "")
 
 

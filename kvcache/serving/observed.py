@@ -86,10 +86,13 @@ class Observed:
             self._namespaces.popitem(last=False)
         return counts
 
+    @property
+    def any_evicted(self) -> bool:
+        """Whether there are evictions that `note_evictions` has not counted."""
+        return bool(self._evicted)
+
     def note_evictions(self, takers: Iterable[int], pending: Mapping[int, Pending]) -> None:
         """Count what was evicted for works of these numbers, in order to deliver it later."""
-        if not self._evicted:
-            return
         found = (pending.get(number) for number in takers)
         requests = tuple(dict.fromkeys(each for each in found if each is not None))
         while self._evicted:

@@ -11,7 +11,7 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.evicting import Budgets, EvictingSequence
-from kvcache.engine.storage import Storage
+from kvcache.engine.storage import POLICY, WINDOWS, Storage
 from kvcache.engine.windows import LayerGroups
 from kvcache.networks.protocols import Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
@@ -28,10 +28,10 @@ _DEFAULT_TOKENS = 16384  # of the default pool, at most
 
 
 def what_excludes(model: Model, budgets: Budgets | None) -> str:
-    """What excludes a residual and a calibration; empty: nothing does."""
+    """What excludes a residual, see `Storage.of`; empty: nothing does."""
     if budgets is not None:
-        return "an eviction_policy"
-    return "layers that keep a window" if any(each.window for each in layer_attention(model)) else ""
+        return POLICY
+    return WINDOWS if any(each.window for each in layer_attention(model)) else ""
 
 
 def make_pools(
@@ -80,7 +80,6 @@ def make_pools(
         )  # fmt: skip
     options = {
         "block_size": block_size, "num_heads": config.num_kv_heads, "head_dim": config.head_dim, "rotate": rotate,
-        "calibration": storage.calibration,
     }  # fmt: skip
     make = storage.of_layers(PagedKvCache, options)
     windows = WindowPools.of(groups, model, num_blocks, block_size, max_running, make)

@@ -142,7 +142,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Pieces:
         """The pieces of the next step, `(work, number of its next tokens)`; their sequences have room for them."""
-        for work in list(self.running):
+        for work in [] if self._regime_of is None else list(self.running):
             if self._regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from oracle import attend
 from places import GOLDEN
+from windowed_networks import Windowed
 
 from kvcache import BatchEngine, Calibration, InferenceEngine, PrefixCachedEngine, SamplingParams, SnapshotError
 from kvcache.demo import DIRECTORY
@@ -29,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "kvcache"
 
 
-def test_means_and_moments_are_those_of_the_text_but_its_first_tokens(model, rng):
+def test_means_are_those_of_the_text_and_moments_weighted_by_what_is_packed(model, rng):
     tokens = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
     found, config = measure(model, tokens), model.config
     rows = []
@@ -39,12 +40,17 @@ def test_means_and_moments_are_those_of_the_text_but_its_first_tokens(model, rng
         return attend(queries, keys, values, config.head_dim**-0.5)[0].astype(np.float32)
 
     model.forward(tokens, np.arange(300), one, "none")
-    group = config.num_heads // config.num_kv_heads
+    group, places = config.num_heads // config.num_kv_heads, np.arange(300)
+    packed = (places[None] >= 16) & (places[None] < places[:, None] // 64 * 64)  # as queries of groups of 64 read them
     for layer, (queries, keys) in enumerate(rows):
         np.testing.assert_allclose(found.centres[layer], keys[16:].mean(axis=0), atol=1e-3)
         for head in range(config.num_kv_heads):
-            some = queries[16:, head * group : (head + 1) * group].reshape(-1, config.head_dim)
-            np.testing.assert_allclose(found.moments[layer, head], some.T @ some / 284, rtol=1e-3, atol=1e-2)
+            own = queries[:, head * group : (head + 1) * group]
+            scores = np.einsum("qhd,kd->hqk", own, keys[:, head]) * config.head_dim**-0.5
+            mass = np.exp(scores - scores.max(axis=2, keepdims=True)) * (places[None] <= places[:, None])
+            weights = np.maximum((mass * packed).sum(axis=2) / mass.sum(axis=2), 1e-3)[:, 16:]
+            expected = np.einsum("hq,qhc,qhd->cd", weights, own[16:], own[16:]) / weights.sum()
+            np.testing.assert_allclose(found.moments[layer, head], expected, rtol=1e-3, atol=1e-2)
 
 
 def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
@@ -163,7 +169,7 @@ def test_what_calibrate_takes(model, folder, rng):
     policy = EvictionPolicy.SlidingWindow(60, 4)
     with pytest.raises(ValueError, match=r"^calibrate: expected False with an eviction_policy"):
         InferenceEngine(model, calibrate=text, dtype="q4", eviction_policy=policy, kv_budget=64)
-    with pytest.raises(ValueError, match=r"^calibration: expected one of"):
+    with pytest.raises(ValueError, match=r"^calibrate: expected one of"):
         InferenceEngine(model, calibrate=Calibration(np.zeros((1, 2, 8))), dtype="q4")
 
 
@@ -194,3 +200,51 @@ def test_what_biases_add_to_keys_is_centred_without_a_calibration(name, rng):
     with BatchEngine(network, dtype="q4") as batch:
         alone = InferenceEngine(network, dtype="q4").generate(text, GREEDY)
         assert batch.submit(text, GREEDY).result(60) == alone
+
+
+@pytest.mark.parametrize("sizes", [(40,), (24, 70)], ids=["beside layers that keep all", "windows alone"])
+def test_keys_of_layers_with_a_window_are_rounded_with_feedback_and_not_centred(model, rng, sizes):
+    """Their first tokens are packed too. Each cache has the calibration of its layers, in an engine and in batches."""
+    network = Windowed(model, *sizes)
+    text = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
+    engines = [
+        InferenceEngine(network, dtype="q2", calibrate=known, residual_length=0, prefill_chunk=64)
+        for known in (text, False)
+    ]
+    exact = InferenceEngine(network, dtype="f32", prefill_chunk=64)
+    caches = [engines[0].cache, *(group.cache for group in engines[0]._sequence.windows.groups)]
+    layers = sorted(layer for group in engines[0]._sequence.windows.groups for layer in group.layers)
+    known = [cache.calibration for cache in caches if cache.num_layers]
+    assert sum(each.shape[0] for each in known) == model.config.num_layers
+    assert len(layers) >= model.config.num_layers - 1
+    assert not any(each.centres.any() for each in known)
+    assert engines[1].cache.calibration is None
+    whole = measure(network, text)
+    for group in engines[0]._sequence.windows.groups:
+        np.testing.assert_array_equal(group.cache.calibration.moments, whole.moments[list(group.layers)])
+    fresh = rng.integers(0, model.config.vocab_size, 200).astype(np.uint32)
+    rows = []  # keys of the first layer, which are those of every format
+    for engine in (exact, *engines):
+        engine.prefill_from_pos(fresh[:20], 0)
+        (cache,) = [engine.cache] if len(sizes) == 1 else [engine._sequence.windows.groups[0].cache]
+        rows.append(cache.read(0, cache.sequence_ids()[0])[0])
+    near, far = (np.einsum("nhd,hde,nhe->", e, whole.moments[0], e) for e in (each - rows[0] for each in rows[1:]))
+    assert near < 0.8 * far
+    with pytest.raises(ValueError, match=r"^dtype: expected formats with layers that keep a window"):
+        InferenceEngine(network, dtype="auto:4.0", calibrate=text)
+
+
+def test_prefixes_with_windows_are_exact_and_saves_name_the_calibration(model, rng, tmp_path):
+    network = Windowed(model, 24, 70)
+    text = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
+
+    def make(known):
+        return PrefixCachedEngine(InferenceEngine(network, dtype="q4", calibrate=known, residual_length=0), 40)
+
+    one, prompt = make(text), text[:150]
+    first = one.generate(prompt, GREEDY)
+    assert list(one.generate(prompt, GREEDY)) == list(first)
+    one.save(tmp_path / "file", model="a name")
+    make(text).load(tmp_path / "file", model="a name")
+    with pytest.raises(SnapshotError, match="expected model"):
+        make(False).load(tmp_path / "file", model="a name")

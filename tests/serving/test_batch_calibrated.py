@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from serving import GREEDY, Alone, prompts, repeating, run, same, sampled, settled
 from tier_stores import SECRET, ObjectStore
+from windowed_networks import Windowed
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SnapshotError
 from kvcache.engine.calibrating import measure
@@ -118,3 +119,9 @@ def test_saves_and_tiers(network, known, tmp_path):
         alone = InferenceEngine(network, dtype="q4", calibrate=calibrate).generate(text, GREEDY)
         assert answer(engine)[0] == alone
         engine.tiers.close()
+
+
+@pytest.mark.parametrize("sizes", [(40,), (24, 70)], ids=["beside layers that keep all", "windows alone"])
+def test_layers_with_a_window_have_feedback(network, known, sizes):
+    asked = [(prompt, sampled(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(3, 6, 60))]
+    all_of(Windowed(network, *sizes), asked, 60, dtype="q4", calibrate=known)
