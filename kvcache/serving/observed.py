@@ -74,6 +74,14 @@ class Observed:
             for i, more in enumerate((1, work.cached_tokens > 0, work.num_prompt, work.cached_tokens)):
                 counts[i] += more
 
+    def arrived(self, work: Work, num_tokens: int) -> None:
+        """So many further tokens of a prompt need not run, since tiers had them."""
+        if work.shares:
+            counts = self._of(work.namespace)
+            counts[1] += not work.cached_tokens
+            counts[3] += num_tokens
+        work.cached_tokens += num_tokens
+
     def drew(self, work: Work, now: float) -> None:
         """A work has its first new token."""
         self.first_token.add(now - work.arrival)

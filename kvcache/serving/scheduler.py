@@ -269,7 +269,7 @@ class Scheduler:
                 work.started, work.cached_tokens = now, work.computed
                 self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
-                work.cached_tokens += work.computed - work.left_at
+                self.observed.arrived(work, work.computed - work.left_at)
             yield work
 
     def _run(self, work: Work) -> None:
