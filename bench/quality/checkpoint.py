@@ -6,8 +6,9 @@ is that of the mean over windows. Weights stay as they are stored, and meet acti
 would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside them on GGUF files, where
 llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep` goes on from there.
 
-`--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without. Its bits
-are those that it says.
+`--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
+them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
+`kvcache.engine.Policy` over f32, which attends to 256 tokens of the text and to what it has kept of those before.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine.calibrating import text_or_calibration
+from kvcache.engine.policy import is_policy
 from kvcache.engine.residual import num_firsts
 from kvcache.networks.gguf import is_gguf
 
-__all__ = ["HEADER", "RUNS", "Biased", "load_format", "measure", "rows", "texts", "verdicts"]
+__all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "texts", "verdicts"]
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -61,6 +63,7 @@ GOALS = {
 }  # fmt: skip
 TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that without
 RESIDUAL = 64  # tokens per group beside a format written in Python
+SHARES = (10, 20, 40)  # per cent of a window that a policy written in Python keeps
 NORM, EVERY = 200.0, 3  # of the constant; it is in every third of the first nine layers
 
 _MODULES = ("argparse", "textwrap", "shutil", "csv", "heapq", "zipfile", "tarfile", "configparser", "difflib")
@@ -114,28 +117,45 @@ def windows(tokenizer: Any, context: int, total: int) -> Iterator[Tokens]:
                 yield ids[at : at + context]
 
 
-def load_format(place: str) -> Any:
-    """An instance of a format that a module of the search path, or of the working directory, defines.
+def load_own(place: str, kind: str = "format") -> Any:
+    """An instance of a "format" or a "policy" that a module of the search path, or of the working directory, defines.
 
     Raises:
         SystemExit: there is none.
     """
+    is_one, methods = {"format": (is_format, "`encode` and `decode`"), "policy": (is_policy, "`keep`")}[kind]
     module, _, name = place.partition(":")
     sys.path.insert(0, "")
     try:
         own = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise SystemExit(f"--format: expected MODULE:CLASS, got {place}: {error}") from error
+        raise SystemExit(f"--{kind}: expected MODULE:CLASS, got {place}: {error}") from error
     finally:
         sys.path.remove("")
-    if not is_format(own):
-        raise SystemExit(f"--format: expected a class with `encode` and `decode`, got {place}")
+    if not is_one(own):
+        raise SystemExit(f"--{kind}: expected a class with {methods}, got {place}")
     return own
 
 
-def _options(name: str, calibration: Calibration | None, own: dict[str, Any]) -> dict[str, Any]:
+def _own(options: argparse.Namespace, context: int) -> dict[str, dict[str, Any]]:
+    """The runs of formats and policies of the command line, and the options of their engines."""
+    found: dict[str, dict[str, Any]] = {}
+    for place in options.format:
+        pair = [load_own(each) for each in place.split("/")]
+        name = "/".join(map(name_of, pair))
+        for bare, length in (("", RESIDUAL), (BARE, 0)):
+            found[name + bare] = {"key_dtype": pair[0], "value_dtype": pair[-1], "residual_length": length}
+    for place in options.policy:
+        for share in SHARES:
+            policy = load_own(place, "policy")
+            kept = {"eviction_policy": policy, "kv_budget": max(1, context * share // 100), "num_blocks": None}
+            found[f"{name_of(policy)}, {share} % kept"] = kept
+    return found
+
+
+def _options(name: str, calibration: Calibration | None, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if name in own:
-        return {"dtype": own[name], "residual_length": 0 if BARE in name else RESIDUAL}
+        return own[name]
     keys, _, values = name.partition(",")[0].partition("/")
     options: dict[str, Any] = {"dtype": keys} if keys in MIXES else {"key_dtype": keys, "value_dtype": values or keys}
     if BARE in name:
@@ -150,13 +170,15 @@ class _Run:
 
     def __init__(self, recorder: Recorder, context: int, options: dict[str, Any]) -> None:
         self._recorder = recorder
-        self._engine = InferenceEngine(recorder, num_blocks=context // 16 + 1, prefill_chunk=256, **options)
+        self._engine = InferenceEngine(recorder, prefill_chunk=256, **{"num_blocks": context // 16 + 1, **options})
         cache, config = self._engine.cache, self._engine.config
         length = self._engine.residual_length
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
-        own = cache.formats.pair[0]
-        packed = packed if own is None else own.bits
+        own = [each.bits for each in cache.formats.pair if each is not None]  # of both, or of none
+        packed = sum(own) / len(own) if own else packed
+        if "kv_budget" in options:  # of what stays; its cache has one layer
+            packed = FORMATS["f32"].bits * options["kv_budget"] / context
         full = FORMATS["f16"].bits
         self.bits = packed + full * (length + num_firsts("calibrate" in options, length)) / context
 
@@ -169,7 +191,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
 
     Args:
-        options: `model`, `calibrate`, `format`, `tokens`, `context`, `keep` and `quick` of the command line.
+        options: `model`, `calibrate`, `format`, `policy`, `rows`, `tokens`, `context`, `keep` and `quick` of the
+            command line.
         say: takes the state, for a line that is overwritten.
     """
     path = find_file() if options.model == "smollm2" else Path(options.model)
@@ -177,11 +200,13 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     engine = InferenceEngine.from_pretrained(path, activations="exact", num_blocks=1)
     if engine.tokenizer is None:
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
-    formats = [load_format(place) for place in options.format]
-    own = {name_of(each) + bare: each for each in formats for bare in ("", BARE)}
+    context = min(options.context, engine.config.max_position_embeddings)
+    own = _own(options, context)
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own)
+    if unknown := set(options.rows or ()) - set(names):
+        raise SystemExit(f"--rows: expected some of {'; '.join(names)}, got {'; '.join(sorted(unknown))}")
+    names = tuple(options.rows or names)
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
-    context = min(options.context, model.config.max_position_embeddings)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
     dtype = "q4" if options.quick else MIXES[0]  # which needs more of it
@@ -195,7 +220,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
         runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
     with TemporaryDirectory() as folder:
-        rivals = {} if options.quick or not is_gguf(path) else _rivals(path, Path(folder), context)
+        rivals = {} if options.quick or options.rows or not is_gguf(path) else _rivals(path, Path(folder), context)
         every = runs | rivals
         found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
         try:

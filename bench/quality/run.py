@@ -20,6 +20,7 @@ from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.support.report import environment, show
 from kvcache.core.kernels import FORMATS
+from kvcache.demo import DIRECTORY
 
 __all__ = ["add_arguments", "main"]
 
@@ -35,10 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", default="auto", help="--model: a text or a saved calibration (default: auto)")
     parser.add_argument(
         "--format", action="append", default=[], metavar="MODULE:CLASS",
-        help="--model: also a storage format written in Python (may be repeated)",
+        help="--model (by default the demo's): also a storage format written in Python, or two of them, of keys and of "
+        "values, with a slash between (may be repeated)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policy", action="append", default=[], metavar="MODULE:CLASS",
+        help="--model (by default the demo's): also an eviction policy written in Python (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="--model: these rows of its table, by name, and f32")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
@@ -173,7 +180,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
     show(options.markdown, f"K and V of {text}", checkpoint.HEADER, checkpoint.rows(figures))
     if options.plot:
         print(pictures.draw_front(figures, options.plot))
-    if options.model == "smollm2":
+    if options.model == "smollm2" and not options.quick:
         print_verdicts(checkpoint.verdicts(figures))
     if options.json:
         where = {"environment": environment(), "text": text, "figures": figures}
@@ -193,7 +200,8 @@ def print_verdicts(found: list[dict[str, Any]]) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Run the parts, print their tables, write JSON and pictures."""
-    if options.model:
+    if options.model or options.format or options.policy:
+        options.model = options.model or str(DIRECTORY)
         return _checkpoint(options)
     run = _Run(options)
     print(run.text)

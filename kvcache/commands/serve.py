@@ -6,7 +6,7 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, open_engine
-from kvcache.networks.files import read_file
+from kvcache.core.arguments import as_count
 from kvcache.serving.engine import BatchEngine
 
 __all__ = ["add_serve", "keys_of", "serve"]
@@ -31,6 +31,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     keys = f"a KEY in each line, or KEY NAMESPACE; instead of the lines of the variable {VARIABLE}"
     add("--api-keys", metavar="FILE", help=keys)
+    add("--autosave", metavar="DIR", help="a folder that keeps all cached prefixes, also after a crash")
     add("--max-running", type=int, default=64, metavar="N", help="answers that run at a time (%(default)s)")
     add("--max-queue", type=int, default=256, metavar="N", help="answers that wait; more get status 429 (%(default)s)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (%(default)s)")
@@ -59,15 +60,16 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
     model, host, keys = options.model or default, options.host, None
     if options.api_keys is not None or VARIABLE in os.environ:
-        file = None if options.api_keys is None else bytes(read_file(Path(options.api_keys), 2**20)).decode()
-        keys = keys_of((os.environ[VARIABLE] if file is None else file).splitlines())
-    elif host != "localhost" and not ip_address(host).is_loopback:
+        file = options.api_keys
+        keys = keys_of((os.environ[VARIABLE] if file is None else Path(file).read_text("utf-8")).splitlines())
+    elif not _is_loopback(host):
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
+    as_count(options.port, "port", 0, 65535)
     options.model, name = model, options.name or Path(model).name.removesuffix(".gguf")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.create_server((host, options.port), family=family, backlog=1024)) as listening:
         limits = {"max_queue": options.max_queue, "max_running": options.max_running}
-        engine = open_engine(options, BatchEngine.from_pretrained, **limits)
+        engine = open_engine(options, BatchEngine.from_pretrained, autosave=options.autosave, **limits)
         app = make_app(engine, name, keys, max_body=options.max_body, timeout=options.timeout)
         config = uvicorn.Config(
             app, log_level="warning", timeout_graceful_shutdown=options.drain, limit_concurrency=4096,
@@ -80,6 +82,12 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
         finally:
             engine.close(cancel=True)  # where a second signal ended it at once
     return 0
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return host == "localhost" or ip_address(host).is_loopback
+    return False
 
 
 def keys_of(lines: Iterable[str]) -> dict[str, str]:

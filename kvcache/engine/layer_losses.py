@@ -54,12 +54,13 @@ def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[st
         losses: `(num_layers, 2)`, as `measure_losses` returns them.
 
     Raises:
-        ValueError: fewer bits than q2 has, or NaN.
+        ValueError: fewer bits than q2 has, more than q8 has, or NaN.
     """
     steps = sorted(_SHARES, key=lambda name: FORMATS[name].bits)
     cost = {name: FORMATS[name].bits + 32 / head_dim for name in steps}  # a scale and a minimum in f16
-    if not bits >= cost[steps[0]]:
-        raise ValueError(f"dtype: expected at least {cost[steps[0]]:g} bits at head_dim {head_dim}, got {bits:g}")
+    least, most = cost[steps[0]], cost[steps[-1]]
+    if not least <= bits <= most:
+        raise ValueError(f"dtype: expected {least:g} (q2) to {most:g} bits (q8) at head_dim {head_dim}, got {bits:g}")
     chosen = np.zeros(losses.shape, np.int64)
     left = losses.size * (bits - cost[steps[0]]) + 1e-9
     waiting: list[_Step] = []

@@ -112,10 +112,10 @@ class SharedBlocks:
     def _adopt(self, work: Work, running: Sequence[Work], session: CacheSession, most: int) -> tuple[int, int] | None:
         """A new sequence with at most `most` cached tokens of a work, and how many; None: there is no room for it."""
         with self.windows.hold(work, most) as (found, pages):
-            claimed = len(session.shared_blocks) + sum(
-                self.blocks_for(each.num_tokens + MOST_GUESSES) + 1 for each in running
-            )
-            needed = self.blocks_for(work.num_tokens) - found // self.cache.block_size + len(running)
+            size, texts = self.cache.block_size, len(running)
+            tokens = sum([each.num_tokens for each in running])  # each with guesses, a block that it began, and a copy
+            claimed = len(session.shared_blocks) + (tokens + texts * (MOST_GUESSES + size - 1)) // size + texts
+            needed = self.blocks_for(work.num_tokens) - found // size + texts
             if not has_room(self.cache, self.prefixes, needed, claimed):
                 return None
             if not self.windows.have_room(work.num_tokens, found, pages, len(running)):

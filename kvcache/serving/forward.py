@@ -50,11 +50,11 @@ class Forward:
             For each piece float32 `(work.rows_due(count), vocab_size)`.
         """
         tokens = np.concatenate([work.next_tokens(n) for work, n in pieces])
-        positions = np.concatenate([np.arange(work.computed, work.computed + n) for work, n in pieces])
-        lens = np.array([n for _, n in pieces])
-        due = [work.rows_due(n) for work, n in pieces]
-        stops = np.cumsum(lens)
-        rows = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(stops, due, strict=True)])
+        starts, lens = np.array([work.computed for work, _ in pieces]), np.array([n for _, n in pieces])
+        due = np.array([work.rows_due(n) for work, n in pieces])
+        stops, ends = np.cumsum(lens), np.cumsum(due)
+        positions = np.arange(len(tokens)) + np.repeat(starts - (stops - lens), lens)
+        rows = np.arange(ends[-1]) + np.repeat(stops - ends, due)
         places: dict[str, Any] = {"regime": pieces[0][0].regime} if self.regime_of is not None else {}
         wanted: Any = rows
         if not len(rows):
@@ -73,7 +73,7 @@ class Forward:
             raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
         if len(rows) < len(logits):
             logits = logits[rows]
-        return np.split(logits, np.cumsum(due)[:-1])
+        return [logits[end - count : end] for end, count in zip(ends.tolist(), due.tolist(), strict=True)]
 
     def _attend(self, pieces: Sequence[tuple[Work, int]], lens: Any) -> Attend:
         """The `attend` of pieces of texts that share blocks."""

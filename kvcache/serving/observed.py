@@ -74,6 +74,14 @@ class Observed:
             for i, more in enumerate((1, work.cached_tokens > 0, work.num_prompt, work.cached_tokens)):
                 counts[i] += more
 
+    def arrived(self, work: Work, num_tokens: int) -> None:
+        """So many further tokens of a prompt need not run, since tiers had them."""
+        if work.shares:
+            counts = self._of(work.namespace)
+            counts[1] += not work.cached_tokens
+            counts[3] += num_tokens
+        work.cached_tokens += num_tokens
+
     def drew(self, work: Work, now: float) -> None:
         """A work has its first new token."""
         self.first_token.add(now - work.arrival)
@@ -86,10 +94,13 @@ class Observed:
             self._namespaces.popitem(last=False)
         return counts
 
+    @property
+    def any_evicted(self) -> bool:
+        """Whether there are evictions that `note_evictions` has not counted."""
+        return bool(self._evicted)
+
     def note_evictions(self, takers: Iterable[int], pending: Mapping[int, Pending]) -> None:
         """Count what was evicted for works of these numbers, in order to deliver it later."""
-        if not self._evicted:
-            return
         found = (pending.get(number) for number in takers)
         requests = tuple(dict.fromkeys(each for each in found if each is not None))
         while self._evicted:

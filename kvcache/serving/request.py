@@ -112,8 +112,8 @@ class Pending:
 
     def wake(self) -> None:
         """Wake all that wait: there is a new token, or the end."""
-        with suppress(IndexError):
-            while True:
+        while self._waiters:
+            with suppress(IndexError):  # another thread has it
                 self._waiters.popleft()()
 
 

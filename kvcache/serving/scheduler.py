@@ -142,7 +142,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Pieces:
         """The pieces of the next step, `(work, number of its next tokens)`; their sequences have room for them."""
-        for work in list(self.running):
+        for work in [] if self._regime_of is None else list(self.running):
             if self._regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
@@ -269,7 +269,7 @@ class Scheduler:
                 work.started, work.cached_tokens = now, work.computed
                 self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
-                work.cached_tokens += work.computed - work.left_at
+                self.observed.arrived(work, work.computed - work.left_at)
             yield work
 
     def _run(self, work: Work) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +30,12 @@ class Histogram:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+    def __repr__(self) -> str:
+        count = sum(self.counts)
+        sums = zip((*self.bounds, math.inf), accumulate(self.counts), strict=True)
+        half = next(bound for bound, below in sums if 2 * below >= count)
+        return f"Histogram({count}{f', mean {self.total / count:.3g} s, half below {half:g} s' if count else ''})"
 
 
 @dataclass(frozen=True, slots=True)

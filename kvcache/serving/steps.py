@@ -143,6 +143,8 @@ class Steps:
         return busy
 
     def _note_evictions(self, pieces: list[tuple[Work, int]]) -> None:
+        if not self._scheduler.observed.any_evicted:
+            return
         blocks_for = self._scheduler.blocks.blocks_for
         takers = [work for work, n in pieces if blocks_for(work.computed + n) > blocks_for(work.computed)]
         takers = takers or [work for work, _ in pieces]  # a copy of a shared block; the taker was preempted

@@ -26,7 +26,7 @@ from kvcache.tiers.links import Link, Measured
 from kvcache.tiers.protocol import Buffer
 from kvcache.tiers.values import ValueFormat, Wrapping
 
-__all__ = ["Lookup", "Reader"]
+__all__ = ["Lookup", "Reader", "pays"]
 
 logger = logging.getLogger("kvcache")
 
@@ -196,7 +196,7 @@ class Reader:
         value_bytes = lookup.format.value_bytes
         check: _Check | None = None
         while (at := max(at, lookup.reached)) < end and not lookup.cancelled and not self._closed:
-            if not _pays(lookup, link, end - at):
+            if not pays(lookup, link, end - at):
                 link.count("declined")
                 at = lookup.stop  # the next tiers are slower
                 break
@@ -261,7 +261,7 @@ def _window(link: Link) -> float:
     return min(WINDOW, (link.rate.mean or 0.0) * max(_SECONDS, _ROUND_TRIPS * (link.latency.mean or 0.0)))
 
 
-def _pays(lookup: Lookup, link: Link, groups: int) -> bool:
+def pays(lookup: Lookup, link: Link, groups: int) -> bool:
     """Whether a fetch of so many groups takes less than half of the time of computing them, as far as is known."""
     speed, rate = lookup.computing.mean, link.rate.mean
     if speed is None or rate is None:

@@ -25,7 +25,7 @@ from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.bodies import copy_in, copy_out
 from kvcache.tiers.keys import KeyChain
 from kvcache.tiers.links import Link, Measured
-from kvcache.tiers.lookups import Lookup, Reader
+from kvcache.tiers.lookups import Lookup, Reader, pays
 from kvcache.tiers.spaces import SPACE
 from kvcache.tiers.values import VERSION, ValueFormat, Wrapping, wrapping
 from kvcache.tiers.writing import WriteBehind, Written
@@ -116,6 +116,9 @@ class TierSource:
         try:
             lookup = self.make_lookup(name, tokens, first, stop, *self.names(name, tokens), self.format, self.computing)
         except TypeError:  # a namespace that has no bytes
+            return None
+        if not any(pays(lookup, link, stop - first) for link in self._links):
+            self._links[0].count("declined")  # by what was measured in the last minute
             return None
         if not self._reader.submit(lookup):
             self._links[0].count("late")

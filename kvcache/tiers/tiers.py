@@ -33,7 +33,8 @@ class Tiers:
     is passed over for ten seconds.
 
     Writes are queued. Another thread writes a group of 64 tokens when it is evicted, and when `after_uses` requests had
-    it. When the queue is full they are dropped. Threads begin at the first use.
+    it. When the queue is full they are dropped. Threads begin at the first use. Of the memory of values, which all
+    tiers of a process share, 64 MB are kept for the next ones.
 
     Args:
         tiers: objects with the protocol `Tier`, the fastest first, at most eight.

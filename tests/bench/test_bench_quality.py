@@ -78,21 +78,30 @@ def test_formats_are_compared_with_the_f32_cache(model, text):
     assert verdicts == {"q8": True, "q2": figures["q2"]["rise"] <= 0.08}
 
 
-def test_a_format_in_python_has_its_rows(tmp_path, monkeypatch, capsys):
+def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, capsys):
     (tmp_path / "ideas.py").write_text(
         "class Nothing:\n    bits, name = 5, 'as it is'\n    encode = decode = staticmethod(lambda rows: rows)\n"
         "class Neither:\n    pass\n"
+        "class Half(Nothing):\n    bits, name = 3, 'half'\n"
+        "class Last:\n    score_queries = 0\n"
+        "    def keep(self, layer, scores, positions, budget):\n"
+        "        return range(len(positions) - budget, len(positions))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = ["--tokens", "300", "--context", "100", "--format", "ideas:Nothing"]
-    assert main(["quality", "--model", str(DIRECTORY), "--quick", *options]) == 0
+    options += ["--format", "ideas:Nothing/ideas:Half", "--policy", "ideas:Last"]
+    assert main(["quality", "--quick", *options]) == 0  # the demo's model
     shown = capsys.readouterr().out
     assert re.search(r"as it is +15\.24 +[+-]0\.000 ± 0\.000 % +[\de.-]+ ± [\de.-]+ +[\de.-]+ +100\.00 %", shown)
     assert re.search(r"as it is, no residual +5\.00 +[+-]0\.000 ± 0\.000 % +0 ± 0 +0 +100\.00 %", shown)
     for place in ("ideas:Neither", "ideas:Missing", "nowhere:Nothing", "ideas"):
         with pytest.raises(SystemExit, match=r"^--format: expected"):
-            checkpoint.load_format(place)
+            checkpoint.load_own(place)
+    with pytest.raises(SystemExit, match=r"^--policy: expected a class with `keep`, got ideas:Neither"):
+        checkpoint.load_own("ideas:Neither", "policy")
+    assert re.search(r"as it is/half, no residual +4\.00 ", shown)
+    assert [*map(float, re.findall(r"Last, [124]0 % kept +([\d.]+) ", shown))] == [3.2, 6.4, 12.8]
 
 
 def test_a_recorder_changes_nothing(model, text):

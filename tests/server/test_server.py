@@ -340,18 +340,27 @@ def test_the_command(tmp_path):
     """The demo model, from the command line to the answer; SIGTERM ends it."""
     (tmp_path / "keys").write_text("sesame\n")
     command = [sys.executable, "-m", "kvcache", "serve", "--port", "0", "--api-keys", str(tmp_path / "keys")]
+    command += ["--autosave", str(tmp_path / "kept")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         url = re.fullmatch(r"demo at (http://127.0.0.1:\d+/v1)\n", process.stdout.readline())[1]
         client = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0)
-        got = client.completions.create(model="demo", prompt="import ", max_tokens=4)
+        got = client.completions.create(model="demo", prompt="import os\n" * 20, max_tokens=4)
         assert got.usage.completion_tokens == 4
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM)
+    assert any(each.is_file() for each in (tmp_path / "kept").rglob("*")), "the prefix is kept"
 
 
 def test_what_the_command_refuses(capsys, monkeypatch):
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "host: expected a loopback address, or --api-keys" in capsys.readouterr().err
+    for arguments, message in (
+        (["--host", "example.com"], "host: expected a loopback address, or --api-keys beside it, got example.com"),
+        (["--port", "99999"], "port: expected an int <= 65535, got 99999"),
+        (["--api-keys", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+    ):
+        assert main(["serve", *arguments]) == 2
+        assert message in capsys.readouterr().err
     monkeypatch.setenv("KVCACHE_API_KEYS", "")
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "api_keys: expected at least one key" in capsys.readouterr().err

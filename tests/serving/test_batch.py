@@ -23,6 +23,7 @@ from kvcache import (
     SamplingParams,
 )
 from kvcache.demo import DIRECTORY
+from kvcache.serving import Histogram
 
 PROMPTS = prompts(0, 8, 40)
 LONG = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=400)
@@ -119,6 +120,12 @@ def test_the_text_of_what_arrives(stop):
             assert texts == request.text()
             assert request.metrics.new_tokens == sum(len(each.tokens) for each in request.completions())
             assert request.metrics.prompt_tokens == len(request.prompt) > 0
+
+
+def test_a_histogram_shows_its_middle():
+    assert repr(Histogram((1.0, 2.0), (3, 4, 1), 12.0)) == "Histogram(8, mean 1.5 s, half below 2 s)"
+    assert repr(Histogram((1.0, 2.0), (0, 1, 2), 9.0)) == "Histogram(3, mean 3 s, half below inf s)"
+    assert repr(Histogram((1.0, 2.0), (0, 0, 0), 0.0)) == "Histogram(0)"
 
 
 def test_submits_and_cancels_of_many_threads(engine, alone):

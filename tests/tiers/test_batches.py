@@ -37,6 +37,8 @@ def test_engines_of_both_kinds_share_values(network, dtype, residual):
         request = engine.submit(text, sampled(3, 12, logprobs=1))
         same(request.completions()[0], want)
         assert request.metrics.cached_tokens == 256 // group * group
+        counts = engine.namespace_stats()[None]
+        assert (counts.queries, counts.hits, counts.hit_tokens) == (1, 1, 256 // group * group)
         settled(engine)
 
 
