@@ -24,9 +24,12 @@ MODES = {
     "sampled beams": {"num_beams": 3, "do_sample": True},
     "chunks of the prompt": {"prefill_chunk_size": 4},
     "guidance": {"guidance_scale": 1.5},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "ends of some rows": {"eos_token_id": list(range(3, 30, 2))},
 }
 ALONE_MODES = {
     "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "sampled prompt lookup": {"prompt_lookup_num_tokens": 3, "do_sample": True},
     "an assistant": {"assistant_model": "same"},
     "another assistant": {"assistant_model": "other"},
 }
