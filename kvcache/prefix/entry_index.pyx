@@ -83,5 +83,5 @@ cdef class EntryIndex(PrefixIndex):
         cdef Claim claim = space.slots.claim_of(ids.shape[0])
         self.cut_entry(node, claim)
         self.unname_claimed(space, claim)
-        self.spaces.close(space, self.trie)
+        self.spaces.close(space)
         return claim

@@ -49,5 +49,8 @@ cdef class PrefixIndex:
     cdef void unname_claimed(self, Space space, Claim claim) noexcept
     # Unmark a node, and move the pages that only its sequence needs to a claim with room for its whole text.
     cdef void cut_entry(self, int32_t node, Claim claim) noexcept
+    cdef PrefixIndex like(self)
+    # An index like this one with the texts of `load`, of pages that are not named yet.
+    cdef PrefixIndex filled(self, texts)
     # Exchange all pages with an index made by `like`, and drop this one's. Takes no memory and does not fail.
     cdef int swap(self, PrefixIndex other) except -1

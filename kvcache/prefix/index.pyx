@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcache.prefix.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex"]
+__all__ = ["Match", "PrefixIndex", "load"]
 
 cnp.import_array()
 
@@ -40,7 +40,7 @@ cdef class PrefixIndex:
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
         self.kinds = [] if slots is None else [slots]
-        self.spaces = Spaces()
+        self.spaces = Spaces(trie)
         if most_ghosts is not None:
             self.miss_reasons = MissReasons(slots.pool.num_blocks, trie.table.page_size, most_ghosts)
 
@@ -50,8 +50,8 @@ cdef class PrefixIndex:
         if self.miss_reasons is not None:
             self.miss_reasons.reserve(num_pages)
 
-    def like(self):
-        """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
+    cdef PrefixIndex like(self):
+        """An empty index with the same settings."""
         trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
         most_ghosts = None if self.miss_reasons is None else self.miss_reasons.most_pages
         cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
@@ -215,18 +215,6 @@ cdef class PrefixIndex:
             self.trie.table.mark(node, True)
         return node
 
-    def name(self, tokens, pages, name=None, Slots slots=None):
-        """Name pages, int32 `(n,)`, for `tokens` in an index made by `like`, before `commit`."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens), values = np.ascontiguousarray(pages, np.int32)
-        slots = self.slots if slots is None else slots
-        cdef Space space = self.space_for(name, slots)
-        cdef Py_ssize_t existing = 0, old = 0
-        if space.root >= 0:
-            old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
-        cdef int32_t node = self.put(ids, space, int32s(values), values.shape[0], old, &existing)
-        if self.entries:
-            self.trie.table.mark(node, True)
-
     cdef Space space_for(self, object name, Slots slots):
         cdef Space space = self.spaces.open(name, slots)
         if slots not in self.kinds:
@@ -237,25 +225,32 @@ cdef class PrefixIndex:
                      Py_ssize_t *existing) except -1:
         cdef Py_ssize_t size = self.trie.table.page_size, i
         cdef const uint32_t *tokens = uint32s(ids)
-        cdef int32_t root = space.root, node
         if ids.shape[0] != n * size or n == 0:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         for i in range(old, n):    # no prompt finds these pages yet
             memcpy(space.slots.tokens + values[i] * size, tokens + i * size, size * sizeof(uint32_t))
         if self.miss_reasons is not None:
             self.miss_reasons.prepare(tokens, values, old, n)
-        if root < 0:
-            root = self.trie.table.new_root()
-        try:
-            self.spaces.of_root[root] = space
-            node = self.trie.put(root, tokens, n * size, values, existing)
-        except BaseException:
-            if space.root < 0:
-                self.spaces.of_root.pop(root, None)
-                self.trie.table.give(root)
-            raise
-        space.root = root
-        return node
+        return self.trie.put(space.root, tokens, n * size, values, existing)
+
+    cdef PrefixIndex filled(self, texts):
+        cdef PrefixIndex filled = self.like()
+        cdef Space space
+        cdef cnp.ndarray ids, values
+        cdef Py_ssize_t existing, old, count = 0
+        cdef int32_t node
+        for name, slots, tokens, pages in texts:
+            ids, values = uint32_tokens(tokens), np.ascontiguousarray(pages, np.int32)
+            space, existing = filled.space_for(name, <Slots?>slots), 0
+            old = filled.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
+            node = filled.put(ids, space, int32s(values), values.shape[0], old, &existing)
+            count += values.shape[0] - old
+            if self.entries:
+                filled.trie.table.mark(node, True)
+        if filled.miss_reasons is not None:
+            filled.miss_reasons.counts.reserve(count)
+            filled.miss_reasons.ghosts, filled.miss_reasons.roots = self.miss_reasons.ghosts, self.miss_reasons.roots
+        return filled
 
     # -- evict and forget -----------------------------------------------------------------------------------
 
@@ -283,7 +278,7 @@ cdef class PrefixIndex:
             claim.data.n = pages
             self.trie.table.shrink(leaf, pages, claim.data.pages)
         self.unname_claimed(space, claim)
-        self.spaces.close(space, self.trie)
+        self.spaces.close(space)
         return claim
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
@@ -296,7 +291,7 @@ cdef class PrefixIndex:
         while leaf >= 0:
             n, values = self.trie.table.pages(leaf), self.trie.table.values(leaf)
             pages[0] = 0
-            while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
+            while pages[0] < min(n, count) and not self.slots.is_pinned(values[n - 1 - pages[0]]):
                 pages[0] += 1
             if pages[0]:
                 return leaf
@@ -379,7 +374,7 @@ cdef class PrefixIndex:
             else:
                 self.cut_entry(at.node, rest)
                 self.unname_claimed(space, rest)
-        self.spaces.close(space, self.trie)
+        self.spaces.close(space)
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -401,7 +396,7 @@ cdef class PrefixIndex:
         cdef Py_ssize_t id, parked = 0, pins = 0
         self.clean_up()
         self.trie.check()
-        self.spaces.check(self.trie)
+        self.spaces.check()
         for slots in self.kinds:
             slots.check()
             named = [self.trie.all_values(root) for root, space in self.spaces.of_root.items() if space.slots is slots]
@@ -418,3 +413,35 @@ cdef class PrefixIndex:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size <= self.hit_tokens, "prefix index: hits do not add up"
         assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
+
+
+def load(parts):
+    """Name the pages that a file has in indices that are empty, all or none; the pages wait for their content.
+
+    Args:
+        parts: of each index, `(index, texts, claims, sources)`. `texts` are `(name, slots, tokens, pages)`, the text
+            used last at the end; the `claims` are on all their pages, each on those of one `Slots`, and are empty
+            then; the `sources` are what to fetch the content of each from.
+
+    Raises:
+        MemoryError: nothing has changed.
+    """
+    cdef PrefixIndex index, filled
+    cdef Claim claim
+    cdef Py_ssize_t i
+    todo = []
+    for index, texts, claims, sources in parts:
+        index.clean_up()
+        todo.append((index, index.filled(texts), list(zip(claims, sources))))
+    # Nothing fails from here on.
+    for index, filled, pairs in todo:
+        index.swap(filled)
+        index.clock += 1
+        for claim, source in pairs:
+            for i in range(claim.data.n):
+                claim.slots.name_(claim.data.pages[i], index.clock, True)
+                if index.miss_reasons is not None:
+                    index.miss_reasons.count(claim.data.pages[i])
+            if claim.data.n:
+                claim.slots.source = source
+            claim.data.n = 0
