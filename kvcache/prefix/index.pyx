@@ -53,7 +53,7 @@ cdef class PrefixIndex:
     cdef PrefixIndex like(self):
         """An empty index with the same settings."""
         trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
-        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.most_pages
+        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.ring.shape[0]
         cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
         other.kinds = list(self.kinds)
         return other
@@ -249,7 +249,7 @@ cdef class PrefixIndex:
                 filled.trie.table.mark(node, True)
         if filled.miss_reasons is not None:
             filled.miss_reasons.counts.reserve(count)
-            filled.miss_reasons.ghosts, filled.miss_reasons.roots = self.miss_reasons.ghosts, self.miss_reasons.roots
+            filled.miss_reasons.remember_as(self.miss_reasons)
         return filled
 
     # -- evict and forget -----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ cdef class PrefixIndex:
         `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
         self.clean_up()
-        cdef Py_ssize_t pages = 0
+        cdef Py_ssize_t pages = 0, i
         cdef int32_t leaf = self.victim(count, &pages)
         if leaf < 0:
             return None
@@ -268,8 +268,6 @@ cdef class PrefixIndex:
         cdef Space space = self.spaces.of_root[root]
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
         claim.name, claim.tokens = space.name, tokens
-        if self.miss_reasons is not None:
-            self.miss_reasons.remember(space.key, uint32s(tokens), int32s(values), len(tokens))
         if self.entries:
             self.evictions += 1
             self.cut_entry(leaf, claim)
@@ -277,6 +275,8 @@ cdef class PrefixIndex:
             self.evictions += pages
             claim.data.n = pages
             self.trie.table.shrink(leaf, pages, claim.data.pages)
+            for i in range(pages if self.miss_reasons is not None else 0):
+                self.miss_reasons.remember(space.key, claim.data.pages[i])
         self.unname_claimed(space, claim)
         self.spaces.close(space)
         return claim
@@ -385,7 +385,7 @@ cdef class PrefixIndex:
 
     @property
     def nbytes(self):
-        """Bytes of the index: records of all pages, the trie, and the texts of pages evicted last."""
+        """Bytes of the index: records of all pages, the trie, and hashes of pages evicted last."""
         size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
         return size if self.miss_reasons is None else size + self.miss_reasons.nbytes
 
