@@ -201,6 +201,7 @@ def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries)
     spaces = cache.index.spaces.in_use()
     kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space, _ in spaces)]
     _write(path, "entries", model, [cache.index], [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds])
+    logger.info("%s: saved %d entries", os.fspath(path), len(cache.index))
 
 
 def _row_pages(rows: Rows) -> Callable[[Int32], Iterator[list[Any]]]:
@@ -218,8 +219,8 @@ def _row_pages(rows: Rows) -> Callable[[Int32], Iterator[list[Any]]]:
     return pages
 
 
-def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
-    """Name the newest entries of a file, as many as fit; raises as `PrefixKvCache.load`. With the lock held."""
+def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> int:
+    """Name the newest entries of a file, as many as fit; how many. As `PrefixKvCache.load`, with the lock held."""
     snapshot = Snapshot(path, "entries", model)
     try:
         kinds = _kinds_for(snapshot, cache)
@@ -227,6 +228,8 @@ def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries)
     except SnapshotError as error:
         raise SnapshotError(f"{snapshot.path}: {error}") from error
     load([_entries_of(snapshot, kinds, cache)])
+    logger.info("%s: loaded %d entries", snapshot.path, len(cache.index))
+    return len(cache.index)
 
 
 def _kinds_for(snapshot: Snapshot, cache: CachedEntries) -> list[RowSlots]:

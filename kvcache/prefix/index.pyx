@@ -168,7 +168,7 @@ cdef class PrefixIndex:
 
     # -- insert ---------------------------------------------------------------------------------------------
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None):
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None, bint waits=False):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
         A page that is cached already stays; it takes the slots of those groups that it has none in.
@@ -176,17 +176,23 @@ cdef class PrefixIndex:
         Args:
             head: from `head` of the same tokens, or of the first of them; None: there is none.
             slots: of a new namespace; by default those of all.
+            waits: the pages wait for their content.
 
         Returns:
             The trie's node that ends with the last page.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
+        cdef Py_ssize_t size = self.trie.table.page_size
         slots = self.slots if slots is None else slots
         if fresh.slots is not slots or (head is not None and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
         self.clean_up()
-        cdef Space space = self.space_for(name, slots)
+        cdef Space space = self.spaces.open(name, slots)
+        if slots not in self.kinds:
+            self.kinds.append(slots)
+        if ids.shape[0] != n * size or n == 0:
+            raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         cdef int32_t node
         cdef int32_t *values = <int32_t *>malloc(n * sizeof(int32_t))
         if values == NULL:
@@ -195,7 +201,11 @@ cdef class PrefixIndex:
             if old:
                 memcpy(values, head.data.pages, old * sizeof(int32_t))
             memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
-            node = self.put(ids, space, values, n, old, &existing)
+            for i in range(old, n):    # no prompt finds these pages yet
+                memcpy(slots.tokens + values[i] * size, uint32s(ids) + i * size, size * sizeof(uint32_t))
+            if self.miss_reasons is not None:
+                self.miss_reasons.prepare(uint32s(ids), values, old, n)
+            node = self.trie.put(space.root, uint32s(ids), n * size, values, &existing)
             # Nothing fails from here on.
             if slots.table != NULL and existing > old:
                 self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
@@ -203,7 +213,7 @@ cdef class PrefixIndex:
                     slots.fill(values[i], fresh.data.pages[i - old])
             self.clock += 1
             for i in range(existing, n):
-                slots.name_(values[i], self.clock, False)
+                slots.name_(values[i], self.clock, waits)
                 if self.miss_reasons is not None:
                     self.miss_reasons.count(values[i])
                 if i < old:    # it had left the trie, and the claim has kept it
@@ -214,43 +224,6 @@ cdef class PrefixIndex:
         if self.entries:
             self.trie.table.mark(node, True)
         return node
-
-    cdef Space space_for(self, object name, Slots slots):
-        cdef Space space = self.spaces.open(name, slots)
-        if slots not in self.kinds:
-            self.kinds.append(slots)
-        return space
-
-    cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
-                     Py_ssize_t *existing) except -1:
-        cdef Py_ssize_t size = self.trie.table.page_size, i
-        cdef const uint32_t *tokens = uint32s(ids)
-        if ids.shape[0] != n * size or n == 0:
-            raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
-        for i in range(old, n):    # no prompt finds these pages yet
-            memcpy(space.slots.tokens + values[i] * size, tokens + i * size, size * sizeof(uint32_t))
-        if self.miss_reasons is not None:
-            self.miss_reasons.prepare(tokens, values, old, n)
-        return self.trie.put(space.root, tokens, n * size, values, existing)
-
-    cdef PrefixIndex filled(self, texts):
-        cdef PrefixIndex filled = self.like()
-        cdef Space space
-        cdef cnp.ndarray ids, values
-        cdef Py_ssize_t existing, old, count = 0
-        cdef int32_t node
-        for name, slots, tokens, pages in texts:
-            ids, values = uint32_tokens(tokens), np.ascontiguousarray(pages, np.int32)
-            space, existing = filled.space_for(name, <Slots?>slots), 0
-            old = filled.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
-            node = filled.put(ids, space, int32s(values), values.shape[0], old, &existing)
-            count += values.shape[0] - old
-            if self.entries:
-                filled.trie.table.mark(node, True)
-        if filled.miss_reasons is not None:
-            filled.miss_reasons.counts.reserve(count)
-            filled.miss_reasons.remember_as(self.miss_reasons)
-        return filled
 
     # -- evict and forget -----------------------------------------------------------------------------------
 
@@ -326,7 +299,7 @@ cdef class PrefixIndex:
     cdef int swap(self, PrefixIndex other) except -1:
         cdef Slots slots
         cdef int32_t page
-        for slots in other.kinds:
+        for slots in self.kinds:
             for page in range(<int32_t>slots.pool.num_blocks):
                 if slots.pages[page].named:
                     slots.unname(page)
@@ -420,28 +393,28 @@ def load(parts):
 
     Args:
         parts: of each index, `(index, texts, claims, sources)`. `texts` are `(name, slots, tokens, pages)`, the text
-            used last at the end; the `claims` are on all their pages, each on those of one `Slots`, and are empty
+            used last at the end; the `claims` are on all their pages, each on those of one `Slots`, and released
             then; the `sources` are what to fetch the content of each from.
 
     Raises:
         MemoryError: nothing has changed.
     """
-    cdef PrefixIndex index, filled
-    cdef Claim claim
-    cdef Py_ssize_t i
-    todo = []
-    for index, texts, claims, sources in parts:
-        index.clean_up()
-        todo.append((index, index.filled(texts), list(zip(claims, sources))))
-    # Nothing fails from here on.
-    for index, filled, pairs in todo:
-        index.swap(filled)
-        index.clock += 1
-        for claim, source in pairs:
-            for i in range(claim.data.n):
-                claim.slots.name_(claim.data.pages[i], index.clock, True)
-                if index.miss_reasons is not None:
-                    index.miss_reasons.count(claim.data.pages[i])
-            if claim.data.n:
+    cdef PrefixIndex index, empty
+    cdef MissReasons before, after
+    empties = [(<PrefixIndex?>index).like() for index, *_ in parts]
+    try:
+        for index, texts, _, _ in parts:
+            for name, slots, tokens, pages in texts:
+                index.insert(tokens, slots.share(pages), name, None, slots, True)
+    except BaseException:
+        for (index, *_), empty in zip(parts, empties):
+            before, after = index.miss_reasons, empty.miss_reasons
+            if before is not None:    # what was evicted earlier stays known
+                after.ghosts, after.ring, after.place = before.ghosts, before.ring, before.place
+            index.swap(empty)
+        raise
+    for *_, claims, sources in parts:
+        for claim, source in zip(claims, sources):
+            if len(claim):
                 claim.slots.source = source
-            claim.data.n = 0
+            claim.release()

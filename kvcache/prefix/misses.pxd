@@ -38,4 +38,3 @@ cdef class MissReasons:
     cdef void uncount(self, int32_t page) noexcept
     # Remember an evicted page; without memory nothing is remembered.
     cdef void remember(self, uint64_t space, int32_t page) noexcept
-    cdef void remember_as(self, MissReasons other) noexcept    # share what the other remembers, which is then dropped

@@ -78,9 +78,6 @@ cdef class MissReasons:
         self.ghosts.put(ghost, self.place)
         self.place = (self.place + 1) % <int32_t>self.ring.shape[0]
 
-    cdef void remember_as(self, MissReasons other) noexcept:
-        self.ghosts, self.ring, self.place = other.ghosts, other.ring, other.place
-
     @property
     def nbytes(self):
         """Bytes of memory that this holds."""
