@@ -64,7 +64,7 @@ class CachedEntries:
         self._make_room(kind, len(ids) - length, not index.has_entry(ids, name))
         claim = kind.take_rows(len(ids) - length, self.max_bytes)
         kind.rows.write(claim.pages, [k[length:] for k in keys], [v[length:] for v in values])
-        index.insert(ids, claim, name, head, kind, self.config.max_entries)
+        index.insert(ids, claim, name, head, kind, most_entries=self.config.max_entries)
 
     def kind(self, num_layers: int, kv_dim: int) -> RowSlots:
         """The slots for rows of this shape, in use or new."""

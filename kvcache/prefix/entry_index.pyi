@@ -9,6 +9,6 @@ class EntryIndex(PrefixIndex):
     def lease(self, tokens: Any, name: Hashable = None, least: int = 1, whole: bool = False) -> Claim | None: ...
     def insert(
         self, tokens: Any, fresh: Claim, name: Hashable = None, head: Claim | None = None, slots: Slots | None = None,
-        most_entries: int = -1,
+        waits: bool = False, most_entries: int = -1,
     ) -> int: ...  # fmt: skip
     def remove(self, tokens: Any, name: Hashable = None) -> Claim | None: ...

@@ -57,14 +57,14 @@ cdef class EntryIndex(PrefixIndex):
         return claim
 
     def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None,
-               int64_t most_entries=-1):
+               bint waits=False, int64_t most_entries=-1):
         """As of `PrefixIndex`, as an entry.
 
         Args:
             most_entries: while there are more, unmark entries that this one extends, the longest first; -1: no limit.
         """
         cdef NodeTable table = self.trie.table
-        cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots), last = node
+        cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots, waits), last = node
         while most_entries >= 0 and table.num_entries > most_entries and table.nodes[node].parent >= 0:
             node = table.nodes[node].parent
             self.evictions += table.nodes[node].marked
@@ -83,5 +83,5 @@ cdef class EntryIndex(PrefixIndex):
         cdef Claim claim = space.slots.claim_of(ids.shape[0])
         self.cut_entry(node, claim)
         self.unname_claimed(space, claim)
-        self.spaces.close(space, self.trie)
+        self.spaces.close(space)
         return claim

@@ -15,8 +15,7 @@ from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.commit import commit
-from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.index import PrefixIndex, load
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import BLOCK_SIZE, Rows
 from kvcache.prefix.saved import SavedPages, saved_blocks, saved_rows
@@ -32,7 +31,9 @@ logger = logging.getLogger("kvcache")
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-Part = tuple[PrefixIndex, PrefixIndex, Sequence[Claim], Sequence[SavedPages]]  # of `commit`
+UInt32 = npt.NDArray[np.uint32]
+Text = tuple[Hashable, Slots, UInt32, Int32]
+Part = tuple[PrefixIndex, Iterator[Text], Sequence[Claim], Sequence[SavedPages]]  # of `load`
 
 
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:
@@ -71,26 +72,23 @@ def _write(
     )  # fmt: skip
 
 
-def _part(
-    snapshot: Snapshot, index: PrefixIndex, claims: dict[int, Claim], readers: dict[int, SavedPages], chosen: Int64,
-    kept: Sequence[int],
-) -> Part:  # fmt: skip
-    """What an index takes of a file.
+def _texts(
+    snapshot: Snapshot, claims: dict[int, Claim], readers: dict[int, SavedPages], chosen: Int64, kept: Sequence[int]
+) -> Iterator[Text]:
+    """The texts that an index takes of a file, the oldest first.
 
     Args:
         claims, readers: by arena.
         chosen: the segments to take with all above them, newest first.
         kept: pages to take of each segment.
     """
-    segments, filled = snapshot.segments, index.like()
-    for i, tokens, places in walk_back(segments, snapshot.firsts, chosen):
-        space = int(segments.namespaces[i])
+    for i, tokens, places in walk_back(snapshot.segments, snapshot.firsts, chosen):
+        space = int(snapshot.segments.namespaces[i])
         arena = int(snapshot.arena_of[space])
         slots = claims[arena].slots
-        end = len(tokens) - int(segments.lengths[i]) + kept[i] * slots.page_size
+        end = len(tokens) - int(snapshot.segments.lengths[i]) + kept[i] * slots.page_size
         pages = readers[arena].pages_at(places[: end : slots.page_size] // slots.page_size)
-        filled.name(tokens[:end], pages, snapshot.names[space], slots)
-    return index, filled, list(claims.values()), list(readers.values())
+        yield snapshot.names[space], slots, tokens[:end], pages
 
 
 # -- blocks --------------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
             takers = _takers(snapshot, caches)
         except SnapshotError as error:
             raise SnapshotError(f"{snapshot.path}: {error}") from error
-        commit([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
+        load([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
         count = len(caches[0].index)
     logger.info("%s: loaded %d blocks", snapshot.path, count)
     return count
@@ -191,7 +189,7 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
     places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
     claim = slots.take(len(places))
     reader = saved_blocks(snapshot, arena, claim, places, cache.store)
-    return _part(snapshot, cache.index, {arena: claim}, {arena: reader}, chosen, kept)
+    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept), [claim], [reader]
 
 
 # -- entries -------------------------------------------------------------------------------------------------
@@ -203,6 +201,7 @@ def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries)
     spaces = cache.index.spaces.in_use()
     kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space, _ in spaces)]
     _write(path, "entries", model, [cache.index], [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds])
+    logger.info("%s: saved %d entries", os.fspath(path), len(cache.index))
 
 
 def _row_pages(rows: Rows) -> Callable[[Int32], Iterator[list[Any]]]:
@@ -220,15 +219,17 @@ def _row_pages(rows: Rows) -> Callable[[Int32], Iterator[list[Any]]]:
     return pages
 
 
-def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
-    """Name the newest entries of a file, as many as fit; raises as `PrefixKvCache.load`. With the lock held."""
+def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> int:
+    """Name the newest entries of a file, as many as fit; how many. As `PrefixKvCache.load`, with the lock held."""
     snapshot = Snapshot(path, "entries", model)
     try:
         kinds = _kinds_for(snapshot, cache)
         well_formed(snapshot.segments, np.arange(len(snapshot.segments.lengths)), 1)
     except SnapshotError as error:
         raise SnapshotError(f"{snapshot.path}: {error}") from error
-    commit([_entries_of(snapshot, kinds, cache)])
+    load([_entries_of(snapshot, kinds, cache)])
+    logger.info("%s: loaded %d entries", snapshot.path, len(cache.index))
+    return len(cache.index)
 
 
 def _kinds_for(snapshot: Snapshot, cache: CachedEntries) -> list[RowSlots]:
@@ -260,4 +261,5 @@ def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: CachedEntries)
             places = ranges(snapshot.firsts, segments.lengths, mine)
             claims[i] = kind.take_rows(len(places), cache.max_bytes)
             readers[i] = saved_rows(snapshot, i, claims[i], places, kind.rows)
-    return _part(snapshot, cache.index, claims, readers, entries, segments.lengths.tolist())
+    texts = _texts(snapshot, claims, readers, entries, segments.lengths.tolist())
+    return cache.index, texts, list(claims.values()), list(readers.values())

@@ -41,13 +41,11 @@ cdef class PrefixIndex:
     cdef int clean_up(self) except -1
     # A claim with the pages of the longest match, none of them referenced yet, and with room for one more.
     cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at)
-    cdef Space space_for(self, object name, Slots slots)
-    cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
-                     Py_ssize_t *existing) except -1
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
     # Note that the trie does not name the claim's pages any more, which it returned last first.
     cdef void unname_claimed(self, Space space, Claim claim) noexcept
     # Unmark a node, and move the pages that only its sequence needs to a claim with room for its whole text.
     cdef void cut_entry(self, int32_t node, Claim claim) noexcept
+    cdef PrefixIndex like(self)
     # Exchange all pages with an index made by `like`, and drop this one's. Takes no memory and does not fail.
     cdef int swap(self, PrefixIndex other) except -1

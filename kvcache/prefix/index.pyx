@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcache.prefix.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex"]
+__all__ = ["Match", "PrefixIndex", "load"]
 
 cnp.import_array()
 
@@ -40,7 +40,7 @@ cdef class PrefixIndex:
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
         self.kinds = [] if slots is None else [slots]
-        self.spaces = Spaces()
+        self.spaces = Spaces(trie)
         if most_ghosts is not None:
             self.miss_reasons = MissReasons(slots.pool.num_blocks, trie.table.page_size, most_ghosts)
 
@@ -50,10 +50,10 @@ cdef class PrefixIndex:
         if self.miss_reasons is not None:
             self.miss_reasons.reserve(num_pages)
 
-    def like(self):
-        """An empty index with the same settings, to be filled by `name` and put in the place of this by `commit`."""
+    cdef PrefixIndex like(self):
+        """An empty index with the same settings."""
         trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
-        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.most_pages
+        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.ring.shape[0]
         cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
         other.kinds = list(self.kinds)
         return other
@@ -168,7 +168,7 @@ cdef class PrefixIndex:
 
     # -- insert ---------------------------------------------------------------------------------------------
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None):
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None, bint waits=False):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
         A page that is cached already stays; it takes the slots of those groups that it has none in.
@@ -176,17 +176,23 @@ cdef class PrefixIndex:
         Args:
             head: from `head` of the same tokens, or of the first of them; None: there is none.
             slots: of a new namespace; by default those of all.
+            waits: the pages wait for their content.
 
         Returns:
             The trie's node that ends with the last page.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
+        cdef Py_ssize_t size = self.trie.table.page_size
         slots = self.slots if slots is None else slots
         if fresh.slots is not slots or (head is not None and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
         self.clean_up()
-        cdef Space space = self.space_for(name, slots)
+        cdef Space space = self.spaces.open(name, slots)
+        if slots not in self.kinds:
+            self.kinds.append(slots)
+        if ids.shape[0] != n * size or n == 0:
+            raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         cdef int32_t node
         cdef int32_t *values = <int32_t *>malloc(n * sizeof(int32_t))
         if values == NULL:
@@ -195,7 +201,11 @@ cdef class PrefixIndex:
             if old:
                 memcpy(values, head.data.pages, old * sizeof(int32_t))
             memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
-            node = self.put(ids, space, values, n, old, &existing)
+            for i in range(old, n):    # no prompt finds these pages yet
+                memcpy(slots.tokens + values[i] * size, uint32s(ids) + i * size, size * sizeof(uint32_t))
+            if self.miss_reasons is not None:
+                self.miss_reasons.prepare(uint32s(ids), values, old, n)
+            node = self.trie.put(space.root, uint32s(ids), n * size, values, &existing)
             # Nothing fails from here on.
             if slots.table != NULL and existing > old:
                 self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
@@ -203,7 +213,7 @@ cdef class PrefixIndex:
                     slots.fill(values[i], fresh.data.pages[i - old])
             self.clock += 1
             for i in range(existing, n):
-                slots.name_(values[i], self.clock, False)
+                slots.name_(values[i], self.clock, waits)
                 if self.miss_reasons is not None:
                     self.miss_reasons.count(values[i])
                 if i < old:    # it had left the trie, and the claim has kept it
@@ -215,48 +225,6 @@ cdef class PrefixIndex:
             self.trie.table.mark(node, True)
         return node
 
-    def name(self, tokens, pages, name=None, Slots slots=None):
-        """Name pages, int32 `(n,)`, for `tokens` in an index made by `like`, before `commit`."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens), values = np.ascontiguousarray(pages, np.int32)
-        slots = self.slots if slots is None else slots
-        cdef Space space = self.space_for(name, slots)
-        cdef Py_ssize_t existing = 0, old = 0
-        if space.root >= 0:
-            old = self.trie.walk(space.root, uint32s(ids), ids.shape[0]).length // self.trie.table.page_size
-        cdef int32_t node = self.put(ids, space, int32s(values), values.shape[0], old, &existing)
-        if self.entries:
-            self.trie.table.mark(node, True)
-
-    cdef Space space_for(self, object name, Slots slots):
-        cdef Space space = self.spaces.open(name, slots)
-        if slots not in self.kinds:
-            self.kinds.append(slots)
-        return space
-
-    cdef int32_t put(self, cnp.ndarray ids, Space space, const int32_t *values, Py_ssize_t n, Py_ssize_t old,
-                     Py_ssize_t *existing) except -1:
-        cdef Py_ssize_t size = self.trie.table.page_size, i
-        cdef const uint32_t *tokens = uint32s(ids)
-        cdef int32_t root = space.root, node
-        if ids.shape[0] != n * size or n == 0:
-            raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
-        for i in range(old, n):    # no prompt finds these pages yet
-            memcpy(space.slots.tokens + values[i] * size, tokens + i * size, size * sizeof(uint32_t))
-        if self.miss_reasons is not None:
-            self.miss_reasons.prepare(tokens, values, old, n)
-        if root < 0:
-            root = self.trie.table.new_root()
-        try:
-            self.spaces.of_root[root] = space
-            node = self.trie.put(root, tokens, n * size, values, existing)
-        except BaseException:
-            if space.root < 0:
-                self.spaces.of_root.pop(root, None)
-                self.trie.table.give(root)
-            raise
-        space.root = root
-        return node
-
     # -- evict and forget -----------------------------------------------------------------------------------
 
     def evict(self, Py_ssize_t count=1):
@@ -265,7 +233,7 @@ cdef class PrefixIndex:
         `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
         self.clean_up()
-        cdef Py_ssize_t pages = 0
+        cdef Py_ssize_t pages = 0, i
         cdef int32_t leaf = self.victim(count, &pages)
         if leaf < 0:
             return None
@@ -273,8 +241,6 @@ cdef class PrefixIndex:
         cdef Space space = self.spaces.of_root[root]
         cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
         claim.name, claim.tokens = space.name, tokens
-        if self.miss_reasons is not None:
-            self.miss_reasons.remember(space.key, uint32s(tokens), int32s(values), len(tokens))
         if self.entries:
             self.evictions += 1
             self.cut_entry(leaf, claim)
@@ -282,8 +248,10 @@ cdef class PrefixIndex:
             self.evictions += pages
             claim.data.n = pages
             self.trie.table.shrink(leaf, pages, claim.data.pages)
+            for i in range(pages if self.miss_reasons is not None else 0):
+                self.miss_reasons.remember(space.key, claim.data.pages[i])
         self.unname_claimed(space, claim)
-        self.spaces.close(space, self.trie)
+        self.spaces.close(space)
         return claim
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
@@ -296,7 +264,7 @@ cdef class PrefixIndex:
         while leaf >= 0:
             n, values = self.trie.table.pages(leaf), self.trie.table.values(leaf)
             pages[0] = 0
-            while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
+            while pages[0] < min(n, count) and not self.slots.is_pinned(values[n - 1 - pages[0]]):
                 pages[0] += 1
             if pages[0]:
                 return leaf
@@ -331,7 +299,7 @@ cdef class PrefixIndex:
     cdef int swap(self, PrefixIndex other) except -1:
         cdef Slots slots
         cdef int32_t page
-        for slots in other.kinds:
+        for slots in self.kinds:
             for page in range(<int32_t>slots.pool.num_blocks):
                 if slots.pages[page].named:
                     slots.unname(page)
@@ -379,7 +347,7 @@ cdef class PrefixIndex:
             else:
                 self.cut_entry(at.node, rest)
                 self.unname_claimed(space, rest)
-        self.spaces.close(space, self.trie)
+        self.spaces.close(space)
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -390,7 +358,7 @@ cdef class PrefixIndex:
 
     @property
     def nbytes(self):
-        """Bytes of the index: records of all pages, the trie, and the texts of pages evicted last."""
+        """Bytes of the index: records of all pages, the trie, and hashes of pages evicted last."""
         size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
         return size if self.miss_reasons is None else size + self.miss_reasons.nbytes
 
@@ -401,7 +369,7 @@ cdef class PrefixIndex:
         cdef Py_ssize_t id, parked = 0, pins = 0
         self.clean_up()
         self.trie.check()
-        self.spaces.check(self.trie)
+        self.spaces.check()
         for slots in self.kinds:
             slots.check()
             named = [self.trie.all_values(root) for root, space in self.spaces.of_root.items() if space.slots is slots]
@@ -418,3 +386,35 @@ cdef class PrefixIndex:
             assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size <= self.hit_tokens, "prefix index: hits do not add up"
         assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
+
+
+def load(parts):
+    """Name the pages that a file has in indices that are empty, all or none; the pages wait for their content.
+
+    Args:
+        parts: of each index, `(index, texts, claims, sources)`. `texts` are `(name, slots, tokens, pages)`, the text
+            used last at the end; the `claims` are on all their pages, each on those of one `Slots`, and released
+            then; the `sources` are what to fetch the content of each from.
+
+    Raises:
+        MemoryError: nothing has changed.
+    """
+    cdef PrefixIndex index, empty
+    cdef MissReasons before, after
+    empties = [(<PrefixIndex?>index).like() for index, *_ in parts]
+    try:
+        for index, texts, _, _ in parts:
+            for name, slots, tokens, pages in texts:
+                index.insert(tokens, slots.share(pages), name, None, slots, True)
+    except BaseException:
+        for (index, *_), empty in zip(parts, empties):
+            before, after = index.miss_reasons, empty.miss_reasons
+            if before is not None:    # what was evicted earlier stays known
+                after.ghosts, after.ring, after.place = before.ghosts, before.ring, before.place
+            index.swap(empty)
+        raise
+    for *_, claims, sources in parts:
+        for claim, source in zip(claims, sources):
+            if len(claim):
+                claim.slots.source = source
+            claim.release()

@@ -1,6 +1,6 @@
 """Why a lookup missed, at a cost that does not grow with the number of namespaces.
 
-    evicted             the page was cached before: `ghosts` has the tokens of the pages evicted last
+    evicted             the page was cached before: `ghosts` has the pages evicted last
     namespace           another one has it: `counts` has all cached texts
     shorter_than_block  the prompt continues like a cached page, but not to its end; or it is shorter than a page
     no_shared_prefix    none of these
@@ -12,7 +12,6 @@ wrong, nothing else: K and V are never found this way.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.idmap cimport IdMap
-from kvcache.trie.trie cimport TokenTrie
 
 
 cdef enum:
@@ -23,9 +22,9 @@ cdef class MissReasons:
     cdef IdMap counts            # hash of a text -> pages that end it
     cdef uint64_t[::1] texts     # (num_pages,) hash of the text that each page ends
     cdef uint64_t[::1] factors   # (page_size,) odd, of the tokens of a page: their sum of products is its hash
-    cdef TokenTrie ghosts
-    cdef IdMap roots             # hash of a namespace's name -> root of its ghosts
-    cdef Py_ssize_t most_pages   # of ghosts
+    cdef IdMap ghosts            # hash of a namespace's name and a text -> its place in `ring`
+    cdef uint64_t[::1] ring      # (most_pages,) these hashes
+    cdef int32_t place           # of the oldest, where the next one goes
     cdef Py_ssize_t page_size
 
     cdef int reserve(self, Py_ssize_t num_pages) except -1
@@ -37,5 +36,5 @@ cdef class MissReasons:
     cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1
     cdef void count(self, int32_t page) noexcept
     cdef void uncount(self, int32_t page) noexcept
-    # Remember evicted pages, the last ones of this text of `n` tokens; without memory nothing is remembered.
-    cdef void remember(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t n) noexcept
+    # Remember an evicted page; without memory nothing is remembered.
+    cdef void remember(self, uint64_t space, int32_t page) noexcept

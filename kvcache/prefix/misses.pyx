@@ -3,7 +3,6 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.idmap cimport IdMap, mix
-from kvcache.trie.trie cimport TokenTrie
 
 import numpy as np
 
@@ -17,11 +16,11 @@ cdef class MissReasons:
 
     def __init__(self, Py_ssize_t num_pages, Py_ssize_t page_size, Py_ssize_t most_pages):
         cdef Py_ssize_t i
-        self.page_size, self.most_pages = page_size, most_pages
+        self.page_size = page_size
         self.texts, self.factors = np.zeros(num_pages, np.uint64), np.empty(page_size, np.uint64)
         for i in range(page_size):    # far from the hashes of short texts, which are `mix` of small numbers
             self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
-        self.counts, self.ghosts, self.roots = IdMap(), TokenTrie(page_size), IdMap()
+        self.counts, self.ghosts, self.ring = IdMap(), IdMap(), np.zeros(max(most_pages, 1), np.uint64)
 
     cdef int reserve(self, Py_ssize_t num_pages) except -1:
         cdef uint64_t[::1] texts
@@ -41,11 +40,10 @@ cdef class MissReasons:
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,
                  bint inside) noexcept:
         cdef Py_ssize_t end = (found + 1) * self.page_size
-        cdef int32_t root = self.roots.get(space)
-        if root >= 0 and self.ghosts.walk(root, tokens, end).length == end:
+        cdef uint64_t text = self.extended(self.texts[pages[found - 1]] if found else 0, tokens + end - self.page_size)
+        if self.ghosts.get(mix(space ^ text)) >= 0:
             return EVICTED
-        cdef uint64_t text = self.texts[pages[found - 1]] if found else 0
-        if self.counts.get(self.extended(text, tokens + end - self.page_size)) > 0:
+        if self.counts.get(text) > 0:
             return ELSEWHERE    # in this namespace it would have matched
         return SHORTER if inside else NONE_SHARED
 
@@ -68,38 +66,30 @@ cdef class MissReasons:
         else:
             self.counts.drop(self.texts[page])
 
-    cdef void remember(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t n) noexcept:
-        cdef int32_t out[64]
-        cdef int32_t root = self.roots.get(space)
-        cdef Py_ssize_t slot, existing
+    cdef void remember(self, uint64_t space, int32_t page) noexcept:
+        cdef uint64_t oldest = self.ring[self.place], ghost = mix(space ^ self.texts[page])
         try:
-            if root < 0:
-                self.roots.reserve(self.roots.used + 1)
-                root = self.ghosts.table.new_root()
-                self.roots.put(space, root)
-            self.ghosts.put(root, tokens, n, pages, &existing)
+            self.ghosts.reserve(self.ghosts.used + 1)
         except MemoryError:
             return
-        while self.ghosts.table.num_pages > self.most_pages:
-            self.ghosts.free_pages(min(64, self.ghosts.table.num_pages - self.most_pages), out)
-        if self.roots.used > self.most_pages + 64:
-            for slot in range(self.roots.capacity):
-                root = self.roots.values[slot]
-                if root >= 0 and self.ghosts.table.nodes[root].child < 0:
-                    self.roots.drop(self.roots.keys[slot])
-                    self.ghosts.table.give(root)
+        if self.ghosts.get(oldest) == self.place:
+            self.ghosts.drop(oldest)
+        self.ring[self.place] = ghost
+        self.ghosts.put(ghost, self.place)
+        self.place = (self.place + 1) % <int32_t>self.ring.shape[0]
 
     @property
     def nbytes(self):
         """Bytes of memory that this holds."""
-        return 8 * self.texts.shape[0] + self.counts.nbytes + self.ghosts.nbytes + self.roots.nbytes
+        return 8 * (self.texts.shape[0] + self.ring.shape[0]) + self.counts.nbytes + self.ghosts.nbytes
 
     def check(self, pages):
         """Verify every invariant, given the pages that are cached, int32; AssertionError names the broken one."""
-        for part in (self.counts, self.ghosts, self.roots):
-            part.check()
+        self.counts.check()
+        self.ghosts.check()
         texts, counts = np.unique(np.asarray(self.texts)[pages], return_counts=True)
         assert self.counts.used == len(texts), f"misses: {self.counts.used} texts are counted, not {len(texts)}"
         for text, count in zip(texts.tolist(), counts.tolist()):
             assert self.counts.get(text) == count, f"misses: expected {count} pages, got {self.counts.get(text)}"
-        assert self.ghosts.table.num_pages <= self.most_pages, "misses: more ghosts than allowed"
+        for key in self.ghosts.keys_list():
+            assert self.ring[<Py_ssize_t>self.ghosts[key]] == key, "misses: a ghost without a place"

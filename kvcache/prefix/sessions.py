@@ -166,8 +166,8 @@ class PrefixCacheStats:
         miss_reasons: why lookups stopped. "evicted": the next block was cached before. "namespace": another namespace
             has it. "shorter_than_block": a cached block begins with the same tokens, but differs before its end; or
             the prompt is shorter than a block, which is no miss. "no_shared_prefix": none of these.
-        bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and the tokens
-            of the blocks evicted last.
+        bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and a hash of
+            each of the blocks evicted last.
     """
 
     hit_rate: float

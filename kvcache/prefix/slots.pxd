@@ -27,9 +27,8 @@ cdef enum:
 cdef struct page_t:
     int64_t born          # the index's clock when the page was last named
     int64_t used          # and when it was last found
-    int32_t pins          # claims and lookups that keep it, and so all before it, in the trie
-    int32_t lookups       # lookups that hold it, each until `release`
-    int32_t lookup_pins   # those among its pins
+    int32_t pins          # claims that keep it, and so all before it, in the trie
+    int32_t lookups       # lookups that hold it, each until `release`, and keep it likewise
     int32_t parked        # the leaf that ends with this page, if an eviction has found the page pinned; -1: none
     bint named
     bint waits            # named, and its content is still in a file
@@ -68,7 +67,8 @@ cdef class Slots:
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
     cdef void end_lookup(self, int32_t id) noexcept          # the hold of one lookup on a page
     cdef void end_claim(self, claim_t *claim) noexcept       # release its pages and its pin
-    cdef void unpin(self, int32_t page) noexcept
+    cdef bint is_pinned(self, int32_t page) noexcept
+    cdef void unpin(self, int32_t page, int32_t pins, int32_t lookups) noexcept    # end so many
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
     cdef void forget_pins(self) noexcept

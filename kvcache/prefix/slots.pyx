@@ -19,8 +19,8 @@ cnp.import_array()
 
 
 # `page_t` for NumPy. A memoryview would do, but NumPy parses its format in Python, where an interrupt can end a call.
-RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("pins", "i4"), ("lookups", "i4"), ("lookup_pins", "i4"),
-                   ("parked", "i4"), ("named", "i4"), ("waits", "i4")])
+RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("pins", "i4"), ("lookups", "i4"), ("parked", "i4"),
+                   ("named", "i4"), ("waits", "i4")], align=True)
 assert RECORD.itemsize == sizeof(page_t)
 
 
@@ -74,7 +74,7 @@ cdef class Slots:
             raise MemoryError(f"no memory for {num_pages} pages")
         self.tokens = <uint32_t *>grown
         for page in range(self.num_records, num_pages):
-            self.pages[page] = page_t(born=0, used=0, pins=0, lookups=0, lookup_pins=0, parked=-1, named=0, waits=0)
+            self.pages[page] = page_t(born=0, used=0, pins=0, lookups=0, parked=-1, named=0, waits=0)
         self.num_records = num_pages
 
     def grow(self, Py_ssize_t num_pages):
@@ -128,13 +128,17 @@ cdef class Slots:
         if claim.next != NULL:
             claim.next.before = claim.before
         if claim.pinned >= 0:
-            self.unpin(claim.pinned)
+            self.unpin(claim.pinned, 1, 0)
         self.release_pages(claim.pages, claim.n)
 
-    cdef void unpin(self, int32_t page) noexcept:
+    cdef bint is_pinned(self, int32_t page) noexcept:
+        return self.pages[page].pins + self.pages[page].lookups > 0
+
+    cdef void unpin(self, int32_t page, int32_t pins, int32_t lookups) noexcept:
         cdef page_t *record = &self.pages[page]
-        record.pins -= 1
-        if record.pins == 0 and record.parked >= 0:
+        record.pins -= pins
+        record.lookups -= lookups
+        if record.parked >= 0 and not self.is_pinned(page):
             self.trie.table.nodes[record.parked].pins -= 1
             self.trie.table.list_leaf(record.parked)
             record.parked = -1
@@ -194,7 +198,7 @@ cdef class Slots:
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept:
         cdef page_t *record = &self.pages[page]
         record.named, record.waits, record.born, record.used = True, waits, clock, clock
-        record.pins, record.lookup_pins, record.parked = 0, 0, -1
+        record.pins, record.parked = 0, -1
         self.num_waiting += waits
 
     cdef void unname(self, int32_t page) noexcept:
@@ -205,8 +209,7 @@ cdef class Slots:
         cdef Py_ssize_t page
         cdef claim_t *claim = self.claims
         for page in range(self.pool.num_blocks):
-            self.pages[page].pins = self.pages[page].lookup_pins = 0
-            self.pages[page].parked = -1
+            self.pages[page].pins, self.pages[page].parked = 0, -1
         while claim != NULL:
             claim.pinned = -1
             claim = claim.next
@@ -264,11 +267,7 @@ cdef class Slots:
             pages[i] = -1
 
     cdef void end_lookup(self, int32_t id) noexcept:
-        cdef page_t *record = &self.pages[id]
-        record.lookups -= 1
-        if record.lookup_pins:
-            record.lookup_pins -= 1
-            self.unpin(id)
+        self.unpin(id, 0, 1)
         self.release_pages(&id, 1)
 
     def is_looked_up(self, Py_ssize_t page):
@@ -337,11 +336,11 @@ cdef class Slots:
         for page in range(self.pool.num_blocks):
             record = &self.pages[page]
             waiting += record.waits
-            assert record.pins == pins[page] + record.lookup_pins, f"page {page}: pins do not add up"
-            assert 0 <= record.lookup_pins <= record.lookups, f"page {page}: lookups do not add up"
+            assert record.pins == pins[page], f"page {page}: pins do not add up"
+            assert record.lookups >= 0, f"page {page}: lookups do not add up"
             assert record.named or not (record.waits or record.pins), f"page {page}: waits or is pinned without a name"
             assert not (record.waits and held[page]), f"page {page}: waits and is held"
-            assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
+            assert record.parked < 0 or self.is_pinned(page), f"page {page}: its leaf is parked, and nothing pins it"
         assert waiting == self.num_waiting, "slots: pages that wait do not add up"
         assert waiting or self.source is None, "slots: nothing waits, and there is a source"
         assert (self.counts(references=True) <= self.pool.ref_counts()).all(), "slots: the pool counts fewer references"
@@ -387,11 +386,9 @@ cdef class Claim:
         cdef Py_ssize_t i
         cdef claim_t *data = self.data
         for i in range(data.held):
-            self.slots.pages[data.pages[i]].pins += 1
             self.slots.pages[data.pages[i]].lookups += 1
-            self.slots.pages[data.pages[i]].lookup_pins += 1
         if data.pinned >= 0:
-            self.slots.unpin(data.pinned)
+            self.slots.unpin(data.pinned, 1, 0)
         self.slots.release_pages(data.pages + data.held, data.n - data.held)
         data.n, data.held, data.pinned = 0, 0, -1
 

@@ -1,6 +1,6 @@
 """Namespaces: name -> Space -> root of the trie, and back.
 
-A namespace whose last page is evicted loses its root at once and its name at the next call: forgetting a name runs the
+A namespace whose last page is evicted keeps its name and its root until the next call: forgetting a name runs the
 caller's `__hash__` and `__eq__`, which may raise.
 """
 
@@ -14,19 +14,20 @@ cdef class Space:
     cdef readonly object name
     cdef readonly Slots slots
     cdef uint64_t key      # hash of the name
-    cdef int32_t root      # -1: nothing of it is cached
+    cdef int32_t root
     cdef Space next        # of those that may be vacant
     cdef bint listed       # among these
 
 
 cdef class Spaces:
+    cdef TokenTrie trie
     cdef dict by_name      # name -> Space
     cdef dict of_root      # root -> Space
     cdef Space vacant      # first of a list
 
-    cdef Space find(self, object name)                     # None: nothing of it is cached
-    cdef Space open(self, object name, Slots slots)        # the same, or a new one, without a root
-    cdef int close(self, Space space, TokenTrie trie) except -1    # if it has no pages
-    cdef void list_vacant(self, Space space) noexcept
+    cdef bint is_vacant(self, Space space) noexcept        # whether nothing of it is cached
+    cdef Space find(self, object name)                     # None: there is none, or it is vacant
+    cdef Space open(self, object name, Slots slots)        # the same, or a new one
+    cdef void close(self, Space space) noexcept            # note that it may be vacant
     cdef int forget_vacant(self) except -1
-    cdef int check(self, TokenTrie trie) except -1
+    cdef int check(self) except -1

@@ -6,7 +6,6 @@ many entries share is there once, and a lookup finds the longest common prefix t
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Hashable
 from dataclasses import replace
@@ -29,8 +28,6 @@ from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
 from kvcache.prefix.row_slots import LeasedState
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
-
-logger = logging.getLogger("kvcache")
 
 Float32 = npt.NDArray[np.float32]
 
@@ -173,8 +170,6 @@ class PrefixKvCache(IndexedCache):
         """
         with self._lock:
             save_entries(path, str(model), self._cached)
-            count = len(self)
-        logger.info("%s: saved %d entries", os.fspath(path), count)
 
     def load(self, path: str | os.PathLike[str], model: str = "") -> int:
         """Load what `save` wrote, the most recently used entries first, as many as the limits allow; how many.
@@ -194,10 +189,7 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             if len(self):
                 raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} entries")
-            load_entries(path, str(model), self._cached)
-            count = len(self)
-        logger.info("%s: loaded %d entries", os.fspath(path), count)
-        return count
+            return load_entries(path, str(model), self._cached)
 
     # -- the rest -------------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.commit import commit
-from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.index import PrefixIndex, load
 from kvcache.prefix.slots import Slots
 from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie
@@ -199,19 +198,19 @@ class IndexMachine(RuleBasedStateMachine):
     def load(self, name, texts, dropped, bad):
         """Load texts. The content of all pages arrives but for one, which is forgotten with what continues it."""
         self.slots.release_dropped()
-        filled, claim = self.index.like(), self.slots.take(self.slots.room(6))
-        free, page_of, order = claim.pages.tolist(), {}, []
+        claim = self.slots.take(self.slots.room(6))
+        free, page_of, order, named = claim.pages.tolist(), {}, [], []
         for tokens in texts:
             parts = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE)]
             new = [text for text in parts if text not in page_of]
             if new and len(new) <= len(free):
                 page_of |= {text: free.pop(0) for text in new}
-                filled.name(parts[-1][1], np.array([page_of[text] for text in parts], np.int32), name)
+                named.append((name, self.slots, parts[-1][1], np.array([page_of[text] for text in parts], np.int32)))
                 order.append(parts)
         claim.cut(len(page_of))
         if dropped or not page_of:
             return
-        commit([(self.index, filled, [claim], [object()])])
+        load([(self.index, named, [claim], [object()])])
         self.page_of = page_of
         self.present = {text: bool((self.slots.of(np.array([page])) >= 0).all()) for text, page in page_of.items()}
         for parts in order:
