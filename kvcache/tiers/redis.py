@@ -9,9 +9,9 @@ from typing import Any
 
 from kvcache.core.arguments import as_count
 from kvcache.core.copying import refuse_copies
+from kvcache.tiers.fetching import Fetcher, Unfit
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.protocol import Buffer
-from kvcache.tiers.streams import Streams, Unfit
 
 __all__ = ["RedisTier"]
 
@@ -19,9 +19,9 @@ __all__ = ["RedisTier"]
 class RedisTier:
     """Values in Redis or Valkey. The client decides on addresses, TLS, passwords and timeouts; the server on eviction.
 
-    Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Values come and
-    go over one connection to each node, of all of them side by side (`tiers/streams.py`); with TLS or a cache in the
-    client, every call is one pipeline of single commands.
+    Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Values are
+    fetched over one connection to each node, from all of them side by side (`tiers/fetching.py`); a client with TLS or
+    a cache, and every other call, has one pipeline of single commands.
 
     Args:
         client: a synchronous client of `redis` or `valkey` (`Redis`, `RedisCluster`, `Valkey`, `ValkeyCluster`), with
@@ -49,12 +49,12 @@ class RedisTier:
             raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
         self.client, self.secret, self.prefix = client, as_secret(secret), prefix
         self.ttl = None if ttl is None else as_count(ttl, "ttl", 1)
-        self._prefix, self._streams = prefix.encode(), Streams(client)
+        self._prefix, self._fetcher = prefix.encode(), Fetcher(client)
 
     def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See `Tier`. Raises what the client raises."""
         with suppress(Unfit):
-            return list(self._streams.get([self._name(key) for key in keys]))
+            return list(self._fetcher.get([self._name(key) for key in keys]))
         return self._run(keys, lambda pipeline, key: pipeline.get(self._name(key)))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
@@ -63,9 +63,6 @@ class RedisTier:
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """See `Tier`. Raises what the client raises, such as an error of a server without memory."""
-        with suppress(Unfit):
-            options = () if self.ttl is None else ("EX", self.ttl)
-            return self._streams.put([(self._name(key), value) for key, value in items], *options)
         self._run(items, lambda pipeline, item: pipeline.set(self._name(item[0]), memoryview(item[1]), ex=self.ttl))
 
     def _run(self, items: Sequence[Any], command: Callable[[Any, Any], object]) -> list[Any]:

@@ -1,10 +1,9 @@
-"""`Streams`: GET and SET over the connections of a Redis or Valkey client, each value received where it stays.
+"""`Fetcher`: GET over the connections of a Redis or Valkey client, each value received where it stays.
 
 A pipeline of the client reads all replies of a call into one buffer that grows, and takes each value out of it with two
 more copies. Most of its time is the system's, for new memory, and a server that prepares all replies at once has the
 same cost. Here a connection has as many requests under way as its round trip asks for, one on a fast network, and a
-value goes from the socket to where it stays. Values are sent two at a time, which a server takes in half the time.
-Everything else is left to the client: TLS, caches, slots that have moved.
+value goes from the socket to where it stays. Everything else is left to the client: TLS, caches, errors.
 """
 
 from __future__ import annotations
@@ -17,27 +16,25 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from kvcache.tiers.links import Measured
-from kvcache.tiers.protocol import Buffer
 from kvcache.tiers.spaces import SPACE
 
-__all__ = ["Streams", "Unfit"]
+__all__ = ["Fetcher", "Unfit"]
 
 _NEAR, _LARGE = 1e-3, 1 << 18  # a round trip of so many seconds, a value of so many bytes: one request at a time
-_FEW, _LATE = 2, 0.02  # where answers take fewer seconds than this, so few values are unanswered
 _LINE = 32  # bytes that have the first line of a value
 
 Received = TypeVar("Received", int, bytes)
 
 
 class Unfit(Exception):
-    """The client has to do it itself."""
+    """The client has to fetch the values itself."""
 
 
 class _Stream:
-    """One connection.
+    """The requests of one connection.
 
     Attributes:
-        names: to be asked for, of `get`.
+        names: to be asked for.
         waiting: replies that are on their way.
     """
 
@@ -62,20 +59,9 @@ class _Stream:
     def ask(self, ahead: int) -> None:
         """Send requests until so many are under way."""
         while self.names and self.waiting < ahead:
-            self.send("GET", self.names.popleft())
-
-    def send(self, *command: Any) -> None:
-        """Send a command."""
-        # A PING in between, for health_check_interval, would take a reply that waits.
-        self.connection.send_command(*command, check_health=not self.waiting)
-        self.waiting += 1
-
-    def reply(self) -> float:
-        """Read the reply to a command that returns no value; the seconds that it took."""
-        began = monotonic()
-        self.connection.read_response()
-        self.waiting -= 1
-        return monotonic() - began
+            # A PING in between, for health_check_interval, would take a reply that waits.
+            self.connection.send_command("GET", self.names.popleft(), check_health=not self.waiting)
+            self.waiting += 1
 
     def line(self) -> bytes:
         """The first line of the next reply."""
@@ -96,7 +82,7 @@ class _Stream:
         return value[:size]
 
 
-class Streams:
+class Fetcher:
     """Values by the names of their keys.
 
     Args:
@@ -107,29 +93,6 @@ class Streams:
         self._client = client
         self._wait, self._transfer = Measured(0.1, 1.0), Measured()  # seconds of a round trip, and of a value
         self._size = 0  # bytes of the last value
-        self._unanswered = _FEW  # values that are sent to a server before it has answered
-
-    def put(self, items: Sequence[tuple[bytes, Buffer]], *options: object) -> None:
-        """SET each name to a value, with options.
-
-        Raises:
-            Unfit, Exception: see `get`.
-        """
-        slowest = 0.0
-        with self._streams([name for name, _ in items]) as streams:
-            try:
-                for stream, (name, value) in zip(streams, items, strict=True):
-                    while stream.waiting >= self._unanswered:
-                        slowest = max(slowest, stream.reply())
-                    stream.send("SET", name, memoryview(value), *options)
-                for stream in dict.fromkeys(streams):
-                    while stream.waiting:
-                        slowest = max(slowest, stream.reply())
-            except Exception as error:
-                if hasattr(self._client, "get_node_from_key"):  # perhaps a slot that has moved
-                    raise Unfit from error
-                raise
-        self._unanswered = _FEW if slowest < _LATE else 2 * self._unanswered
 
     def get(self, names: Sequence[bytes]) -> list[memoryview | None]:
         """The value of each name.

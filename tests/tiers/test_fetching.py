@@ -1,8 +1,7 @@
-"""`Streams`: values over the connections of real clients, in pieces of any size, cut off, late, and of another kind."""
+"""`Fetcher`: values over the connections of real clients, in pieces of any size, cut off, late, and of another kind."""
 
 import socket
 import threading
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ import redis
 from tier_stores import SECRET
 
 from bench.support.redis_servers import Cluster, Server
-from kvcache.tiers import RedisTier, streams
-from kvcache.tiers.streams import Streams, Unfit
+from kvcache.tiers import RedisTier
+from kvcache.tiers.fetching import Fetcher, Unfit
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -90,8 +89,8 @@ def test_values_come_whole(server, rng, options, monkeypatch):
         for source, most in (client, 30_000), (redis.Redis(port=wire.port, socket_timeout=60, **options), 300):
             tier, names, values = filled(source, rng, most)
             for ahead in (1, 2, 7, 100):  # requests under way
-                monkeypatch.setattr(Streams, "_ahead", ahead)
-                assert tier._streams.get([tier._name(name) for name in names]) == values
+                monkeypatch.setattr(Fetcher, "_ahead", ahead)
+                assert tier._fetcher.get([tier._name(name) for name in names]) == values
                 assert idle(source)
             assert tier.get_many(names) == values
             assert tier.contains_many(names) == [True] * 30 + [False] * 10
@@ -101,73 +100,43 @@ def test_values_of_a_cluster_come_whole(tmp_path, rng):
     with Cluster(tmp_path) as cluster, cluster.client() as client:
         tier, names, values = filled(client, rng, 300_000)
         for wait in (0.0, 1.0):
-            tier._streams._wait.add(wait)
-            assert tier._streams.get([tier._name(name) for name in names]) == values
+            tier._fetcher._wait.add(wait)
+            assert tier._fetcher.get([tier._name(name) for name in names]) == values
             assert idle(*map(client.get_redis_connection, client.get_primaries()))
         cluster.move(client.keyslot(tier._name(names[3])))
         with pytest.raises(Unfit):
-            tier._streams.get([tier._name(names[3])])
+            tier._fetcher.get([tier._name(names[3])])
         assert tier.get_many(names) == values
-        assert tier._streams.get([tier._name(name) for name in names]) == values
+        assert tier._fetcher.get([tier._name(name) for name in names]) == values
 
 
 def test_the_round_trip_decides_how_many_are_under_way(server):
     with server.client() as client:
-        made = RedisTier(client, secret=SECRET)._streams
-        assert made._ahead == 1
-        made._transfer.add(0.004)
+        fetcher = RedisTier(client, secret=SECRET)._fetcher
+        assert fetcher._ahead == 1
+        fetcher._transfer.add(0.004)
         for wait, size, ahead in ((0.0004, 1 << 20, 1), (0.0004, 1 << 10, 2), (0.041, 1 << 20, 12)):
-            made._wait.__init__()
-            made._wait.add(wait)
-            made._size = size
-            assert made._ahead == ahead
-
-
-def again(call):
-    """What a call returns as soon as it is not late."""
-    for _ in range(600):
-        with suppress(TimeoutError, redis.TimeoutError):
-            return call()
-    raise AssertionError("expected an answer, got 600 timeouts")
+            fetcher._wait.__init__()
+            fetcher._wait.add(wait)
+            fetcher._size = size
+            assert fetcher._ahead == ahead
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_connections_that_end_or_hang(server, rng, waits):
     """At every place of a reply: an error, and the next call has a connection that begins anew."""
-    with (
-        Wire(server.port) as wire, server.client() as direct,
-        redis.Redis(port=wire.port, socket_timeout=0.1 if waits else 60, retry=None) as client,
-    ):  # fmt: skip
-        _, names, values = filled(direct, rng)
-        tier, wire.most = RedisTier(client, secret=SECRET), 1 << 16
-        stored = [(name, value[::-1]) for name, value in zip(names[:30], values[:30], strict=True)]
+    with Wire(server.port) as wire, redis.Redis(port=wire.port, socket_timeout=0.05, retry=None) as client:
+        tier, names, values = filled(client, rng)
+        wire.most = 1 << 16
+        assert tier.get_many(names) == values
         total = sum(len(value or b"") + 8 for value in values)
-        for left in [1, 2, 3, 4, 7, *rng.integers(1, total, 5).tolist()]:
-            assert again(lambda: tier.get_many(names)) == values
+        for left in [1, 2, 3, 4, 7, *rng.integers(1, total, 8).tolist()]:
             wire.left, wire.waits = left, waits
             with pytest.raises((OSError, redis.RedisError)):
-                tier._streams.get([tier._name(name) for name in names])
+                tier._fetcher.get([tier._name(name) for name in names])
             wire.left = None
+            assert tier.get_many(names) == values
             assert idle(client)
-        for left in (1, 7, 20):  # of replies of 5 bytes each
-            again(lambda: tier.put_many(stored))
-            wire.left = left
-            with pytest.raises(redis.RedisError):
-                tier.put_many(stored)
-            wire.left = None
-            assert idle(client)
-        assert again(lambda: tier.get_many(names[:30])) == [value for _, value in stored]
-
-
-def test_slow_answers_let_more_values_be_unanswered(server, rng, monkeypatch):
-    with server.client() as client:
-        tier, names, values = filled(client, rng)
-        items = list(zip(names[:30], values[:30], strict=True))
-        for late, unanswered in ((0.0, 4), (0.0, 8), (1e9, 2), (1e9, 2)):
-            monkeypatch.setattr(streams, "_LATE", late)
-            tier.put_many(items)
-            assert tier._streams._unanswered == unanswered
-        assert tier.get_many(names) == values
 
 
 def test_what_is_left_to_the_client(server, rng):
@@ -182,7 +151,7 @@ def test_what_is_left_to_the_client(server, rng):
         with server.client(single_connection_client=True) as other:
             again = RedisTier(other, secret=SECRET)
             with pytest.raises(Unfit):
-                again._streams.get([again._name(name) for name in names])
+                again._fetcher.get([again._name(name) for name in names])
             assert again.get_many(names) == values
         gone = redis.Redis(port=1, retry=None)
         with pytest.raises(redis.ConnectionError):
