@@ -73,7 +73,7 @@ class ResidualSequences:
         self._sequences, self._attention, self._table, self.rows = sequences, attention, table, rows
         self.length, self.firsts = length, firsts
         self._spans: dict[int, Span] = {}  # by uid
-        self._moving: tuple[int, ...] = ()  # uids whose rows may be those of another text until the call ends
+        self._moving: tuple[int, ...] = ()  # uids of sequences that a call is exchanging
         self._lock = MendingLock(lock, self._mend)
         self.free, self.free_batch = sequences.free, sequences.free_batch
         self.read, self.compact, self.grow = sequences.read, sequences.compact, sequences.grow

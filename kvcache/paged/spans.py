@@ -14,7 +14,7 @@ def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -
 
     Raises:
         TypeError, ValueError: no integers; a length above 256; more first tokens than a group has; a limit in bytes
-            beside rows whose number follows from that of the sequences.
+            beside a residual, whose memory grows with the sequences.
     """
     length = as_count(residual_length, "residual_length", 0, 256)
     if length and max_memory_bytes is not None:

@@ -1,7 +1,7 @@
 """Namespaces: name -> Space -> root of the trie, and back.
 
-A namespace whose last page is evicted keeps its name and its root until the next call: forgetting a name runs the
-caller's `__hash__` and `__eq__`, which may raise.
+A namespace keeps its name and its root when its last page is evicted. The next call forgets them: that runs `__hash__`
+and `__eq__` of the caller's name, which may raise.
 """
 
 from libc.stdint cimport int32_t, uint64_t

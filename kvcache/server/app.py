@@ -39,8 +39,8 @@ def make_app(
     Args:
         engine: has a tokenizer; it has the limits of queue and memory.
         model: the name by which clients ask for the model.
-        keys: API keys, and the namespace of each; namespaces share no cached prefixes. None: everybody is answered
-            whose request names this machine by a loopback address, all in one namespace.
+        keys: API keys, and the namespace of each; namespaces share no cached prefixes. None: requests need
+            no key, must address this machine as a loopback host, and share one namespace.
         max_body: the most bytes of a body.
         timeout: seconds from the arrival of a body to the last token of its answer.
     """

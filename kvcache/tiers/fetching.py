@@ -136,7 +136,7 @@ class Fetcher:
 
     @contextmanager
     def _streams(self, names: Sequence[bytes]) -> Iterator[list[_Stream]]:
-        """The stream of each name; one for each node, whose connection is closed if its replies were not read."""
+        """The stream of each name. Each node has one; its connection is closed if it has unread replies."""
         client, opened = self._client, dict[int, _Stream]()
         own = ("connection", "read_from_replicas", "load_balancing_strategy")  # one connection, and choices among nodes
         if any(getattr(client, name, None) for name in own):

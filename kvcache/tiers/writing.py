@@ -22,7 +22,7 @@ __all__ = ["WriteBehind", "Written"]
 
 _AT_ONCE = 8 << 20  # bytes of values in one call of a tier
 _ASKED = 256  # values of which one call asks whether the tier has them
-_POLL, _PAUSED = 0.002, 0.1  # seconds between two looks: of who flushes, and of a thread whose tier is passed over
+_POLL, _PAUSED = 0.002, 0.1  # seconds: `flush` looks this often, and so does a thread while its tier pauses
 
 
 class Written(NamedTuple):
