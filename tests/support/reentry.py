@@ -159,7 +159,8 @@ class Run:
 
     def signals(self, seconds, timeouts):
         """A timer whose handler calls; with `timeouts` its errors, and errors of its own, leave it."""
-        number, system, inner, depth, armed, handled = 0, None, None, 0, False, 0
+        number, system, inner, depth, handled = 0, None, None, 0, 0
+        armed = calling = False  # whether an error may leave the handler: one of its own, one that a request has kept
 
         def handler(*_):
             nonlocal depth, armed, handled
@@ -175,6 +176,9 @@ class Run:
                     system._call_that_may_raise(inner.random.choice(self.names))
                 else:
                     inner()
+            except (HandlerError, *DOCUMENTED):
+                if calling:
+                    raise
             finally:
                 depth -= 1
 
@@ -189,15 +193,15 @@ class Run:
             while time.monotonic() < deadline and len(self.problems) < 20:
                 what = inner.random.choice(self.names)
                 try:
-                    armed = timeouts
+                    armed, calling = timeouts, True
                     try:
                         system._call(what, ArgumentWrapper())
                     finally:
-                        armed = False
+                        armed = calling = False
                 except (HandlerError, *DOCUMENTED):
-                    armed = False
+                    armed = calling = False
                 except Exception as error:
-                    armed = False
+                    armed = calling = False
                     if not hasattr(error, "handlers"):
                         self.problems.append(f"{what} under signals: {traceback.format_exc()}")
                 self.calls += 1
