@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcache.core.arguments import as_count
 from kvcache.core.copying import refuse_copies
-from kvcache.tiers.fetching import Fetcher, Unfit
+from kvcache.tiers.connections import Connections, Unfit
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.protocol import Buffer
 
@@ -20,8 +20,8 @@ class RedisTier:
     """Values in Redis or Valkey. The client decides on addresses, TLS, passwords and timeouts; the server on eviction.
 
     Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Values are
-    fetched over one connection to each node, from all of them side by side (`tiers/fetching.py`); a client with TLS or
-    a cache, and every other call, has one pipeline of single commands.
+    fetched and stored over one connection to each node, all of them side by side (`tiers/connections.py`); a client with
+    TLS or a cache, and every other call, has one pipeline of single commands.
 
     Args:
         client: a synchronous client of `redis` or `valkey` (`Redis`, `RedisCluster`, `Valkey`, `ValkeyCluster`), with
@@ -49,12 +49,12 @@ class RedisTier:
             raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
         self.client, self.secret, self.prefix = client, as_secret(secret), prefix
         self.ttl = None if ttl is None else as_count(ttl, "ttl", 1)
-        self._prefix, self._fetcher = prefix.encode(), Fetcher(client)
+        self._prefix, self._connections = prefix.encode(), Connections(client)
 
     def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See `Tier`. Raises what the client raises."""
         with suppress(Unfit):
-            return list(self._fetcher.get([self._name(key) for key in keys]))
+            return list(self._connections.get([self._name(key) for key in keys]))
         return self._run(keys, lambda pipeline, key: pipeline.get(self._name(key)))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
@@ -63,7 +63,10 @@ class RedisTier:
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """See `Tier`. Raises what the client raises, such as an error of a server without memory."""
-        self._run(items, lambda pipeline, item: pipeline.set(self._name(item[0]), memoryview(item[1]), ex=self.ttl))
+        try:
+            self._connections.put([(self._name(key), value) for key, value in items], self.ttl)
+        except Unfit:
+            self._run(items, lambda pipeline, item: pipeline.set(self._name(item[0]), memoryview(item[1]), ex=self.ttl))
 
     def _run(self, items: Sequence[Any], command: Callable[[Any, Any], object]) -> list[Any]:
         """One command for each item in one pipeline; the first error of one of them, if any, is raised at the end."""

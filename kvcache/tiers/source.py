@@ -315,11 +315,17 @@ class TierSource:
             own = tokens[group * size : (group + 1) * size].copy() if own is None else own
             value, wrapping, bit = SPACE(bytes_), wrappings[number], 1 << number
             copy_out(self._cached.store, pages, wrapping.body(self.format, value))
+            try:  # at once, while the processor's caches have the body
+                wrapping.seal(self.format, keys[number][group], own, value)
+            except Exception as error:
+                self._links[number].failed(error)
+                self._links[number].count("dropped")
+                continue
             again = bool(known.wrong & bit)
             known.sent |= bit
             known.wrong &= ~bit
             lost = partial(_lost, known, bit)
-            self._writers[number].offer(Written(keys[number][group], own, value, self.format, wrapping, again, lost))
+            self._writers[number].offer(Written(keys[number][group], value, again, lost))
 
     def _group(self, key: bytes) -> _Group:
         known = self._known.get(key)

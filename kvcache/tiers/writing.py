@@ -7,20 +7,17 @@ from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from queue import SimpleQueue
-from threading import Thread
 from time import monotonic, sleep
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from kvcache.tiers.links import Link
-from kvcache.tiers.values import ValueFormat, Wrapping
 
 __all__ = ["WriteBehind", "Written"]
 
-_AT_ONCE, _MOST = 8 << 20, 256  # bytes and number of the values in one call of a tier
+_AT_ONCE = 24 << 20  # bytes of values in one call of a tier: nodes of a cluster wait for the last one at its end
+_ASKED = 256  # values of which one call asks whether the tier has them
 _POLL, _PAUSED = 5e-4, 0.1  # seconds: `flush` looks this often, and so does a thread while its tier pauses
 
 
@@ -28,18 +25,13 @@ class Written(NamedTuple):
     """A group of tokens to be written to a tier.
 
     Attributes:
-        key, tokens: of its value.
-        value: its bytes, to be sealed; the body stands in its place.
-        form, wrapping: of the value.
+        key, value: under which key the tier gets which bytes.
         again: whether to replace the value under the key.
         lost: called if the value was not written.
     """
 
     key: bytes
-    tokens: npt.NDArray[np.uint32]
     value: memoryview
-    form: ValueFormat
-    wrapping: Wrapping
     again: bool
     lost: Callable[[], None]
 
@@ -99,13 +91,9 @@ class WriteBehind:
     def _run(self) -> None:
         while True:
             self._wake.get()
-            try:
-                self._write_queued()
-            except Exception as error:  # such as a thread that cannot start
-                self._link.failed(error)
-                while self._writing:
-                    self._drop(self._writing[-1])
-                    self._writing.pop()
+            while self._queue:
+                self._wait_out()
+                self._write_some()
             if self._closed:
                 return
 
@@ -114,77 +102,51 @@ class WriteBehind:
         while self._link.pause and not self._closed:
             sleep(min(self._link.pause, _PAUSED))
 
-    def _write_queued(self) -> None:
-        """Write what is queued: the values of a call are prepared while those of the one before are sent."""
-        ready: _Call | None = None
-        while self._queue or ready is not None:
-            self._wait_out()
-            following = self._take()
-            if ready is not None:
-                self._put(ready)
-            if following is not None:
-                following.join()
-            ready = following
-
-    def _take(self) -> _Call | None:
-        """Take from the queue what one call writes, and begin to prepare it; None: the queue is empty."""
-        items: list[Written] = []
-        size, before = 0, len(self._writing)
+    def _write_some(self) -> None:
+        """Write what is queued, as far as one call of the tier tells whether it has it."""
         with suppress(IndexError):  # `close` drops what is queued
-            while len(items) < _MOST and (not items or size + len(self._queue[0].value) <= _AT_ONCE):
+            while len(self._writing) < _ASKED:
                 self._writing.append(self._queue[0])
-                self._writing[-1] = item = self._queue.popleft()
-                items.append(item)
-                size += len(item.value)
-        del self._writing[before + len(items) :]
-        if not items:
-            return None
-        call = _Call(self._link, items)
-        call.start()
-        return call
+                self._writing[-1] = self._queue.popleft()
+        try:
+            self._write(self._writing)
+        except Exception as error:
+            self._link.failed(error)
+        while self._writing:
+            self._drop(self._writing[-1])
+            self._writing.pop()
 
-    def _put(self, call: _Call) -> None:
+    def _write(self, items: list[Written]) -> None:
+        """Write items, which leave the list."""
+        link = self._link
+        there = None if link.pause else link.contains([item.key for item in items])
+        if there is None:
+            return
+        missing = [item for item, known in zip(items, there, strict=True) if item.again or not known]
+        link.count("present", len(items) - len(missing))
+        items[:] = missing
+        while items:
+            self._put(_call(items))
+
+    def _put(self, items: list[Written]) -> None:
         """Write the values of one call, which leave the list of those that are being written."""
-        link, stored = self._link, False
+        link = self._link
         self._wait_out()
-        if call.values and not link.pause and link.put(call.values):
-            link.count("stored", len(call.values))
-            link.count("bytes_written", sum(len(value) for _, value in call.values))
-            stored = True
-        for item in () if stored else call.items:
+        if not link.pause and link.put([(item.key, item.value) for item in items]):
+            link.count("stored", len(items))
+            link.count("bytes_written", sum(len(item.value) for item in items))
+            del self._writing[: len(items)]
+            return
+        for item in items:
             self._drop(item)
-        del self._writing[: call.taken]
+            del self._writing[0]
 
     def _drop(self, item: Written) -> None:
         self._link.count("dropped")
         item.lost()
 
 
-class _Call(Thread):
-    """Prepares what one call writes: asks which values the tier has, and completes the others.
-
-    Attributes:
-        taken: groups, of which some may be there.
-        items: those that are not there, or are written again.
-        values: by key; empty after an error.
-    """
-
-    def __init__(self, link: Link, items: list[Written]) -> None:
-        super().__init__(name="kvcache seal", daemon=True)
-        self.taken, self.items, self._link = len(items), items, link
-        self.values: list[tuple[bytes, memoryview]] = []
-
-    def run(self) -> None:
-        link = self._link
-        there = None if link.pause else link.contains([item.key for item in self.items])
-        if there is None:
-            return
-        self.items = [item for item, known in zip(self.items, there, strict=True) if item.again or not known]
-        link.count("present", self.taken - len(self.items))
-        try:
-            for each in self.items:
-                each.wrapping.seal(each.form, each.key, each.tokens, each.value)
-        except Exception as error:
-            link.failed(error)
-        else:
-            self.values = [(each.key, each.value) for each in self.items]
+def _call(items: list[Written]) -> list[Written]:
+    """The first of items: as many as one call writes, or one."""
+    ends = accumulate(len(item.value) for item in items)
+    return items[: max(1, sum(end <= _AT_ONCE for end in ends))]

@@ -16,7 +16,7 @@ from kvcache.core.kernels import simd_level
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.prefix.files import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
-from kvcache.tiers import Tiers, lookups, writing
+from kvcache.tiers import Tiers, lookups
 from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, pays
 from kvcache.tiers.values import Signed, ValueFormat
@@ -122,7 +122,7 @@ def test_the_queue_is_bounded(network):
 
 
 def test_values_that_cannot_be_sealed_are_dropped(network, monkeypatch):
-    """The values of the other calls are written."""
+    """The others are written."""
     real, turns = Signed.seal, iter(range(100))
 
     def seal(*arguments):
@@ -131,7 +131,6 @@ def test_values_that_cannot_be_sealed_are_dropped(network, monkeypatch):
         real(*arguments)
 
     monkeypatch.setattr(Signed, "seal", seal)
-    monkeypatch.setattr(writing, "_AT_ONCE", 1)  # a value
     store = ObjectStore()
     with Tiers([store], secret=SECRET, after_uses=1) as tiers:
         PrefixCachedEngine(InferenceEngine(network), 64, tiers=tiers, strict=True).generate(prompt(1, 400), SHORT)

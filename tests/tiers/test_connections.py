@@ -1,4 +1,4 @@
-"""`Fetcher`: values over the connections of real clients, in pieces of any size, cut off, late, and of another kind."""
+"""`Connections`: values over the connections of real clients, in pieces of any size, cut off, late, of another kind."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ from tier_stores import SECRET
 
 from bench.support.redis_servers import Cluster, Server
 from kvcache.tiers import RedisTier
-from kvcache.tiers.fetching import Fetcher, Unfit
+from kvcache.tiers.connections import Connections, Unfit
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -89,37 +89,80 @@ def test_values_come_whole(server, rng, options, monkeypatch):
         for source, most in (client, 30_000), (redis.Redis(port=wire.port, socket_timeout=60, **options), 300):
             tier, names, values = filled(source, rng, most)
             for ahead in (1, 2, 7, 100):  # requests under way
-                monkeypatch.setattr(Fetcher, "_ahead", ahead)
-                assert tier._fetcher.get([tier._name(name) for name in names]) == values
+                monkeypatch.setattr(Connections, "_ahead", ahead)
+                assert tier._connections.get([tier._name(name) for name in names]) == values
                 assert idle(source)
             assert tier.get_many(names) == values
             assert tier.contains_many(names) == [True] * 30 + [False] * 10
+
+
+@pytest.mark.parametrize("options", [{"protocol": 2}, {"protocol": 3}, {"health_check_interval": 1e-9}])
+def test_values_are_stored_whole(server, rng, options):
+    """Also one that no buffer of the system takes at once; the client reads what was stored."""
+    with server.client(**options) as client, Wire(server.port) as wire:
+        with redis.Redis(port=wire.port, socket_timeout=60, **options) as source:
+            for to, ttl in ((client, None), (client, 1000), (source, 70)):
+                tier = RedisTier(to, secret=SECRET)
+                values = {rng.bytes(20): rng.bytes(size) for size in (0, 1, 300, 10_000_000, 70_000)}
+                tier._connections.put([(tier._name(key), value) for key, value in values.items()], ttl)
+                assert RedisTier(client, secret=SECRET).get_many(list(values)) == list(values.values())
+                left = [client.ttl(tier._name(key)) for key in values]
+                assert left == [-1] * 5 if ttl is None else all(0 < each <= ttl for each in left)
+                assert idle(to)
+
+
+def test_stores_that_fail(server, rng):
+    """A reply that is an error, the end of a connection, a server that does not read: an error; the next call works."""
+    with server.client(socket_timeout=0.2) as client, Wire(server.port) as wire:
+        tier, values = RedisTier(client, secret=SECRET), [(rng.bytes(20), rng.bytes(20_000_000))] * 2
+        client.config_set("maxmemory", 1)
+        with pytest.raises(redis.OutOfMemoryError):
+            tier.put_many(values)
+        client.config_set("maxmemory", 0)
+        server.stop()
+        with pytest.raises((OSError, redis.RedisError)):
+            tier.put_many(values)
+        server.go_on()
+        assert idle(client)
+        tier.put_many(values)
+        assert tier.get_many([values[0][0]]) == [values[0][1]]
+        with redis.Redis(port=wire.port, socket_timeout=60, retry=None) as source:
+            tier, wire.left = RedisTier(source, secret=SECRET), 3
+            with pytest.raises((OSError, redis.RedisError)):
+                tier.put_many(values)
+            wire.left = None
+            tier.put_many(values)
+            assert idle(source)
 
 
 def test_values_of_a_cluster_come_whole(tmp_path, rng):
     with Cluster(tmp_path) as cluster, cluster.client() as client:
         tier, names, values = filled(client, rng, 300_000)
         for wait in (0.0, 1.0):
-            tier._fetcher._wait.add(wait)
-            assert tier._fetcher.get([tier._name(name) for name in names]) == values
+            tier._connections._wait.add(wait)
+            assert tier._connections.get([tier._name(name) for name in names]) == values
             assert idle(*map(client.get_redis_connection, client.get_primaries()))
         cluster.move(client.keyslot(tier._name(names[3])))
         with pytest.raises(Unfit):
-            tier._fetcher.get([tier._name(names[3])])
+            tier._connections.get([tier._name(names[3])])
+        values[3] = rng.bytes(1000)
+        with pytest.raises(Unfit):
+            tier._connections.put([(tier._name(names[3]), values[3])], None)
+        tier.put_many([(names[3], values[3])])
         assert tier.get_many(names) == values
-        assert tier._fetcher.get([tier._name(name) for name in names]) == values
+        assert tier._connections.get([tier._name(name) for name in names]) == values
 
 
 def test_the_round_trip_decides_how_many_are_under_way(server):
     with server.client() as client:
-        fetcher = RedisTier(client, secret=SECRET)._fetcher
-        assert fetcher._ahead == 1
-        fetcher._transfer.add(0.004)
+        connections = RedisTier(client, secret=SECRET)._connections
+        assert connections._ahead == 1
+        connections._transfer.add(0.004)
         for wait, size, ahead in ((0.0004, 1 << 20, 1), (0.0004, 1 << 10, 2), (0.041, 1 << 20, 12)):
-            fetcher._wait.__init__()
-            fetcher._wait.add(wait)
-            fetcher._size = size
-            assert fetcher._ahead == ahead
+            connections._wait.__init__()
+            connections._wait.add(wait)
+            connections._size = size
+            assert connections._ahead == ahead
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -133,7 +176,7 @@ def test_connections_that_end_or_hang(server, rng, waits):
         for left in [1, 2, 3, 4, 7, *rng.integers(1, total, 8).tolist()]:
             wire.left, wire.waits = left, waits
             with pytest.raises((OSError, redis.RedisError)):
-                tier._fetcher.get([tier._name(name) for name in names])
+                tier._connections.get([tier._name(name) for name in names])
             wire.left = None
             assert tier.get_many(names) == values
             assert idle(client)
@@ -151,7 +194,7 @@ def test_what_is_left_to_the_client(server, rng):
         with server.client(single_connection_client=True) as other:
             again = RedisTier(other, secret=SECRET)
             with pytest.raises(Unfit):
-                again._fetcher.get([again._name(name) for name in names])
+                again._connections.get([again._name(name) for name in names])
             assert again.get_many(names) == values
         gone = redis.Redis(port=1, retry=None)
         with pytest.raises(redis.ConnectionError):

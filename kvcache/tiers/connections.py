@@ -1,9 +1,10 @@
-"""`Fetcher`: GET over the connections of a Redis or Valkey client, each value received where it stays.
+"""`Connections`: GET and SET over the connections of a Redis or Valkey client, without copies of values.
 
 A pipeline of the client reads all replies of a call into one buffer that grows, and takes each value out of it with two
 more copies. Most of its time is the system's, for new memory, and a server that prepares all replies at once has the
 same cost. Here a connection has as many requests under way as its round trip asks for, one on a fast network, and a
-value goes from the socket to where it stays. Everything else is left to the client: TLS, caches, errors.
+value goes from the socket to where it stays. One call of the system sends a command with its value, and all nodes of a
+cluster receive theirs side by side. Everything else is left to the client: TLS, caches, errors.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from kvcache.tiers.links import Measured
+from kvcache.tiers.protocol import Buffer
 from kvcache.tiers.spaces import SPACE
 
-__all__ = ["Fetcher", "Unfit"]
+__all__ = ["Connections", "Unfit"]
 
 _NEAR, _LARGE = 1e-3, 1 << 18  # a round trip of so many seconds, a value of so many bytes: one request at a time
 _LINE = 32  # bytes that have the first line of a value
@@ -27,7 +29,7 @@ Received = TypeVar("Received", int, bytes)
 
 
 class Unfit(Exception):
-    """The client has to fetch the values itself."""
+    """The client has to fetch or store the values itself."""
 
 
 class _Stream:
@@ -63,6 +65,21 @@ class _Stream:
             self.connection.send_command("GET", self.names.popleft(), check_health=not self.waiting)
             self.waiting += 1
 
+    def store(self, name: bytes, value: Buffer, ttl: int | None) -> None:
+        """Send a value; its reply is `+OK`."""
+        if not self.waiting:
+            self.connection.check_health()
+        parts = [b"SET", name, b"", *([] if ttl is None else [b"EX", b"%d" % ttl])]
+        body = memoryview(value).cast("B")
+        before = b"*%d\r\n" % len(parts) + b"".join(map(_string, parts[:2])) + b"$%d\r\n" % len(body)
+        rest = [memoryview(before), body, memoryview(b"\r\n" + b"".join(map(_string, parts[3:])))]
+        self.waiting += 1
+        while rest:
+            sent = self._socket.sendmsg(rest)
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            rest[:1] = [each[sent:] for each in rest[:1]]
+
     def line(self) -> bytes:
         """The first line of the next reply."""
         data = self._received
@@ -82,8 +99,8 @@ class _Stream:
         return value[:size]
 
 
-class Fetcher:
-    """Values by the names of their keys.
+class Connections:
+    """Fetches and stores values by the names of their keys.
 
     Args:
         client: of a server or a cluster.
@@ -116,6 +133,21 @@ class Fetcher:
                     self._transfer.add(max(monotonic() - began, 1e-9))
                 stream.ask(self._ahead)
             return values
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]], ttl: int | None) -> None:
+        """Store values by name, for so many seconds.
+
+        Raises:
+            Unfit: as `get`; also for a reply that is an error, which the client gets too when it stores them.
+            Exception: OSError of a socket.
+        """
+        with self._streams([name for name, _ in items]) as streams:
+            for stream, (name, value) in zip(streams, items, strict=True):
+                stream.store(name, value, ttl)
+            for stream in streams:
+                if stream.line() != b"+OK":
+                    raise Unfit
+                stream.waiting -= 1
 
     @property
     def _ahead(self) -> int:
@@ -166,6 +198,10 @@ class Fetcher:
             stream = opened[id(pool)] = _Stream(pool)
         stream.names.append(name)
         return stream
+
+
+def _string(data: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 def _connection(pool: Any) -> Any:
