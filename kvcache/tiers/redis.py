@@ -20,8 +20,8 @@ class RedisTier:
     """Values in Redis or Valkey. The client decides on addresses, TLS, passwords and timeouts; the server on eviction.
 
     Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Values are
-    fetched and stored over one connection to each node, all of them side by side (`tiers/connections.py`); a client with
-    TLS or a cache, and every other call, has one pipeline of single commands.
+    fetched and stored over one connection to each node, all of them side by side (`tiers/connections.py`); a client
+    with TLS or a cache, and every other call, has one pipeline of single commands.
 
     Args:
         client: a synchronous client of `redis` or `valkey` (`Redis`, `RedisCluster`, `Valkey`, `ValkeyCluster`), with

@@ -99,16 +99,18 @@ def test_values_come_whole(server, rng, options, monkeypatch):
 @pytest.mark.parametrize("options", [{"protocol": 2}, {"protocol": 3}, {"health_check_interval": 1e-9}])
 def test_values_are_stored_whole(server, rng, options):
     """Also one that no buffer of the system takes at once; the client reads what was stored."""
-    with server.client(**options) as client, Wire(server.port) as wire:
-        with redis.Redis(port=wire.port, socket_timeout=60, **options) as source:
-            for to, ttl in ((client, None), (client, 1000), (source, 70)):
-                tier = RedisTier(to, secret=SECRET)
-                values = {rng.bytes(20): rng.bytes(size) for size in (0, 1, 300, 10_000_000, 70_000)}
-                tier._connections.put([(tier._name(key), value) for key, value in values.items()], ttl)
-                assert RedisTier(client, secret=SECRET).get_many(list(values)) == list(values.values())
-                left = [client.ttl(tier._name(key)) for key in values]
-                assert left == [-1] * 5 if ttl is None else all(0 < each <= ttl for each in left)
-                assert idle(to)
+    with (
+        server.client(**options) as client, Wire(server.port) as wire,
+        redis.Redis(port=wire.port, socket_timeout=60, **options) as source,
+    ):  # fmt: skip
+        for to, ttl in ((client, None), (client, 1000), (source, 70)):
+            tier = RedisTier(to, secret=SECRET)
+            values = {rng.bytes(20): rng.bytes(size) for size in (0, 1, 300, 10_000_000, 70_000)}
+            tier._connections.put([(tier._name(key), value) for key, value in values.items()], ttl)
+            assert RedisTier(client, secret=SECRET).get_many(list(values)) == list(values.values())
+            left = [client.ttl(tier._name(key)) for key in values]
+            assert left == [-1] * 5 if ttl is None else all(0 < each <= ttl for each in left)
+            assert idle(to)
 
 
 def test_stores_that_fail(server, rng):
