@@ -242,8 +242,3 @@ class PrefixKvCache(IndexedCache):
             index = self._index
             counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
             return PrefixKvStats(len(self), index.trie.num_tokens, self._cached.used_bytes(), *counts)
-
-    def check(self) -> None:
-        """Verify every invariant; AssertionError names the broken one."""
-        with self._lock:
-            self._cached.check()
