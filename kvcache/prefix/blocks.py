@@ -27,9 +27,9 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix import lookups, reports, saving
 from kvcache.prefix.block_rows import checked_rows
 from kvcache.prefix.cached_blocks import CachedBlocks
+from kvcache.prefix.index.source import Source
 from kvcache.prefix.indexed import IndexedCache
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
-from kvcache.prefix.source import Source
 from kvcache.trie.policy import Policy
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.prefix.block_rows import Dims, write_blocks
-from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.prefix.index.source import Source, fetch_offered, fetch_waiting
 from kvcache.prefix.sessions import CacheSession
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
 from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie
 

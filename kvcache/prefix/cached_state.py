@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_flat, as_integer
+from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.row_slots import RowSlots
-from kvcache.prefix.slots import Claim
 
 __all__ = ["CachedKvState", "LeasedState", "checked_layers", "finite"]
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from kvcache.core.locks import CallLock
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.index.prefixes import PrefixIndex
 
 __all__ = ["IndexedCache"]
 

@@ -19,8 +19,8 @@ from kvcache.errors import BlockNotFoundError, InvalidOperationError
 from kvcache.prefix.block_rows import read_block
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.files import fetch_all
+from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.sessions import CacheBlock
-from kvcache.prefix.slots import Claim
 
 if TYPE_CHECKING:
     from kvcache.prefix.blocks import PrefixCache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcache.core.pool import BlockPool
+from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.prefix.rows import Rows
-from kvcache.prefix.slots import Claim, Slots
 
 __all__ = ["RowSlots"]
 
