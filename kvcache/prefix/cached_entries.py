@@ -10,11 +10,11 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_bytes
 from kvcache.errors import OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig
-from kvcache.prefix.entry_index import EntryIndex
+from kvcache.prefix.index.entries import EntryIndex
+from kvcache.prefix.index.slots import Claim
+from kvcache.prefix.index.source import fetch_waiting
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import rows_of
-from kvcache.prefix.slots import Claim
-from kvcache.prefix.source import fetch_waiting
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]

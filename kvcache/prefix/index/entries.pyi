@@ -1,8 +1,8 @@
 from collections.abc import Hashable
 from typing import Any
 
-from kvcache.prefix.index import PrefixIndex
-from kvcache.prefix.slots import Claim, Slots
+from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.slots import Claim, Slots
 
 class EntryIndex(PrefixIndex):
     def has_entry(self, tokens: Any, name: Hashable = None) -> bool: ...

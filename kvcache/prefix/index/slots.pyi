@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.source import PageReader
+from kvcache.prefix.index.source import PageReader
 
 Int32 = NDArray[np.int32]
 Tokens = NDArray[np.uint32]

@@ -6,8 +6,8 @@ Nothing is pinned: an entry that leaves the trie keeps its slots while a claim h
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
-from kvcache.prefix.index cimport PrefixIndex
-from kvcache.prefix.spaces cimport Space
+from kvcache.prefix.index.prefixes cimport PrefixIndex
+from kvcache.prefix.index.spaces cimport Space
 
 
 cdef class EntryIndex(PrefixIndex):

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import PageReader
-from kvcache.prefix.spaces import Spaces
+from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.prefix.index.source import PageReader
+from kvcache.prefix.index.spaces import Spaces
 from kvcache.trie.trie import TokenTrie
 
 Int32 = NDArray[np.int32]

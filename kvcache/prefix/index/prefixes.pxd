@@ -14,9 +14,9 @@ O(log n), and a claim costs one pin, however long it is.
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvcache.prefix.misses cimport MissReasons
-from kvcache.prefix.slots cimport Claim, Slots
-from kvcache.prefix.spaces cimport Space, Spaces
+from kvcache.prefix.index.misses cimport MissReasons
+from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.prefix.index.spaces cimport Space, Spaces
 from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 

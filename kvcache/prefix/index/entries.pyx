@@ -1,12 +1,12 @@
-"""`EntryIndex`: a prefix index of whole keys; see entry_index.pxd."""
+"""`EntryIndex`: a prefix index of whole keys; see entries.pxd."""
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
 from kvcache.core.tokens cimport uint32_tokens, uint32s
-from kvcache.prefix.index cimport PrefixIndex
-from kvcache.prefix.slots cimport Claim, Slots
-from kvcache.prefix.spaces cimport Space
+from kvcache.prefix.index.prefixes cimport PrefixIndex
+from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.prefix.index.spaces cimport Space
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport NodeTable, node_t
 from kvcache.trie.paths cimport walk_t

@@ -1,4 +1,4 @@
-"""The index of cached prefixes; explained in index.pxd."""
+"""The index of cached prefixes; explained in prefixes.pxd."""
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t, uint64_t
@@ -6,9 +6,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
-from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
-from kvcache.prefix.slots cimport Claim, Slots
-from kvcache.prefix.spaces cimport Space, Spaces
+from kvcache.prefix.index.misses cimport EVICTED, SHORTER, MissReasons
+from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.prefix.index.spaces cimport Space, Spaces
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport node_t
 from kvcache.trie.paths cimport walk_t
@@ -18,7 +18,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from kvcache.prefix.misses import REASONS
+from kvcache.prefix.index.misses import REASONS
 
 __all__ = ["Match", "PrefixIndex", "load"]
 
