@@ -59,7 +59,7 @@ class CachedBlocks:
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
         self.evicted: deque[Evicted] | None = None
-        blocks.reserves.append(self.index.reserve)  # first: what counts must have records of all blocks
+        blocks.reserves.append(self.slots.reserve)  # first: what counts must have records of all blocks
         blocks.holders.append(partial(self.slots.counts, references=True))
 
     @property

@@ -40,5 +40,6 @@ class RowSlots(Slots):
         if used > total:
             wanted = min(max(2 * total, used, 64), max(max_bytes // self.rows.slot_bytes, used))
             self.rows.grow(wanted)
-            self.grow(wanted)
+            self.reserve(wanted)
+            self.pool.grow(wanted)
         return self.take(count)

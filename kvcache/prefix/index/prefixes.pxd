@@ -42,9 +42,9 @@ cdef class PrefixIndex:
     # A claim with the pages of the longest match, none of them referenced yet, and with room for one more.
     cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at)
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
-    # Note that the trie does not name the claim's pages any more, which it returned last first.
+    # Note that the trie does not name the claim's pages any more, which it returned last first; `space` may be vacant.
     cdef void unname_claimed(self, Space space, Claim claim) noexcept
-    # Unmark a node, and move the pages that only its sequence needs to a claim with room for its whole text.
+    # Unmark a node, and add the pages that only its sequence needs to a claim with room for its whole text.
     cdef void cut_entry(self, int32_t node, Claim claim) noexcept
     cdef PrefixIndex like(self)
     # Exchange all pages with an index made by `like`, and drop this one's. Takes no memory and does not fail.
