@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from bench.quality import llamacpp
 from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
 from bench.quality.network import Recorder
+from bench.quality.rivals import HF, Kivi, hf_installed, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
@@ -45,13 +46,15 @@ __all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "verdicts"
 Tokens = npt.NDArray[np.uint32]
 
 CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
+OF_16, OF_128 = ", residual of 16", ", residual of 128"
 NAMES = ("q8", "q8/q4", "q4", "q4/q2", "q3", "q2")
 MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
-    *(name + CALIBRATED for name in MIXES), "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED,
-    "q4" + CALIBRATED + BIASED,
+    "q4" + OF_16 + CALIBRATED, "q4" + OF_128 + CALIBRATED, *(name + CALIBRATED for name in MIXES), "q8" + BIASED,
+    "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
+KIVI = {"KIVI's recipe, 4 bits": 4, "KIVI's recipe, 2 bits": 2}
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
 
@@ -59,6 +62,7 @@ HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p9
 GOALS = {
     "q8" + CALIBRATED: (0.0002, 3e-5), "q4" + CALIBRATED: (0.006, 0.0035), "q3" + CALIBRATED: (0.032, 0.022),
     "q2" + CALIBRATED: (0.09, 0.075), "q4" + BARE + CALIBRATED: (0.02, 0.015),
+    "q4" + OF_16 + CALIBRATED: (0.02, 0.015),
     "auto:5.0" + CALIBRATED: (0.0025, 0.0025), "auto:3.5" + CALIBRATED: (0.025, 0.02),
     "auto:3.0" + CALIBRATED: (0.03, 0.032),
 }  # fmt: skip
@@ -128,8 +132,9 @@ def _options(name: str, calibration: Calibration | None, own: dict[str, dict[str
         return own[name]
     keys, _, values = name.partition(",")[0].partition("/")
     options: dict[str, Any] = {"dtype": keys} if keys in MIXES else {"key_dtype": keys, "value_dtype": values or keys}
-    if BARE in name:
-        options["residual_length"] = 0
+    for words, length in ((BARE, 0), (OF_16, 16), (OF_128, 128)):
+        if words in name:
+            options["residual_length"] = length
     if CALIBRATED in name:
         options["calibrate"] = calibration
     return options
@@ -172,10 +177,12 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
     context = min(options.context, engine.config.max_position_embeddings)
     own, kinds = _own(options, context), tuple(options.texts or kinds_of(engine))
-    model, names = engine.model, (*(QUICK if options.quick else RUNS), *own)
-    if unknown := set(options.rows or ()) - set(names):
-        raise SystemExit(f"--rows: expected some of {'; '.join(names)}, got {'; '.join(sorted(unknown))}")
-    names = tuple(options.rows or names)
+    model, names = engine.model, (*(QUICK if options.quick else RUNS), *own, *(KIVI if is_plain(engine.model) else ()))
+    every = (*names, *(() if options.quick else _rival_names(path)))
+    if unknown := set(options.rows or ()) - set(every):
+        raise SystemExit(f"--rows: expected some of {'; '.join(every)}, got {'; '.join(sorted(unknown))}")
+    chosen = tuple(options.rows or every)
+    names = tuple(name for name in names if name in chosen)
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
@@ -187,18 +194,21 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         plain["biased"] = InferenceEngine(other, dtype="q4", calibrate=ids, num_blocks=1).cache.calibration
     runs: dict[str, Any] = {"f32": _Run(Recorder(model, np.copy), context, {})}
     for name in names:
+        if name in KIVI:
+            runs[name] = Kivi(model, KIVI[name], context)
+            continue
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
         runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
     with TemporaryDirectory() as folder:
-        rivals = {} if options.quick or options.rows or not is_gguf(path) else _rivals(path, Path(folder), context)
-        every = runs | rivals
-        found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
+        groups = [runs, *([] if options.quick else _rivals(path, Path(folder), context, chosen))]
+        bits = {name: run.bits for group in groups for name, run in group.items()}
+        found, count, kept = {name: Divergence() for name in bits}, 0, Windows(options.keep)
         try:
             for number, window in enumerate(windows(engine, context, total, kinds, options.keep)):
                 done = f"{number * context:,} of {total:,} tokens"
                 named = partial(_said, done, say)
-                for name, one in kept.measure(window, [runs, rivals] if rivals else [runs], named).items():
-                    if name in every:
+                for name, one in kept.measure(window, groups, named).items():
+                    if name in found:
                         for field, values in vars(one).items():
                             getattr(found[name], field).extend(values)
                 count += 1
@@ -207,21 +217,33 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         if not count:
             raise SystemExit("stopped before the first window was done")
     text = f"{path.name}, {count} windows of {context:,} tokens of {', '.join(kinds)}"
-    return {name: one.figures() | {"bits": every[name].bits} for name, one in found.items()}, text
+    return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}, text
 
 
-def _rivals(path: Path, folder: Path, context: int) -> dict[str, Any]:
-    """llama.cpp with K and V in each of its formats, the first one its reference; nothing where it is not installed.
+def _rival_names(path: Path) -> tuple[str, ...]:
+    """The rows of other programs that are installed here."""
+    llama = [f"llama.cpp {kv}" for kv in llamacpp.CACHES] if is_gguf(path) and llamacpp.installed() else []
+    return (*llama, *(HF if hf_installed() else ()))
 
-    Its weights are float32, which meet activations exactly, as ours do.
+
+def _rivals(path: Path, folder: Path, context: int, chosen: Sequence[str]) -> list[dict[str, Any]]:
+    """The chosen runs of llama.cpp and of transformers, each program's over its own full cache, the first one.
+
+    llama.cpp's weights are float32, which meet activations exactly, as ours do.
     """
-    if not llamacpp.installed():
-        return {}
-    llamacpp.quiet()
-    link = folder / path.name
-    link.symlink_to(path.resolve())
-    plain = llamacpp.quantise(link, "F32", 1)
-    return {f"llama.cpp {kv}": _Rival(plain, context, kv) for kv in llamacpp.CACHES}
+    found = []
+    if llama := [name for name in _rival_names(path) if name in chosen and name not in HF]:
+        llamacpp.quiet()
+        link = folder / path.name
+        link.symlink_to(path.resolve())
+        plain = llamacpp.quantise(link, "F32", 1)
+        kinds = {f"llama.cpp {kv}": kv for kv in llamacpp.CACHES}
+        full = next(iter(kinds))
+        found.append({name: _Rival(plain, context, kinds[name]) for name in dict.fromkeys([full, *llama])})
+    if any(name in chosen for name in HF) and hf_installed():
+        every = hf_runs(path, context)
+        found.append({name: run for name, run in every.items() if name in chosen or name not in HF})
+    return found
 
 
 class _Rival:

@@ -13,7 +13,7 @@ pytest.importorskip("bench.support.common")
 pytest.importorskip("tokenizers")
 
 from bench.__main__ import main
-from bench.quality import checkpoint, endless, eviction, formats, heldout, reuse, texts
+from bench.quality import checkpoint, endless, eviction, formats, heldout, reuse, rivals, texts
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
@@ -66,6 +66,25 @@ def test_chats_are_questions_and_drawn_answers(demo, model, tmp_path, monkeypatc
     monkeypatch.setattr(texts, "chats", lambda *_: pytest.fail("they were kept"))
     again = list(texts.windows(engine, 100, 600, ["code", "chats"], tmp_path))
     np.testing.assert_array_equal(found, again)
+
+
+def test_the_recipe_of_kivi(model, text):
+    tokens = text.tokens[:301]
+    recorder = Recorder(model, np.copy)
+    InferenceEngine(recorder).score(tokens)
+    exact = recorder.take()
+    fine = rivals.Kivi(model, 20, 300)(tokens)
+    np.testing.assert_allclose(fine, exact, rtol=0, atol=2e-3 * np.ptp(exact))
+    coarse = rivals.Kivi(model, 2, 300)
+    found = coarse(tokens)
+    np.testing.assert_allclose(found[:128], exact[:128], rtol=0, atol=1e-4 * np.ptp(exact))  # a group reads itself
+    assert np.abs(found[128:] - exact[128:]).max() > 0.05 * np.ptp(exact)
+    assert coarse.bits == 2 + 1 + 16 * 128 / 300
+    rows = np.random.default_rng(0).normal(size=(7, 32)).astype(np.float32)
+    rows[3] = 5
+    for bits in (2, 4):
+        step = np.ptp(rows, axis=1, keepdims=True) / (2**bits - 1)
+        assert (np.abs(rivals.quantised(rows, bits) - rows) <= step / 2 + 1e-6).all()
 
 
 def test_a_folder_without_the_modules_is_refused(demo, tmp_path):
