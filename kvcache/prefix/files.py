@@ -22,8 +22,9 @@ from kvcache.prefix.row_pages import BLOCK_SIZE
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import Rows
 from kvcache.prefix.saved import SavedPages, saved_blocks, saved_rows
-from kvcache.prefix.segments import newest_entries, ranges, segments_of, walk_back, well_formed
-from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
+from kvcache.prefix.segments import segments_of
+from kvcache.saved.segments import Segments, newest_entries, ranges, walk_back, well_formed
+from kvcache.saved.snapshot import Arena, Snapshot, write_snapshot
 from kvcache.saved.tables import MIXED
 
 __all__ = ["arena_of_blocks", "fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
