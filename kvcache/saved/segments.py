@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache.errors import SnapshotError
 
-__all__ = ["Segments", "newest_entries", "ranges", "walk_back", "well_formed"]
+__all__ = ["Segments", "newest_entries", "newest_pages", "ranges", "walk_back", "well_formed"]
 
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -75,6 +75,18 @@ def well_formed(segments: Segments, which: Int64, size: int) -> None:
     keys = np.column_stack([segments.namespaces[which], segments.parents[which], heads])
     if len(np.unique(keys, axis=0)) != len(keys):
         raise SnapshotError("expected each text once, got one twice")
+
+
+def newest_pages(segments: Segments, which: Int64, size: int, room: int) -> Int64:
+    """Pages to keep of each segment, int64 `(n,)`: of `which`, newest first, `room` in all, none after a cut parent."""
+    pages, parents = (segments.lengths // size).tolist(), segments.parents.tolist()
+    kept = [0] * len(pages)
+    for i in which.tolist():
+        parent = parents[i]
+        if parent < 0 or kept[parent] == pages[parent]:
+            kept[i] = min(pages[i], room)
+            room -= kept[i]
+    return np.array(kept, np.int64)
 
 
 def newest_entries(
