@@ -2,7 +2,6 @@
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
@@ -185,34 +184,29 @@ cdef class PrefixIndex:
             self.kinds.append(slots)
         if ids.shape[0] != n * size or n == 0:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
-        cdef int32_t node
-        cdef int32_t *values = <int32_t *>malloc(n * sizeof(int32_t))
-        if values == NULL:
-            raise MemoryError(f"no memory for {n} pages")
-        try:
-            if old:
-                memcpy(values, head.data.pages, old * sizeof(int32_t))
-            memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
-            for i in range(old, n):    # no prompt finds these pages yet
-                memcpy(slots.tokens + values[i] * size, uint32s(ids) + i * size, size * sizeof(uint32_t))
+        cdef cnp.ndarray path = np.empty(n, np.int32)
+        cdef int32_t *values = int32s(path)
+        if old:
+            memcpy(values, head.data.pages, old * sizeof(int32_t))
+        memcpy(values + old, fresh.data.pages, (n - old) * sizeof(int32_t))
+        for i in range(old, n):    # no prompt finds these pages yet
+            memcpy(slots.tokens + values[i] * size, uint32s(ids) + i * size, size * sizeof(uint32_t))
+        if self.miss_reasons is not None:
+            self.miss_reasons.prepare(uint32s(ids), values, old, n)
+        cdef int32_t node = self.trie.put(space.root, uint32s(ids), n * size, values, &existing)
+        # Nothing fails from here on.
+        if slots.table != NULL and existing > old:
+            self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
+            for i in range(old, existing):
+                slots.fill(values[i], fresh.data.pages[i - old])
+        self.clock += 1
+        for i in range(existing, n):
+            slots.name_(values[i], self.clock, waits)
             if self.miss_reasons is not None:
-                self.miss_reasons.prepare(uint32s(ids), values, old, n)
-            node = self.trie.put(space.root, uint32s(ids), n * size, values, &existing)
-            # Nothing fails from here on.
-            if slots.table != NULL and existing > old:
-                self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
-                for i in range(old, existing):
-                    slots.fill(values[i], fresh.data.pages[i - old])
-            self.clock += 1
-            for i in range(existing, n):
-                slots.name_(values[i], self.clock, waits)
-                if self.miss_reasons is not None:
-                    self.miss_reasons.count(values[i])
-                if i < old:    # it had left the trie, and the claim has kept it
-                    slots.pool.retain_(values[i])
-            fresh.data.n = max(0, existing - old)
-        finally:
-            free(values)
+                self.miss_reasons.count(values[i])
+            if i < old:    # it had left the trie, and the claim has kept it
+                slots.pool.retain_(values[i])
+        fresh.data.n = max(0, existing - old)
         if self.entries:
             self.trie.table.mark(node, True)
         return node

@@ -2,7 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
@@ -22,7 +22,6 @@ cnp.import_array()
 RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("text", "u8"), ("pins", "i4"), ("lookups", "i4"), ("parked", "i4"),
                    ("named", "u1"), ("waits", "u1")], align=True)
 assert RECORD.itemsize == sizeof(page_t)
-NEW = np.array((0, 0, 0, 0, 0, -1, 0, 0), RECORD)
 
 
 cdef class Slots:
@@ -58,15 +57,19 @@ cdef class Slots:
 
     def reserve(self, Py_ssize_t num_pages):
         """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
-        old, old_tokens, table = self.arrays
-        cdef Py_ssize_t n = len(old)
+        cdef Py_ssize_t page, n = len(self.arrays[0])
         if num_pages <= n:
             return
-        cdef cnp.ndarray records = np.empty(num_pages, RECORD)
+        cdef cnp.ndarray records = np.zeros(num_pages, RECORD)
         cdef cnp.ndarray tokens = np.empty((num_pages, self.page_size), np.uint32)
-        records[:n], tokens[:n], records[n:] = old, old_tokens, NEW
-        self.arrays = records, tokens, table
-        self.pages, self.tokens = <page_t *>cnp.PyArray_DATA(records), uint32s(tokens)
+        cdef page_t *pages = <page_t *>cnp.PyArray_DATA(records)
+        if n:
+            memcpy(pages, self.pages, n * sizeof(page_t))
+            memcpy(uint32s(tokens), self.tokens, n * self.page_size * sizeof(uint32_t))
+        for page in range(n, num_pages):
+            pages[page].parked = -1
+        self.arrays = records, tokens, self.arrays[2]
+        self.pages, self.tokens = pages, uint32s(tokens)
 
     # -- references -----------------------------------------------------------------------------------------
 
@@ -265,15 +268,14 @@ cdef class Slots:
     def counts(self, *, bint references=False):
         """How many callers hold each page; with `references`, all references of this, int32 `(num_pages,)`."""
         cdef Py_ssize_t i
-        out = np.zeros(self.pool.num_blocks, np.int32)
+        records = self.records()
+        out = records["lookups"] + records["named"] if references else records["lookups"].copy()
         cdef int32_t *count = int32s(out)
         cdef claim_t *claim = self.claims
         while claim != NULL:
             for i in range(claim.n if references else claim.held):
                 count[claim.pages[i]] += 1
             claim = claim.next
-        for i in range(self.pool.num_blocks):
-            count[i] += self.pages[i].lookups + (references and self.pages[i].named)
         return out
 
     @property
@@ -283,7 +285,7 @@ cdef class Slots:
 
     def check(self):
         """Verify every invariant but those of the trie; AssertionError names the broken one."""
-        cdef Py_ssize_t page, waiting = 0
+        cdef Py_ssize_t page
         cdef page_t *record
         self.release_dropped()
         held, pins = self.counts(), np.zeros(self.pool.num_blocks, np.int32)
@@ -294,14 +296,13 @@ cdef class Slots:
             claim = claim.next
         for page in range(self.pool.num_blocks):
             record = &self.pages[page]
-            waiting += record.waits
             assert record.pins == pins[page] + record.lookups, f"page {page}: pins do not add up"
             assert record.lookups >= 0, f"page {page}: lookups do not add up"
             assert record.named or not record.waits, f"page {page}: waits without a name"
             assert not (record.waits and held[page]), f"page {page}: waits and is held"
             assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
-        assert waiting == self.num_waiting, "slots: pages that wait do not add up"
-        assert waiting or self.source is None, "slots: nothing waits, and there is a source"
+        assert np.count_nonzero(self.records()["waits"]) == self.num_waiting, "slots: pages that wait do not add up"
+        assert self.num_waiting or self.source is None, "slots: nothing waits, and there is a source"
         assert (self.counts(references=True) <= self.pool.ref_counts()).all(), "slots: the pool counts fewer references"
         if self.table != NULL:
             self.check_table()
