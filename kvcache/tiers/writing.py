@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from _thread import start_new_thread
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
@@ -20,9 +20,8 @@ from kvcache.tiers.values import ValueFormat, Wrapping
 
 __all__ = ["WriteBehind", "Written"]
 
-_AT_ONCE = 8 << 20  # bytes of values in one call of a tier
-_ASKED = 256  # values of which one call asks whether the tier has them
-_POLL, _PAUSED = 0.002, 0.1  # seconds: `flush` looks this often, and so does a thread while its tier pauses
+_AT_ONCE, _MOST = 8 << 20, 256  # bytes and number of the values in one call of a tier
+_POLL, _PAUSED = 5e-4, 0.1  # seconds: `flush` looks this often, and so does a thread while its tier pauses
 
 
 class Written(NamedTuple):
@@ -100,9 +99,13 @@ class WriteBehind:
     def _run(self) -> None:
         while True:
             self._wake.get()
-            while self._queue:
-                self._wait_out()
-                self._write_some()
+            try:
+                self._write_queued()
+            except Exception as error:  # such as a thread that cannot start
+                self._link.failed(error)
+                while self._writing:
+                    self._drop(self._writing[-1])
+                    self._writing.pop()
             if self._closed:
                 return
 
@@ -111,92 +114,77 @@ class WriteBehind:
         while self._link.pause and not self._closed:
             sleep(min(self._link.pause, _PAUSED))
 
-    def _write_some(self) -> None:
-        """Write what is queued, as far as one call of the tier tells whether it has it."""
+    def _write_queued(self) -> None:
+        """Write what is queued: the values of a call are prepared while those of the one before are sent."""
+        ready: _Call | None = None
+        while self._queue or ready is not None:
+            self._wait_out()
+            following = self._take()
+            if ready is not None:
+                self._put(ready)
+            if following is not None:
+                following.join()
+            ready = following
+
+    def _take(self) -> _Call | None:
+        """Take from the queue what one call writes, and begin to prepare it; None: the queue is empty."""
+        items: list[Written] = []
+        size, before = 0, len(self._writing)
         with suppress(IndexError):  # `close` drops what is queued
-            while len(self._writing) < _ASKED:
+            while len(items) < _MOST and (not items or size + len(self._queue[0].value) <= _AT_ONCE):
                 self._writing.append(self._queue[0])
-                self._writing[-1] = self._queue.popleft()
-        try:
-            self._write(self._writing)
-        except Exception as error:
-            self._link.failed(error)
-        while self._writing:
-            self._drop(self._writing[-1])
-            self._writing.pop()
+                self._writing[-1] = item = self._queue.popleft()
+                items.append(item)
+                size += len(item.value)
+        del self._writing[before + len(items) :]
+        if not items:
+            return None
+        call = _Call(self._link, items)
+        call.start()
+        return call
 
-    def _write(self, items: list[Written]) -> None:
-        """Write items, which leave the list: a call's values are sealed while those of the one before are sent."""
-        link = self._link
-        there = None if link.pause else link.contains([item.key for item in items])
-        if there is None:
-            return
-        missing = [item for item, known in zip(items, there, strict=True) if item.again or not known]
-        link.count("present", len(items) - len(missing))
-        items[:] = missing
-        sealing: _Seal | None = None
-        for some in _calls(missing):
-            following = _Seal(some)
-            following.start()
-            if sealing is not None:
-                self._put(sealing)
-            sealing = following
-        if sealing is not None:
-            self._put(sealing)
-
-    def _put(self, sealing: _Seal) -> None:
+    def _put(self, call: _Call) -> None:
         """Write the values of one call, which leave the list of those that are being written."""
-        link = self._link
-        sealing.join()
+        link, stored = self._link, False
         self._wait_out()
-        if sealing.error is not None:
-            link.failed(sealing.error)
-        elif not link.pause and link.put(sealing.values):
-            link.count("stored", len(sealing.items))
-            link.count("bytes_written", sum(len(value) for _, value in sealing.values))
-            del self._writing[: len(sealing.items)]
-            return
-        for item in sealing.items:
+        if call.values and not link.pause and link.put(call.values):
+            link.count("stored", len(call.values))
+            link.count("bytes_written", sum(len(value) for _, value in call.values))
+            stored = True
+        for item in () if stored else call.items:
             self._drop(item)
-            del self._writing[0]
+        del self._writing[: call.taken]
 
     def _drop(self, item: Written) -> None:
         self._link.count("dropped")
         item.lost()
 
 
-class _Seal(Thread):
-    """Completes the values of one call, while those of the call before are sent.
+class _Call(Thread):
+    """Prepares what one call writes: asks which values the tier has, and completes the others.
 
     Attributes:
-        items: see above.
-        values: by key.
-        error: what was raised.
+        taken: groups, of which some may be there.
+        items: those that are not there, or are written again.
+        values: by key; empty after an error.
     """
 
-    def __init__(self, items: list[Written]) -> None:
+    def __init__(self, link: Link, items: list[Written]) -> None:
         super().__init__(name="kvcache seal", daemon=True)
-        self.items = items
-        self.error: Exception | None = None
-        self.values = [(each.key, each.value) for each in items]
+        self.taken, self.items, self._link = len(items), items, link
+        self.values: list[tuple[bytes, memoryview]] = []
 
     def run(self) -> None:
+        link = self._link
+        there = None if link.pause else link.contains([item.key for item in self.items])
+        if there is None:
+            return
+        self.items = [item for item, known in zip(self.items, there, strict=True) if item.again or not known]
+        link.count("present", self.taken - len(self.items))
         try:
             for each in self.items:
                 each.wrapping.seal(each.form, each.key, each.tokens, each.value)
         except Exception as error:
-            self.error = error
-
-
-def _calls(items: list[Written]) -> Iterator[list[Written]]:
-    """Items of 8 MB of values each, or one."""
-    some: list[Written] = []
-    size = 0
-    for item in items:
-        if some and size + item.form.value_bytes > _AT_ONCE:
-            yield some
-            some, size = [], 0
-        some.append(item)
-        size += item.form.value_bytes
-    if some:
-        yield some
+            link.failed(error)
+        else:
+            self.values = [(each.key, each.value) for each in self.items]
