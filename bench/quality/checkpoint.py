@@ -1,10 +1,11 @@
 """`python -m bench quality --model PATH`: K and V of any checkpoint in every format, with and without a calibration.
 
-Windows of three kinds of text that every Python has: its documentation (`pydoc_data.topics`), modules of its standard
-library, and licences of installed packages. Every run is compared with the f32 cache window by window; a standard error
-is that of the mean over windows. Weights stay as they are stored, and meet activations exactly: rounded activations
-would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside them on GGUF files, where
-llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep` goes on from there.
+Windows of three kinds of text: documentation and code that every Python has, and chats of the network itself (licences,
+where it has no template for chats); `--texts` chooses others. Every run is compared with the f32 cache window by
+window; a standard error is that of the mean over windows. Weights stay as they are stored, and meet activations
+exactly: rounded activations would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside
+them on GGUF files, where llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep`
+goes on from there.
 
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
 them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
@@ -16,8 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,8 @@ from bench.quality import llamacpp
 from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
 from bench.quality.network import Recorder
+from bench.quality.rivals import HF, Kivi, hf_installed, hf_runs, is_plain
+from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
@@ -39,18 +41,20 @@ from kvcache.engine.policy import is_policy
 from kvcache.engine.residual import num_firsts
 from kvcache.networks.gguf import is_gguf
 
-__all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "texts", "verdicts"]
+__all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "verdicts"]
 
 Tokens = npt.NDArray[np.uint32]
 
 CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
+OF_16, OF_128 = ", residual of 16", ", residual of 128"
 NAMES = ("q8", "q8/q4", "q4", "q4/q2", "q3", "q2")
 MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
-    *(name + CALIBRATED for name in MIXES), "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED,
-    "q4" + CALIBRATED + BIASED,
+    "q4" + OF_16 + CALIBRATED, "q4" + OF_128 + CALIBRATED, *(name + CALIBRATED for name in MIXES), "q8" + BIASED,
+    "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
+KIVI = {"KIVI's recipe, 4 bits": 4, "KIVI's recipe, 2 bits": 2}
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
 
@@ -58,6 +62,7 @@ HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p9
 GOALS = {
     "q8" + CALIBRATED: (0.0002, 3e-5), "q4" + CALIBRATED: (0.006, 0.0035), "q3" + CALIBRATED: (0.032, 0.022),
     "q2" + CALIBRATED: (0.09, 0.075), "q4" + BARE + CALIBRATED: (0.02, 0.015),
+    "q4" + OF_16 + CALIBRATED: (0.02, 0.015),
     "auto:5.0" + CALIBRATED: (0.0025, 0.0025), "auto:3.5" + CALIBRATED: (0.025, 0.02),
     "auto:3.0" + CALIBRATED: (0.03, 0.032),
 }  # fmt: skip
@@ -65,8 +70,6 @@ TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that w
 RESIDUAL = 64  # tokens per group beside a format written in Python
 SHARES = (10, 20, 40)  # per cent of a window that a policy written in Python keeps
 NORM, EVERY = 200.0, 3  # of the constant; it is in every third of the first nine layers
-
-_MODULES = ("argparse", "textwrap", "shutil", "csv", "heapq", "zipfile", "tarfile", "configparser", "difflib")
 
 
 class Biased(Recorder):
@@ -86,35 +89,6 @@ class Biased(Recorder):
             return attend(layer, queries, keys + constant if layer in layers else keys, values, *more)
 
         return super().forward(tokens, positions, biased, logits, **places)
-
-
-def texts() -> dict[str, str]:
-    """The three texts, by kind."""
-    from pydoc_data.topics import topics
-
-    library, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    files = [library / f"{name}.py" for name in _MODULES]  # some are packages from Python 3.12 on
-    files = [path if path.exists() else path.with_suffix("") / "__init__.py" for path in files]
-    code = [path.read_text(encoding="utf-8") for path in files]
-    places = [library / "LICENSE.txt", *sorted(installed.glob("*/**/*LICENSE*"))]
-    found = [path.read_text(encoding="utf-8", errors="replace") for path in places if path.is_file()]
-    licences = dict.fromkeys(text for text in found if len(text) > 1000)
-    return {
-        "documentation": "\n".join(topics[name] for name in sorted(topics)), "code": "".join(code),
-        "licences": "\n".join(licences),
-    }  # fmt: skip
-
-
-def windows(tokenizer: Any, context: int, total: int) -> Iterator[Tokens]:
-    """Windows of `context` tokens, the kinds of text in turn, `total` tokens or a little more."""
-    each = -(-total // (context * 3))
-    cut = {kind: np.array(tokenizer.encode(text).ids, np.uint32) for kind, text in texts().items()}
-    for i in range(each):
-        for ids in cut.values():
-            count = min(each, len(ids) // context)
-            if i < count:
-                at = i * context + (len(ids) - count * context) * i // count
-                yield ids[at : at + context]
 
 
 def load_own(place: str, kind: str = "format") -> Any:
@@ -158,8 +132,9 @@ def _options(name: str, calibration: Calibration | None, own: dict[str, dict[str
         return own[name]
     keys, _, values = name.partition(",")[0].partition("/")
     options: dict[str, Any] = {"dtype": keys} if keys in MIXES else {"key_dtype": keys, "value_dtype": values or keys}
-    if BARE in name:
-        options["residual_length"] = 0
+    for words, length in ((BARE, 0), (OF_16, 16), (OF_128, 128)):
+        if words in name:
+            options["residual_length"] = length
     if CALIBRATED in name:
         options["calibrate"] = calibration
     return options
@@ -201,11 +176,13 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     if engine.tokenizer is None:
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
     context = min(options.context, engine.config.max_position_embeddings)
-    own = _own(options, context)
-    model, names = engine.model, (*(QUICK if options.quick else RUNS), *own)
-    if unknown := set(options.rows or ()) - set(names):
-        raise SystemExit(f"--rows: expected some of {'; '.join(names)}, got {'; '.join(sorted(unknown))}")
-    names = tuple(options.rows or names)
+    own, kinds = _own(options, context), tuple(options.texts or kinds_of(engine))
+    model, names = engine.model, (*(QUICK if options.quick else RUNS), *own, *(KIVI if is_plain(engine.model) else ()))
+    every = (*names, *(() if options.quick else _rival_names(path)))
+    if unknown := set(options.rows or ()) - set(every):
+        raise SystemExit(f"--rows: expected some of {'; '.join(every)}, got {'; '.join(sorted(unknown))}")
+    chosen = tuple(options.rows or every)
+    names = tuple(name for name in names if name in chosen)
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
@@ -213,22 +190,25 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     plain = {"calibration": InferenceEngine(model, dtype=dtype, calibrate=known, num_blocks=1).cache.calibration}
     if any(BIASED in name for name in names):
         other = Biased(model, np.copy)
-        ids = known if not isinstance(known, Calibration) else next(windows(engine.tokenizer, context, context))
+        ids = known if not isinstance(known, Calibration) else next(windows(engine, context, context, kinds[:1]))
         plain["biased"] = InferenceEngine(other, dtype="q4", calibrate=ids, num_blocks=1).cache.calibration
     runs: dict[str, Any] = {"f32": _Run(Recorder(model, np.copy), context, {})}
     for name in names:
+        if name in KIVI:
+            runs[name] = Kivi(model, KIVI[name], context)
+            continue
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
         runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
     with TemporaryDirectory() as folder:
-        rivals = {} if options.quick or options.rows or not is_gguf(path) else _rivals(path, Path(folder), context)
-        every = runs | rivals
-        found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
+        groups = [runs, *([] if options.quick else _rivals(path, Path(folder), context, chosen))]
+        bits = {name: run.bits for group in groups for name, run in group.items()}
+        found, count, kept = {name: Divergence() for name in bits}, 0, Windows(options.keep)
         try:
-            for number, window in enumerate(windows(engine.tokenizer, context, total)):
+            for number, window in enumerate(windows(engine, context, total, kinds, options.keep)):
                 done = f"{number * context:,} of {total:,} tokens"
                 named = partial(_said, done, say)
-                for name, one in kept.measure(number, window, [runs, rivals] if rivals else [runs], named).items():
-                    if name in every:
+                for name, one in kept.measure(window, groups, named).items():
+                    if name in found:
                         for field, values in vars(one).items():
                             getattr(found[name], field).extend(values)
                 count += 1
@@ -236,22 +216,34 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
             say(f"stopped after {count} windows")
         if not count:
             raise SystemExit("stopped before the first window was done")
-    text = f"{path.name}, {count} windows of {context:,} tokens of documentation, code and licences of this Python"
-    return {name: one.figures() | {"bits": every[name].bits} for name, one in found.items()}, text
+    text = f"{path.name}, {count} windows of {context:,} tokens of {', '.join(kinds)}"
+    return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}, text
 
 
-def _rivals(path: Path, folder: Path, context: int) -> dict[str, Any]:
-    """llama.cpp with K and V in each of its formats, the first one its reference; nothing where it is not installed.
+def _rival_names(path: Path) -> tuple[str, ...]:
+    """The rows of other programs that are installed here."""
+    llama = [f"llama.cpp {kv}" for kv in llamacpp.CACHES] if is_gguf(path) and llamacpp.installed() else []
+    return (*llama, *(HF if hf_installed() else ()))
 
-    Its weights are float32, which meet activations exactly, as ours do.
+
+def _rivals(path: Path, folder: Path, context: int, chosen: Sequence[str]) -> list[dict[str, Any]]:
+    """The chosen runs of llama.cpp and of transformers, each program's over its own full cache, the first one.
+
+    llama.cpp's weights are float32, which meet activations exactly, as ours do.
     """
-    if not llamacpp.installed():
-        return {}
-    llamacpp.quiet()
-    link = folder / path.name
-    link.symlink_to(path.resolve())
-    plain = llamacpp.quantise(link, "F32", 1)
-    return {f"llama.cpp {kv}": _Rival(plain, context, kv) for kv in llamacpp.CACHES}
+    found = []
+    if llama := [name for name in _rival_names(path) if name in chosen and name not in HF]:
+        llamacpp.quiet()
+        link = folder / path.name
+        link.symlink_to(path.resolve())
+        plain = llamacpp.quantise(link, "F32", 1)
+        kinds = {f"llama.cpp {kv}": kv for kv in llamacpp.CACHES}
+        full = next(iter(kinds))
+        found.append({name: _Rival(plain, context, kinds[name]) for name in dict.fromkeys([full, *llama])})
+    if any(name in chosen for name in HF) and hf_installed():
+        every = hf_runs(path, context)
+        found.append({name: run for name, run in every.items() if name in chosen or name not in HF})
+    return found
 
 
 class _Rival:

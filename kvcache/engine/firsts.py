@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
-from kvcache.engine.residual import FIRSTS, AttendPiece, merged, unpacked_cache
+from kvcache.engine.residual import FIRSTS, AttendPiece, unpacked_cache
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.merging import Parts
 
 __all__ = ["FirstTokens"]
 
@@ -36,9 +38,7 @@ class FirstTokens:
 
     def __init__(self, config: NetworkConfig, cache: PagedKvCache, attention: Sequence[LayerAttention]) -> None:
         self.stop = 0
-        self._near = [each.options() for each in attention]
-        # The sinks join the normaliser once.
-        self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
+        self._options = [each.options() for each in attention]
         self._config, self._dtypes = config, (cache.key_dtype, cache.value_dtype)
         self._rows = self.empty_cache(2, self.firsts)
         self._id = 0
@@ -126,29 +126,21 @@ class FirstTokens:
         held, near_id = self._held == min(pos, self.firsts), self._id
         head = min(self.firsts - pos, count) if held and pos < self.firsts else 0
         self._rows.append(near_id, head)
-        packed, ids = np.array([seq_id], np.uint64), np.array([near_id], np.uint64)
-        head_lens, lens = np.array([head]), np.array([count - head])
+        packed, lens = np.array([seq_id], np.uint64), np.array([count])
+        parts = Parts([near_id], packed, [count - head], None, self.firsts, causal=False)
 
         def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+            options, near, far = self._options[layer], self._rows.attention, partial(cache.attention, layer)
             if not held:
-                plain: Float32 = cache.attention(layer, queries, packed, query_lens=lens, **self._near[layer])
+                plain: Float32 = far(queries, packed, query_lens=lens, **options)
                 return plain
-            parts = []
+            mixed = []
             if head:
                 self._rows.write(layer, near_id, keys[:head], values[:head])
-                parts.append(
-                    self._rows.attention(layer, queries[:head], ids, query_lens=head_lens, **self._near[layer])
-                )
+                mixed.append(near(layer, queries[:head], [near_id], query_lens=[head], **options))
             if head < count:
-                after = queries[head:]
-                near = self._rows.attention(
-                    layer, after, ids, query_lens=lens, causal=False, return_lse=True, **self._near[layer]
-                )
-                far = cache.attention(
-                    layer, after, packed, query_lens=lens, skip_tokens=self.firsts, return_lse=True, **self._far[layer]
-                )
-                parts.append(merged(far, near))
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+                mixed.append(parts.attend(partial(near, layer), far, queries[head:], options))
+            return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
 
         yield attend
         self.stop = pos + count

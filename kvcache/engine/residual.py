@@ -1,26 +1,19 @@
 """KIVI's residual: the newest tokens of a sequence, unpacked, beside the cache that packs all of them.
 
-Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv 2402.02750), section 3.3.
-Attention decreases with distance, so most of the rounding error comes from the last few tokens. Here the text is
-divided into groups of `length` tokens. A query reads its own group unpacked and all earlier groups packed:
-
-    text      0 ........ 63 | 64 ...... 127 | 128 .. 140
-    query 140 packed        | packed        | unpacked
-    query 100 packed        | unpacked
+As `kvcache.paged.residual` has them for many sequences: a text is divided into groups of `length` tokens, and a query
+reads its own group unpacked and all earlier groups packed, but for the first tokens of a calibrated text, which stand
+before those of the group in one sequence. Groups of a piece that are over are held for one layer at a time, and a
+failure restores the group before.
 
 Whether a query reads a token packed depends on their positions alone, not on how the text entered the cache: in
 pieces, token by token, or as a cached prefix of whole groups. The result is the same in each case.
-
-With a calibration, every query also reads the first tokens of the text unpacked: their keys are unlike all others, and
-far from the centre of these. They stand before the tokens of the group, in one sequence:
-
-    query 140 | 0 .. 15 unpacked | 16 .. 127 packed | 128 .. 140 unpacked
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +25,11 @@ from kvcache.core.memory import total
 from kvcache.core.store import BlockStore
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
-from kvcache.paged.merging import blend
+from kvcache.paged.merging import Parts
 
 __all__ = [
-    "FIRSTS", "LENGTHS", "AttendPiece", "Residual", "as_length", "default_length", "merged", "num_firsts",
-    "residual_bytes", "unpacked_cache",
+    "FIRSTS", "LENGTHS", "AttendPiece", "Residual", "as_length", "default_length", "num_firsts", "residual_bytes",
+    "unpacked_cache",
 ]  # fmt: skip
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
@@ -137,9 +130,7 @@ class Residual:
         self.length, self.firsts = length, firsts
         self.first = self.stop = 0
         self._config = config
-        self._near = [each.options() for each in attention or [LayerAttention()] * config.num_layers]
-        # The sinks join the normaliser once, with the query's own group.
-        self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
+        self._options = [each.options() for each in attention or [LayerAttention()] * config.num_layers]
         dtypes = (cache.key_dtype, cache.value_dtype)
         self._dtypes = dtypes
         size, groups, piece_groups = _blocks(length, chunk, firsts)
@@ -214,13 +205,12 @@ class Residual:
         try:
             if len(firsts):
                 held = self._free_id()
+                self._groups.allocate(held, 0)
                 self._fill(held, self.firsts, firsts)
                 self._firsts_id = held
             fresh = self._free_id()
             self._begin(fresh, self.stop - count)
-            self._groups.append(fresh, count)
-            for layer, (keys, values) in enumerate(rows):
-                self._groups.write(layer, fresh, keys, values)
+            self._fill(fresh, count, rows)
         except Exception:
             self._firsts_id = _NONE
             self._free_all_but(before)
@@ -228,7 +218,7 @@ class Residual:
         self._switch_to(fresh, self.stop - count)
 
     def _fill(self, seq_id: int, count: int, rows: Sequence[tuple[Float32, Float32]]) -> None:
-        self._groups.allocate(seq_id, count)
+        self._groups.append(seq_id, count)
         for layer, (keys, values) in enumerate(rows):
             self._groups.write(layer, seq_id, keys, values)
 
@@ -287,7 +277,15 @@ class Residual:
         starts[0] = self.first
         if len(starts) == 1:
             self._groups.append(self._id, count)
-            yield self._attend_in_one_group(cache, seq_id, count)
+            parts = Parts([self._id], [seq_id], [count], [self.first], self._ahead)
+
+            def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+                self._groups.write(layer, self._id, keys, values)
+                near, far = partial(self._groups.attention, layer), partial(cache.attention, layer)
+                mixed: Float32 = parts.attend(near, far, queries, self._options[layer])
+                return mixed
+
+            yield attend
         else:
             # All groups but the first of the text have the first tokens ahead, if the text begins here or has them.
             ahead = np.full(len(starts), self.firsts if self.first == 0 or self._firsts_id != _NONE else 0)
@@ -307,25 +305,6 @@ class Residual:
             self._switch_to(following, int(starts[-1]))
         self.stop = pos + count
 
-    def _attend_in_one_group(self, cache: PagedKvCache, seq_id: int, count: int) -> AttendPiece:
-        """The `attend` of a piece within the current group."""
-        query_lens, context_lens, ahead = np.array([count]), np.array([self.first]), self._ahead
-        unpacked, packed = np.array([self._id], np.uint64), np.array([seq_id], np.uint64)
-
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
-            self._groups.write(layer, self._id, keys, values)
-            near = self._groups.attention(
-                layer, queries, unpacked, query_lens=query_lens, return_lse=True, **self._near[layer]
-            )
-            far = cache.attention(
-                layer, queries, packed, query_lens=query_lens, context_lens=context_lens, return_lse=True,
-                skip_tokens=ahead,
-                **self._far[layer],
-            )  # fmt: skip
-            return merged(far, near)
-
-        return attend
-
     def _attend_in_several_groups(
         self, cache: PagedKvCache, seq_id: int, pos: int, starts: NDArray[np.int64], stops: NDArray[np.int64],
         ahead: NDArray[np.int64], ids: tuple[int, int],
@@ -338,8 +317,8 @@ class Residual:
         """
         following, firsts_id = ids
         begun = self._ahead
-        query_lens = np.diff(stops, prepend=pos)
-        groups, packed = np.arange(len(starts)), np.full(len(starts), seq_id, np.uint64)
+        groups = np.arange(len(starts))
+        parts = Parts(groups, [seq_id] * len(starts), np.diff(stops, prepend=pos), starts, int(ahead[-1]))
 
         def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
             old = self._groups.read(layer, self._id) if begun or self.stop > self.first else (keys[:0], values[:0])
@@ -356,14 +335,9 @@ class Residual:
                 for later in groups[ahead > 0][begun > 0 :]:
                     self._piece_groups.write(0, int(later), k, v, start=0)
                 self._groups.write(layer, following, k, v, start=0)
-            near = self._piece_groups.attention(
-                0, queries, groups, query_lens=query_lens, return_lse=True, **self._near[layer]
-            )
-            far = cache.attention(
-                layer, queries, packed, query_lens=query_lens, context_lens=starts, return_lse=True,
-                skip_tokens=int(ahead[-1]), **self._far[layer],
-            )  # fmt: skip
-            return merged(far, near)
+            near, far = partial(self._piece_groups.attention, 0), partial(cache.attention, layer)
+            mixed: Float32 = parts.attend(near, far, queries, self._options[layer])
+            return mixed
 
         return attend
 
@@ -408,8 +382,3 @@ class Residual:
         for seq_id in _IDS:
             if seq_id not in (kept, self._firsts_id) and seq_id in self._groups:
                 self._groups.free(seq_id)
-
-
-def merged(far: tuple[Float32, Float32], near: tuple[Float32, Float32]) -> Float32:
-    """Merge the attention over packed tokens and over the group, which has at least the query's own token."""
-    return blend(far[0], near[0], far[1] - near[1])

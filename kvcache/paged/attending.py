@@ -106,10 +106,10 @@ def attention(
     blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
     tokens before a window are stored.
 
-    With `residual_length` each query reads the tokens of its own group, and the first ones, in f16: what is attended
-    there and in the packed rows is merged. Queries are then at most those from the group on in which the last `append`
-    of their sequence began, and `sink_queries`, `return_scores`, `context_lens`, `window`, `starts`, `causal`, `mask`
-    and `skip_tokens` keep their defaults: ValueError.
+    With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones: what
+    is attended there and in the packed rows is merged. With groups, queries are then at most those from the group on in
+    which the last `append` of their sequence began. `sink_queries`, `return_scores`, `context_lens`, `window`,
+    `starts`, `causal`, `mask` and `skip_tokens` keep their defaults: ValueError.
 
     Args:
         queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads; query head h

@@ -67,10 +67,10 @@ class PagedKvCache:
         residual_length: tokens per group of KIVI's residual, 0 to 256. A query reads its own group of the text in f16,
             and all earlier ones packed. Each sequence keeps f16 rows from the group on in which its last `append`
             began, in memory that grows with the sequences. 0: all tokens are read packed.
-        first_tokens: first tokens of each text that every query reads in f16, at most `residual_length`. 16 suit a
-            calibration: their keys are far from the centre of all others. `read` returns packed rows, and blocks that
-            `adopt` shares are read packed. `keep_tokens`, `apply_streaming_llm`, `copy_blocks`, `max_memory_bytes` and
-            formats in Python exclude a residual: ValueError.
+        first_tokens: first tokens of each text that every query reads in f16, at most `residual_length` if that is not
+            0, and 256. 16 suit a calibration: their keys are far from the centre of all others. `read` returns packed
+            rows, and blocks that `adopt` shares are read packed. `keep_tokens`, `apply_streaming_llm`, `copy_blocks`,
+            `max_memory_bytes` and formats in Python exclude both: ValueError.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 
@@ -117,15 +117,15 @@ class PagedKvCache:
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, RowFormats(*formats))
-        if length and self._blocks.formats.fingerprint:
-            raise ValueError(f"residual_length: expected 0 with a format in Python, got {length}")
+        if self._blocks.formats.fingerprint:
+            refuse("dtype", length, firsts)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._table = BlockTables(self._pool, store.block_size)
         self._blocks.holders.append(self._table.references)
         self._sequences: PagedSequences | ResidualSequences = PagedSequences(self._lock, store, self._table)
         self._attention: SequenceAttention | ResidualSequences = SequenceAttention(self._lock, store, self._table)
         self._residual: ResidualSequences | None = None
-        if length:
+        if length or firsts:
             rows = PagedKvCache(
                 0, gcd(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_layers,
                 key_dtype=unpacked(store.key_dtype), value_dtype=unpacked(store.value_dtype),
@@ -348,7 +348,7 @@ class PagedKvCache:
 
     def copy_blocks(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """Copy the K and V of whole blocks, all layers, in order; BlockNotFoundError: one is not in use."""
-        refuse("copy_blocks", self.residual_length)
+        refuse("copy_blocks", self.residual_length, self.first_tokens)
         self._blocks.copy(sources, targets)
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats
+from kvcache.core.arguments import as_floats, as_output
 
-__all__ = ["blend", "merge_attention"]
+__all__ = ["Parts", "blend", "merge_attention"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -53,3 +56,60 @@ def blend(out_a: Float32, out_b: Float32, log_odds: Float32) -> Float32:
     merged *= share[..., None]
     merged += out_b
     return merged
+
+
+class Parts:
+    """Groups of queries, each of which reads the unpacked tokens of one sequence and packed ones of another.
+
+    Args:
+        near: ids of the unpacked sequences, integers `(n,)`.
+        far: ids of the packed ones.
+        counts: queries of each.
+        contexts: packed tokens that they see; None: all before each query, and itself.
+        skipped: how many first ones of these each query reads unpacked: a number, or integers `(n,)`.
+        causal: False: a query sees all unpacked tokens of its sequence.
+    """
+
+    def __init__(
+        self, near: npt.ArrayLike, far: npt.ArrayLike, counts: npt.ArrayLike, contexts: npt.ArrayLike | None,
+        skipped: npt.ArrayLike = 0, causal: bool = True,
+    ) -> None:  # fmt: skip
+        self._near, ids = np.array(near, np.uint64), np.array(far, np.uint64)
+        self._counts, self._causal = np.array(counts, np.int64), causal
+        shown = None if contexts is None else np.array(contexts, np.int64)
+        skips = np.broadcast_to(skipped, ids.shape)[slice(None) if shown is None else shown > 0]
+        # Of each number of tokens that are skipped: the queries, and what they read; nothing where all see none.
+        self._far: list[tuple[Any, tuple[Any, ...], int]] = []
+        for skip in np.unique(skips).tolist():
+            one = slice(None) if len(np.unique(skipped)) == 1 else np.equal(skipped, skip)
+            rows = one if isinstance(one, slice) else np.repeat(one, self._counts)
+            self._far.append((rows, (ids[one], self._counts[one], None if shown is None else shown[one]), skip))
+
+    def attend(
+        self, near: Callable[..., Any], far: Callable[..., Any], queries: Float32, options: Mapping[str, Any],
+        out: Any = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Attend to both, and merge; results are those of `PagedKvCache.attention`.
+
+        Args:
+            near, far: `PagedKvCache.attention` of the unpacked and of the packed tokens, without its layer.
+            options: of both. Sinks join the normaliser once, beside the unpacked tokens.
+            out, return_lse: as there.
+        """
+        mixed, lse = near(
+            queries, self._near, query_lens=self._counts, causal=self._causal, out=out, return_lse=True, **options
+        )
+        rest = {name: value for name, value in options.items() if name != "sinks"}
+        for rows, (ids, counts, contexts), skip in self._far:
+            more, more_lse = far(
+                queries[rows], ids, query_lens=counts, context_lens=contexts, skip_tokens=skip, return_lse=True, **rest
+            )
+            log_odds = more_lse - lse[rows]
+            if return_lse:
+                lse[rows] = np.logaddexp(more_lse, lse[rows])
+            if out is None and isinstance(rows, slice):  # all queries
+                mixed = blend(more, mixed, log_odds)
+            else:
+                to = as_output(mixed)
+                to[rows] = blend(more, to[rows], log_odds)
+        return (mixed, lse) if return_lse else mixed

@@ -13,25 +13,29 @@ Forks share these rows, and writes copy them, as in any `PagedKvCache`.
     span (16, 128, 141)   0 .. 15 | 128 .. 140     29 tokens of the second cache
     span (0, 0, 141)      0 .. 140                 nothing was dropped yet
 
+Without groups a query behind the first tokens reads them unpacked and all others packed: span (16, 141, 141).
+
 Tokens of which there are no unpacked rows, as those of blocks that `adopt` shares, are read packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_indices, as_output, short
+from kvcache.core.arguments import as_floats, as_indices, short
 from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import SequenceNotFoundError
-from kvcache.paged.merging import blend
+from kvcache.paged.attending import attention
+from kvcache.paged.merging import Parts
 from kvcache.paged.seq_ids import as_seq_ids
-from kvcache.paged.spans import Span, refuse
+from kvcache.paged.spans import Span, groups_of, refuse
 
 if TYPE_CHECKING:
     from kvcache.paged.attention import SequenceAttention
@@ -59,8 +63,8 @@ class ResidualSequences:
         lock: made before those of the parts.
         sequences, attention, table: of the packed rows.
         rows: the cache of unpacked rows; it grows when it has too few blocks.
-        length: tokens of a group.
-        firsts: first tokens that every query reads unpacked, at most `length`.
+        length: tokens of a group; 0: there are no groups.
+        firsts: first tokens that every query reads unpacked, at most `length` where there are groups.
 
     Methods and errors are those of `PagedSequences`. `free` takes effect at once for the packed rows; the unpacked ones
     are freed by the next call that needs room.
@@ -91,21 +95,15 @@ class ResidualSequences:
     def allocate_batch(self, seq_ids: UInt64, num_tokens: Int64) -> None:
         with self._lock:
             self._sequences.allocate_batch(seq_ids, num_tokens)
-            try:
+            with _Undoing(self._end, seq_ids):
                 self._begin(seq_ids)
                 self._extend(seq_ids, num_tokens)
-            except BaseException:
-                self._end(seq_ids)
-                raise
 
     def adopt(self, seq_id: int, blocks: npt.NDArray[np.int32], num_tokens: int) -> None:
         with self._lock:
             self._sequences.adopt(seq_id, blocks, num_tokens)
-            try:
+            with _Undoing(self._end, [seq_id]):
                 self._begin([seq_id], num_tokens)
-            except BaseException:
-                self._end([seq_id])
-                raise
 
     def fork(self, source: int, target: int) -> None:
         self.fork_batch(np.array([source], np.uint64), np.array([target], np.uint64))
@@ -113,14 +111,11 @@ class ResidualSequences:
     def fork_batch(self, sources: UInt64, targets: UInt64) -> None:
         with self._lock:
             self._sequences.fork_batch(sources, targets)
-            try:
+            with _Undoing(self._end, targets):
                 self._reap(len(targets))
                 old, new = self._uids(sources), self._uids(targets)
                 self.rows.fork_batch(old, new)
                 self._spans.update((uid, self._spans[source]) for source, uid in zip(old, new, strict=True))
-            except BaseException:
-                self._end(targets)
-                raise
 
     def swap(self, first: int, second: int) -> None:
         with self._lock:
@@ -140,12 +135,8 @@ class ResidualSequences:
         more = np.ones(len(seq_ids), np.int64) if counts is None else counts
         with self._lock:
             self._sequences.append_batch(seq_ids, more)
-            try:
+            with _Undoing(self._shorten, seq_ids, more):
                 self._extend(seq_ids, more)
-            except BaseException:
-                with suppress(SequenceNotFoundError):
-                    self._sequences.truncate_batch(seq_ids, self._num_tokens(seq_ids) - more)
-                raise
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         self.truncate_batch(np.array([seq_id], np.uint64), np.array([num_tokens], np.int64))
@@ -153,10 +144,7 @@ class ResidualSequences:
     def truncate_batch(self, seq_ids: UInt64, num_tokens: Int64) -> None:
         with self._lock:
             self._sequences.truncate_batch(seq_ids, num_tokens)
-            uids = self._uids(seq_ids)
-            cut = [self._spans[uid].cut(int(pos)) for uid, pos in zip(uids, num_tokens, strict=True)]
-            self.rows.truncate_batch(uids, [span.num_rows for span in cut])
-            self._spans.update(zip(uids, cut, strict=True))
+            self._cut(self._uids(seq_ids), num_tokens.tolist())
 
     def reorder(self, seq_ids: UInt64, rows: Int64) -> None:
         with self._lock:
@@ -172,21 +160,15 @@ class ResidualSequences:
             old = self._table.info(seq_id)[0] if self._table.uid(seq_id) == uid else num_tokens
             self._sequences.resize(seq_id, num_tokens, uid)
             if num_tokens <= old:
-                span = self._spans[uid].cut(num_tokens)
-                self.rows.truncate(uid, span.num_rows)
-                self._spans[uid] = span
-                return
-            try:
+                return self._cut([uid], [num_tokens])
+            with _Undoing(self._sequences.resize, seq_id, old, uid):
                 self._extend([seq_id], np.array([num_tokens - old]))
-            except BaseException:
-                self._sequences.resize(seq_id, old, uid)
-                raise
 
     def keep(self, seq_id: int, indices: Int64) -> None:
-        refuse("keep_tokens", self.length)
+        refuse("keep_tokens", self.length, self.firsts)
 
     def stream(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:
-        refuse("apply_streaming_llm", self.length)
+        refuse("apply_streaming_llm", self.length, self.firsts)
         return 0
 
     # -- K and V --------------------------------------------------------------------------------------------
@@ -203,7 +185,7 @@ class ResidualSequences:
     def write_batch(self, layer: int, seq_ids: UInt64, rows: KvRows, counts: Int64 | None = None) -> None:
         self.rows._store.check_rows(rows, layer)
         with self._lock:
-            self._make_room(len(seq_ids) * 2 + self._blocks(rows.count))
+            self._make_room(self._blocks(rows.count, len(seq_ids)))
             self._sequences.write_batch(layer, seq_ids, rows, counts)
             uids, lens = self._uids(seq_ids), np.ones(len(seq_ids), np.int64) if counts is None else counts
             spans = [self._spans[uid] for uid in uids]
@@ -224,7 +206,8 @@ class ResidualSequences:
         given = (sink_queries, return_scores, context_lens, window, starts, causal, mask, skip_tokens)
         for (name, fixed), value in zip(_FIXED.items(), given, strict=True):
             if value is not fixed and (fixed is None or value != fixed):
-                raise ValueError(f"{name}: expected {fixed} with residual_length {self.length}, got {short(value)}")
+                lengths = f"residual_length {self.length} and first_tokens {self.firsts}"
+                raise ValueError(f"{name}: expected {fixed} with {lengths}, got {short(value)}")
         rows = queries if type(queries) is np.ndarray else as_floats(queries, (None, None, None), "queries")
         ids = as_seq_ids(seq_ids).copy()
         lens = np.ones(len(ids), np.int64) if query_lens is None else as_indices(query_lens, "query_lens").copy()
@@ -232,28 +215,11 @@ class ResidualSequences:
             raise ValueError(f"query_lens: expected {len(ids)} numbers, one per sequence, got {len(lens)}")
         with self._lock:
             try:
-                parts = self._parts(ids, lens)
-                counts = np.array([part.num_queries for part in parts], np.int64)
-                near, near_lse = self.rows.attention(
-                    layer, rows, [part.near for part in parts], query_lens=counts, scale=scale, out=out,
-                    softcap=softcap, sinks=sinks, return_lse=True,
-                )  # fmt: skip
-                near = near if out is None else as_output(out)
-                for skipped in {part.skipped for part in parts}:
-                    one = [part.skipped == skipped for part in parts]
-                    mine = np.repeat(one, counts)
-                    chosen = slice(None) if mine.all() else mine
-                    far, far_lse = self._attention.over(
-                        layer, rows[chosen], [part.seq_id for part in parts if part.skipped == skipped], counts[one],
-                        scale, None, None, False, [part.context for part in parts if part.skipped == skipped], True,
-                        None, softcap, None, None, True, None, skipped,
-                    )  # fmt: skip
-                    near[chosen] = blend(far, near[chosen], far_lse - near_lse[chosen])
-                    near_lse[chosen] = np.logaddexp(far_lse, near_lse[chosen])
+                near, far = partial(self.rows.attention, layer), partial(attention, cast(Any, self), layer)
+                options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+                return self._parts(ids, lens).attend(near, far, rows, options, out, return_lse)
             finally:
                 self._free_parts()
-        result = near if out is None else out
-        return (result, near_lse) if return_lse else result
 
     # -- invariants -----------------------------------------------------------------------------------------
 
@@ -286,7 +252,7 @@ class ResidualSequences:
                     held = self.rows.get_sequence(uid)
                 firsts = 0
                 if span is not None and held is not None and not moved:
-                    whole = span.base == 0 or span.firsts > 0
+                    whole = span.has(self.firsts)
                     firsts = self.firsts if whole and min(count, span.stop, held.num_tokens) >= self.firsts else 0
                 self.rows.truncate(uid, firsts)
                 self._spans[uid] = Span(firsts, count, count) if count else Span(0, 0, 0)
@@ -301,9 +267,6 @@ class ResidualSequences:
             raise SequenceNotFoundError(ids[uids.index(-1)])
         return uids
 
-    def _num_tokens(self, seq_ids: UInt64) -> Int64:
-        return np.array([self._table.info(int(each))[0] for each in seq_ids], np.int64)
-
     def _begin(self, seq_ids: Iterable[int] | UInt64, num_tokens: int = 0) -> None:
         """Start sequences of `num_tokens` tokens that are packed alone."""
         uids = self._uids(seq_ids)
@@ -317,10 +280,27 @@ class ResidualSequences:
             with suppress(SequenceNotFoundError):
                 self._sequences.free(int(seq_id))
 
+    def _shorten(self, seq_ids: UInt64, counts: Int64) -> None:
+        """Drop packed tokens that a failed call has appended."""
+        with suppress(SequenceNotFoundError):
+            lens = np.array([self._table.info(int(each))[0] for each in seq_ids], np.int64)
+            self._sequences.truncate_batch(seq_ids, lens - counts)
+
+    def _cut(self, uids: Sequence[int], num_tokens: Sequence[int]) -> None:
+        spans = [self._spans[uid].cut(pos) for uid, pos in zip(uids, num_tokens, strict=True)]
+        self.rows.truncate_batch(uids, [span.num_rows for span in spans])
+        self._spans.update(zip(uids, spans, strict=True))
+
     def _extend(self, seq_ids: Iterable[int] | UInt64, counts: Int64) -> None:
         """Add rows for new tokens of the packed sequences, and drop those of groups that no new query reads."""
         uids = self._uids(seq_ids)
-        self._make_room(2 * len(uids) + self._blocks(int(counts.sum())))
+        self._make_room(self._blocks(int(counts.sum()), len(uids)))
+        if not self.length:
+            old = [self._spans[uid] for uid in uids]
+            new = [span.beyond(count, self.firsts) for span, count in zip(old, counts.tolist(), strict=True)]
+            self.rows.append_batch(uids, [b.num_rows - a.num_rows for a, b in zip(old, new, strict=True)])
+            self._spans.update(zip(uids, new, strict=True))
+            return
         self.rows.append_batch(uids, counts)
         for uid, count in zip(uids, counts.tolist(), strict=True):
             firsts, base, stop = self._spans[uid]
@@ -331,9 +311,11 @@ class ResidualSequences:
                 self.rows.keep_tokens(uid, np.r_[0:kept, span.row(begin) : span.num_rows])
                 self._spans[uid] = Span(kept, begin, span.stop)
 
-    def _blocks(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of one sequence touch at most."""
-        return num_tokens // self.rows.block_size + 2
+    def _blocks(self, num_tokens: int, num_texts: int = 1) -> int:
+        """Blocks of unpacked rows that so many new tokens touch at most."""
+        if not self.length:
+            num_tokens = min(num_tokens, num_texts * self.firsts)
+        return num_tokens // self.rows.block_size + 2 * num_texts
 
     def _make_room(self, num_blocks: int) -> None:
         if self.rows.free_block_count < num_blocks:
@@ -358,30 +340,46 @@ class ResidualSequences:
         if begin < last:
             self.rows._sequences.write(layer, uid, span.row(begin), rows.part(begin - first, last - first))
 
-    def _parts(self, ids: UInt64, lens: Int64) -> list[_Part]:
+    def _parts(self, ids: UInt64, lens: Int64) -> Parts:
         """The queries of each sequence by group."""
         if len(set(ids.tolist())) < len(ids):
             raise ValueError("seq_ids: expected each sequence once, got one twice")
-        parts: list[_Part] = []
+        nears: list[int] = []
+        fars, counts, contexts, skipped = [], [], [], []
         for seq_id, uid, count in zip(ids.tolist(), self._uids(ids), lens.tolist(), strict=True):
             span = self._spans[uid]
-            if not 0 <= count <= span.stop - span.base:
-                raise ValueError(
-                    f"query_lens: expected 0 to {span.stop - span.base} queries for sequence {seq_id}, from the group "
-                    f"of its last append on, got {count}"
-                )
-            pos = span.stop - count
-            while pos < span.stop:
-                group = pos - pos % self.length
-                begin, end = max(group, span.base), min(group + self.length, span.stop)
-                near, ahead = uid, (span.firsts if span.base else self.firsts) if begin else 0
-                if begin > span.base or end < span.stop:
-                    near = _PARTS + len(parts)
+            most = span.stop - (span.base if self.length else 0)
+            if not 0 <= count <= most:
+                group = ", from the group of its last append on" if self.length else ""
+                raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {seq_id}{group}, got {count}")
+            for rows, queries, context, skip in self._groups(span, count):
+                near = uid
+                if rows is not None:
+                    near = _PARTS + len(nears)
                     self.rows.fork(uid, near)
-                    self.rows.keep_tokens(near, np.r_[0:ahead, span.row(begin) : span.row(end)])
-                parts.append(_Part(seq_id, near, end - pos, begin, ahead))
-                pos = end
-        return parts
+                    self.rows.keep_tokens(near, rows)
+                nears.append(near)
+                fars.append(seq_id)
+                counts.append(queries)
+                contexts.append(context)
+                skipped.append(skip)
+        return Parts(nears, fars, counts, contexts, skipped, causal=self.length > 0)
+
+    def _groups(self, span: Span, count: int) -> Iterator[tuple[Int64 | None, int, int, int]]:
+        """Of the last `count` tokens, for each group: its unpacked rows (None: all), queries, `context`, `skipped`."""
+        if self.length:
+            for group, pos, end in groups_of(span.stop - count, span.stop, self.length):
+                begin = max(group, span.base)
+                ahead = (span.firsts if span.base else self.firsts) if begin else 0
+                inside = begin > span.base or end < span.stop
+                yield np.r_[0:ahead, span.row(begin) : span.row(end)] if inside else None, end - pos, begin, ahead
+            return
+        # Those that are first tokens see unpacked ones alone; each is a group, as a query in it sees all rows.
+        heads = range(span.stop - count, min(self.firsts, span.stop) if span.has(self.firsts) else 0)
+        for pos in heads:
+            yield np.arange(pos + 1), 1, 0, self.firsts
+        if count > len(heads):
+            yield None, count - len(heads), span.stop, self.firsts if span.has(self.firsts) else 0
 
     def _free_parts(self) -> None:
         for seq_id in self.rows.sequence_ids():
@@ -389,18 +387,15 @@ class ResidualSequences:
                 self.rows.free(seq_id)
 
 
-class _Part(NamedTuple):
-    """Queries of one group of a sequence.
+class _Undoing:
+    """Calls `undo(*args)` if what runs inside fails. A generator would call it again when it is dropped."""
 
-    Attributes:
-        seq_id: the packed sequence.
-        near: the unpacked one, which ends with the last of the queries.
-        num_queries: how many.
-        context: packed tokens that they see, the first `skipped` of which are unpacked.
-    """
+    def __init__(self, undo: Callable[..., object], *args: Any) -> None:
+        self._undo, self._args = undo, args
 
-    seq_id: int
-    near: int
-    num_queries: int
-    context: int
-    skipped: int
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._undo(*self._args)

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvcache.core.arguments import as_count
 
-__all__ = ["Span", "as_lengths", "refuse"]
+__all__ = ["Span", "as_lengths", "groups_of", "refuse"]
 
 
 def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -> tuple[int, int]:
     """The arguments of `PagedKvCache`.
 
     Raises:
-        TypeError, ValueError: no integers; a length above 256; more first tokens than a group has; a limit in bytes
-            beside a residual, whose memory grows with the sequences.
+        TypeError, ValueError: no integers; above 256; more first tokens than a group has; a limit in bytes beside
+            unpacked rows, whose memory grows with the sequences.
     """
     length = as_count(residual_length, "residual_length", 0, 256)
-    if length and max_memory_bytes is not None:
-        raise ValueError(f"residual_length: expected 0 with max_memory_bytes, got {length}")
-    return length, as_count(first_tokens, "first_tokens", 0, length)
+    firsts = as_count(first_tokens, "first_tokens", 0, length or 256)
+    if max_memory_bytes is not None:
+        refuse("max_memory_bytes", length, firsts)
+    return length, firsts
 
 
-def refuse(what: str, length: int) -> None:
-    """ValueError, where there is a residual."""
-    if length:
-        raise ValueError(f"{what}: expected a cache with residual_length 0, got {length}")
+def refuse(what: str, length: int, firsts: int) -> None:
+    """ValueError, where there are unpacked rows."""
+    if length or firsts:
+        raise ValueError(f"{what}: expected residual_length and first_tokens 0 beside it, got {length} and {firsts}")
+
+
+def groups_of(pos: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """The groups of the tokens `[pos, end)`: where each begins, and those of these tokens that it has, `[from, to)`."""
+    for group in range(pos - pos % length, end, length):
+        yield group, max(group, pos), min(group + length, end)
 
 
 class Span(NamedTuple):
-    """Which tokens of a sequence are unpacked: [0, firsts) and [base, stop); `firsts` is 0 where `base` is 0."""
+    """Which tokens of a sequence are unpacked: [0, firsts) and [base, stop); `firsts` is 0 where `base` is 0.
+
+    Without groups, `base` is `stop` once there are more than the first tokens.
+    """
 
     firsts: int
     base: int
@@ -39,9 +50,20 @@ class Span(NamedTuple):
     def num_rows(self) -> int:
         return self.firsts + self.stop - self.base
 
+    def has(self, firsts: int) -> bool:
+        """Whether so many first tokens are unpacked, or all that there are."""
+        return not self.base or self.firsts == firsts
+
     def row(self, pos: int) -> int:
         """Which of the unpacked rows a token from `base` on is."""
         return self.firsts + pos - self.base
+
+    def beyond(self, count: int, firsts: int) -> Span:
+        """Of `count` more tokens, where there are no groups."""
+        stop = self.stop + count
+        if not self.has(firsts):
+            return Span(0, stop, stop)
+        return Span(firsts, stop, stop) if stop > firsts else Span(0, 0, stop)
 
     def cut(self, pos: int) -> Span:
         """Of the first `pos` tokens."""

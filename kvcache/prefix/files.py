@@ -15,14 +15,16 @@ from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.index import PrefixIndex, load
+from kvcache.prefix.index.prefixes import PrefixIndex, load
+from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.prefix.index.source import fetch_waiting
+from kvcache.prefix.row_pages import BLOCK_SIZE
 from kvcache.prefix.row_slots import RowSlots
-from kvcache.prefix.rows import BLOCK_SIZE, Rows
+from kvcache.prefix.rows import Rows
 from kvcache.prefix.saved import SavedPages, saved_blocks, saved_rows
-from kvcache.prefix.segments import newest_entries, ranges, segments_of, walk_back, well_formed
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import fetch_waiting
-from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
+from kvcache.prefix.segments import segments_of
+from kvcache.saved.segments import Segments, newest_entries, newest_pages, ranges, walk_back, well_formed
+from kvcache.saved.snapshot import Arena, Snapshot, write_snapshot
 from kvcache.saved.tables import MIXED
 
 __all__ = ["arena_of_blocks", "fetch_all", "load_blocks", "load_entries", "save_blocks", "save_entries"]
@@ -178,18 +180,13 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
     """What a cache takes of its arena: the blocks used last first, as many as there is room for."""
     segments, size, slots = snapshot.segments, cache.store.block_size, cache.slots
     slots.release_dropped()
-    pages, parents = (segments.lengths // size).tolist(), segments.parents.tolist()
-    room, kept = cache.room(sum(pages), new=True), [0] * len(pages)
-    for i in np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena).tolist():
-        parent = parents[i]
-        if parent < 0 or kept[parent] == pages[parent]:
-            kept[i] = min(pages[i], room)
-            room -= kept[i]
+    mine = np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena)
+    kept = newest_pages(segments, mine, size, cache.room(len(segments.tokens) // size, new=True))
     chosen = np.flatnonzero(kept)
-    places = ranges(snapshot.firsts // size, np.array(kept, np.int64), chosen)
+    places = ranges(snapshot.firsts // size, kept, chosen)
     claim = slots.take(len(places))
     reader = saved_blocks(snapshot, arena, claim, places, cache.store)
-    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept), [claim], [reader]
+    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept.tolist()), [claim], [reader]
 
 
 # -- entries -------------------------------------------------------------------------------------------------

@@ -38,18 +38,10 @@ from kvcache.core.files import checksum, open_regular, read_at, write_at
 from kvcache.errors import SnapshotError
 from kvcache.saved.namespaces import decode_namespace, encode_namespace
 from kvcache.saved.pages import read_pages
-from kvcache.saved.tables import (
-    ARENA,
-    NO_PARENT,
-    SEGMENT,
-    Arena,
-    Segments,
-    aligned,
-    check_segments,
-    unpack_arenas,
-)
+from kvcache.saved.segments import Segments
+from kvcache.saved.tables import ARENA, NO_PARENT, SEGMENT, Arena, aligned, check_segments, unpack_arenas
 
-__all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Segments", "Snapshot", "write_snapshot"]
+__all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Snapshot", "write_snapshot"]
 
 UInt32 = npt.NDArray[np.uint32]
 Int64 = npt.NDArray[np.int64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,8 @@ from kvcache.core.kernels import FORMATS
 from kvcache.errors import SnapshotError
 
 __all__ = [
-    "ARENA", "LAYOUTS", "MIXED", "NO_PARENT", "SEGMENT", "Arena", "Segments", "aligned", "check_segments",
-    "unpack_arenas",
+    "ARENA", "LAYOUTS", "MIXED", "NO_PARENT", "SEGMENT", "Arena", "aligned", "check_segments", "unpack_arenas",
 ]  # fmt: skip
-
-UInt32 = npt.NDArray[np.uint32]
-Int64 = npt.NDArray[np.int64]
 
 # layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes;
 # channels per head of V where how bytes lie is `_APART`, else 0
@@ -100,46 +96,6 @@ class Arena:
             want, got = getattr(self, field.name), getattr(other, field.name)
             if want != got:
                 raise SnapshotError(f"expected {field.name} {want}, got {got}")
-
-
-class Segments(NamedTuple):
-    """A token tree, see snapshot.py.
-
-    Attributes:
-        namespaces, parents: indices of each segment's namespace and of its parent, -1 if none, int64 `(n,)`.
-        lengths: tokens of each segment, int64 `(n,)`.
-        marked: whether an entry ends there, bool `(n,)`.
-        tokens: of all segments, uint32.
-    """
-
-    namespaces: Int64
-    parents: Int64
-    lengths: Int64
-    marked: npt.NDArray[np.bool_]
-    tokens: UInt32
-
-    @classmethod
-    def none(cls) -> Segments:
-        """An empty tree."""
-        empty = np.empty(0, np.int64)
-        return cls(empty, empty, empty, np.empty(0, bool), np.empty(0, np.uint32))
-
-    def and_then(self, others: Segments, num_namespaces: int) -> Segments:
-        """These segments, of `num_namespaces` namespaces, followed by `others`, with namespaces of their own."""
-        parents = np.where(others.parents >= 0, others.parents + len(self.lengths), -1)
-        moved: tuple[npt.NDArray[Any], ...] = (others.namespaces + num_namespaces, parents, *others[2:])
-        mine: tuple[npt.NDArray[Any], ...] = tuple(self)
-        return Segments(*(np.concatenate(pair) for pair in zip(mine, moved, strict=True)))
-
-    def slots(self, arena_of: Int64, num_arenas: int) -> tuple[Int64, Int64]:
-        """First slot of each segment in its arena, and slots of each arena; `arena_of` by namespace."""
-        firsts, totals = np.zeros(len(self.lengths), np.int64), np.zeros(num_arenas, np.int64)
-        arenas = arena_of[self.namespaces]
-        np.add.at(totals, arenas, self.lengths)
-        order = np.argsort(arenas, kind="stable")
-        before = np.cumsum(totals) - totals  # in the arenas before
-        firsts[order] = np.cumsum(self.lengths[order]) - self.lengths[order] - before[arenas[order]]
-        return firsts, totals
 
 
 def unpack_arenas(data: bytearray | memoryview) -> list[Arena]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from kvcache.core.layer_formats import Formats
-from kvcache.engine.residual import AttendPiece, merged, unpacked_cache
+from kvcache.engine.residual import AttendPiece, unpacked_cache
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.merging import Parts
 from kvcache.serving.groups import Groups
 from kvcache.serving.work import Work
 
@@ -55,33 +57,24 @@ class FirstTokens(Groups):
             packed.append(work.seq_id)
             heads.append(head)
             tails.append(n - head)
-        ids, packed_ids = np.array(groups, np.uint64), np.array(packed, np.uint64)
+        ids = np.array(groups, np.uint64)
         head_lens, tail_lens = np.array(heads), np.array(tails)
         self._groups.append_batch(ids, head_lens)
         ends = np.cumsum(head_lens + tail_lens)
         is_head = np.zeros(ends[-1], np.bool_)
         for start, head in zip(ends - head_lens - tail_lens, heads, strict=True):
             is_head[start : start + head] = True
-        with_head, with_tail = head_lens > 0, tail_lens > 0
+        own, lens = ids[head_lens > 0], head_lens[head_lens > 0]
+        parts = Parts(ids, packed, tail_lens, None, self.firsts, causal=False)
 
         def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+            options, near = self._options[layer], partial(self._groups.attention, layer)
             mixed = np.empty_like(queries)
-            if with_head.any():
-                own, lens = ids[with_head], head_lens[with_head]
+            if len(own):
                 self._groups.write_ragged(layer, own, lens, keys[is_head], values[is_head])
-                mixed[is_head] = self._groups.attention(
-                    layer, queries[is_head], own, query_lens=lens, **self._near[layer]
-                )  # fmt: skip
-            if with_tail.any():
-                after, lens = queries[~is_head], tail_lens[with_tail]
-                near = self._groups.attention(
-                    layer, after, ids[with_tail], query_lens=lens, causal=False, return_lse=True, **self._near[layer]
-                )
-                far = cache.attention(
-                    layer, after, packed_ids[with_tail], query_lens=lens, skip_tokens=self.firsts, return_lse=True,
-                    **self._far[layer],
-                )  # fmt: skip
-                mixed[~is_head] = merged(far, near)
+                mixed[is_head] = near(queries[is_head], own, query_lens=lens, **options)
+            if tail_lens.any():
+                mixed[~is_head] = parts.attend(near, partial(cache.attention, layer), queries[~is_head], options)
             return mixed
 
         return attend

@@ -74,9 +74,7 @@ class Groups(ABC):
         self._groups = rows
         self.known = KnownFirsts(rows, firsts, most)
         self._ids = count()
-        self._near = [each.options() for each in attention]
-        # The sinks join the normaliser once, with the query's own group.
-        self._far = [{name: value for name, value in each.items() if name != "sinks"} for each in self._near]
+        self._options = [each.options() for each in attention]
 
     @abstractmethod
     def held(self, computed: int) -> int:

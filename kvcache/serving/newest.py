@@ -1,8 +1,7 @@
 """The residual of many texts: the tokens of each text's own group, unpacked, beside the blocks that pack all tokens.
 
-As `kvcache.engine.residual` has it for one text: a text is divided into groups of `length` tokens, and a query reads
-its own group unpacked and all earlier groups packed. Here each group is a sequence of one block, and a pass attends to
-the groups of all texts in one call, and to their packed tokens in another.
+As `kvcache.engine.residual` has it for one text. Here each group is a sequence of one block, and a pass attends to the
+groups of all texts in one call, and to their packed tokens in another.
 
     text A   0 ........ 63 | 64 .. 80           group 64 .. 80: one sequence
     text B   0 .. 5                             group 0 .. 5: one sequence
@@ -15,16 +14,19 @@ and a text that ends between two groups keeps these alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcache.core.layer_formats import Formats
-from kvcache.engine.residual import AttendPiece, merged, unpacked_cache
+from kvcache.engine.residual import AttendPiece, unpacked_cache
 from kvcache.engine.storage import Storage
 from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.merging import Parts
+from kvcache.paged.spans import groups_of
 from kvcache.serving.budget import MOST
 from kvcache.serving.firsts import FirstTokens
 from kvcache.serving.groups import Groups
@@ -83,10 +85,8 @@ class NewestGroups(Groups):
         begun: list[_Begun] = []  # texts whose first tokens run in this pass
         row = 0
         for work, n in pieces:
-            pos, end, group = work.computed, work.computed + n, work.group
-            own = _Begun(work.group, work.computed, row, [])
-            while pos < end:
-                first = pos - pos % self.length
+            group, own = work.group, _Begun(work.group, work.computed, row, [])
+            for first, pos, stop in groups_of(work.computed, work.computed + n, self.length):
                 if pos == first:
                     group = next(self._ids)
                     if first and self.firsts and work.computed >= self.firsts:
@@ -95,18 +95,16 @@ class NewestGroups(Groups):
                         fresh.append((group, self.firsts if first else 0))
                         if first and self.firsts:
                             own.groups.append(group)
-                stop = min(first + self.length, end)
                 near.append(group)
                 lens.append(stop - pos)
                 far.append(work.seq_id)
                 contexts.append(first)
-                pos = stop
             work.next_group = group
             row += n
             if own.groups:
                 begun.append(own)
-        near_ids, far_ids = np.array(near, np.uint64), np.array(far, np.uint64)
-        query_lens, context_lens = np.array(lens), np.array(contexts)
+        near_ids, query_lens = np.array(near, np.uint64), np.array(lens)
+        parts = Parts(near_ids, far, query_lens, contexts, self.firsts)
         self._groups.allocate_batch(
             np.array([each for each, _ in fresh], np.uint64), np.array([ahead for _, ahead in fresh], np.int64)
         )
@@ -125,14 +123,9 @@ class NewestGroups(Groups):
                     k, v = np.concatenate([old[0], k]), np.concatenate([old[1], v])
                 for group in each.groups:
                     self._groups.write(layer, group, k, v, start=0)
-            own = self._groups.attention(
-                layer, queries, near_ids, query_lens=query_lens, return_lse=True, **self._near[layer]
-            )
-            earlier = cache.attention(
-                layer, queries, far_ids, query_lens=query_lens, context_lens=context_lens, return_lse=True,
-                skip_tokens=self.firsts, **self._far[layer],
-            )  # fmt: skip
-            return merged(earlier, own)
+            own, earlier = partial(self._groups.attention, layer), partial(cache.attention, layer)
+            mixed: Float32 = parts.attend(own, earlier, queries, self._options[layer])
+            return mixed
 
         return attend
 

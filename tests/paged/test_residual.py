@@ -7,20 +7,22 @@ from interrupts import Lines
 from residual_caches import DIM, HEADS, LAYERS, make, run
 
 from kvcache import Calibration, PagedKvCache, PrefixCache
+from kvcache.engine.firsts import FirstTokens
 from kvcache.engine.residual import Residual
 from kvcache.errors import SequenceNotFoundError
+from kvcache.networks.protocols import LayerAttention
 
 pytestmark = pytest.mark.one_build
 
 
 @pytest.mark.parametrize("dtype", ["q4", "q2", ("q4", "f16")])
-@pytest.mark.parametrize("firsts", [0, 16])
-def test_pieces_of_any_length_have_the_bits_of_single_tokens(rng, dtype, firsts):
+@pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
+def test_pieces_of_any_length_have_the_bits_of_single_tokens(rng, dtype, length, firsts):
     keys, values = rng.standard_normal((2, LAYERS, 150, HEADS, DIM)).astype(np.float32)
     queries = rng.standard_normal((150, 2 * HEADS, DIM)).astype(np.float32)
     found = []
     for most in (1, 9, 150):
-        cache = make(32, firsts, dtype=dtype, block_size=16, num_blocks=20)
+        cache = make(length, firsts, dtype=dtype, block_size=16, num_blocks=20)
         cache.allocate(7, 0)
         cache.allocate(8, 5)
         pos, parts = 0, []
@@ -35,8 +37,8 @@ def test_pieces_of_any_length_have_the_bits_of_single_tokens(rng, dtype, firsts)
     np.testing.assert_array_equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("firsts", [0, 16])
-def test_an_engine_reads_the_same_bits(rng, firsts):
+@pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
+def test_an_engine_reads_the_same_bits(rng, length, firsts):
     class Config:
         num_layers, num_kv_heads, head_dim = LAYERS, HEADS, 32
 
@@ -44,10 +46,11 @@ def test_an_engine_reads_the_same_bits(rng, firsts):
     queries = rng.standard_normal((200, 2 * HEADS, 32)).astype(np.float32)
     known = Calibration(rng.standard_normal((LAYERS, HEADS, 32)))
     own = PagedKvCache(
-        20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known, residual_length=32, first_tokens=firsts
+        20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known, residual_length=length, first_tokens=firsts
     )
     bare = PagedKvCache(20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known)
-    residual = Residual(Config(), bare, 32, 200, firsts=firsts)
+    plain = [LayerAttention()] * LAYERS
+    residual = Residual(Config(), bare, 32, 200, firsts=firsts) if length else FirstTokens(Config(), bare, plain)
     own.allocate(1, 0)
     bare.allocate(1, 0)
     pos = 0
@@ -87,6 +90,18 @@ def test_the_newest_tokens_are_f16_and_memory_is_counted(rng):
     assert cache.used_memory_bytes == 0
 
 
+def test_first_tokens_alone_take_no_more_memory_as_texts_grow(rng):
+    keys, values = rng.standard_normal((2, LAYERS, 600, HEADS, DIM)).astype(np.float32)
+    cache, bare = make(0, 16, num_blocks=200), make(0, 0, num_blocks=200)
+    for each in (cache, bare):
+        each.allocate(1, 0)
+        run(each, 1, keys, values, 0, 600)
+        run(each, 1, keys, values, 0, 1)
+    row = LAYERS * 2 * 2 * HEADS * DIM
+    assert cache.used_memory_bytes - bare.used_memory_bytes == 16 * row
+    assert cache.total_memory_bytes - bare.total_memory_bytes <= 6 * 16 * row
+
+
 def test_sinks_and_caps_join_once(rng):
     keys, values = rng.standard_normal((2, LAYERS, 90, HEADS, DIM)).astype(np.float16).astype(np.float32)
     cache, plain = make(32, 16, dtype="f16"), make(0, 0, dtype="f16")
@@ -124,8 +139,12 @@ def test_what_a_residual_refuses(rng):
         cache.apply_streaming_llm(1, 1, 1)
     with pytest.raises(ValueError, match=r"^copy_blocks: "):
         cache.copy_blocks([0], [1])
-    for options in ({"max_memory_bytes": 10**6}, {"first_tokens": 40}, {"residual_length": 257}, {"first_tokens": -1}):
-        with pytest.raises(ValueError, match=r"(residual_length|first_tokens): expected"):
+    for options in (
+        {"max_memory_bytes": 10**6}, {"max_memory_bytes": 10**6, "residual_length": 0, "first_tokens": 1},
+        {"first_tokens": 40}, {"residual_length": 257}, {"first_tokens": -1},
+        {"residual_length": 0, "first_tokens": 257},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"(residual_length|first_tokens|max_memory_bytes): expected"):
             make(**{"length": options.pop("residual_length", 32), "firsts": options.pop("first_tokens", 0)}, **options)
     keys = np.zeros((1, HEADS, DIM), np.float32)
     keys[0, 1, 2] = 1e5
@@ -166,13 +185,14 @@ ACTS = {
 }
 
 
+@pytest.mark.parametrize("length", [32, 0])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @pytest.mark.parametrize("stops", [KeyboardInterrupt, MemoryError])
-def test_a_call_that_is_stopped_anywhere_leaves_a_sound_cache(monkeypatch, rng, act, stops):
+def test_a_call_that_is_stopped_anywhere_leaves_a_sound_cache(monkeypatch, rng, act, stops, length):
     """By Ctrl-C before each line, or where the unpacked rows get no memory: packed tokens are those before or after."""
 
     def build():
-        cache = make(32, 16, block_size=16, num_blocks=40)
+        cache = make(length, 16, block_size=16, num_blocks=40)
         keys, values = rng.standard_normal((2, LAYERS, 70, HEADS, DIM)).astype(np.float32)
         for seq_id, count in ((1, 70), (2, 35), (3, 3)):
             cache.allocate(seq_id, 0)

@@ -25,6 +25,12 @@ class Naive:
         return Naive(self.tokens, self.kept)
 
     def append(self, count, length, firsts):
+        if not length:
+            whole = all(self.kept[:firsts])
+            new = range(len(self.tokens), len(self.tokens) + count)
+            self.kept += [whole and i < firsts for i in new]
+            self.tokens += [{} for _ in new]
+            return
         group = len(self.tokens) // length * length
         if count and group:
             whole = len(self.kept) >= firsts and all(self.kept[:firsts])
@@ -38,7 +44,8 @@ class Naive:
     def seen(self, pos, packed, layer, length, firsts):
         """K and V that the query at `pos` reads."""
         keys, values = (rows[: pos + 1].copy() for rows in packed)
-        group, whole = pos // length * length, len(self.kept) >= firsts and all(self.kept[:firsts])
+        group = pos // length * length if length else pos + 1
+        whole = all(self.kept[:firsts]) and (len(self.kept) >= firsts or not length)
         for i in range(pos + 1):
             if (i >= group and self.kept[i]) or (i < firsts and whole and group):
                 keys[i], values[i] = self.tokens[i].get(layer, (0, 0))
@@ -194,6 +201,7 @@ class ResidualMachine(RuleBasedStateMachine):
         for seq, share in zip(ids, shares, strict=False):
             kept = self.naive[seq].kept[self.firsts :][::-1] if len(self.naive[seq].kept) > self.firsts else []
             own = kept.index(False) if False in kept else len(kept)
+            own = own if self.length else len(self.naive[seq].tokens)
             lens.append(round(share * own))
         queries = self.rng.standard_normal((sum(lens), 2 * HEADS, DIM)).astype(np.float32)
         out, lse = self.real.attention(layer, queries, ids, query_lens=lens, return_lse=True, scale=0.7)
@@ -233,11 +241,17 @@ class AllFirsts(ResidualMachine):
     length, firsts, block_size = 3, 3, 1
 
 
+class NoGroups(ResidualMachine):
+    length, firsts, block_size = 0, 3, 4
+
+
 TestResidual = ResidualMachine.TestCase
 TestResidual.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestNoFirsts = NoFirsts.TestCase
 TestAllFirsts = AllFirsts.TestCase
-TestNoFirsts.settings = TestAllFirsts.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestNoGroups = NoGroups.TestCase
+few = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestNoFirsts.settings = TestAllFirsts.settings = TestNoGroups.settings = few
 
 
 @pytest.mark.parametrize("count", [1, 5, 9])

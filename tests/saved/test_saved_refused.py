@@ -9,7 +9,7 @@ from contents import LAYERS
 from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, entries, get, prompts, put, refuse
 
 from kvcache import InvalidOperationError, PrefixCache, SnapshotError
-from kvcache.prefix.segments import walk_back
+from kvcache.saved.segments import walk_back
 
 
 @pytest.fixture
