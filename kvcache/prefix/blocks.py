@@ -35,7 +35,7 @@ from kvcache.prefix.indexed import IndexedCache
 from kvcache.prefix.lookups import FoundBlocks, Lookup, cached_block
 from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
 from kvcache.prefix.source import Source
-from kvcache.prefix.watching import namespace_tokens, watch_evictions
+from kvcache.prefix.watching import close_sessions, namespace_tokens, num_free_and_idle, watch_evictions
 from kvcache.trie.policy import Policy
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
@@ -337,11 +337,10 @@ class PrefixCache(IndexedCache):
     def idle_blocks(self) -> int:
         """Cached blocks to which nothing else refers: those that `evict` can free."""
         with self._lock:
-            self._slots.release_dropped()
-            named = self._slots.records()["named"][: self._pool.num_blocks] != 0
-            return int(np.count_nonzero(named & (self._pool.ref_counts() == 1)))
+            return self._cached.num_idle()
 
     watch_evictions, namespace_tokens = watch_evictions, namespace_tokens
+    num_free_and_idle, close_sessions = num_free_and_idle, close_sessions
     # -- reports --------------------------------------------------------------------------------------------
 
     @property

@@ -51,7 +51,7 @@ class CachedBlocks:
     def __init__(self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None) -> None:
         self.store, self.pool, self.lock, self.formats = blocks.store, blocks.pool, blocks.lock, blocks.formats
         self.dims, self._limit = dims, max_blocks
-        self.slots = Slots([self.pool], self.store.block_size)
+        self.slots = Slots([self.pool], self.store.block_size, lock=self.lock)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
         self.evicted: deque[Evicted] | None = None
@@ -137,6 +137,12 @@ class CachedBlocks:
             self.evicted.append(Evicted(evicted.name, evicted.tokens, len(evicted) * size))
         evicted.release()
         return len(evicted)
+
+    def num_idle(self) -> int:
+        """Blocks to which the index alone refers."""
+        self.slots.release_dropped()
+        named = self.slots.records()["named"][: self.pool.num_blocks] != 0
+        return int(np.count_nonzero(named & (self.pool.ref_counts() == 1)))
 
     def check(self) -> None:
         """Verify every invariant but those of the pool; AssertionError names the broken one."""

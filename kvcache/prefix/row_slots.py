@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.live import CachedKvState
 from kvcache.prefix.rows import Rows
@@ -24,8 +25,8 @@ class RowSlots(Slots):
         rows: what lies in the slots.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        super().__init__([BlockPool(0)])
+    def __init__(self, rows: Rows, lock: CallLock) -> None:
+        super().__init__([BlockPool(0)], lock=lock)
         self.rows = rows
 
     @property
@@ -58,6 +59,7 @@ class LeasedState(CachedKvState):
     def __init__(self, claim: Claim) -> None:
         assert isinstance(claim.slots, RowSlots)
         self._claim, self._rows, self._seq_len = claim, claim.slots.rows, len(claim)
+        claim.keep()
 
     @property
     def num_layers(self) -> int:

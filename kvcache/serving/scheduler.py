@@ -93,7 +93,7 @@ class Scheduler:
         if work.key[1] not in self.works:
             return
         if work.reason is None:
-            work.__dict__.update(reason=reason, error=error)
+            work.__dict__.update(reason=reason, error=error, trace=getattr(error, "__traceback__", None))
         if self.blocks.tiered is not None:
             self.blocks.tiered.ended(work)
         self._leave(work)
