@@ -1,10 +1,11 @@
 """`python -m bench quality --model PATH`: K and V of any checkpoint in every format, with and without a calibration.
 
-Windows of three kinds of text that every Python has: its documentation (`pydoc_data.topics`), modules of its standard
-library, and licences of installed packages. Every run is compared with the f32 cache window by window; a standard error
-is that of the mean over windows. Weights stay as they are stored, and meet activations exactly: rounded activations
-would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside them on GGUF files, where
-llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep` goes on from there.
+Windows of three kinds of text: documentation and code that every Python has, and chats of the network itself (licences,
+where it has no template for chats); `--texts` chooses others. Every run is compared with the f32 cache window by
+window; a standard error is that of the mean over windows. Weights stay as they are stored, and meet activations
+exactly: rounded activations would add a KL divergence of 0.004 of their own. llama.cpp's formats are measured beside
+them on GGUF files, where llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep`
+goes on from there.
 
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
 them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
@@ -16,8 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from bench.quality import llamacpp
 from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
 from bench.quality.network import Recorder
+from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
@@ -39,7 +40,7 @@ from kvcache.engine.policy import is_policy
 from kvcache.engine.residual import num_firsts
 from kvcache.networks.gguf import is_gguf
 
-__all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "texts", "verdicts"]
+__all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "verdicts"]
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -66,8 +67,6 @@ RESIDUAL = 64  # tokens per group beside a format written in Python
 SHARES = (10, 20, 40)  # per cent of a window that a policy written in Python keeps
 NORM, EVERY = 200.0, 3  # of the constant; it is in every third of the first nine layers
 
-_MODULES = ("argparse", "textwrap", "shutil", "csv", "heapq", "zipfile", "tarfile", "configparser", "difflib")
-
 
 class Biased(Recorder):
     """A network whose keys have a constant of norm 200 in their slowest pair of channels, in three layers.
@@ -86,35 +85,6 @@ class Biased(Recorder):
             return attend(layer, queries, keys + constant if layer in layers else keys, values, *more)
 
         return super().forward(tokens, positions, biased, logits, **places)
-
-
-def texts() -> dict[str, str]:
-    """The three texts, by kind."""
-    from pydoc_data.topics import topics
-
-    library, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    files = [library / f"{name}.py" for name in _MODULES]  # some are packages from Python 3.12 on
-    files = [path if path.exists() else path.with_suffix("") / "__init__.py" for path in files]
-    code = [path.read_text(encoding="utf-8") for path in files]
-    places = [library / "LICENSE.txt", *sorted(installed.glob("*/**/*LICENSE*"))]
-    found = [path.read_text(encoding="utf-8", errors="replace") for path in places if path.is_file()]
-    licences = dict.fromkeys(text for text in found if len(text) > 1000)
-    return {
-        "documentation": "\n".join(topics[name] for name in sorted(topics)), "code": "".join(code),
-        "licences": "\n".join(licences),
-    }  # fmt: skip
-
-
-def windows(tokenizer: Any, context: int, total: int) -> Iterator[Tokens]:
-    """Windows of `context` tokens, the kinds of text in turn, `total` tokens or a little more."""
-    each = -(-total // (context * 3))
-    cut = {kind: np.array(tokenizer.encode(text).ids, np.uint32) for kind, text in texts().items()}
-    for i in range(each):
-        for ids in cut.values():
-            count = min(each, len(ids) // context)
-            if i < count:
-                at = i * context + (len(ids) - count * context) * i // count
-                yield ids[at : at + context]
 
 
 def load_own(place: str, kind: str = "format") -> Any:
@@ -201,7 +171,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     if engine.tokenizer is None:
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
     context = min(options.context, engine.config.max_position_embeddings)
-    own = _own(options, context)
+    own, kinds = _own(options, context), tuple(options.texts or kinds_of(engine))
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own)
     if unknown := set(options.rows or ()) - set(names):
         raise SystemExit(f"--rows: expected some of {'; '.join(names)}, got {'; '.join(sorted(unknown))}")
@@ -213,7 +183,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     plain = {"calibration": InferenceEngine(model, dtype=dtype, calibrate=known, num_blocks=1).cache.calibration}
     if any(BIASED in name for name in names):
         other = Biased(model, np.copy)
-        ids = known if not isinstance(known, Calibration) else next(windows(engine.tokenizer, context, context))
+        ids = known if not isinstance(known, Calibration) else next(windows(engine, context, context, kinds[:1]))
         plain["biased"] = InferenceEngine(other, dtype="q4", calibrate=ids, num_blocks=1).cache.calibration
     runs: dict[str, Any] = {"f32": _Run(Recorder(model, np.copy), context, {})}
     for name in names:
@@ -224,10 +194,10 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         every = runs | rivals
         found, count, kept = {name: Divergence() for name in every}, 0, Windows(options.keep)
         try:
-            for number, window in enumerate(windows(engine.tokenizer, context, total)):
+            for number, window in enumerate(windows(engine, context, total, kinds, options.keep)):
                 done = f"{number * context:,} of {total:,} tokens"
                 named = partial(_said, done, say)
-                for name, one in kept.measure(number, window, [runs, rivals] if rivals else [runs], named).items():
+                for name, one in kept.measure(window, [runs, rivals] if rivals else [runs], named).items():
                     if name in every:
                         for field, values in vars(one).items():
                             getattr(found[name], field).extend(values)
@@ -236,7 +206,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
             say(f"stopped after {count} windows")
         if not count:
             raise SystemExit("stopped before the first window was done")
-    text = f"{path.name}, {count} windows of {context:,} tokens of documentation, code and licences of this Python"
+    text = f"{path.name}, {count} windows of {context:,} tokens of {', '.join(kinds)}"
     return {name: one.figures() | {"bits": every[name].bits} for name, one in found.items()}, text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ __all__ = ["Windows"]
 
 
 class Windows:
-    """What was measured of each window, by the name of the run.
+    """What was measured of each window, by its tokens and the name of the run.
 
     Args:
         folder: of a file for each window; None: nothing is kept.
@@ -26,7 +27,7 @@ class Windows:
             folder.mkdir(parents=True, exist_ok=True)
 
     def measure(
-        self, number: int, window: npt.NDArray[np.uint32], groups: list[dict[str, Logits]],
+        self, window: npt.NDArray[np.uint32], groups: list[dict[str, Logits]],
         named: Callable[[str, Logits], Logits],
     ) -> dict[str, Divergence]:
         """The runs of a window, those that are not kept.
@@ -35,7 +36,7 @@ class Windows:
             groups: runs, each group with its reference at first.
             named: wraps a run that is about to be called.
         """
-        path = None if self._folder is None else self._folder / f"{number:03d}.npz"
+        path = None if self._folder is None else self._folder / f"{sha256(window.tobytes()).hexdigest()[:16]}.npz"
         found: dict[str, Divergence] = {}
         if path is not None and path.exists():
             with np.load(path) as arrays:

@@ -18,6 +18,7 @@ import numpy as np
 from bench.quality import checkpoint, endless, eviction, formats, heldout, outliers, pictures, presses, reuse
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
+from bench.quality.texts import KINDS
 from bench.support.report import environment, show
 from kvcache.core.kernels import FORMATS
 from kvcache.demo import DIRECTORY
@@ -44,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="--model (by default the demo's): also an eviction policy written in Python (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
+    parser.add_argument(
+        "--texts", nargs="+", choices=KINDS, help="--model: kinds of text (default: documentation, code and chats; "
+        "licences in their place where the checkpoint has no template)",
+    )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="--model: these rows of its table, by name, and f32")
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")

@@ -164,7 +164,7 @@ def _glue(options: argparse.Namespace, dtype: str) -> tuple[Table, list[Result]]
     def candidates() -> list[Candidate]:
         found = []
         for name, implementation, make in makers(model.config):
-            if not name.startswith("Quantized"):
+            if name == DYNAMIC or implementation == "kvcache":
                 cache, attend = make(), attention if implementation == "kvcache" else sdpa_attention_forward
                 found.append(Candidate(name, partial(steps, cache, attend), STEPS * layers, cache.reset))
         return found

@@ -7,14 +7,22 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    QuantizedCache,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcache.integrations.transformers import PagedCache
 
-__all__ = ["FORMATS", "SHAPES", "decode", "fill", "kv_bytes", "make_model", "makers", "prefill"]
+__all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "kv_bytes", "make_model", "makers", "prefill"]
 
 FORMATS = ("f32", "f16", "q8", "q4")
+BOUND = "attention left out"  # what the rest of a model takes, whatever the cache
 SHAPES = {
     "1B": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
            "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
@@ -24,6 +32,31 @@ SHAPES = {
              "num_attention_heads": 2, "num_key_value_heads": 1},
 }  # fmt: skip
 PART = 1024  # tokens that are filled in at once
+
+
+class NoCache(DynamicCache):
+    """Keeps nothing, for the attention `BOUND`."""
+
+    length = 0
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+        if layer_idx == 0:
+            self.length += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def crop(self, max_length: int) -> None:
+        self.length += max_length if max_length < 0 else max_length - self.length
+
+
+def _no_attention(module: Any, query: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(BOUND, _no_attention)
+AttentionMaskInterface.register(BOUND, lambda *_, **__: None)
 
 
 def make_model(shape: str, dtype: str) -> Any:
@@ -54,6 +87,7 @@ def makers(config: Any, names: Collection[str] = ()) -> Iterator[tuple[str, str,
             _say_once(f"not measured: QuantizedCache hqq ({str(error).splitlines()[0][:100]})")
     for dtype in FORMATS:
         made[f"PagedCache {dtype}"] = "kvcache", partial(PagedCache, config, dtype=dtype)
+    made[BOUND] = BOUND, partial(NoCache, config=config)
     for name, (implementation, make) in made.items():
         if not names or name in names:
             yield name, implementation, make

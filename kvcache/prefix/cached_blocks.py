@@ -13,9 +13,10 @@ import numpy.typing as npt
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.prefix.block_rows import Dims, write_blocks
-from kvcache.prefix.index import PrefixIndex
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import Source, fetch_offered, fetch_waiting
+from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.prefix.index.source import Source, fetch_offered, fetch_waiting
+from kvcache.prefix.sessions import CacheSession
 from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie
 
@@ -42,20 +43,23 @@ class CachedBlocks:
         dims: channels per head of K and of V; the store may have more.
         max_blocks: the most that the index may name; None: all that there are.
         policy: the order of eviction.
+        shared: whether they are the blocks of a `PagedKvCache`.
 
     Attributes:
         source: a `Source` beside the cache; None: no source.
         evicted: what has left, for somebody who takes it out; None: nobody does.
     """
 
-    def __init__(self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None) -> None:
+    def __init__(
+        self, blocks: PagedBlocks, dims: Dims, max_blocks: int | None, policy: Policy | None, *, shared: bool = False
+    ) -> None:
         self.store, self.pool, self.lock, self.formats = blocks.store, blocks.pool, blocks.lock, blocks.formats
-        self.dims, self._limit = dims, max_blocks
+        self.dims, self._blocks, self._limit, self._shared = dims, blocks, max_blocks, shared
         self.slots = Slots([self.pool], self.store.block_size, lock=self.lock)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
         self.evicted: deque[Evicted] | None = None
-        blocks.reserves.append(self.index.reserve)  # first: what counts must have records of all blocks
+        blocks.reserves.append(self.slots.reserve)  # first: what counts must have records of all blocks
         blocks.holders.append(partial(self.slots.counts, references=True))
 
     @property
@@ -82,6 +86,28 @@ class CachedBlocks:
         head = self.index.head(ids, name)
         return head, 0 if head is None else len(head)
 
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def open_session(self, ids: Tokens, name: Hashable) -> CacheSession:
+        """See `PrefixCache.open_session`."""
+        self.fetch(ids, name)
+        claim = self.index.claim(ids, name)
+        matched = claim.num_held * self.store.block_size
+        return CacheSession(matched, None, claim.tail, claim.tail_tokens, claim, self.close_session)
+
+    def open_again(self, ids: Tokens, name: Hashable) -> CacheSession:
+        """See `PrefixCache.open_again`."""
+        claim, count = self.head(ids, name)
+        found = [] if claim is None else claim.pages.tolist()
+        return CacheSession(count * self.store.block_size, found, claim=claim, close=self.close_session)
+
+    def close_session(self, session: CacheSession) -> None:
+        """See `PrefixCache.close_session`; called without the lock."""
+        if session._claim is not None and session._claim.slots is self.slots:
+            self.lock.hand_over(session._claim.release)
+
+    # -- insert ---------------------------------------------------------------------------------------------
+
     def store_rows(
         self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], name: Hashable
     ) -> int:  # fmt: skip
@@ -96,6 +122,16 @@ class CachedBlocks:
             write_blocks(self.store, claim.pages, keys, values, (existing - first) * size)
             self.index.insert(ids[: (existing + room) * size], claim, name, head)
         return existing + room - first
+
+    def as_adoptable(self, block_ids: npt.ArrayLike, num_tokens: int) -> Int32:
+        """The ids of the full blocks of so many tokens; raises as `PrefixCache.adopt`. Called without the lock."""
+        full = num_tokens // self.store.block_size
+        blocks = self._blocks.as_ids(block_ids)[:full]
+        if not self._shared:
+            raise InvalidOperationError("expected a cache over the blocks of a PagedKvCache")
+        if len(blocks) < full:
+            raise ValueError(f"block_ids: expected {full} for {num_tokens} tokens, got {len(blocks)}")
+        return blocks
 
     def adopt(self, ids: Tokens, blocks: Int32, name: Hashable) -> int:
         """Cache the blocks of `ids`, which are in use in the pool, by reference; how many of them are cached."""
@@ -113,6 +149,8 @@ class CachedBlocks:
             claim = self.slots.share(known[existing : existing + room])
             self.index.insert(ids[: (existing + room) * self.store.block_size], claim, name, head)
         return existing + room
+
+    # -- room -----------------------------------------------------------------------------------------------
 
     def make_room(self, count: int, new: bool) -> int:
         """Evict until `count` more blocks fit; how many do. New ones must also be free in the pool."""
@@ -138,13 +176,36 @@ class CachedBlocks:
         evicted.release()
         return len(evicted)
 
-    def num_idle(self) -> int:
-        """Blocks to which the index alone refers."""
+    # A function: from Python 3.12 on, Ctrl-C at the jump back of a loop with a condition skips handlers of the same
+    # function, such as the end of a `with`.
+    def free(self, count: int) -> int:
+        """Evict until `count` more blocks are free in the pool, or nothing can go; how many became free."""
         self.slots.release_dropped()
-        named = self.slots.records()["named"][: self.pool.num_blocks] != 0
+        before = self.pool.num_free
+        while (wanted := before + count - self.pool.num_free) > 0 and self.evict(wanted):
+            pass
+        return self.pool.num_free - before
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def num_pinned(self) -> int:
+        """Blocks that sessions and lookups hold."""
+        self.slots.release_dropped()
+        return int(np.count_nonzero(self.slots.counts()))
+
+    def num_idle(self) -> int:
+        """Cached blocks to which nothing else refers."""
+        self.slots.release_dropped()
+        named = self.slots.records()["named"] != 0
         return int(np.count_nonzero(named & (self.pool.ref_counts() == 1)))
 
+    def memory(self) -> dict[str, int]:
+        """See `PrefixCache.memory`."""
+        kv, records = (0, 0) if self._shared else (self.store.nbytes, self.pool.nbytes + self.store.bookkeeping)
+        return {"kv": kv, "bookkeeping": self.index.nbytes + records, "scratch": 0}
+
     def check(self) -> None:
-        """Verify every invariant but those of the pool; AssertionError names the broken one."""
+        """Verify every invariant; AssertionError names the broken one."""
         self.index.check()
         assert len(self.index) <= self.max_blocks, "prefix cache: more blocks than allowed"
+        self._blocks.check()

@@ -11,11 +11,11 @@ from kvcache.core.arguments import as_bytes
 from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig
-from kvcache.prefix.entry_index import EntryIndex
+from kvcache.prefix.index.entries import EntryIndex
+from kvcache.prefix.index.slots import Claim
+from kvcache.prefix.index.source import fetch_waiting
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import rows_of
-from kvcache.prefix.slots import Claim
-from kvcache.prefix.source import fetch_waiting
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]
@@ -65,7 +65,7 @@ class CachedEntries:
         self._make_room(kind, len(ids) - length, not index.has_entry(ids, name))
         claim = kind.take_rows(len(ids) - length, self.max_bytes)
         kind.rows.write(claim.pages, [k[length:] for k in keys], [v[length:] for v in values])
-        index.insert(ids, claim, name, head, kind, most_entries=self.config.max_entries)
+        index.insert(ids, claim, name, head, kind)
 
     def kind(self, num_layers: int, kv_dim: int) -> RowSlots:
         """The slots for rows of this shape, in use or new."""
@@ -105,8 +105,7 @@ class CachedEntries:
         config, need = self.config, count * kind.rows.slot_bytes
         while len(self.index) + new > config.max_entries or self.used_bytes() + need > self.max_bytes:
             evicted = self.index.evict()
-            if evicted is None:
-                break  # the remaining entries are prefixes of this one, which replaces them
+            assert evicted is not None, "an entry that fits beside no other was refused before"
             evicted.release()
 
     def check(self) -> None:

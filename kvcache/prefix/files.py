@@ -15,13 +15,13 @@ from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.index import PrefixIndex, load
+from kvcache.prefix.index.prefixes import PrefixIndex, load
+from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.prefix.index.source import fetch_waiting
 from kvcache.prefix.row_slots import RowSlots
 from kvcache.prefix.rows import BLOCK_SIZE, Rows
 from kvcache.prefix.saved import SavedPages, saved_blocks, saved_rows
 from kvcache.prefix.segments import newest_entries, ranges, segments_of, walk_back, well_formed
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import fetch_waiting
 from kvcache.saved.snapshot import Arena, Segments, Snapshot, write_snapshot
 from kvcache.saved.tables import MIXED
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
+from kvcache.core.locks import CallLock
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.index import PrefixIndex
+from kvcache.prefix.index.prefixes import PrefixIndex
 
 __all__ = ["IndexedCache"]
 
@@ -21,6 +22,7 @@ class IndexedCache(ABC):
     """
 
     _cached: CachedBlocks | CachedEntries
+    _lock: CallLock
 
     @property
     def _index(self) -> PrefixIndex:
@@ -72,3 +74,13 @@ class IndexedCache(ABC):
     def hit_rate(self) -> float:
         """`hit_tokens` over `lookup_tokens`; 0.0 before the first lookup."""
         return self.hit_tokens / max(self.lookup_tokens, 1)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks evicted; entries evicted."""
+        return self._index.evictions
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        with self._lock:
+            self._cached.check()

@@ -1,159 +1,27 @@
-"""`KvCache`: the live KV of one running request in plain arrays, and `KvCacheAccess`, what every live cache offers."""
+"""`KvCache`: the live KV of one running request in plain arrays."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_flat, as_floats, as_integer
+from kvcache.core.arguments import as_count, as_floats, as_integer
 from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.core.strip import bar
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.errors import OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
+from kvcache.prefix.access import KvCacheAccess
+from kvcache.prefix.cached_state import CachedKvState, checked_layers, finite
+from kvcache.prefix.pending import PendingWrites
 
 __all__ = ["CachedKvState", "KvCache", "KvCacheAccess"]
 
 Float32 = npt.NDArray[np.float32]
 _names = itertools.count()
-
-
-@runtime_checkable
-class KvCacheAccess(Protocol):
-    """A live cache that is written token by token; any code that runs a model can implement it.
-
-    `kv_dim`, `for_each_key` and `for_each_value` are provided; a subclass that does not say its `kv_dim` has 0.
-    """
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens committed."""
-        ...
-
-    def store_kv(self, layer: int, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
-        """Write one token's row `(kv_dim,)` of K and V at position `seq_len`."""
-        ...
-
-    def get_keys(self, layer: int) -> Float32:
-        """K written so far, float32 `(tokens * kv_dim,)`."""
-        ...
-
-    def get_values(self, layer: int) -> Float32:
-        """V written so far, float32 `(tokens * kv_dim,)`."""
-        ...
-
-    def advance(self) -> None:
-        """Commit the token that was written in all layers."""
-        ...
-
-    @property
-    def kv_dim(self) -> int:
-        """Floats per row, KV heads times head_dim; 0 means unknown."""
-        return 0
-
-    def for_each_key(self, layer: int, visit: Callable[[int, Float32], None]) -> None:
-        """Call `visit(position, row)` for every row of K. InvalidOperationError where `kv_dim` is unknown."""
-        _visit(self.kv_dim, lambda: self.get_keys(layer), visit)
-
-    def for_each_value(self, layer: int, visit: Callable[[int, Float32], None]) -> None:
-        """Call `visit(position, row)` for every row of V. InvalidOperationError where `kv_dim` is unknown."""
-        _visit(self.kv_dim, lambda: self.get_values(layer), visit)
-
-
-def _visit(kv_dim: int, get: Callable[[], Float32], visit: Callable[[int, Float32], None]) -> None:
-    if kv_dim == 0:
-        raise InvalidOperationError("expected a cache that says its kv_dim, got one with kv_dim 0")
-    for position, row in enumerate(np.reshape(get(), (-1, kv_dim))):
-        visit(position, row)
-
-
-def _finite(rows: Float32, name: str) -> Float32:
-    if not np.isfinite(rows).all():
-        raise ValueError(f"{name}: expected finite values, got {rows[~np.isfinite(rows)][0]}")
-    return rows
-
-
-class CachedKvState:
-    """K and V of a token prefix: per layer one float32 vector, token after token.
-
-    Args:
-        keys, values: per layer the rows of all tokens, `(seq_len * kv_dim,)` or `(seq_len, kv_dim)`.
-        seq_len: tokens.
-
-    Raises:
-        TypeError, ValueError: no floats, layers of different lengths, a length that `seq_len` does not divide.
-    """
-
-    def __init__(self, keys: Any, values: Any, seq_len: int) -> None:
-        self._keys = [as_flat(layer, "keys") for layer in keys]
-        self._values = [as_flat(layer, "values") for layer in values]
-        self._seq_len = seq_len = as_integer(seq_len, "seq_len")
-        sizes = {len(layer) for layer in (*self._keys, *self._values)}
-        if len(self._keys) != len(self._values) or len(sizes) > 1:
-            counts = f"{len(self._keys)} and {len(self._values)}, of {len(sizes)} lengths"
-            raise ValueError(f"keys, values: expected as many layers of each, all of one length, got {counts}")
-        size = sizes.pop() if sizes else 0
-        if seq_len < 0 or (size % seq_len if seq_len else size):
-            raise ValueError(f"seq_len: expected a divisor of the {size} floats per layer, got {seq_len}")
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens."""
-        return self._seq_len
-
-    @property
-    def num_layers(self) -> int:
-        """Layers."""
-        return len(self.keys)
-
-    @property
-    def kv_dim(self) -> int:
-        """Floats per row; 0 for a state without tokens."""
-        return len(self.keys[0]) // self.seq_len if self.keys and self.seq_len else 0
-
-    @property
-    def keys(self) -> list[Float32]:
-        """K per layer, float32 `(seq_len * kv_dim,)`."""
-        return self._keys
-
-    @property
-    def values(self) -> list[Float32]:
-        """V per layer, float32 `(seq_len * kv_dim,)`."""
-        return self._values
-
-    def __repr__(self) -> str:
-        return f"CachedKvState({self.num_layers} layers, {self.seq_len} tokens, kv_dim {self.kv_dim})"
-
-
-class _Writes:
-    """The lengths of a `KvCache`, and the pending writes of a call, which are completed after an interrupt.
-
-    Attributes:
-        lengths: tokens committed, and tokens written.
-        due: `(rows, lengths)`: pairs of a view and what to write there, and the lengths afterwards; None: no write.
-    """
-
-    def __init__(self) -> None:
-        self.lengths = (0, 0)
-        self.due: tuple[list[tuple[Float32, Any]], tuple[int, int]] | None = None
-
-    def write(self, rows: list[tuple[Float32, Any]], lengths: tuple[int, int]) -> None:
-        """Write rows, which are no views of the cache, and set the lengths."""
-        self.due = rows, lengths  # once this is set, an interrupt cannot lose the change: the lock calls `finish`
-        self.finish()
-
-    def finish(self) -> None:
-        """Write the rows that are due; may run a second time after an interrupt."""
-        if self.due is not None:
-            rows, lengths = self.due
-            for place, row in rows:
-                place[...] = row
-            self.lengths = lengths
-            self.due = None
 
 
 class KvCache(KvCacheHandle, KvCacheAccess):
@@ -181,7 +49,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         except (MemoryError, ValueError):  # NumPy says ValueError where the bytes pass 2**63
             raise OutOfMemoryError(8 * num_layers * max_seq_len * kv_dim, 0, "bytes") from None
         self._num_heads = num_heads
-        self._writes = _Writes()  # shared, like all of this, by all handles on this cache
+        self._writes = PendingWrites()  # shared, like all of this, by all handles on this cache
         self._name = f"kv-cache-{next(_names)}"
         self._lock = MendingLock(CallLock(), self._writes.finish)
 
@@ -190,12 +58,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     @property
     def seq_len(self) -> int:
         """Tokens committed by `advance`."""
-        return self._writes.lengths[0]
-
-    @property
-    def _written(self) -> int:
-        """Tokens written: those committed and maybe the next one."""
-        return self._writes.lengths[1]
+        return self._writes.committed
 
     @property
     def max_seq_len(self) -> int:
@@ -221,7 +84,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         """Commit one token; stops at `max_seq_len`."""
         with self._lock:
             committed = min(self.seq_len + 1, self.max_seq_len)
-            self._writes.write([], (committed, max(committed, self._written)))
+            self._writes.write([], (committed, max(committed, self._writes.written)))
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens at most; never extends. ValueError for a negative count."""
@@ -239,7 +102,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             TypeError, ValueError: another shape or dtype; not finite.
         """
         self._layer(layer)
-        k, v = (_finite(as_floats(x, (self.kv_dim,), name), name) for x, name in ((key, "key"), (value, "value")))
+        k, v = (finite(as_floats(x, (self.kv_dim,), name), name) for x, name in ((key, "key"), (value, "value")))
         with self._lock:
             n = self.seq_len
             if n == self.max_seq_len:
@@ -249,12 +112,12 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def get_keys(self, layer: int) -> Float32:
         """K written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
         with self._lock:
-            return self._keys[self._layer(layer), : self._written].reshape(-1)
+            return self._keys[self._layer(layer), : self._writes.written].reshape(-1)
 
     def get_values(self, layer: int) -> Float32:
         """V written so far, a view, float32 `(tokens * kv_dim,)`. IndexError: no such layer."""
         with self._lock:
-            return self._values[self._layer(layer), : self._written].reshape(-1)
+            return self._values[self._layer(layer), : self._writes.written].reshape(-1)
 
     def _layer(self, layer: int) -> int:
         if not 0 <= as_integer(layer, "layer") < self.num_layers:
@@ -280,14 +143,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         seq_len = as_integer(seq_len, "seq_len")
         if not 0 <= seq_len <= self.max_seq_len:
             raise ValueError(f"seq_len: expected at most {self.max_seq_len} tokens, got {seq_len}")
-        if len(keys) != self.num_layers or len(values) != self.num_layers:
-            raise ValueError(f"keys, values: expected {self.num_layers} layers, got {len(keys)} and {len(values)}")
-        size = (seq_len * self.kv_dim,)
-        rows = [(as_flat(k, "keys"), as_flat(v, "values")) for k, v in zip(keys, values, strict=True)]
-        for k, v in rows:
-            if k.shape != size or v.shape != size:
-                raise ValueError(f"keys, values: expected {size[0]} floats per layer, got {len(k)} and {len(v)}")
-            _finite(k, "keys"), _finite(v, "values")
+        rows = checked_layers(keys, values, self.num_layers, seq_len * self.kv_dim)
         with self._lock:
             sides, n = (self._keys, self._values), self.kv_dim
             places = [(side[layer, :seq_len], new[i]) for layer, new in enumerate(rows) for i, side in enumerate(sides)]
@@ -301,10 +157,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
         with self._lock:
-            committed, written = self._writes.lengths
-        assert 0 <= committed <= self.max_seq_len, f"kv cache: {committed} tokens committed of {self.max_seq_len}"
-        assert committed <= written <= committed + 1, f"kv cache: {written} tokens written, {committed} committed"
-        assert written <= self.max_seq_len, f"kv cache: {written} tokens written of {self.max_seq_len}"
+            self._writes.check(self.max_seq_len)
         assert self._keys.shape == self._values.shape, "kv cache: K and V of different shapes"
 
     # -- the handle -----------------------------------------------------------------------------------------
@@ -351,7 +204,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
             if num_tokens < self.seq_len:
                 self._writes.write([], (num_tokens, num_tokens))
             else:
-                self._writes.write([], (num_tokens, max(num_tokens, self._written)))
+                self._writes.write([], (num_tokens, max(num_tokens, self._writes.written)))
 
     def key_cache(self, layer: int) -> Float32:
         """K of one layer, float32 `(num_tokens, num_heads, head_dim)`, a read-only view."""
@@ -393,4 +246,4 @@ class KvCache(KvCacheHandle, KvCacheAccess):
     def stats(self) -> CacheHandleStats:
         """Memory and tokens; `last_access` is the number of tokens written, since a `KvCache` has no other clock."""
         memory = self._keys.nbytes + self._values.nbytes
-        return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._written)
+        return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._writes.written)

@@ -1,21 +1,31 @@
-"""The blocks that a lookup of a `PrefixCache` found; each object is made when it is first asked for."""
+"""Blocks of a `PrefixCache` as objects, found by a lookup or by id: its methods `lookup`, `release` and `get_block`.
+
+The object of a block that a lookup found is made when it is first asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, overload
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.arguments import as_integer
 from kvcache.core.copying import refuse_copies
-from kvcache.errors import BlockNotFoundError
+from kvcache.core.tokens import as_tokens
+from kvcache.errors import BlockNotFoundError, InvalidOperationError
 from kvcache.prefix.block_rows import read_block
 from kvcache.prefix.cached_blocks import CachedBlocks
+from kvcache.prefix.files import fetch_all
+from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.sessions import CacheBlock
-from kvcache.prefix.slots import Claim
 
-__all__ = ["FoundBlocks", "Lookup", "cached_block"]
+if TYPE_CHECKING:
+    from kvcache.prefix.blocks import PrefixCache
+
+__all__ = ["FoundBlocks", "Lookup", "get_block", "lookup", "release"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -34,18 +44,6 @@ def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token
             return read_block(store, index, dims)
 
     block._read = read
-    return block
-
-
-def cached_block(cached: CachedBlocks, index: int) -> CacheBlock | None:
-    """A block that is cached or held, as it is now."""
-    slots = cached.slots
-    slots.release_dropped()
-    held, record = int(slots.counts()[index]), slots.records([index])[0]
-    if not held and not record["named"]:
-        return None
-    block = block_of(cached, index, held, cached.index.clock, slots.tokens_of(np.array([index]))[0].tolist())
-    block.last_used = int(record["used"])
     return block
 
 
@@ -112,3 +110,46 @@ class Lookup(NamedTuple):
     def __exit__(self, *exception: object) -> None:
         if isinstance(self.blocks, FoundBlocks):
             self.blocks.release()
+
+
+def lookup(cache: PrefixCache, token_ids: Any, namespace: Hashable = None) -> Lookup:
+    """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
+
+    Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
+    asked for. `with cache.lookup(tokens) as blocks:` releases them all at its end, and `release` none of them.
+    """
+    ids, cached = as_tokens(token_ids), cache._cached
+    with cached.lock:
+        cached.fetch(ids, namespace)
+        claim = cached.index.claim(ids, namespace, whole=True)
+        blocks = FoundBlocks(cached, ids, claim) if claim.num_held else []
+        claim.hold_each()
+        return Lookup(len(blocks) * cached.store.block_size, blocks)
+
+
+def release(cache: PrefixCache, index: int) -> None:
+    """Release a block that `lookup` returned; during another call of this thread, when that call ends.
+
+    Raises:
+        InvalidOperationError: no lookup holds it.
+    """
+    index, slots, lock = as_integer(index, "index"), cache._cached.slots, cache._cached.lock
+    if lock.inside and not slots.is_looked_up(index):
+        raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
+    lock.when_free(partial(slots.release, index))
+
+
+def get_block(cache: PrefixCache, index: int) -> CacheBlock | None:
+    """A cached block, or one that is held, by its index; None if there is none."""
+    index, cached, slots = as_integer(index, "index"), cache._cached, cache._cached.slots
+    if not 0 <= index < cached.pool.num_blocks:
+        return None
+    with cached.lock:
+        fetch_all(cached.index)
+        slots.release_dropped()
+        held, record = int(slots.counts()[index]), slots.records([index])[0]
+        if not held and not record["named"]:
+            return None
+        block = block_of(cached, index, held, cached.index.clock, slots.tokens_of(np.array([index]))[0].tolist())
+        block.last_used = int(record["used"])
+        return block

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.live import CachedKvState
+from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.prefix.rows import Rows
-from kvcache.prefix.slots import Claim, Slots
 
-__all__ = ["LeasedState", "RowSlots"]
-
-Float32 = npt.NDArray[np.float32]
+__all__ = ["RowSlots"]
 
 
 class RowSlots(Slots):
@@ -49,51 +41,6 @@ class RowSlots(Slots):
         if used > total:
             wanted = min(max(2 * total, used, 64), max(max_bytes // self.rows.slot_bytes, used))
             self.rows.grow(wanted)
-            self.grow(wanted)
+            self.reserve(wanted)
+            self.pool.grow(wanted)
         return self.take(count)
-
-
-class LeasedState(CachedKvState):
-    """A state that shows claimed slots; its rows are read when they are asked for."""
-
-    def __init__(self, claim: Claim) -> None:
-        assert isinstance(claim.slots, RowSlots)
-        self._claim, self._rows, self._seq_len = claim, claim.slots.rows, len(claim)
-        claim.keep()
-
-    @property
-    def num_layers(self) -> int:
-        return self._rows.num_layers
-
-    @property
-    def kv_dim(self) -> int:
-        return self._rows.kv_dim
-
-    @property
-    def keys(self) -> list[Float32]:
-        return self._read(0)
-
-    @property
-    def values(self) -> list[Float32]:
-        return self._read(1)
-
-    def __reduce__(self) -> tuple[type[CachedKvState], tuple[list[Float32], list[Float32], int]]:
-        return CachedKvState, (self.keys, self.values, self.seq_len)
-
-    def _read(self, side: int) -> list[Float32]:
-        """Read-only: views that keep the claim where the rows lie there as float32 together, else copies."""
-        layers, slots, rows = [], self._claim.pages, self._rows
-        for layer in range(self.num_layers):
-            view = rows.view(side, layer, slots)
-            layers.append(rows.read(side, layer, slots) if view is None else np.asarray(_View(view, self._claim)))
-            layers[-1].flags.writeable = False
-        return layers
-
-
-class _View:
-    """An array that keeps its claim: NumPy holds on to the object that an interface came from."""
-
-    def __init__(self, array: Float32, claim: Claim) -> None:
-        self.array: Any = array
-        self.claim = claim
-        self.__array_interface__ = array.__array_interface__

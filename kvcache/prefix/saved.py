@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.store import BlockStore
+from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.rows import Rows
-from kvcache.prefix.slots import Claim
 from kvcache.saved.snapshot import Snapshot
 
 __all__ = ["SavedPages", "saved_blocks", "saved_rows"]

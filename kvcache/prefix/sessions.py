@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvcache.core.arguments import as_count
 from kvcache.core.copying import refuse_copies
-from kvcache.prefix.slots import Claim
+from kvcache.prefix.index.slots import Claim
 
 __all__ = ["CacheBlock", "CacheSession", "PrefixCacheStats"]
 

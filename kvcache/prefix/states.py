@@ -20,12 +20,13 @@ from kvcache.core.locks import CallLock
 from kvcache.core.strip import bar
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError
+from kvcache.prefix.access import KvCacheAccess
 from kvcache.prefix.cached_entries import CachedEntries
+from kvcache.prefix.cached_state import CachedKvState, LeasedState
 from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
 from kvcache.prefix.files import load_entries, save_entries
 from kvcache.prefix.indexed import IndexedCache
-from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
-from kvcache.prefix.row_slots import LeasedState
+from kvcache.prefix.live import KvCache
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
 
@@ -241,8 +242,3 @@ class PrefixKvCache(IndexedCache):
             index = self._index
             counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
             return PrefixKvStats(len(self), index.trie.num_tokens, self._cached.used_bytes(), *counts)
-
-    def check(self) -> None:
-        """Verify every invariant; AssertionError names the broken one."""
-        with self._lock:
-            self._cached.check()

@@ -13,7 +13,7 @@ pytest.importorskip("bench.support.common")
 pytest.importorskip("tokenizers")
 
 from bench.__main__ import main
-from bench.quality import checkpoint, endless, eviction, formats, heldout, reuse
+from bench.quality import checkpoint, endless, eviction, formats, heldout, reuse, texts
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
@@ -44,6 +44,28 @@ def test_windows_cover_without_overlap():
         windows = whole.windows(length, total)
         assert [len(window) for window in windows] == [length] * count
         assert all(b[0] > a[-1] for a, b in pairwise(windows))
+
+
+def test_chats_are_questions_and_drawn_answers(demo, model, tmp_path, monkeypatch):
+    engine = InferenceEngine.from_pretrained(DIRECTORY)
+    assert texts.kinds_of(engine) == ("documentation", "code", "licences")  # the demo has no template
+
+    def template(messages, tokenize, add_generation_prompt=True):
+        return demo[1].encode("".join(f"# {each['role']}\n{each['content']}\n" for each in messages)).ids
+
+    monkeypatch.setattr(engine, "apply_chat_template", template)
+    monkeypatch.setitem(texts.ANSWER, "max_tokens", 24)
+    found = list(texts.windows(engine, 100, 600, ["code", "chats"], tmp_path))
+    assert [each.shape for each in found] == [(100,)] * 6
+    asked = [demo[1].decode(each.tolist()) for each in found[1::2]]
+    for number, text in enumerate(asked):
+        first, second = (texts.QUESTIONS[7 * number + 5 * turn] for turn in range(2))
+        assert text.startswith(f"# user\n{first}\n# assistant\n")
+        assert f"# user\n{second[:12]}" in text
+    assert demo[1].decode(found[0].tolist()) in texts.texts()["code"]
+    monkeypatch.setattr(texts, "chats", lambda *_: pytest.fail("they were kept"))
+    again = list(texts.windows(engine, 100, 600, ["code", "chats"], tmp_path))
+    np.testing.assert_array_equal(found, again)
 
 
 def test_a_folder_without_the_modules_is_refused(demo, tmp_path):

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvcache import PrefixCache
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.index import PrefixIndex
-from kvcache.prefix.slots import Slots
-from kvcache.prefix.source import fetch_offered
+from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.slots import Slots
+from kvcache.prefix.index.source import fetch_offered
 from kvcache.trie.trie import TokenTrie
 
 SIZE, WINDOW = 4, 2

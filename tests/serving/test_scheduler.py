@@ -96,7 +96,7 @@ def test_short_prompts_do_not_wait_for_long_ones():
 
 
 def test_a_prompt_that_ends_waits_for_few_others():
-    """Where four come at once the first token of the first takes 64 tokens, not 240; a short rest of one runs at once."""
+    """Where four come at once the first token of the first takes 64 tokens, not 240; a short rest runs at once."""
     _, model, engine = served()
     requests = [engine.submit(np.arange(60) + i, asked(2)) for i in range(4)]
     run(engine)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.prefix.index import PrefixIndex
-from kvcache.prefix.slots import Slots
+from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.slots import Slots
 
 if TYPE_CHECKING:
     from kvcache.prefix.cached_blocks import CachedBlocks

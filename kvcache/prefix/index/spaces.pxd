@@ -6,7 +6,7 @@ and `__eq__` of the caller's name, which may raise.
 
 from libc.stdint cimport int32_t, uint64_t
 
-from kvcache.prefix.slots cimport Slots
+from kvcache.prefix.index.slots cimport Slots
 from kvcache.trie.trie cimport TokenTrie
 
 

@@ -1,4 +1,4 @@
-"""The index of cached prefixes; explained in index.pxd."""
+"""The index of cached prefixes; explained in prefixes.pxd."""
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t, uint64_t
@@ -6,9 +6,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
-from kvcache.prefix.misses cimport EVICTED, SHORTER, MissReasons
-from kvcache.prefix.slots cimport Claim, Slots
-from kvcache.prefix.spaces cimport Space, Spaces
+from kvcache.prefix.index.misses cimport EVICTED, SHORTER, MissReasons
+from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.prefix.index.spaces cimport Space, Spaces
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport node_t
 from kvcache.trie.paths cimport walk_t
@@ -18,7 +18,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from kvcache.prefix.misses import REASONS
+from kvcache.prefix.index.misses import REASONS
 
 __all__ = ["Match", "PrefixIndex", "load"]
 
@@ -42,13 +42,7 @@ cdef class PrefixIndex:
         self.kinds = [] if slots is None else [slots]
         self.spaces = Spaces(trie)
         if most_ghosts is not None:
-            self.miss_reasons = MissReasons(slots.pool.num_blocks, trie.table.page_size, most_ghosts)
-
-    def reserve(self, Py_ssize_t num_pages):
-        """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
-        self.slots.reserve(num_pages)
-        if self.miss_reasons is not None:
-            self.miss_reasons.reserve(num_pages)
+            self.miss_reasons = MissReasons(slots, most_ghosts)
 
     cdef PrefixIndex like(self):
         """An empty index with the same settings."""
@@ -68,8 +62,6 @@ cdef class PrefixIndex:
         cdef Slots slots
         for slots in self.kinds:
             slots.release_dropped_()
-            if slots.num_waiting == 0:
-                slots.source = None
         self.spaces.forget_vacant()
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
@@ -251,7 +243,6 @@ cdef class PrefixIndex:
             for i in range(pages if self.miss_reasons is not None else 0):
                 self.miss_reasons.remember(space.key, claim.data.pages[i])
         self.unname_claimed(space, claim)
-        self.spaces.close(space)
         return claim
 
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
@@ -264,7 +255,7 @@ cdef class PrefixIndex:
         while leaf >= 0:
             n, values = self.trie.table.pages(leaf), self.trie.table.values(leaf)
             pages[0] = 0
-            while pages[0] < min(n, count) and not self.slots.is_pinned(values[n - 1 - pages[0]]):
+            while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
                 pages[0] += 1
             if pages[0]:
                 return leaf
@@ -276,7 +267,7 @@ cdef class PrefixIndex:
     cdef void cut_entry(self, int32_t node, Claim claim) noexcept:
         self.trie.table.mark(node, False)
         if self.trie.table.nodes[node].child < 0:
-            claim.data.n = self.trie.cut(node, claim.data.pages)
+            claim.data.n += self.trie.cut(node, claim.data.pages + claim.data.n)
 
     cdef void unname_claimed(self, Space space, Claim claim) noexcept:
         cdef Py_ssize_t i, n = claim.data.n
@@ -287,8 +278,7 @@ cdef class PrefixIndex:
             space.slots.unname(pages[i])
             if self.miss_reasons is not None:
                 self.miss_reasons.uncount(pages[i])
-        if space.slots.num_waiting == 0:
-            space.slots.source = None
+        self.spaces.close(space)
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
@@ -304,8 +294,6 @@ cdef class PrefixIndex:
                 if slots.pages[page].named:
                     slots.unname(page)
                     slots.release_pages(&page, 1)
-            slots.forget_pins()
-            slots.source = None
         self.trie, other.trie = other.trie, self.trie
         self.miss_reasons, other.miss_reasons = other.miss_reasons, self.miss_reasons
         self.kinds, other.kinds = other.kinds, self.kinds
@@ -333,21 +321,19 @@ cdef class PrefixIndex:
         cdef Space space = self.spaces.find(name)
         found = self.find(ids, name)
         cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
-        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages), rest = space.slots.claim_of(length)
+        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
         bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
         values = self.trie.prune(space.root, bad)
         claim.data.n = values.shape[0]
         memcpy(claim.data.pages, int32s(values), values.shape[0] * sizeof(int32_t))
-        self.unname_claimed(space, claim)
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), length)
         cdef const node_t *last = &self.trie.table.nodes[at.node]
         if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
                 self.trie.table.mark(at.node, True)
             else:
-                self.cut_entry(at.node, rest)
-                self.unname_claimed(space, rest)
-        self.spaces.close(space)
+                self.cut_entry(at.node, claim)
+        self.unname_claimed(space, claim)
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -377,7 +363,7 @@ cdef class PrefixIndex:
             records = slots.records()
             assert named.tolist() == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
             if self.miss_reasons is not None:
-                self.miss_reasons.check(named)
+                self.miss_reasons.check(records[named])
             parked += np.count_nonzero(records["parked"] >= 0)
         for id in range(self.trie.table.used):
             pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
@@ -415,6 +401,6 @@ def load(parts):
         raise
     for *_, claims, sources in parts:
         for claim, source in zip(claims, sources):
-            if len(claim):
+            if claim.slots.num_waiting:
                 claim.slots.source = source
             claim.release()

@@ -10,15 +10,15 @@ groups of layers (full attention, windows of one width) a page has a slot in the
 group has none.
 
 A `Claim` owns references, and returns them however a call ends: its deallocation does, and so does the end of the call
-that made it, unless it is to outlast that (prefix/claims.pxd). Deallocation may happen inside of another call (garbage
-collection), so it only appends the claim to a list, which takes no memory; the next call releases its pages.
+that made it, unless it is to outlast that (prefix/index/claims.pxd). Deallocation may happen inside of another call
+(garbage collection), so it only appends the claim to a list, which takes no memory; the next call releases its pages.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
-from kvcache.prefix.claims cimport claim_t, claims_t
+from kvcache.prefix.index.claims cimport claim_t, claims_t
 from kvcache.trie.trie cimport TokenTrie
 
 
@@ -29,11 +29,12 @@ cdef enum:
 cdef struct page_t:
     int64_t born          # the index's clock when the page was last named
     int64_t used          # and when it was last found
-    int32_t pins          # claims that keep it, and so all before it, in the trie
-    int32_t lookups       # lookups that hold it, each until `release`, and keep it likewise
+    uint64_t text         # hash of the text that ends with it, where reasons of misses are counted (misses.pxd)
+    int32_t pins          # claims and lookups that keep it, and so all before it, in the trie
+    int32_t lookups       # lookups that hold it, each until `release`
     int32_t parked        # the leaf that ends with this page, if an eviction has found the page pinned; -1: none
-    bint named
-    bint waits            # named, and its content is still in a file
+    uint8_t named
+    uint8_t waits         # named, and its content is still in a file
 
 
 cdef class Slots:
@@ -45,10 +46,10 @@ cdef class Slots:
     cdef readonly int32_t page_size    # tokens
     cdef readonly Py_ssize_t num_waiting
     cdef public object source          # what pages that wait are fetched from; None: none waits
-    cdef page_t *pages                 # (num_records,)
+    cdef tuple arrays                  # the arrays of NumPy behind the next three
+    cdef page_t *pages                 # (num_records,), at least the pages of the pool
     cdef uint32_t *tokens              # (num_records, page_size) what each page covers
     cdef int32_t *table                # (groups, pool.num_blocks) slots, -1 is none; NULL with one group
-    cdef Py_ssize_t num_records        # at least the pages of the pool
     cdef claims_t claims
     cdef CallLock lock                 # of the cache; None: claims last until they are released or dropped
     cdef TokenTrie trie                # the trie of the parked leaves
@@ -57,13 +58,11 @@ cdef class Slots:
     # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
     cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
-    cdef void end_lookup(self, int32_t id) noexcept          # the hold of one lookup on a page
     cdef void end_claim(self, claim_t *claim) noexcept       # release its pages and its pin
-    cdef bint is_pinned(self, int32_t page) noexcept
-    cdef void unpin(self, int32_t page, int32_t pins, int32_t lookups) noexcept    # end so many
+    cdef void unpin(self, int32_t page) noexcept
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
-    cdef void forget_pins(self) noexcept
+    cdef void end_wait(self, int32_t page) noexcept          # drops `source` after the last one
     cdef void fill(self, int32_t page, int32_t other) noexcept    # move the slots that `page` lacks there from `other`
     cdef void release_dropped_(self) noexcept
     # How many pages, from the first on, every group has what it needs of.

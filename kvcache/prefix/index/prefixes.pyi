@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.prefix.slots import Claim, Slots
-from kvcache.prefix.source import PageReader
-from kvcache.prefix.spaces import Spaces
+from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.prefix.index.source import PageReader
+from kvcache.prefix.index.spaces import Spaces
 from kvcache.trie.trie import TokenTrie
 
 Int32 = NDArray[np.int32]
@@ -28,7 +28,6 @@ class PrefixIndex:
     lookup_tokens: int
     evictions: int
     def __init__(self, trie: TokenTrie, slots: Slots | None = None, most_ghosts: int | None = None) -> None: ...
-    def reserve(self, num_pages: int) -> None: ...
     def __len__(self) -> int: ...
     def slots_of(self, name: Hashable) -> Any: ...  # Slots | None
     def find(self, tokens: Any, name: Hashable = None) -> Match: ...

@@ -1,14 +1,17 @@
-"""`EntryIndex`: a prefix index of whole keys; see entry_index.pxd."""
+"""`EntryIndex`: the index of a `PrefixKvCache`.
+
+Nothing is pinned: an entry that leaves the trie keeps its slots while a claim holds them.
+"""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t
 
 from kvcache.core.tokens cimport uint32_tokens, uint32s
-from kvcache.prefix.index cimport PrefixIndex
-from kvcache.prefix.slots cimport Claim, Slots
-from kvcache.prefix.spaces cimport Space
+from kvcache.prefix.index.prefixes cimport PrefixIndex
+from kvcache.prefix.index.slots cimport Claim
+from kvcache.prefix.index.spaces cimport Space
 from kvcache.trie.entries cimport EntryTrie
-from kvcache.trie.nodes cimport NodeTable, node_t
+from kvcache.trie.nodes cimport node_t
 from kvcache.trie.paths cimport walk_t
 
 __all__ = ["EntryIndex"]
@@ -25,7 +28,7 @@ cdef class EntryIndex(PrefixIndex):
         cdef Space space = self.spaces.find(name)
         return space is not None and self.entry(space, ids) >= 0
 
-    cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:
+    cdef int32_t entry(self, Space space, cnp.ndarray ids) noexcept:    # its node; -1: there is none
         cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
         cdef const node_t *node = &self.trie.table.nodes[at.node]
         return at.node if at.length == ids.shape[0] == node.end and node.marked else -1
@@ -56,22 +59,6 @@ cdef class EntryIndex(PrefixIndex):
         self.lookup_tokens += ids.shape[0]
         return claim
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None,
-               bint waits=False, int64_t most_entries=-1):
-        """As of `PrefixIndex`, as an entry.
-
-        Args:
-            most_entries: while there are more, unmark entries that this one extends, the longest first; -1: no limit.
-        """
-        cdef NodeTable table = self.trie.table
-        cdef int32_t node = PrefixIndex.insert(self, tokens, fresh, name, head, slots, waits), last = node
-        while most_entries >= 0 and table.num_entries > most_entries and table.nodes[node].parent >= 0:
-            node = table.nodes[node].parent
-            self.evictions += table.nodes[node].marked
-            table.num_entries -= table.nodes[node].marked
-            table.nodes[node].marked = 0
-        return last
-
     def remove(self, tokens, name=None):
         """Forget the entry of exactly these tokens; a `Claim` on the slots that it alone needed, or None."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
@@ -83,5 +70,4 @@ cdef class EntryIndex(PrefixIndex):
         cdef Claim claim = space.slots.claim_of(ids.shape[0])
         self.cut_entry(node, claim)
         self.unname_claimed(space, claim)
-        self.spaces.close(space)
         return claim

@@ -14,9 +14,9 @@ O(log n), and a claim costs one pin, however long it is.
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvcache.prefix.misses cimport MissReasons
-from kvcache.prefix.slots cimport Claim, Slots
-from kvcache.prefix.spaces cimport Space, Spaces
+from kvcache.prefix.index.misses cimport MissReasons
+from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.prefix.index.spaces cimport Space, Spaces
 from kvcache.trie.paths cimport walk_t
 from kvcache.trie.trie cimport TokenTrie
 
@@ -42,9 +42,9 @@ cdef class PrefixIndex:
     # A claim with the pages of the longest match, none of them referenced yet, and with room for one more.
     cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at)
     cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2
-    # Note that the trie does not name the claim's pages any more, which it returned last first.
+    # Note that the trie does not name the claim's pages any more, which it returned last first; `space` may be vacant.
     cdef void unname_claimed(self, Space space, Claim claim) noexcept
-    # Unmark a node, and move the pages that only its sequence needs to a claim with room for its whole text.
+    # Unmark a node, and add the pages that only its sequence needs to a claim with room for its whole text.
     cdef void cut_entry(self, int32_t node, Claim claim) noexcept
     cdef PrefixIndex like(self)
     # Exchange all pages with an index made by `like`, and drop this one's. Takes no memory and does not fail.

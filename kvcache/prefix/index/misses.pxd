@@ -12,6 +12,7 @@ wrong, nothing else: K and V are never found this way.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.idmap cimport IdMap
+from kvcache.prefix.index.slots cimport Slots
 
 
 cdef enum:
@@ -19,15 +20,13 @@ cdef enum:
 
 
 cdef class MissReasons:
+    cdef Slots slots             # of all pages; `page_t.text` is the hash of the text that each ends
     cdef IdMap counts            # hash of a text -> pages that end it
-    cdef uint64_t[::1] texts     # (num_pages,) hash of the text that each page ends
     cdef uint64_t[::1] factors   # (page_size,) odd, of the tokens of a page: their sum of products is its hash
     cdef IdMap ghosts            # hash of a namespace's name and a text -> its place in `ring`
     cdef uint64_t[::1] ring      # (most_pages,) these hashes
     cdef int32_t place           # of the oldest, where the next one goes
-    cdef Py_ssize_t page_size
 
-    cdef int reserve(self, Py_ssize_t num_pages) except -1
     cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil    # by one page
     # Why the page of `tokens` after the first `found` pages is missing; `inside`: a cached page begins like it.
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,

@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.idmap cimport IdMap, mix
+from kvcache.prefix.index.slots cimport Slots
 
 import numpy as np
 
@@ -14,33 +15,24 @@ REASONS = ("no_shared_prefix", "shorter_than_block", "evicted", "namespace")
 cdef class MissReasons:
     """The texts that are cached, and the last that were evicted, of at most `most_pages` pages."""
 
-    def __init__(self, Py_ssize_t num_pages, Py_ssize_t page_size, Py_ssize_t most_pages):
+    def __init__(self, Slots slots, Py_ssize_t most_pages):
         cdef Py_ssize_t i
-        self.page_size = page_size
-        self.texts, self.factors = np.zeros(num_pages, np.uint64), np.empty(page_size, np.uint64)
-        for i in range(page_size):    # far from the hashes of short texts, which are `mix` of small numbers
+        self.slots, self.factors = slots, np.empty(slots.page_size, np.uint64)
+        for i in range(slots.page_size):    # far from the hashes of short texts, which are `mix` of small numbers
             self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
         self.counts, self.ghosts, self.ring = IdMap(), IdMap(), np.zeros(max(most_pages, 1), np.uint64)
-
-    cdef int reserve(self, Py_ssize_t num_pages) except -1:
-        cdef uint64_t[::1] texts
-        if num_pages > self.texts.shape[0]:
-            texts = np.zeros(num_pages, np.uint64)
-            texts[:self.texts.shape[0]] = self.texts
-            self.texts = texts
-        return 0
 
     cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
         cdef Py_ssize_t i
         cdef uint64_t page = 1
-        for i in range(self.page_size):
+        for i in range(self.factors.shape[0]):
             page += self.factors[i] * tokens[i]
         return mix(text + page)
 
     cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,
                  bint inside) noexcept:
-        cdef Py_ssize_t end = (found + 1) * self.page_size
-        cdef uint64_t text = self.extended(self.texts[pages[found - 1]] if found else 0, tokens + end - self.page_size)
+        cdef uint64_t before = self.slots.pages[pages[found - 1]].text if found else 0
+        cdef uint64_t text = self.extended(before, tokens + found * self.slots.page_size)
         if self.ghosts.get(mix(space ^ text)) >= 0:
             return EVICTED
         if self.counts.get(text) > 0:
@@ -49,25 +41,27 @@ cdef class MissReasons:
 
     cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1:
         cdef Py_ssize_t i
-        cdef uint64_t text = self.texts[pages[old - 1]] if old else 0
+        cdef uint64_t text = self.slots.pages[pages[old - 1]].text if old else 0
         self.counts.reserve(self.counts.used + n - old)
         for i in range(old, n):
-            text = self.extended(text, tokens + i * self.page_size)
-            self.texts[pages[i]] = text
+            text = self.extended(text, tokens + i * self.slots.page_size)
+            self.slots.pages[pages[i]].text = text
         return 0
 
     cdef void count(self, int32_t page) noexcept:
-        self.counts.put(self.texts[page], max(self.counts.get(self.texts[page]), 0) + 1)
+        cdef uint64_t text = self.slots.pages[page].text
+        self.counts.put(text, max(self.counts.get(text), 0) + 1)
 
     cdef void uncount(self, int32_t page) noexcept:
-        cdef int32_t left = self.counts.get(self.texts[page]) - 1
+        cdef uint64_t text = self.slots.pages[page].text
+        cdef int32_t left = self.counts.get(text) - 1
         if left > 0:
-            self.counts.put(self.texts[page], left)
+            self.counts.put(text, left)
         else:
-            self.counts.drop(self.texts[page])
+            self.counts.drop(text)
 
     cdef void remember(self, uint64_t space, int32_t page) noexcept:
-        cdef uint64_t oldest = self.ring[self.place], ghost = mix(space ^ self.texts[page])
+        cdef uint64_t oldest = self.ring[self.place], ghost = mix(space ^ self.slots.pages[page].text)
         try:
             self.ghosts.reserve(self.ghosts.used + 1)
         except MemoryError:
@@ -81,13 +75,13 @@ cdef class MissReasons:
     @property
     def nbytes(self):
         """Bytes of memory that this holds."""
-        return 8 * (self.texts.shape[0] + self.ring.shape[0]) + self.counts.nbytes + self.ghosts.nbytes
+        return 8 * self.ring.shape[0] + self.counts.nbytes + self.ghosts.nbytes
 
     def check(self, pages):
-        """Verify every invariant, given the pages that are cached, int32; AssertionError names the broken one."""
+        """Verify every invariant, given the records of the cached pages; AssertionError names the broken one."""
         self.counts.check()
         self.ghosts.check()
-        texts, counts = np.unique(np.asarray(self.texts)[pages], return_counts=True)
+        texts, counts = np.unique(pages["text"], return_counts=True)
         assert self.counts.used == len(texts), f"misses: {self.counts.used} texts are counted, not {len(texts)}"
         for text, count in zip(texts.tolist(), counts.tolist()):
             assert self.counts.get(text) == count, f"misses: expected {count} pages, got {self.counts.get(text)}"

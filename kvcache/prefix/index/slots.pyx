@@ -2,14 +2,16 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t
-from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
-from kvcache.core.tokens cimport int32s
-from kvcache.prefix.claims cimport add_claim, claim_t, find_brief, keep_claim, remove_claim, take_dropped
+from kvcache.core.tokens cimport int32s, uint32s
+from kvcache.prefix.index.claims cimport (
+    add_claim, claim_t, find_brief, keep_claim, remove_claim, take_dropped,
+)
 
 import numpy as np
 
@@ -21,9 +23,10 @@ cnp.import_array()
 
 
 # `page_t` for NumPy. A memoryview would do, but NumPy parses its format in Python, where an interrupt can end a call.
-RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("pins", "i4"), ("lookups", "i4"), ("parked", "i4"),
-                   ("named", "i4"), ("waits", "i4")], align=True)
+RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("text", "u8"), ("pins", "i4"), ("lookups", "i4"), ("parked", "i4"),
+                   ("named", "u1"), ("waits", "u1")], align=True)
 assert RECORD.itemsize == sizeof(page_t)
+NEW = np.array((0, 0, 0, 0, 0, -1, 0, 0), RECORD)
 
 
 cdef class Slots:
@@ -45,45 +48,30 @@ cdef class Slots:
         for group in range(len(self.windows)):
             self.window_of[group] = self.windows[group]
         self.pool = self.pools[0]
+        table = None
         if len(self.pools) > 1:
             self.pool = BlockPool(max(pool.num_blocks for pool in self.pools))
-            self.table = <int32_t *>malloc(len(self.pools) * self.pool.num_blocks * sizeof(int32_t) + 1)
+            table = np.full((len(self.pools), self.pool.num_blocks), -1, np.int32)
+            self.table = int32s(table)
+        self.arrays = np.empty(0, RECORD), np.empty((0, page_size), np.uint32), table
         self.reserve(self.pool.num_blocks)
-        if len(self.pools) > 1:
-            if self.table == NULL:
-                raise MemoryError("no memory for slots")
-            memset(self.table, 255, len(self.pools) * self.pool.num_blocks * sizeof(int32_t))    # -1 in every place
 
     def __dealloc__(self):
         cdef claim_t *claim
         while (claim := take_dropped(&self.claims)) != NULL:
             free(claim)
-        free(self.pages)
-        free(self.tokens)
-        free(self.table)
 
     def reserve(self, Py_ssize_t num_pages):
         """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
-        cdef Py_ssize_t page
-        cdef void *grown
-        if num_pages <= self.num_records:
+        old, old_tokens, table = self.arrays
+        cdef Py_ssize_t n = len(old)
+        if num_pages <= n:
             return
-        grown = realloc(self.pages, num_pages * sizeof(page_t) + 1)
-        if grown == NULL:
-            raise MemoryError(f"no memory for {num_pages} pages")
-        self.pages = <page_t *>grown
-        grown = realloc(self.tokens, num_pages * self.page_size * sizeof(uint32_t) + 1)
-        if grown == NULL:
-            raise MemoryError(f"no memory for {num_pages} pages")
-        self.tokens = <uint32_t *>grown
-        for page in range(self.num_records, num_pages):
-            self.pages[page] = page_t(born=0, used=0, pins=0, lookups=0, parked=-1, named=0, waits=0)
-        self.num_records = num_pages
-
-    def grow(self, Py_ssize_t num_pages):
-        """Make room for so many pages of a single group; MemoryError: nothing has changed."""
-        self.reserve(num_pages)
-        self.pool.grow(num_pages)
+        cdef cnp.ndarray records = np.empty(num_pages, RECORD)
+        cdef cnp.ndarray tokens = np.empty((num_pages, self.page_size), np.uint32)
+        records[:n], tokens[:n], records[n:] = old, old_tokens, NEW
+        self.arrays = records, tokens, table
+        self.pages, self.tokens = <page_t *>cnp.PyArray_DATA(records), uint32s(tokens)
 
     # -- references -----------------------------------------------------------------------------------------
 
@@ -125,17 +113,13 @@ cdef class Slots:
             return
         remove_claim(&self.claims, claim)
         if claim.pinned >= 0:
-            self.unpin(claim.pinned, 1, 0)
+            self.unpin(claim.pinned)
         self.release_pages(claim.pages, claim.n)
 
-    cdef bint is_pinned(self, int32_t page) noexcept:
-        return self.pages[page].pins + self.pages[page].lookups > 0
-
-    cdef void unpin(self, int32_t page, int32_t pins, int32_t lookups) noexcept:
+    cdef void unpin(self, int32_t page) noexcept:
         cdef page_t *record = &self.pages[page]
-        record.pins -= pins
-        record.lookups -= lookups
-        if record.parked >= 0 and not self.is_pinned(page):
+        record.pins -= 1
+        if record.parked >= 0 and record.pins == 0:
             self.trie.table.nodes[record.parked].pins -= 1
             self.trie.table.list_leaf(record.parked)
             record.parked = -1
@@ -198,21 +182,17 @@ cdef class Slots:
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept:
         cdef page_t *record = &self.pages[page]
         record.named, record.waits, record.born, record.used = True, waits, clock, clock
-        record.pins, record.parked = 0, -1
         self.num_waiting += waits
 
     cdef void unname(self, int32_t page) noexcept:
-        self.num_waiting -= self.pages[page].waits
-        self.pages[page].named = self.pages[page].waits = False
+        self.pages[page].named, self.pages[page].parked = False, -1
+        self.end_wait(page)
 
-    cdef void forget_pins(self) noexcept:
-        cdef Py_ssize_t page
-        cdef claim_t *claim = self.claims.first
-        for page in range(self.pool.num_blocks):
-            self.pages[page].pins, self.pages[page].parked = 0, -1
-        while claim != NULL:
-            claim.pinned = -1
-            claim = claim.next
+    cdef void end_wait(self, int32_t page) noexcept:
+        self.num_waiting -= self.pages[page].waits
+        self.pages[page].waits = False
+        if self.num_waiting == 0:
+            self.source = None
 
     cdef void fill(self, int32_t page, int32_t other) noexcept:
         cdef Py_ssize_t group
@@ -247,28 +227,23 @@ cdef class Slots:
             page = int32s(ids)[i]
             if not 0 <= page < self.pool.num_blocks:
                 raise IndexError(f"pages: expected pages below {self.pool.num_blocks}, got {page}")
-            self.num_waiting -= self.pages[page].waits
-            self.pages[page].waits = False
-        if not self.num_waiting:
-            self.source = None
+            self.end_wait(page)
 
     def release(self, Py_ssize_t page):
         """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
         if not self.is_looked_up(page):
             raise InvalidOperationError(f"expected a block that a lookup holds, got {page}")
-        self.end_lookup(<int32_t>page)
+        self.release_each(np.array([page], np.int32))
 
     def release_each(self, int32_t[::1] pages):
         """`release` of every page that a lookup holds; each becomes -1 in `pages`, so a second call does nothing."""
         cdef Py_ssize_t i
         for i in range(pages.shape[0]):
             if self.is_looked_up(pages[i]):
-                self.end_lookup(pages[i])
+                self.pages[pages[i]].lookups -= 1
+                self.unpin(pages[i])
+                self.release_pages(&pages[i], 1)
             pages[i] = -1
-
-    cdef void end_lookup(self, int32_t id) noexcept:
-        self.unpin(id, 0, 1)
-        self.release_pages(&id, 1)
 
     def is_looked_up(self, Py_ssize_t page):
         """Whether a lookup holds a page."""
@@ -277,30 +252,17 @@ cdef class Slots:
     # -- reports --------------------------------------------------------------------------------------------
 
     def records(self, pages=None):
-        """The records of pages (int32 `(n,)`, in range; None: all), a copy with the fields of `page_t`."""
-        cdef cnp.ndarray ids, out
-        pages = np.arange(self.pool.num_blocks) if pages is None else pages
-        ids = np.ascontiguousarray(pages, np.int32)
-        out = np.empty(ids.shape[0], RECORD)
-        cdef page_t *record = <page_t *>cnp.PyArray_DATA(out)
-        cdef Py_ssize_t i
-        for i in range(ids.shape[0]):
-            record[i] = self.pages[int32s(ids)[i]]
-        return out
+        """The records of pages (int32 `(n,)`, in range), a copy with the fields of `page_t`; None: all, a view."""
+        return self.arrays[0][:self.pool.num_blocks] if pages is None else self.arrays[0][pages]
 
     def of(self, pages):
         """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""
         ids = np.asarray(pages, np.int32)
-        if self.table == NULL:
-            return ids[None].copy()
-        shape = (len(self.pools), self.pool.num_blocks)
-        return np.asarray(<int32_t[:shape[0], :shape[1]]>self.table)[:, ids]
+        return ids[None].copy() if self.table == NULL else self.arrays[2][:, ids]
 
     def tokens_of(self, pages):
         """The tokens that pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
-        if not self.pool.num_blocks:
-            return np.empty((0, self.page_size), np.uint32)
-        return np.asarray(<uint32_t[:self.pool.num_blocks, :self.page_size]>self.tokens)[pages]
+        return self.arrays[1][pages]
 
     def counts(self, *, bint references=False):
         """How many callers hold each page; with `references`, all references of this, int32 `(num_pages,)`."""
@@ -319,14 +281,13 @@ cdef class Slots:
     @property
     def nbytes(self):
         """Bytes of the records of all pages."""
-        size = sizeof(page_t) + self.page_size * sizeof(uint32_t) + (self.table != NULL) * 4 * len(self.pools)
-        return self.pool.num_blocks * size
+        return sum(array.nbytes for array in self.arrays if array is not None)
 
     def check(self):
         """Verify every invariant but those of the trie; AssertionError names the broken one."""
         cdef Py_ssize_t page, waiting = 0
         cdef page_t *record
-        self.release_dropped_()
+        self.release_dropped()
         held, pins = self.counts(), np.zeros(self.pool.num_blocks, np.int32)
         cdef claim_t *claim = self.claims.first
         while claim != NULL:
@@ -336,11 +297,11 @@ cdef class Slots:
         for page in range(self.pool.num_blocks):
             record = &self.pages[page]
             waiting += record.waits
-            assert record.pins == pins[page], f"page {page}: pins do not add up"
+            assert record.pins == pins[page] + record.lookups, f"page {page}: pins do not add up"
             assert record.lookups >= 0, f"page {page}: lookups do not add up"
-            assert record.named or not (record.waits or record.pins), f"page {page}: waits or is pinned without a name"
+            assert record.named or not record.waits, f"page {page}: waits without a name"
             assert not (record.waits and held[page]), f"page {page}: waits and is held"
-            assert record.parked < 0 or self.is_pinned(page), f"page {page}: its leaf is parked, and nothing pins it"
+            assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
         assert waiting == self.num_waiting, "slots: pages that wait do not add up"
         assert waiting or self.source is None, "slots: nothing waits, and there is a source"
         assert (self.counts(references=True) <= self.pool.ref_counts()).all(), "slots: the pool counts fewer references"
@@ -393,8 +354,9 @@ cdef class Claim:
         cdef claim_t *data = self.data
         for i in range(data.held):
             self.slots.pages[data.pages[i]].lookups += 1
+            self.slots.pages[data.pages[i]].pins += 1
         if data.pinned >= 0:
-            self.slots.unpin(data.pinned, 1, 0)
+            self.slots.unpin(data.pinned)
         self.slots.release_pages(data.pages + data.held, data.n - data.held)
         data.n, data.held, data.pinned = 0, 0, -1
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uint64_t
 
-from kvcache.prefix.slots cimport Slots
+from kvcache.prefix.index.slots cimport Slots
 from kvcache.trie.trie cimport TokenTrie
 
 __all__ = ["Space", "Spaces"]

@@ -1,0 +1,6 @@
+from kvcache.prefix.index.slots import Slots
+
+class MissReasons:
+    def __init__(self, slots: Slots, most_pages: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
