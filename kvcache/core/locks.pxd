@@ -30,6 +30,7 @@ cdef class CallLock:
     cdef unsigned long owner    # the thread that holds it; 0: none
     cdef readonly int level          # an engine's is above that of its caches
     cdef readonly long long order    # of creation
+    cdef readonly long long calls    # how often it was taken: the number of the call that has it
     cdef void *outer                 # the lock that its owner took before this one and still holds, or NULL
     cdef object dues            # a deque of functions: releases to run when the current call ends
     cdef list torn              # the `MendingLock`s on this one whose `mend` must run

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterable
 class CallLock:
     level: int
     order: int
+    calls: int
     def __init__(self, level: int = 1) -> None: ...
     @property
     def core(self) -> CallLock: ...

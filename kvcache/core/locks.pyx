@@ -104,7 +104,7 @@ cdef class CallLock:
             raise InvalidOperationError("expected no other call of this thread to be running, got one")
         else:
             acquire(self.lock, &self.owner)
-        self.outer = held
+        self.outer, self.calls = held, self.calls + 1
         set_innermost(<void *>self)
         return True
 

@@ -136,6 +136,11 @@ class PrefixCache(IndexedCache):
         """Release what a session holds; during another call, when that call ends. A second call does nothing."""
         self._cached.close_session(as_instance(session, CacheSession, "session"))
 
+    def close_sessions(self) -> None:
+        """Close all, those included that an error took from their callers: for an owner who opens every one."""
+        with self._lock:
+            self._slots.release_dropped(kept=True)
+
     # -- insert ---------------------------------------------------------------------------------------------
 
     def insert(self, token_ids: Any, block_start: int, keys: Any, values: Any, namespace: Hashable = None) -> int:
@@ -215,6 +220,7 @@ class PrefixCache(IndexedCache):
     block_ids, references = reports.block_ids, reports.references
     memory, stats, _repr_html_ = reports.memory, reports.stats, reports.as_html
     watch_evictions, namespace_tokens = reports.watch_evictions, reports.namespace_tokens
+    num_free_and_idle = reports.num_free_and_idle
 
     @property
     def pinned_blocks(self) -> int:

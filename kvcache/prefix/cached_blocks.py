@@ -55,7 +55,7 @@ class CachedBlocks:
     ) -> None:
         self.store, self.pool, self.lock, self.formats = blocks.store, blocks.pool, blocks.lock, blocks.formats
         self.dims, self._blocks, self._limit, self._shared = dims, blocks, max_blocks, shared
-        self.slots = Slots([self.pool], self.store.block_size)
+        self.slots = Slots([self.pool], self.store.block_size, lock=self.lock)
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
         self.evicted: deque[Evicted] | None = None

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_bytes
+from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig
 from kvcache.prefix.index.entries import EntryIndex
@@ -31,8 +32,8 @@ class CachedEntries:
         max_bytes: of K and V, those of states that callers hold included.
     """
 
-    def __init__(self, config: PrefixCacheConfig) -> None:
-        self.config, self.index = config, EntryIndex(EntryTrie())
+    def __init__(self, config: PrefixCacheConfig, lock: CallLock) -> None:
+        self.config, self.lock, self.index = config, lock, EntryIndex(EntryTrie())
         self.max_bytes = as_bytes(config.max_memory_bytes, "max_memory_bytes")
         # The undamaged head of an entry becomes an entry, if lookups may find it.
         self.least = config.min_prefix_len if config.partial_matches else -1
@@ -72,7 +73,7 @@ class CachedEntries:
             if isinstance(kind, RowSlots) and kind.shape == (num_layers, kv_dim):
                 return kind
         config = self.config
-        return RowSlots(rows_of(num_layers, kv_dim, *config.formats, config.rotate, config.head_dim))
+        return RowSlots(rows_of(num_layers, kv_dim, *config.formats, config.rotate, config.head_dim), self.lock)
 
     def used_bytes(self) -> int:
         """Bytes of the slots that entries name or states show."""

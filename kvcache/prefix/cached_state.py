@@ -93,6 +93,7 @@ class LeasedState(CachedKvState):
     def __init__(self, claim: Claim) -> None:
         assert isinstance(claim.slots, RowSlots)
         self._claim, self._rows, self._seq_len = claim, claim.slots.rows, len(claim)
+        claim.keep()
 
     @property
     def num_layers(self) -> int:

@@ -17,7 +17,9 @@ from kvcache.prefix.sessions import PrefixCacheStats
 if TYPE_CHECKING:
     from kvcache.prefix.blocks import PrefixCache
 
-__all__ = ["as_html", "block_ids", "memory", "namespace_tokens", "references", "stats", "watch_evictions"]
+__all__ = [
+    "as_html", "block_ids", "memory", "namespace_tokens", "num_free_and_idle", "references", "stats", "watch_evictions",
+]  # fmt: skip
 
 
 def block_ids(cache: PrefixCache) -> list[int]:
@@ -73,3 +75,10 @@ def namespace_tokens(cache: PrefixCache) -> dict[Hashable, int]:
         index = cache._index
         held = [(space.name, len(index.trie.all_values(root))) for space, root in index.spaces.in_use()]
     return {name: count * cache.block_size for name, count in held}
+
+
+def num_free_and_idle(cache: PrefixCache) -> tuple[int, int]:
+    """How many blocks of the pool are free, and how many `idle_blocks` there are, at one time."""
+    with cache._lock:
+        idle = cache._cached.num_idle()
+        return cache._pool.num_free, idle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.prefix.rows import Rows
@@ -16,8 +17,8 @@ class RowSlots(Slots):
         rows: what lies in the slots.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        super().__init__([BlockPool(0)])
+    def __init__(self, rows: Rows, lock: CallLock) -> None:
+        super().__init__([BlockPool(0)], lock=lock)
         self.rows = rows
 
     @property

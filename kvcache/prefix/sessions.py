@@ -107,6 +107,8 @@ class CacheSession:
         self.tail_tokens = tail_tokens
         self._blocks = block_indices
         self._claim = claim  # references on these blocks
+        if claim is not None:
+            claim.keep()
         self._close = close
 
     @property

@@ -63,7 +63,7 @@ class PrefixKvCache(IndexedCache):
                 limit = min(limit, as_bytes(config.max_memory_bytes, "max_memory_bytes"))
             self.config = replace(self.config, max_memory_bytes=limit)
         self._lock = CallLock()
-        self._cached = CachedEntries(self.config)
+        self._cached = CachedEntries(self.config, self._lock)
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class PrefixKvCache(IndexedCache):
     def clear(self) -> None:
         """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
         with self._lock:
-            self._cached = CachedEntries(self.config)
+            self._cached = CachedEntries(self.config, self._lock)
 
     @property
     def memory_usage(self) -> int:

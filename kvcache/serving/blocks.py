@@ -212,6 +212,8 @@ class SharedBlocks:
 
     def mend(self, running: Sequence[Work]) -> list[Work]:
         """Free sequences that no work has, and cut others to what was computed; the works that have no sequence."""
+        for cache in [self.prefixes, *self.beside]:
+            cache.close_sessions()  # a call that an error ended may not have
         lost = [] if self.newest is None else self.newest.settle(running)
         lost += [work for work in running if work not in lost and self.windows.lost(work)]
         for work in lost:
@@ -236,7 +238,7 @@ class SharedBlocks:
 
     def count(self) -> dict[str, int]:
         """How many blocks are "free", "claimed" and "cached"."""
-        free, idle = self.cache.free_block_count, self.prefixes.idle_blocks
+        free, idle = self.prefixes.num_free_and_idle()
         return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}
 
     def total_and_free(self) -> tuple[int, int]:

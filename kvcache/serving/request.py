@@ -90,7 +90,7 @@ class Pending:
         """Raise what a work has failed with."""
         for work in self.works:
             if work.error is not None:
-                raise work.error
+                raise work.error.with_traceback(work.trace)
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
         """Wait until a condition holds; TimeoutError after so many seconds."""

@@ -1,10 +1,11 @@
 """Which works run in a step, and how many tokens of each.
 
-There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt runs
-share what the `TokenBudget` leaves. Where the first of these is not the shortest it has half of that, and the shortest
-have the rest: short prompts do not wait for long ones. Works begin in the order of their keys. One begins when there is
-room for all its tokens; where a running work needs blocks that are not there, the last one in the order of keys gives
-up its sequence and begins again later, with the blocks of it that are still cached.
+There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt
+runs share what the `TokenBudget` leaves. Where the first of these is not the shortest it has half of that, and the
+shortest have the rest: short prompts do not wait for long ones. If the first one ends in the step, few tokens of others
+run beside it: its first token comes sooner, and theirs hardly later. Works begin in the order of their keys. One begins
+when there is room for all its tokens; where a running work needs blocks that are not there, the last one in the order
+of keys gives up its sequence and begins again later, with the blocks of it that are still cached.
 
     key    (arrival + 10 s * priority, number of the request)
 
@@ -30,6 +31,7 @@ __all__ = ["PATIENCE", "Scheduler"]
 PATIENCE = 10.0  # seconds per number of priority
 _NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
 _CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
+_ENOUGH_ROWS = 64  # of prompts: a product of twice as many takes twice as long
 Pieces = list[tuple[Work, int]]
 
 
@@ -93,7 +95,7 @@ class Scheduler:
         if work.key[1] not in self.works:
             return
         if work.reason is None:
-            work.__dict__.update(reason=reason, error=error)
+            work.__dict__.update(reason=reason, error=error, trace=getattr(error, "__traceback__", None))
         if self.blocks.tiered is not None:
             self.blocks.tiered.ended(work)
         self._leave(work)
@@ -154,7 +156,7 @@ class Scheduler:
         catching_up = [work for work in self.running if work.remaining > 1]
         others = sorted(catching_up[1:], key=_remaining)
         for work in catching_up[:1] + others:
-            share = _half(left) if work is catching_up[0] and self._is_long(work, others) else left
+            share = _share(work, left, pieces, work is catching_up[0] and self._is_long(work, others))
             if left and prompts and (count := self._count(work, share, rows)):
                 pieces.append((work, count))
                 left, rows, prompts = max(0, left - count), rows - work.rows_due(count), prompts - 1
@@ -162,7 +164,7 @@ class Scheduler:
         pieces = self._fit(pieces)
         if preemptions == self.preemptions:
             for work in self._begin(now):
-                share = _half(left) if self._is_long(work) else left
+                share = _share(work, left, pieces, self._is_long(work))
                 if not prompts or not (count := self._count(work, share, rows)):
                     break
                 fits = self._fit([(work, count)], preempt=False)
@@ -170,9 +172,9 @@ class Scheduler:
                     break
                 pieces += fits
                 left, rows, prompts = max(0, left - count), rows - work.rows_due(count), prompts - 1
-                if not left or not prompts:
+                if not prompts or not _open(left, pieces):
                     break
-            pieces = self._lengthen(pieces, left)
+            pieces = self._lengthen(pieces, _open(left, pieces))
         return pieces
 
     def _lengthen(self, pieces: Pieces, left: int) -> Pieces:
@@ -374,8 +376,19 @@ class Scheduler:
                 assert id(work) in heap or id(work) in parked, f"{work}: it neither runs nor waits"
 
 
-def _half(tokens: int) -> int:
-    return max(tokens // 2, min(tokens, LEAST))
+def _open(left: int, pieces: Pieces) -> int:
+    """The tokens of a budget of `left` that further prompts may run: few, if the first one of `pieces` ends."""
+    ran = [(work, n) for work, n in pieces if work.remaining > 1]
+    ends = bool(ran) and ran[0][0].shares and ran[0][1] >= ran[0][0].remaining
+    return min(left, max(0, _ENOUGH_ROWS - sum(n for _, n in ran))) if ends else left
+
+
+def _share(work: Work, left: int, pieces: Pieces, is_long: bool) -> int:
+    """How many tokens of a prompt may run behind `pieces`: a long one has half; none leaves little for a next step."""
+    share, little = _open(left, pieces), LEAST
+    if is_long and share == left:
+        share, little = max(left // 2, min(left, LEAST)), _ENOUGH_ROWS
+    return left if share and work.remaining < share + little else share
 
 
 def _remaining(work: Work) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -52,6 +53,7 @@ class Work(ABC):
         space: the namespace of its cached blocks; one for each regime, if the network has several.
         reason: why it ended; None: it has not.
         error: what it failed with.
+        trace: where, of `error`; each raise of it adds the frames of a caller, which are not to be kept.
         cached_tokens: tokens of the prompt that did not run, at the first start.
         left_at: what it had computed when it last gave up its sequence for blocks of tiers; -1: never.
         preemptions: how often it lost its sequence.
@@ -77,6 +79,7 @@ class Work(ABC):
         self.chunk = 0
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
+        self.trace: TracebackType | None = None
         self.cached_tokens = self.preemptions = 0
         self.left_at = -1
         self.started: float | None = None

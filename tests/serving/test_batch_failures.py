@@ -1,7 +1,7 @@
 """Interrupts at every line of a step, and networks that fail: every other request gives what it gives alone."""
 
 import gc
-from contextlib import suppress
+import traceback
 
 import numpy as np
 import pytest
@@ -45,7 +45,11 @@ class Served:
 
 @pytest.mark.parametrize("kind", ["plain", "residual", "windows"])
 def test_interrupted_at_every_line(network, long, kind):
-    """Ctrl-C between any two lines; the next call goes on where the text was."""
+    """Ctrl-C between any two lines; the next call goes on where the text was.
+
+    The errors are kept, as a shell keeps the last one, and with them the frames of the calls that they ended: nothing
+    that such a frame refers to holds a block.
+    """
     network = Windowed(network, 9) if kind == "windows" else network
     options = {"dtype": "q4", "residual_length": 12} if kind == "residual" else {}
     alone = Alone(network, **options)
@@ -58,10 +62,12 @@ def test_interrupted_at_every_line(network, long, kind):
     chosen = places(lines.seen, every=long)
     chosen = chosen if long else chosen[:: (8 if FAST else 3) * (1 + (kind == "windows"))]
     for stop in chosen:
-        served, lines = Served(network, **options), Lines(stop)
-        with suppress(KeyboardInterrupt), lines:
-            served.all()
-        gc.collect()  # the error's frames held what its calls had taken
+        served, lines, kept = Served(network, **options), Lines(stop), []
+        try:
+            with lines:
+                served.all()
+        except KeyboardInterrupt as error:
+            kept.append(error)
         served.engine.check()
         assert lines.handled_at, "the run was another one"
         try:
@@ -95,6 +101,18 @@ def test_a_network_that_fails(network, after):
         assert failed > 0
         settled(engine)
         same(engine.submit(*ASKED[0]).completions()[0], alone(*ASKED[0]))
+
+
+def test_the_error_of_a_request_keeps_no_frame_of_those_who_ask_for_its_result(network):
+    model = Failing(network, ArithmeticError("broken"))
+    request = BatchEngine(model, num_blocks=6).submit(*ASKED[0])
+    model.countdown = 1
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(ArithmeticError, match="broken") as caught:
+            request.result()
+        lengths.append(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(set(lengths)) == 1
 
 
 def test_a_thread_outlives_a_network_that_fails(network):

@@ -95,6 +95,22 @@ def test_short_prompts_do_not_wait_for_long_ones():
     assert np.quantile(gaps, 0.95) < 0.12
 
 
+def test_a_prompt_that_ends_waits_for_few_others():
+    """Where four come at once the first token of the first takes 64 tokens, not 240; a short rest runs at once."""
+    _, model, engine = served()
+    requests = [engine.submit(np.arange(60) + i, asked(2)) for i in range(4)]
+    run(engine)
+    first = [request.metrics.ttft for request in requests]
+    assert model.passes[0] == 64
+    assert first[0] == pytest.approx(0.084)
+    assert first == sorted(first)
+    assert first[-1] < 0.24 + 4 * 0.03, "no later than together, but for three steps and the tokens beside"
+    _, model, engine = served()
+    requests = [engine.submit(np.arange(count) + 7 * count % 50, asked(2)) for count in (50, 25, 40)]
+    run(engine)
+    assert [round(request.metrics.ttft, 3) for request in requests] == [0.095, 0.095, 0.157]
+
+
 def test_priorities_and_order():
     """The lower number first, then the earlier one; ten seconds make up for a number."""
     clock, _, engine = served(max_running=1)

@@ -9,14 +9,16 @@ A page is free when the trie does not name it and nobody claims it; `BlockPool` 
 groups of layers (full attention, windows of one width) a page has a slot in the pool of each group, or -1 where the
 group has none.
 
-A `Claim` owns references, and its deallocation returns them, however a call ends. Deallocation may happen inside of
-another call (garbage collection), so it only appends the claim to a list, which takes no memory; the next call of the
-cache releases its pages.
+A `Claim` owns references, and returns them however a call ends: its deallocation does, and so does the end of the call
+that made it, unless it is to outlast that (prefix/index/claims.pxd). Deallocation may happen inside of another call
+(garbage collection), so it only appends the claim to a list, which takes no memory; the next call releases its pages.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
+from kvcache.prefix.index.claims cimport claim_t, claims_t
 from kvcache.trie.trie cimport TokenTrie
 
 
@@ -35,16 +37,6 @@ cdef struct page_t:
     uint8_t waits         # named, and its content is still in a file
 
 
-cdef struct claim_t:
-    claim_t *next         # all claims of a `Slots`
-    claim_t *before
-    claim_t *next_dropped  # in the list of those that were dropped and whose pages are not released yet
-    int32_t *pages        # (n,) referenced, in the order of the text
-    int64_t n
-    int64_t held          # how many of them, from the first on, count as held by a caller
-    int32_t pinned        # page whose pin is the claim's; -1: none
-
-
 cdef class Slots:
     cdef object __weakref__
     cdef readonly BlockPool pool       # of pages
@@ -58,8 +50,8 @@ cdef class Slots:
     cdef page_t *pages                 # (num_records,), at least the pages of the pool
     cdef uint32_t *tokens              # (num_records, page_size) what each page covers
     cdef int32_t *table                # (groups, pool.num_blocks) slots, -1 is none; NULL with one group
-    cdef claim_t *claims
-    cdef claim_t *dropped
+    cdef claims_t claims
+    cdef CallLock lock                 # of the cache; None: claims last until they are released or dropped
     cdef TokenTrie trie                # the trie of the parked leaves
 
     cdef Claim claim_of(self, Py_ssize_t n)                  # an empty claim with room for n pages
@@ -80,6 +72,5 @@ cdef class Slots:
 cdef class Claim:
     cdef readonly Slots slots
     cdef claim_t *data
-    cdef readonly bint released            # whether the references were given back
     cdef readonly object name, tokens      # of evicted pages: the namespace, and the text that ends with them
     cdef readonly Py_ssize_t tail_tokens   # first tokens of the last page that are part of the match, 0: all of it

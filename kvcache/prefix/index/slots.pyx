@@ -6,8 +6,12 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
 from kvcache.core.tokens cimport int32s, uint32s
+from kvcache.prefix.index.claims cimport (
+    add_claim, claim_t, find_brief, keep_claim, remove_claim, take_dropped,
+)
 
 import numpy as np
 
@@ -31,10 +35,12 @@ cdef class Slots:
         pools: of the slots of each group.
         page_size: tokens of a page.
         windows: for each group, how many of the newest pages of a text it needs; 0: all of them.
+        lock: held in every call; None: claims end only where they are released or dropped.
     """
 
-    def __init__(self, pools, int32_t page_size=1, windows=(0,)):
+    def __init__(self, pools, int32_t page_size=1, windows=(0,), CallLock lock=None):
         cdef Py_ssize_t group
+        self.lock = lock
         self.pools, self.windows, self.page_size = tuple(pools), tuple(windows), page_size
         if not 1 <= len(self.pools) == len(self.windows) <= MOST_GROUPS:
             raise ValueError(f"windows: expected {len(self.pools)}, one per group, got {len(self.windows)}")
@@ -51,8 +57,7 @@ cdef class Slots:
 
     def __dealloc__(self):
         cdef claim_t *claim
-        while self.dropped != NULL:
-            claim, self.dropped = self.dropped, self.dropped.next_dropped
+        while (claim := take_dropped(&self.claims)) != NULL:
             free(claim)
 
     def reserve(self, Py_ssize_t num_pages):
@@ -78,12 +83,9 @@ cdef class Slots:
         cdef claim_t *data = <claim_t *>calloc(1, sizeof(claim_t) + n * sizeof(int32_t))
         if data == NULL:
             raise MemoryError(f"no memory for a claim on {n} pages")
-        data.pages, data.pinned = <int32_t *>(data + 1), -1
-        data.next = self.claims
-        if self.claims != NULL:
-            self.claims.before = data
-        self.claims = claim.data = data
-        claim.slots = self
+        data.pages, data.pinned, data.call = <int32_t *>(data + 1), -1, 0 if self.lock is None else self.lock.calls
+        add_claim(&self.claims, data)
+        claim.slots, claim.data = self, data
         return claim
 
     cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept:
@@ -110,12 +112,9 @@ cdef class Slots:
                 slot[0] = -1
 
     cdef void end_claim(self, claim_t *claim) noexcept:
-        if claim.before != NULL:
-            claim.before.next = claim.next
-        else:
-            self.claims = claim.next
-        if claim.next != NULL:
-            claim.next.before = claim.before
+        if claim.ended:
+            return
+        remove_claim(&self.claims, claim)
         if claim.pinned >= 0:
             self.unpin(claim.pinned)
         self.release_pages(claim.pages, claim.n)
@@ -130,14 +129,17 @@ cdef class Slots:
 
     cdef void release_dropped_(self) noexcept:
         cdef claim_t *claim
-        while self.dropped != NULL:
-            claim, self.dropped = self.dropped, self.dropped.next_dropped
+        while (claim := take_dropped(&self.claims)) != NULL:
             self.end_claim(claim)
             free(claim)
+        while self.lock is not None and (claim := find_brief(&self.claims, self.lock.calls)) != NULL:
+            self.end_claim(claim)
 
-    def release_dropped(self):
-        """Release the pages of claims that were dropped."""
+    def release_dropped(self, bint kept=False):
+        """Release the pages of claims that are over; `kept`: of all claims."""
         self.release_dropped_()
+        while kept and self.claims.first != NULL:
+            self.end_claim(self.claims.first)
 
     def room(self, Py_ssize_t n):
         """How many of `n` more pages there are slots for in every group."""
@@ -271,7 +273,7 @@ cdef class Slots:
         records = self.records()
         out = records["lookups"] + records["named"] if references else records["lookups"].copy()
         cdef int32_t *count = int32s(out)
-        cdef claim_t *claim = self.claims
+        cdef claim_t *claim = self.claims.first
         while claim != NULL:
             for i in range(claim.n if references else claim.held):
                 count[claim.pages[i]] += 1
@@ -289,7 +291,7 @@ cdef class Slots:
         cdef page_t *record
         self.release_dropped()
         held, pins = self.counts(), np.zeros(self.pool.num_blocks, np.int32)
-        cdef claim_t *claim = self.claims
+        cdef claim_t *claim = self.claims.first
         while claim != NULL:
             if claim.pinned >= 0:
                 pins[claim.pinned] += 1
@@ -323,17 +325,23 @@ cdef class Claim:
     def __dealloc__(self):
         if self.data == NULL:
             return
-        if self.released:
+        if self.data.ended:
             free(self.data)
         else:
-            self.data.next_dropped = self.slots.dropped
-            self.slots.dropped = self.data
+            self.data.next_dropped, self.slots.claims.dropped = self.slots.claims.dropped, self.data
 
     def release(self):
         """Give the references back; a second call does nothing. To be called with the cache's lock held."""
-        if not self.released:
-            self.released = True
-            self.slots.end_claim(self.data)
+        self.slots.end_claim(self.data)
+
+    @property
+    def released(self):
+        """Whether the references were given back."""
+        return self.data.ended
+
+    def keep(self):
+        """Keep the references after the call that made this."""
+        keep_claim(&self.slots.claims, self.data)
 
     def cut(self, Py_ssize_t n):
         """Release all pages but the first `n`, of a claim from `Slots.take`."""
