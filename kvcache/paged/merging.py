@@ -88,13 +88,13 @@ class Parts:
     def attend(
         self, near: Callable[..., Any], far: Callable[..., Any], queries: Float32, options: Mapping[str, Any],
         out: Any = None, return_lse: bool = False,
-    ) -> Any:  # fmt: skip
-        """Attend to both, and merge; results are those of `PagedKvCache.attention`.
+    ) -> tuple[Float32, Float32]:  # fmt: skip
+        """Attend to both, and merge: outputs and log-sum-exps; without `return_lse` the latter are of no use.
 
         Args:
             near, far: `PagedKvCache.attention` of the unpacked and of the packed tokens, without its layer.
             options: of both. Sinks join the normaliser once, beside the unpacked tokens.
-            out, return_lse: as there.
+            out: as there.
         """
         mixed, lse = near(
             queries, self._near, query_lens=self._counts, causal=self._causal, out=out, return_lse=True, **options
@@ -112,4 +112,4 @@ class Parts:
             else:
                 to = as_output(mixed)
                 to[rows] = blend(more, to[rows], log_odds)
-        return (mixed, lse) if return_lse else mixed
+        return mixed, lse
