@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import Parts
 
-__all__ = ["FirstTokens"]
+__all__ = ["FirstTokens", "attend_firsts"]
 
 
 class FirstTokens:
@@ -126,23 +127,8 @@ class FirstTokens:
         held, near_id = self._held == min(pos, self.firsts), self._id
         head = min(self.firsts - pos, count) if held and pos < self.firsts else 0
         self._rows.append(near_id, head)
-        packed, lens = np.array([seq_id], np.uint64), np.array([count])
-        parts = Parts([near_id], packed, [count - head], None, self.firsts, causal=False)
-
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
-            options, near, far = self._options[layer], self._rows.attention, partial(cache.attention, layer)
-            if not held:
-                plain: Float32 = far(queries, packed, query_lens=lens, **options)
-                return plain
-            mixed = []
-            if head:
-                self._rows.write(layer, near_id, keys[:head], values[:head])
-                mixed.append(near(layer, queries[:head], [near_id], query_lens=[head], **options))
-            if head < count:
-                mixed.append(parts.attend(partial(near, layer), far, queries[head:], options))
-            return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
-
-        yield attend
+        near, skip = (self._rows, [near_id]), self.firsts if held else 0
+        yield attend_firsts(*near, cache, [seq_id], [head], [count - head], self._options, skip)
         self.stop = pos + count
 
     # Recovery from a failure allocates no memory.
@@ -157,3 +143,35 @@ class FirstTokens:
     def _free_other(self) -> None:
         if 1 - self._id in self._rows:
             self._rows.free(1 - self._id)
+
+
+def attend_firsts(
+    rows: PagedKvCache, firsts: Sequence[int], cache: PagedKvCache, texts: Sequence[int], heads: Sequence[int],
+    tails: Sequence[int], options: Sequence[dict[str, Any]], skip: int = FIRSTS,
+) -> AttendPiece:  # fmt: skip
+    """The `attend` of pieces of many texts, each of first tokens and then of others.
+
+    Args:
+        rows, firsts: the cache of first tokens, which has room for those of the pieces, and its sequences.
+        cache, texts: the cache of packed tokens and its sequences.
+        heads, tails: how many tokens of each piece are first ones, and how many are not.
+        options: of attention, for each layer.
+        skip: how many first tokens are there behind which others stand.
+    """
+    ids, head_lens = np.array(firsts, np.uint64), np.array(heads)
+    is_head = np.repeat(np.tile([True, False], len(ids)), np.stack([heads, tails], axis=1).ravel())
+    own, lens = ids[head_lens > 0], head_lens[head_lens > 0]
+    parts = Parts(ids, texts, tails, None, skip, causal=False)
+
+    def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+        near, far = partial(rows.attention, layer), partial(cache.attention, layer)
+        if not len(own):
+            return parts.attend(near, far, queries, options[layer])[0]
+        rows.write_ragged(layer, own, lens, keys[is_head], values[is_head])
+        mixed = np.empty_like(queries)
+        mixed[is_head] = near(queries[is_head], own, query_lens=lens, **options[layer])
+        if any(tails):
+            mixed[~is_head] = parts.attend(near, far, queries[~is_head], options[layer])[0]
+        return mixed
+
+    return attend

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count
 from kvcache.core.kernels import FORMATS
@@ -282,8 +281,7 @@ class Residual:
             def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
                 self._groups.write(layer, self._id, keys, values)
                 near, far = partial(self._groups.attention, layer), partial(cache.attention, layer)
-                mixed: Float32 = parts.attend(near, far, queries, self._options[layer])
-                return mixed
+                return parts.attend(near, far, queries, self._options[layer])[0]
 
             yield attend
         else:
@@ -296,50 +294,36 @@ class Residual:
                 self._groups.allocate(held, self.firsts)
             following = self._free_id()
             self._groups.allocate(following, int(ahead[-1] + stops[-1] - starts[-1]))
-            self._piece_groups.allocate_batch(np.arange(len(starts)), ahead + stops - starts)
+            begun, groups = self._ahead, np.arange(len(starts))  # each group is a sequence
+            self._piece_groups.allocate_batch(groups, ahead + stops - starts)
+            parts = Parts(groups, [seq_id] * len(starts), np.diff(stops, prepend=pos), starts, int(ahead[-1]))
+
+            def attend_all(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
+                old = self._groups.read(layer, self._id) if begun or self.stop > self.first else (keys[:0], values[:0])
+                if len(old[0]):
+                    self._piece_groups.write(0, 0, *old, start=0)
+                for group, (start, stop) in enumerate(zip(np.maximum(starts, pos) - pos, stops - pos, strict=True)):
+                    self._piece_groups.write(0, group, keys[start:stop], values[start:stop])
+                self._groups.write(layer, following, keys[start:stop], values[start:stop])
+                if ahead[-1]:
+                    more = max(0, self.firsts - len(old[0]))  # 0 unless the text begins here, or did just before
+                    both = zip(old, (keys, values), strict=True)
+                    k, v = (np.concatenate([a[: self.firsts], b[:more]]) for a, b in both)
+                    if not begun:
+                        self._groups.write(layer, held, k, v)
+                    for later in groups[ahead > 0][begun > 0 :]:
+                        self._piece_groups.write(0, int(later), k, v, start=0)
+                    self._groups.write(layer, following, k, v, start=0)
+                near, far = partial(self._piece_groups.attention, 0), partial(cache.attention, layer)
+                return parts.attend(near, far, queries, self._options[layer])[0]
+
             try:
-                yield self._attend_in_several_groups(cache, seq_id, pos, starts, stops, ahead, (following, held))
+                yield attend_all
             finally:
                 self._free_piece_groups()
             self._firsts_id = held
             self._switch_to(following, int(starts[-1]))
         self.stop = pos + count
-
-    def _attend_in_several_groups(
-        self, cache: PagedKvCache, seq_id: int, pos: int, starts: NDArray[np.int64], stops: NDArray[np.int64],
-        ahead: NDArray[np.int64], ids: tuple[int, int],
-    ) -> AttendPiece:  # fmt: skip
-        """The `attend` of a piece over several groups: the unpacked tokens of each group are a sequence.
-
-        Args:
-            ahead: the first tokens before those of each group.
-            ids: of the sequences that stay: the last group, the first tokens.
-        """
-        following, firsts_id = ids
-        begun = self._ahead
-        groups = np.arange(len(starts))
-        parts = Parts(groups, [seq_id] * len(starts), np.diff(stops, prepend=pos), starts, int(ahead[-1]))
-
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
-            old = self._groups.read(layer, self._id) if begun or self.stop > self.first else (keys[:0], values[:0])
-            if len(old[0]):
-                self._piece_groups.write(0, 0, *old, start=0)
-            for group, (start, stop) in enumerate(zip(np.maximum(starts, pos) - pos, stops - pos, strict=True)):
-                self._piece_groups.write(0, group, keys[start:stop], values[start:stop])
-            self._groups.write(layer, following, keys[start:stop], values[start:stop])
-            if ahead[-1]:
-                more = max(0, self.firsts - len(old[0]))  # 0 unless the text begins with this piece, or did just before
-                k, v = (np.concatenate([a[: self.firsts], b[:more]]) for a, b in zip(old, (keys, values), strict=True))
-                if not begun:
-                    self._groups.write(layer, firsts_id, k, v)
-                for later in groups[ahead > 0][begun > 0 :]:
-                    self._piece_groups.write(0, int(later), k, v, start=0)
-                self._groups.write(layer, following, k, v, start=0)
-            near, far = partial(self._piece_groups.attention, 0), partial(cache.attention, layer)
-            mixed: Float32 = parts.attend(near, far, queries, self._options[layer])
-            return mixed
-
-        return attend
 
     def _start_group(self, pos: int) -> None:
         """Switch to an empty group that begins at `pos`."""

@@ -77,29 +77,33 @@ class Parts:
         self._near, ids = np.array(near, np.uint64), np.array(far, np.uint64)
         self._counts, self._causal = np.array(counts, np.int64), causal
         shown = None if contexts is None else np.array(contexts, np.int64)
-        skips = np.broadcast_to(skipped, ids.shape)[slice(None) if shown is None else shown > 0]
         # Of each number of tokens that are skipped: the queries, and what they read; nothing where all see none.
         self._far: list[tuple[Any, tuple[Any, ...], int]] = []
-        for skip in np.unique(skips).tolist():
-            one = slice(None) if len(np.unique(skipped)) == 1 else np.equal(skipped, skip)
-            rows = one if isinstance(one, slice) else np.repeat(one, self._counts)
+        if isinstance(skipped, int):
+            if shown is None or shown.any():
+                self._far.append((slice(None), (ids, self._counts, shown), skipped))
+            return
+        skips = np.array(skipped, np.int64)
+        for skip in np.unique(skips if shown is None else skips[shown > 0]).tolist():
+            one = skips == skip
+            rows = slice(None) if one.all() else np.repeat(one, self._counts)
             self._far.append((rows, (ids[one], self._counts[one], None if shown is None else shown[one]), skip))
 
     def attend(
         self, near: Callable[..., Any], far: Callable[..., Any], queries: Float32, options: Mapping[str, Any],
         out: Any = None, return_lse: bool = False,
-    ) -> Any:  # fmt: skip
-        """Attend to both, and merge; results are those of `PagedKvCache.attention`.
+    ) -> tuple[Float32, Float32]:  # fmt: skip
+        """Attend to both, and merge: outputs and log-sum-exps; without `return_lse` the latter are of no use.
 
         Args:
             near, far: `PagedKvCache.attention` of the unpacked and of the packed tokens, without its layer.
             options: of both. Sinks join the normaliser once, beside the unpacked tokens.
-            out, return_lse: as there.
+            out: as there.
         """
         mixed, lse = near(
             queries, self._near, query_lens=self._counts, causal=self._causal, out=out, return_lse=True, **options
         )
-        rest = {name: value for name, value in options.items() if name != "sinks"}
+        rest = {name: options[name] for name in options if name != "sinks"} if "sinks" in options else options
         for rows, (ids, counts, contexts), skip in self._far:
             more, more_lse = far(
                 queries[rows], ids, query_lens=counts, context_lens=contexts, skip_tokens=skip, return_lse=True, **rest
@@ -112,4 +116,4 @@ class Parts:
             else:
                 to = as_output(mixed)
                 to[rows] = blend(more, to[rows], log_odds)
-        return (mixed, lse) if return_lse else mixed
+        return mixed, lse

@@ -217,7 +217,8 @@ class ResidualSequences:
             try:
                 near, far = partial(self.rows.attention, layer), partial(attention, cast(Any, self), layer)
                 options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-                return self._parts(ids, lens).attend(near, far, rows, options, out, return_lse)
+                mixed, lse = self._parts(ids, lens).attend(near, far, rows, options, out, return_lse)
+                return (mixed, lse) if return_lse else mixed
             finally:
                 self._free_parts()
 
@@ -295,21 +296,14 @@ class ResidualSequences:
         """Add rows for new tokens of the packed sequences, and drop those of groups that no new query reads."""
         uids = self._uids(seq_ids)
         self._make_room(self._blocks(int(counts.sum()), len(uids)))
-        if not self.length:
-            old = [self._spans[uid] for uid in uids]
-            new = [span.beyond(count, self.firsts) for span, count in zip(old, counts.tolist(), strict=True)]
-            self.rows.append_batch(uids, [b.num_rows - a.num_rows for a, b in zip(old, new, strict=True)])
-            self._spans.update(zip(uids, new, strict=True))
-            return
-        self.rows.append_batch(uids, counts)
-        for uid, count in zip(uids, counts.tolist(), strict=True):
-            firsts, base, stop = self._spans[uid]
-            span = self._spans[uid] = Span(firsts, base, stop + count)
-            begin = stop - stop % self.length
-            if begin > base and count:
-                kept = firsts if base else self.firsts
-                self.rows.keep_tokens(uid, np.r_[0:kept, span.row(begin) : span.num_rows])
-                self._spans[uid] = Span(kept, begin, span.stop)
+        old = [self._spans[uid] for uid in uids]
+        new = [span.longer(n, self.length, self.firsts) for span, n in zip(old, counts.tolist(), strict=True)]
+        more = [b.num_rows - a.num_rows for a, b in zip(old, new, strict=True)]
+        self.rows.append_batch(uids, counts if self.length else more)
+        for uid, a, b in zip(uids, old, new, strict=True):
+            self._spans[uid] = b
+            if self.length and b.base > a.base:
+                self.rows.keep_tokens(uid, np.r_[0 : b.firsts, a.row(b.base) : a.row(b.stop)])
 
     def _blocks(self, num_tokens: int, num_texts: int = 1) -> int:
         """Blocks of unpacked rows that so many new tokens touch at most."""

@@ -58,12 +58,13 @@ class Span(NamedTuple):
         """Which of the unpacked rows a token from `base` on is."""
         return self.firsts + pos - self.base
 
-    def beyond(self, count: int, firsts: int) -> Span:
-        """Of `count` more tokens, where there are no groups."""
+    def longer(self, count: int, length: int, firsts: int) -> Span:
+        """Of `count` more tokens: those of earlier groups are packed from then on."""
         stop = self.stop + count
-        if not self.has(firsts):
-            return Span(0, stop, stop)
-        return Span(firsts, stop, stop) if stop > firsts else Span(0, 0, stop)
+        begin = self.stop - self.stop % length if length else stop if self.base or stop > firsts else 0
+        if begin <= self.base or not count:
+            return Span(self.firsts, self.base, stop)
+        return Span(self.firsts if self.base else firsts, begin, stop)
 
     def cut(self, pos: int) -> Span:
         """Of the first `pos` tokens."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-
-import numpy as np
 
 from kvcache.core.layer_formats import Formats
+from kvcache.engine.firsts import attend_firsts
 from kvcache.engine.residual import AttendPiece, unpacked_cache
-from kvcache.networks.protocols import Float32, LayerAttention, NetworkConfig
+from kvcache.networks.protocols import LayerAttention, NetworkConfig
 from kvcache.paged.cache import PagedKvCache
-from kvcache.paged.merging import Parts
 from kvcache.serving.groups import Groups
 from kvcache.serving.work import Work
 
@@ -57,24 +54,5 @@ class FirstTokens(Groups):
             packed.append(work.seq_id)
             heads.append(head)
             tails.append(n - head)
-        ids = np.array(groups, np.uint64)
-        head_lens, tail_lens = np.array(heads), np.array(tails)
-        self._groups.append_batch(ids, head_lens)
-        ends = np.cumsum(head_lens + tail_lens)
-        is_head = np.zeros(ends[-1], np.bool_)
-        for start, head in zip(ends - head_lens - tail_lens, heads, strict=True):
-            is_head[start : start + head] = True
-        own, lens = ids[head_lens > 0], head_lens[head_lens > 0]
-        parts = Parts(ids, packed, tail_lens, None, self.firsts, causal=False)
-
-        def attend(layer: int, queries: Float32, keys: Float32, values: Float32) -> Float32:
-            options, near = self._options[layer], partial(self._groups.attention, layer)
-            mixed = np.empty_like(queries)
-            if len(own):
-                self._groups.write_ragged(layer, own, lens, keys[is_head], values[is_head])
-                mixed[is_head] = near(queries[is_head], own, query_lens=lens, **options)
-            if tail_lens.any():
-                mixed[~is_head] = parts.attend(near, partial(cache.attention, layer), queries[~is_head], options)
-            return mixed
-
-        return attend
+        self._groups.append_batch(groups, heads)
+        return attend_firsts(self._groups, groups, cache, packed, heads, tails, self._options)

@@ -124,8 +124,7 @@ class NewestGroups(Groups):
                 for group in each.groups:
                     self._groups.write(layer, group, k, v, start=0)
             own, earlier = partial(self._groups.attention, layer), partial(cache.attention, layer)
-            mixed: Float32 = parts.attend(own, earlier, queries, self._options[layer])
-            return mixed
+            return parts.attend(own, earlier, queries, self._options[layer])[0]
 
         return attend
 
