@@ -127,8 +127,7 @@ class FirstTokens:
         held, near_id = self._held == min(pos, self.firsts), self._id
         head = min(self.firsts - pos, count) if held and pos < self.firsts else 0
         self._rows.append(near_id, head)
-        near, skip = (self._rows, [near_id]), self.firsts if held else 0
-        yield attend_firsts(*near, cache, [seq_id], [head], [count - head], self._options, skip)
+        yield attend_firsts(self._rows, [near_id], cache, [seq_id], [head], [count - head], self._options, FIRSTS * held)
         self.stop = pos + count
 
     # Recovery from a failure allocates no memory.
