@@ -124,11 +124,10 @@ class FirstTokens:
     @contextmanager
     def piece(self, cache: PagedKvCache, seq_id: int, pos: int, count: int) -> Iterator[AttendPiece]:
         """Run `count` tokens from `pos` on, for which `cache` has room; yields the `attend` of the piece."""
-        held, near_id = self._held == min(pos, self.firsts), self._id
+        held, near = self._held == min(pos, self.firsts), self._id
         head = min(self.firsts - pos, count) if held and pos < self.firsts else 0
-        self._rows.append(near_id, head)
-        near, skip = (self._rows, [near_id]), self.firsts if held else 0
-        yield attend_firsts(*near, cache, [seq_id], [head], [count - head], self._options, skip)
+        self._rows.append(near, head)
+        yield attend_firsts(self._rows, [near], cache, [seq_id], [head], [count - head], self._options, FIRSTS * held)
         self.stop = pos + count
 
     # Recovery from a failure allocates no memory.
