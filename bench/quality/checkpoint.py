@@ -31,7 +31,7 @@ from bench.quality import llamacpp
 from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
 from bench.quality.network import Recorder
-from bench.quality.rivals import HF, Kivi, hf_installed, hf_runs, is_plain
+from bench.quality.rivals import HF, Kivi, hf_installed, hf_missing, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
@@ -41,7 +41,7 @@ from kvcache.engine.policy import is_policy
 from kvcache.engine.residual import num_firsts
 from kvcache.networks.gguf import is_gguf
 
-__all__ = ["HEADER", "RUNS", "Biased", "load_own", "measure", "rows", "verdicts"]
+__all__ = ["HEADER", "RUNS", "Biased", "absent", "load_own", "measure", "place_of", "rows", "verdicts"]
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -162,6 +162,11 @@ class _Run:
         return self._recorder.take()
 
 
+def place_of(model: str) -> Path:
+    """The checkpoint that `--model` names."""
+    return find_file() if model == "smollm2" else Path(model)
+
+
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
     """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
 
@@ -170,7 +175,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
             command line.
         say: takes the state, for a line that is overwritten.
     """
-    path = find_file() if options.model == "smollm2" else Path(options.model)
+    path = place_of(options.model)
     say(f"loading {path.name}")
     engine = InferenceEngine.from_pretrained(path, activations="exact", num_blocks=1)
     if engine.tokenizer is None:
@@ -180,7 +185,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own, *(KIVI if is_plain(engine.model) else ()))
     every = (*names, *(() if options.quick else _rival_names(path)))
     if unknown := set(options.rows or ()) - set(every):
-        raise SystemExit(f"--rows: expected some of {'; '.join(every)}, got {'; '.join(sorted(unknown))}")
+        told = "".join(f"\n{line}" for line in absent(path))
+        raise SystemExit(f"--rows: expected some of {'; '.join(every)}, got {'; '.join(sorted(unknown))}{told}")
     chosen = tuple(options.rows or every)
     names = tuple(name for name in names if name in chosen)
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
@@ -224,6 +230,16 @@ def _rival_names(path: Path) -> tuple[str, ...]:
     """The rows of other programs that are installed here."""
     llama = [f"llama.cpp {kv}" for kv in llamacpp.CACHES] if is_gguf(path) and llamacpp.installed() else []
     return (*llama, *(HF if hf_installed() else ()))
+
+
+def absent(path: Path) -> list[str]:
+    """A line for each other program that is not measured, which names what to install."""
+    found = []
+    if is_gguf(path) and not llamacpp.installed():
+        found.append("not measured: llama.cpp (llama-cpp-python is not installed)")
+    if missing := hf_missing():
+        found.append(f"not measured: QuantizedCache of transformers (not installed: {', '.join(missing)})")
+    return found
 
 
 def _rivals(path: Path, folder: Path, context: int, chosen: Sequence[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from bench.quality.endless import BIN, bins
 from bench.support.plot import pyplot, save
 
-__all__ = ["draw_budgets", "draw_formats", "draw_front", "draw_mass", "draw_stream"]
+__all__ = ["draw_budgets", "draw_formats", "draw_front", "draw_mass", "draw_stream", "kind_of"]
 
 
 # Parts of a format's name that select the kind of point.
@@ -46,9 +46,16 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
 
 # Kinds of runs of `--model`: what their names end or begin with, and how they are drawn.
 _FRONT = {
-    "llama.cpp": ("s:", "llama.cpp"), ", no residual": ("", ""), ", biased": ("", ""),
+    "llama.cpp": ("s:", "llama.cpp"), "KIVI": ("v:", "KIVI's recipe"), "transformers": ("P:", "QuantizedCache, hqq"),
+    ", no residual": ("", ""), ", residual of": ("", ""),
+    ", biased": ("", ""),
     "auto": ("D:", "a budget of bits"), ", calibrated": ("o:", "with a calibration"), "": ("^:", "without"),
 }  # fmt: skip
+
+
+def kind_of(name: str) -> str:
+    """The label of the line that a run belongs to; empty: it is in the table alone."""
+    return "" if "f32" in name or "/" in name else _FRONT[next(kind for kind in _FRONT if kind in name)][1]
 
 
 def draw_front(figures: dict[str, dict[str, float]], folder: str) -> Path:
@@ -57,16 +64,17 @@ def draw_front(figures: dict[str, dict[str, float]], folder: str) -> Path:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5))
     kinds: dict[str, list[str]] = {}
     for name in figures:
-        kind = next(kind for kind in _FRONT if kind in name)
-        if _FRONT[kind][0] and "f32" not in name and "/" not in name:
+        if kind := kind_of(name):
             kinds.setdefault(kind, []).append(name)
+    styles = {label: style for style, label in _FRONT.values()}
     for axes, key, scale in zip(panels, ("rise", "kl"), (100, 1), strict=True):
         for kind, names in kinds.items():
             names = sorted(names, key=lambda name: figures[name]["bits"])
             x, y = [figures[name]["bits"] for name in names], [scale * figures[name][key] for name in names]
-            axes.plot(x, np.maximum(y, 1e-3 if key == "rise" else 1e-6), _FRONT[kind][0], label=_FRONT[kind][1])
+            axes.plot(x, np.maximum(y, 1e-3 if key == "rise" else 1e-6), styles[kind], label=kind)
             for name, *at in zip(names, x, y, strict=True):
-                short = name.partition(",")[0].removeprefix("llama.cpp ").removeprefix("auto:")
+                short = name.removeprefix("llama.cpp ").removeprefix("auto:").removesuffix(", calibrated")
+                short = short.rpartition(", ")[2] if kind in ("KIVI's recipe", "QuantizedCache, hqq") else short
                 axes.annotate(short, at, (5, 3), textcoords="offset points", fontsize=7)
         axes.set_yscale("log")
         axes.set_xlabel("bits per value, with scales and the tokens in f16")

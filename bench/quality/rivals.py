@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache.engine import Transformer
 
-__all__ = ["HF", "Kivi", "hf_installed", "hf_runs", "is_plain", "quantised"]
+__all__ = ["HF", "Kivi", "hf_installed", "hf_missing", "hf_runs", "is_plain", "quantised"]
 
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.uint32]
@@ -74,7 +74,12 @@ class Kivi:
 
 def hf_installed() -> bool:
     """Whether transformers' QuantizedCache can run here with hqq."""
-    return all(importlib.util.find_spec(name) for name in ("torch", "transformers", "hqq"))
+    return not hf_missing()
+
+
+def hf_missing() -> list[str]:
+    """The packages that its rows need and that are not installed."""
+    return [name for name in ("torch", "transformers", "hqq") if importlib.util.find_spec(name) is None]
 
 
 def hf_runs(path: Path, context: int) -> dict[str, Any]:

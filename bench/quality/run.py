@@ -183,6 +183,9 @@ def _checkpoint(options: argparse.Namespace) -> int:
     figures, text = checkpoint.measure(options, checkpoint.progress)
     checkpoint.progress("")
     show(options.markdown, f"K and V of {text}", checkpoint.HEADER, checkpoint.rows(figures))
+    if not options.quick and not options.rows:
+        for line in checkpoint.absent(checkpoint.place_of(options.model)):
+            print(line)
     if options.plot:
         print(pictures.draw_front(figures, options.plot))
     if options.model == "smollm2" and not options.quick:

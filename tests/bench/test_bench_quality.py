@@ -13,7 +13,7 @@ pytest.importorskip("bench.support.common")
 pytest.importorskip("tokenizers")
 
 from bench.__main__ import main
-from bench.quality import checkpoint, endless, eviction, formats, heldout, reuse, rivals, texts
+from bench.quality import checkpoint, endless, eviction, formats, heldout, pictures, reuse, rivals, texts
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
@@ -143,6 +143,30 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
         checkpoint.load_own("ideas:Neither", "policy")
     assert re.search(r"as it is/half, no residual +4\.00 ", shown)
     assert [*map(float, re.findall(r"Last, [124]0 % kept +([\d.]+) ", shown))] == [3.2, 6.4, 12.8]
+
+
+def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    some, every = {"torch"}, {"torch", "transformers", "hqq"}
+    cases = (("model.gguf", False, some, 2), ("model.gguf", True, some, 1), (".", False, some, 1))
+    for path, llama, found, count in (*cases, ("model.gguf", True, every, 0)):
+        monkeypatch.setattr(checkpoint.llamacpp, "installed", lambda llama=llama: llama)
+        monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name, found=found: name in found or None)
+        told = checkpoint.absent(tmp_path / path)
+        assert len(told) == count
+        if count:
+            assert told[-1] == "not measured: QuantizedCache of transformers (not installed: transformers, hqq)"
+        if count == 2:
+            assert told[0] == "not measured: llama.cpp (llama-cpp-python is not installed)"
+
+
+def test_other_programs_have_lines_of_their_own_in_the_picture():
+    runs = ("q4", "q4, calibrated", "auto:5.0, calibrated", "KIVI's recipe, 2 bits", *rivals.HF, "llama.cpp q4_0")
+    assert [*dict.fromkeys(map(pictures.kind_of, runs))] == [
+        "without", "with a calibration", "a budget of bits", "KIVI's recipe", "QuantizedCache, hqq", "llama.cpp"
+    ]  # fmt: skip
+    left_out = ("f32", "llama.cpp f32", "transformers f32", "q8/q4", "q4, no residual", "q8, biased keys")
+    assert not any(map(pictures.kind_of, (*left_out, "q4, residual of 16, calibrated")))
 
 
 def test_a_recorder_changes_nothing(model, text):
