@@ -137,7 +137,7 @@ class PrefixCache(IndexedCache):
         self._cached.close_session(as_instance(session, CacheSession, "session"))
 
     def close_sessions(self) -> None:
-        """Close all, those included that an error took from their callers: for an owner who opens every one."""
+        """Close all sessions, also those of calls that an error ended: for an owner who opens every one."""
         with self._lock:
             self._slots.release_dropped(kept=True)
 
