@@ -96,7 +96,7 @@ def hf_runs(path: Path, context: int) -> dict[str, Any]:
 
 
 class _Hf:
-    """The logits of a model of transformers, whose cache gets a text in pieces, as a caller of `generate` fills it."""
+    """The logits of a model of transformers. Its cache gets a text in pieces of 32 tokens."""
 
     def __init__(self, model: Any, bits: int, context: int) -> None:
         self._model, self._nbits = model, bits
