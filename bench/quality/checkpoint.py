@@ -31,7 +31,7 @@ from bench.quality import llamacpp
 from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
 from bench.quality.network import Recorder
-from bench.quality.rivals import HF, Kivi, hf_installed, hf_missing, hf_runs, is_plain
+from bench.quality.rivals import HF, Kivi, hf_missing, hf_rows, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
@@ -229,7 +229,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
 def _rival_names(path: Path) -> tuple[str, ...]:
     """The rows of other programs that are installed here."""
     llama = [f"llama.cpp {kv}" for kv in llamacpp.CACHES] if is_gguf(path) and llamacpp.installed() else []
-    return (*llama, *(HF if hf_installed() else ()))
+    return (*llama, *hf_rows())
 
 
 def absent(path: Path) -> list[str]:
@@ -256,9 +256,8 @@ def _rivals(path: Path, folder: Path, context: int, chosen: Sequence[str]) -> li
         kinds = {f"llama.cpp {kv}": kv for kv in llamacpp.CACHES}
         full = next(iter(kinds))
         found.append({name: _Rival(plain, context, kinds[name]) for name in dict.fromkeys([full, *llama])})
-    if any(name in chosen for name in HF) and hf_installed():
-        every = hf_runs(path, context)
-        found.append({name: run for name, run in every.items() if name in chosen or name not in HF})
+    if quantised := [name for name in hf_rows() if name in chosen]:
+        found.append(hf_runs(path, context, quantised))
     return found
 
 

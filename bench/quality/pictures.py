@@ -46,7 +46,8 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
 
 # Kinds of runs of `--model`: what their names end or begin with, and how they are drawn.
 _FRONT = {
-    "llama.cpp": ("s:", "llama.cpp"), "KIVI": ("v:", "KIVI's recipe"), "transformers": ("P:", "QuantizedCache, hqq"),
+    "llama.cpp": ("s:", "llama.cpp"), "KIVI": ("v:", "KIVI's recipe"), "quanto": ("X:", "QuantizedCache, quanto"),
+    "hqq": ("P:", "QuantizedCache, hqq"),
     ", no residual": ("", ""), ", residual of": ("", ""),
     ", biased": ("", ""),
     "auto": ("D:", "a budget of bits"), ", calibrated": ("o:", "with a calibration"), "": ("^:", "without"),
@@ -74,7 +75,7 @@ def draw_front(figures: dict[str, dict[str, float]], folder: str) -> Path:
             axes.plot(x, np.maximum(y, 1e-3 if key == "rise" else 1e-6), styles[kind], label=kind)
             for name, *at in zip(names, x, y, strict=True):
                 short = name.removeprefix("llama.cpp ").removeprefix("auto:").removesuffix(", calibrated")
-                short = short.rpartition(", ")[2] if kind in ("KIVI's recipe", "QuantizedCache, hqq") else short
+                short = short.rpartition(", ")[2] if "KIVI" in kind or "Quantized" in kind else short
                 axes.annotate(short, at, (5, 3), textcoords="offset points", fontsize=7)
         axes.set_yscale("log")
         axes.set_xlabel("bits per value, with scales and the tokens in f16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import numpy.typing as npt
 
 from kvcache.engine import Transformer
 
-__all__ = ["HF", "Kivi", "hf_installed", "hf_missing", "hf_runs", "is_plain", "quantised"]
+__all__ = ["HF", "Kivi", "hf_missing", "hf_rows", "hf_runs", "is_plain", "quantised"]
 
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.uint32]
 
 GROUP, RESIDUAL = 32, 128  # of KIVI's paper; transformers has the same residual
 PIECE = 32  # tokens that QuantizedCache gets at once; a piece sees itself unrounded
-HF = {"transformers hqq, 4 bits": 4, "transformers hqq, 2 bits": 2}
+# rows of QuantizedCache: its backend, bits, and the axis that transformers' guide names for it
+HF = {
+    "transformers quanto, 4 bits": ("quanto", 4, 0), "transformers quanto, 2 bits": ("quanto", 2, 0),
+    "transformers hqq, 4 bits": ("hqq", 4, 1), "transformers hqq, 2 bits": ("hqq", 2, 1),
+}  # fmt: skip
+_MODULES = {"quanto": "optimum.quanto", "hqq": "hqq"}  # of the backends
 
 
 def quantised(values: Floats, bits: int) -> Floats:
@@ -72,44 +78,49 @@ class Kivi:
         return found
 
 
-def hf_installed() -> bool:
-    """Whether transformers' QuantizedCache can run here with hqq."""
-    return not hf_missing()
+def hf_rows() -> list[str]:
+    """The rows of QuantizedCache that can be measured here."""
+    missing = {*hf_missing()}
+    return [] if missing & {"torch", "transformers"} else [name for name in HF if _MODULES[HF[name][0]] not in missing]
 
 
 def hf_missing() -> list[str]:
-    """The packages that its rows need and that are not installed."""
-    return [name for name in ("torch", "transformers", "hqq") if importlib.util.find_spec(name) is None]
+    """The modules that its rows need and that are not installed."""
+    return [name for name in ("torch", "transformers", *_MODULES.values()) if not _is_installed(name)]
 
 
-def hf_runs(path: Path, context: int) -> dict[str, Any]:
-    """transformers over its DynamicCache, the reference, and over QuantizedCache with hqq; by name."""
+def _is_installed(module: str) -> bool:
+    package, dot, _ = module.partition(".")
+    return importlib.util.find_spec(package) is not None and (not dot or importlib.util.find_spec(module) is not None)
+
+
+def hf_runs(path: Path, context: int, names: Sequence[str]) -> dict[str, Any]:
+    """transformers over its DynamicCache, the reference, and over QuantizedCache in some rows of `HF`; by name."""
     import torch
     from transformers import AutoModelForCausalLM
 
     place: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if path.is_file() else path
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
-    return {"transformers f32": _Hf(model, 0, context)} | {
-        name: _Hf(model, bits, context) for name, bits in HF.items()
-    }
+    return {"transformers f32": _Hf(model, None, context)} | {name: _Hf(model, HF[name], context) for name in names}
 
 
 class _Hf:
     """The logits of a model of transformers. Its cache gets a text in pieces of 32 tokens."""
 
-    def __init__(self, model: Any, bits: int, context: int) -> None:
-        self._model, self._nbits = model, bits
+    def __init__(self, model: Any, kind: tuple[str, int, int] | None, context: int) -> None:
+        self._model, self._kind = model, kind
         group = 64  # of QuantizedCache: `q_group_size`, a scale and a zero in f16 for each
-        self.bits = bits + 32 / group + 16 * min(RESIDUAL, context) / context if bits else 32.0
+        self.bits = kind[1] + 32 / group + 16 * min(RESIDUAL, context) / context if kind else 32.0
 
     def __call__(self, tokens: Tokens) -> Floats:
         import torch
         from transformers import DynamicCache, QuantizedCache
 
         config, cache = self._model.config, DynamicCache(config=self._model.config)
-        if self._nbits:
-            cache = QuantizedCache("hqq", config, nbits=self._nbits, axis_key=1, axis_value=1)
+        if self._kind:
+            backend, nbits, axis = self._kind
+            cache = QuantizedCache(backend, config, nbits=nbits, axis_key=axis, axis_value=axis)
         ids, found = torch.from_numpy(tokens[:-1].astype(np.int64))[None], []
         with torch.no_grad():
             for start in range(0, ids.shape[1], PIECE):

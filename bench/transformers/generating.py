@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", default=["1B:bfloat16", "1B:float32", "SmolLM2:float32"], help="SHAPE:DTYPE of models"
     )
+    parser.add_argument("--caches", nargs="+", default=(), metavar="NAME", help="only caches with one of these in it")
     parser.add_argument("--only", choices=("decode", "prefill", "glue", "orders"), help="one of the tables")
 
 
@@ -79,14 +80,15 @@ def _of_model(
 ) -> list[tuple[Table, list[Result]]]:
     import torch
 
-    from bench.transformers.models import decode, fill, kv_bytes, make_model, makers, prefill
+    from bench.transformers.models import decode, fill, is_one, kv_bytes, make_model, makers, prefill
 
+    both = all(is_one(name, options.caches) for name in (DYNAMIC, OURS[-1]))  # what the claims compare
     model, done, prompt = make_model(shape, dtype), [], 256 if options.quick else PROMPT
     ids = torch.randint(3, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(2))
 
     def decoding(context: int) -> list[Candidate]:
         found = []
-        for name, implementation, make in makers(model.config):
+        for name, implementation, make in makers(model.config, options.caches):
             cache = make()
             fill(cache, model, context)
             run = partial(decode, model, implementation, cache, STEPS)
@@ -99,7 +101,7 @@ def _of_model(
     def prefilling() -> list[Candidate]:
         return [
             Candidate(name, lambda i=implementation, m=make: prefill(model, i, m(), ids), facts={"work": float(prompt)})
-            for name, implementation, make in makers(model.config)
+            for name, implementation, make in makers(model.config, options.caches)
         ]
 
     for threads in options.threads:
@@ -108,7 +110,7 @@ def _of_model(
         for context in options.contexts if options.only != "prefill" else ():
             bound = DECODE.get((shape, dtype, context))
             claims: tuple[Claim, ...] = ()
-            if bound is not None:
+            if bound is not None and both:
                 claims = (at_most(1.0, OURS[-1], DYNAMIC) if bound == 1 else faster(bound, OURS[-1], DYNAMIC),)
             title = f"Decode at {context} tokens, {shape} in {dtype}, {threads} thr"
             result = run_case(Case(title, partial(decoding, context), claims), options.rounds, **measured)
@@ -120,7 +122,7 @@ def _of_model(
             gc.collect()
         if options.only != "decode":
             title = f"Prefill of {prompt} tokens, {shape} in {dtype}, {threads} thr"
-            claims = (faster(PREFILL, OURS[-1], DYNAMIC),) if not options.quick else ()
+            claims = (faster(PREFILL, OURS[-1], DYNAMIC),) if both and not options.quick else ()
             result = run_case(Case(title, prefilling, claims), min(3, options.rounds), **measured)
             _print(title, result, options)
             done.append((Table(title, ()), [result]))

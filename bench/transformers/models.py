@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcache.integrations.transformers import PagedCache
 
-__all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "kv_bytes", "make_model", "makers", "prefill"]
+__all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "is_one", "kv_bytes", "make_model", "makers", "prefill"]
 
 FORMATS = ("f32", "f16", "q8", "q4")
 BOUND = "attention left out"  # what the rest of a model takes, whatever the cache
@@ -74,23 +74,30 @@ def make_model(shape: str, dtype: str) -> Any:
 
 
 def makers(config: Any, names: Collection[str] = ()) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """`(name, attn_implementation, new cache)` of every cache, or of those with these names."""
+    """`(name, attn_implementation, new cache)` of every cache, or of those with one of these in the name."""
     made: dict[str, tuple[str, Callable[[], Any]]] = {}
     made["DynamicCache, sdpa"] = "sdpa", partial(DynamicCache, config=config)
-    if not names:
-        _say_once("not measured: QuantizedCache quanto (it compiles its kernels at the first use, for most of an hour)")
+    for backend, axis in (("quanto", 0), ("hqq", 1)):
+        name = f"QuantizedCache {backend}"
+        if not is_one(name, names):
+            continue
         try:
-            quantised = partial(QuantizedCache, "hqq", config=config, nbits=4)
+            quantised = partial(QuantizedCache, backend, config=config, nbits=4, axis_key=axis, axis_value=axis)
             _try_out(quantised())
-            made["QuantizedCache hqq"] = "sdpa", quantised
+            made[name] = "sdpa", quantised
         except Exception as error:  # absent, or not for this version
-            _say_once(f"not measured: QuantizedCache hqq ({str(error).splitlines()[0][:100]})")
+            _say_once(f"not measured: {name} ({str(error).splitlines()[0][:100]})")
     for dtype in FORMATS:
         made[f"PagedCache {dtype}"] = "kvcache", partial(PagedCache, config, dtype=dtype)
     made[BOUND] = BOUND, partial(NoCache, config=config)
     for name, (implementation, make) in made.items():
-        if not names or name in names:
+        if is_one(name, names):
             yield name, implementation, make
+
+
+def is_one(name: str, names: Collection[str]) -> bool:
+    """Whether one of these is part of a name; of none: yes."""
+    return not names or any(part in name for part in names)
 
 
 @cache

@@ -147,7 +147,8 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
 
 def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
-    some, every = {"torch"}, {"torch", "transformers", "hqq"}
+    some = {"torch", "optimum", "optimum.quanto"}
+    every = some | {"transformers", "hqq"}
     cases = (("model.gguf", False, some, 2), ("model.gguf", True, some, 1), (".", False, some, 1))
     for path, llama, found, count in (*cases, ("model.gguf", True, every, 0)):
         monkeypatch.setattr(checkpoint.llamacpp, "installed", lambda llama=llama: llama)
@@ -163,7 +164,8 @@ def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
 def test_other_programs_have_lines_of_their_own_in_the_picture():
     runs = ("q4", "q4, calibrated", "auto:5.0, calibrated", "KIVI's recipe, 2 bits", *rivals.HF, "llama.cpp q4_0")
     assert [*dict.fromkeys(map(pictures.kind_of, runs))] == [
-        "without", "with a calibration", "a budget of bits", "KIVI's recipe", "QuantizedCache, hqq", "llama.cpp"
+        "without", "with a calibration", "a budget of bits", "KIVI's recipe", "QuantizedCache, quanto",
+        "QuantizedCache, hqq", "llama.cpp",
     ]  # fmt: skip
     left_out = ("f32", "llama.cpp f32", "transformers f32", "q8/q4", "q4, no residual", "q8, biased keys")
     assert not any(map(pictures.kind_of, (*left_out, "q4, residual of 16, calibrated")))
