@@ -117,7 +117,7 @@ def _of_model(
             _print(title, result, options)
             done.append((Table(title, ()), [result]))
             if threads == options.threads[-1] and f"{shape}:{dtype}" == options.models[0]:
-                for name in PLOTTED:
+                for name in (each for each in PLOTTED if each in result.times):
                     lines.setdefault(name, {})[str(context)] = median(result.times[name]) * 1e3
             gc.collect()
         if options.only != "decode":
