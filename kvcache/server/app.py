@@ -164,12 +164,12 @@ class _Answer:
                 pass
             tasks.cancel_scope.cancel()
 
+        sent: list[Message] = []
+
         async def note(message: Message) -> None:
-            nonlocal sent
-            sent = message
+            sent[:] = [message]
             await send(message)
 
-        sent: Message = {}
         try:
             async with create_task_group() as tasks:
                 tasks.start_soon(watch)
@@ -184,7 +184,7 @@ class _Answer:
             error = refusal(HTTPException(500, "answer: expected one, got none: the server ends"))
             if not sent:
                 await error(scope, receive, send)
-            elif self._body.stream and sent.get("more_body", True):
+            elif self._body.stream and sent[0].get("more_body", True):
                 await send({"type": "http.response.body", "body": b"data: %b\n\ndata: [DONE]\n\n" % bytes(error.body)})
         finally:
             self.cancel()

@@ -318,7 +318,7 @@ def test_the_end(path, drain):
 
 
 def test_the_end_says_so(path, caplog):
-    """Beyond the time to drain, a client reads why it has no answer, or only a part of one; the log has no traceback."""
+    """Beyond the time to drain, a client reads why it has no answer, or a part of one; the log has no traceback."""
     caplog.set_level("ERROR")
     with Served(path, drain=0) as served:
         served.network.closed = True
