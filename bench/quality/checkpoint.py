@@ -37,7 +37,7 @@ from kvcache import Calibration, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine.calibrating import text_or_calibration
-from kvcache.engine.policy import is_policy
+from kvcache.engine.policy import as_budgets, is_policy
 from kvcache.engine.residual import num_firsts
 from kvcache.networks.gguf import is_gguf
 
@@ -154,7 +154,8 @@ class _Run:
         own = [each.bits for each in cache.formats.pair if each is not None]  # of both, or of none
         packed = sum(own) / len(own) if own else packed
         if "kv_budget" in options:  # of what stays; its cache has one layer
-            packed = FORMATS["f32"].bits * options["kv_budget"] / context
+            budgets = as_budgets(options["eviction_policy"], options["kv_budget"], config.num_layers)
+            packed = FORMATS["f32"].bits * sum(min(budget, context) for budget in budgets) / len(budgets) / context
         full = FORMATS["f16"].bits
         self.bits = packed + full * (length + num_firsts("calibrate" in options, length)) / context
 
@@ -178,7 +179,10 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     """
     path = place_of(options.model)
     say(f"loading {path.name}")
-    engine = InferenceEngine.from_pretrained(path, activations="exact", num_blocks=1)
+    try:
+        engine = InferenceEngine.from_pretrained(path, activations="exact", num_blocks=1)
+    except FileNotFoundError as error:
+        raise SystemExit(f"--model: {error}") from error
     if engine.tokenizer is None:
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
     context = min(options.context, engine.config.max_position_embeddings)

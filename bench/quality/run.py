@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "licences in their place where the checkpoint has no template)",
     )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="--model: these rows of its table, by name, and f32")
+    parser.add_argument(
+        "--rows", nargs="+", metavar="ROW", help="--model (by default the demo's): these rows, by name, and f32"
+    )
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
@@ -208,7 +210,7 @@ def print_verdicts(found: list[dict[str, Any]]) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Run the parts, print their tables, write JSON and pictures."""
-    if options.model or options.format or options.policy:
+    if options.model or options.format or options.policy or options.rows or options.texts or options.keep:
         options.model = options.model or str(DIRECTORY)
         return _checkpoint(options)
     run = _Run(options)

@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 
 from kvcache.commands.options import add_options, open_engine
 from kvcache.engine import Answer, InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.errors import OutOfMemoryError
 
 __all__ = ["add_chat", "chat"]
 
@@ -88,6 +89,8 @@ class Conversation:
                     print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
+        except OutOfMemoryError as error:
+            print(f" [stopped: {error}; a larger --num-blocks gives more]", end="")
         seconds = time.perf_counter() - start
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         print(f"\n{self._report(answer, seconds, seconds if first is None else first)}", flush=True)

@@ -23,7 +23,9 @@ def generate(options: argparse.Namespace) -> int:
     prompt = engine.tokenizer.encode(options.prompt).ids
     text = TextStream(engine.tokenizer, prompt, engine.sampling_params.stop)
     print(options.prompt, end="", flush=True)
-    for token in engine.stream(prompt):
-        print(text.add(token), end="", flush=True)
-    print(text.end())
+    try:
+        for token in engine.stream(prompt):
+            print(text.add(token), end="", flush=True)
+    finally:
+        print(text.end(), flush=True)
     return 0

@@ -44,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--frequency-penalty", type=float, metavar="P", help="0 is off")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, metavar="N", help="seed of the random numbers (0)")
-    add("--dtype", default="f32", help=f"storage of keys and values: {', '.join(FORMATS)} (%(default)s)")
+    formats = f"{', '.join(FORMATS)}, or auto:B for B bits per value, with --calibrate"
+    add("--dtype", default="f32", help=f"storage of keys and values: {formats} (%(default)s)")
     add("--calibrate", metavar="TEXT",
         help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")  # fmt: skip
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")

@@ -87,6 +87,8 @@ cdef class Replacement:
                 self.file = File(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
             except FileExistsError:
                 continue
+            except FileNotFoundError:
+                raise FileNotFoundError(f"path: expected a folder that exists, got {folder}") from None
             # Another writer's `sweep` may have locked and removed it between these two calls: then the next name.
             try:
                 if not (lock(self.file.fd) and is_named(self.temporary, self.file.fd)):

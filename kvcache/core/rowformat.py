@@ -46,7 +46,13 @@ def is_format(value: Any) -> bool:
 
 
 def stored_dtype(dtype: Any) -> Any:
-    """The storage format of the library under `dtype`: "f32" for a `Format`, anything else as it is."""
+    """The storage format of the library under `dtype`: "f32" for a `Format`, anything else as it is.
+
+    Raises:
+        TypeError: a class in the place of its instance.
+    """
+    if isinstance(dtype, type) and callable(getattr(dtype, "encode", None)):
+        raise TypeError(f"dtype: expected an object with `encode` and `decode`, got the class {dtype.__qualname__}")
     return "f32" if is_format(dtype) else dtype
 
 
@@ -54,6 +60,7 @@ def stored_dtypes(formats: tuple[Any, Any], calibrate: Any, name: str = "calibra
     """`stored_dtype` of K and V.
 
     Raises:
+        TypeError: as `stored_dtype`.
         ValueError: a calibration for keys of a `Format`, which knows none.
     """
     if is_format(formats[0]) and calibrate is not False and calibrate is not None:

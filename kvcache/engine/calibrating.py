@@ -66,7 +66,8 @@ def as_calibration(
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")
         return bias_centres(model, tell) if packed and not without and centred else None
     if without:
-        raise ValueError(f"calibrate: expected False with {without}, got {short(calibrate)}")
+        got = "tokens" if isinstance(calibrate, np.ndarray) else short(calibrate)
+        raise ValueError(f"calibrate: expected False with {without}, got {got}")
     if with_losses and not centred:
         raise ValueError("dtype: expected formats with layers that keep a window, got a budget of bits")
     if isinstance(calibrate, (str, Path, bool)):
@@ -90,13 +91,21 @@ def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
         load: loads the tokenizer, or None.
 
     Raises:
-        TypeError: a text for a checkpoint without a tokenizer. CheckpointError: a damaged calibration.
+        TypeError: True; a text for a checkpoint without a tokenizer. FileNotFoundError: no such file. CheckpointError:
+            a damaged calibration.
     """
+    if calibrate is True:
+        raise TypeError('calibrate: expected False, "auto", a path, a Calibration or tokens, got True')
     if not isinstance(calibrate, (str, Path)):
         return calibrate
     text = TEXT
     if calibrate != "auto":
-        data = Path(calibrate).read_bytes()
+        try:
+            data = Path(calibrate).read_bytes()
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f'calibrate: expected "auto", or a file of text or of a calibration, got none at {calibrate}'
+            ) from None
         if data.startswith(b"kvcache calibration"):
             return Calibration.load(calibrate)
         text = data.decode("utf-8", "replace")
@@ -134,6 +143,7 @@ def calibration_of(model: Model, tokens: Any, with_losses: bool = False) -> Cali
     except (CheckpointError, OSError) as error:
         logger.warning("%s; measuring again", error)
     if found is None or found.shape != shape:
+        logger.info("calibrating: %d tokens run through the network once; the result is kept in %s", len(ids), path)
         found = measure(model, ids)
     found = _with_losses(model, found, ids, with_losses)
     try:

@@ -80,9 +80,8 @@ class Budgets:
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")
         if not isinstance(policy, EvictionPolicy) and not is_policy(policy):
-            raise TypeError(
-                f"eviction_policy: expected an EvictionPolicy or an object with `keep`, got {type(policy).__name__}"
-            )
+            got = f"the class {policy.__qualname__}" if isinstance(policy, type) else type(policy).__name__
+            raise TypeError(f"eviction_policy: expected an EvictionPolicy or an object with `keep`, got {got}")
         if kv_budget is None and isinstance(policy, EvictionPolicy):
             kv_budget = policy.most
         if kv_budget is None:

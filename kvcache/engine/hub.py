@@ -14,12 +14,20 @@ _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 def checkpoint_path(place: str | os.PathLike[str]) -> Path:
     """The path itself; of an id such as "HuggingFaceTB/SmolLM2-135M-Instruct", unless a file has that name, its folder.
 
+    A path that begins with "~" is of the user's home, unless a file has that name.
+
     Nothing is downloaded: the model must be in the local cache, where `huggingface_hub` has put it.
 
     Raises:
-        FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`.
+        FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`; a folder of GGUF files alone.
     """
     path = Path(place)
+    if not os.path.lexists(path):
+        path = Path(os.path.expanduser(path))
+    elif path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise FileNotFoundError(
+            f"{place}: expected a folder with config.json, or a GGUF file such as {files[0]}, got none"
+        )
     if not isinstance(place, str) or os.path.lexists(path) or not _ID.fullmatch(place):
         return path
     try:

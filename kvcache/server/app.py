@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -83,9 +84,13 @@ def make_app(
         return answer
 
     async def models(request: Request) -> Response:
+        """The list of one model, or under its name the model itself."""
         namespace(request)
         found = {"id": model, "object": "model", "created": 0, "owned_by": "kvcache"}
-        return JSONResponse({"object": "list", "data": [found]})
+        asked = request.path_params.get("name", model)
+        if asked != model:
+            raise HTTPException(404, f"model: expected {model}, got {short(asked)}")
+        return JSONResponse(found if request.path_params else {"object": "list", "data": [found]})
 
     async def health(request: Request) -> Response:
         good = engine.is_running
@@ -112,7 +117,8 @@ def make_app(
     routes = [
         Route("/v1/chat/completions", partial(complete, True), methods=["POST"]),
         Route("/v1/completions", partial(complete, False), methods=["POST"]),
-        Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics),
+        Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
+        Route("/metrics", metrics),
     ]  # fmt: skip
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -139,7 +145,10 @@ async def _read(request: Request, most: int, seconds: float) -> bytes:
 
 
 class _Answer:
-    """An ASGI application that answers a body. A client that leaves cancels its requests, within a step."""
+    """An ASGI application that answers a body. A client that leaves cancels its requests, within a step.
+
+    A server that ends cancels this: an answer that has not begun is an error of status 500, and a stream ends with one.
+    """
 
     def __init__(self, body: Body, tokenizer: Any, seconds: float) -> None:
         self._body, self._choice, self._seconds = body, partial(choice, body, tokenizer), seconds
@@ -155,16 +164,28 @@ class _Answer:
                 pass
             tasks.cancel_scope.cancel()
 
+        sent: list[Message] = []
+
+        async def note(message: Message) -> None:
+            sent[:] = [message]
+            await send(message)
+
         try:
             async with create_task_group() as tasks:
                 tasks.start_soon(watch)
                 with move_on_after(self._seconds):
                     if self._body.stream:
                         headers = {"cache-control": "no-cache"}
-                        await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(send)
+                        await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(note)
                     else:
-                        await (await self._whole())(scope, receive, send)
+                        await (await self._whole())(scope, receive, note)
                 tasks.cancel_scope.cancel()
+        except CancelledError:
+            error = refusal(HTTPException(500, "answer: expected one, got none: the server ends"))
+            if not sent:
+                await error(scope, receive, send)
+            elif self._body.stream and sent[0].get("more_body", True):
+                await send({"type": "http.response.body", "body": b"data: %b\n\ndata: [DONE]\n\n" % bytes(error.body)})
         finally:
             self.cancel()
 

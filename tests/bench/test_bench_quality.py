@@ -127,11 +127,14 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
         "class Last:\n    score_queries = 0\n"
         "    def keep(self, layer, scores, positions, budget):\n"
         "        return range(len(positions) - budget, len(positions))\n"
+        "class Halves(Last):\n"
+        "    def budgets(self, kv_budget, num_layers):\n"
+        "        return [kv_budget // 2] * num_layers\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = ["--tokens", "300", "--context", "100", "--format", "ideas:Nothing"]
-    options += ["--format", "ideas:Nothing/ideas:Half", "--policy", "ideas:Last"]
+    options += ["--format", "ideas:Nothing/ideas:Half", "--policy", "ideas:Last", "--policy", "ideas:Halves"]
     assert main(["quality", "--quick", *options]) == 0  # the demo's model
     shown = capsys.readouterr().out
     assert re.search(r"as it is +15\.24 +[+-]0\.000 ± 0\.000 % +[\de.-]+ ± [\de.-]+ +[\de.-]+ +100\.00 %", shown)
@@ -143,6 +146,11 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
         checkpoint.load_own("ideas:Neither", "policy")
     assert re.search(r"as it is/half, no residual +4\.00 ", shown)
     assert [*map(float, re.findall(r"Last, [124]0 % kept +([\d.]+) ", shown))] == [3.2, 6.4, 12.8]
+    assert [*map(float, re.findall(r"Halves, [124]0 % kept +([\d.]+) ", shown))] == [1.6, 3.2, 6.4]
+    with pytest.raises(SystemExit, match=r"^--model: expected a local checkpoint directory"):
+        main(["quality", "--model", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match=r"^--rows: expected some of .*, got q9"):
+        main(["quality", "--quick", "--rows", "q9"])  # the demo's model too
 
 
 def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):

@@ -81,6 +81,13 @@ def test_a_message_that_is_too_long_is_not_kept(folder):
     assert len(REPORT.findall(done.stdout)) == 1
 
 
+def test_a_full_cache_ends_the_answer_alone(folder):
+    done = talk(folder, "import sys\nimport os\n", "--num-blocks", 3)
+    assert (done.returncode, done.stderr) == (0, "")
+    full = r"\[stopped: out of memory: requested \d+ blocks, available \d; a larger --num-blocks gives more\]"
+    assert len(re.findall(full, done.stdout)) == len(REPORT.findall(done.stdout)) == 2
+
+
 def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
     def one_line(*arguments):
         assert main(["chat", *map(str, arguments)]) == 2

@@ -87,6 +87,11 @@ def test_errors_are_one_line(capsys, tmp_path):
     assert "temperature" in one_line(capsys, main([*demo, "--temperature", "-1"]))
     assert "q9" in one_line(capsys, main([*demo, "--dtype", "q9"]))
     assert "out of memory" in one_line(capsys, main([*demo, "--num-blocks", "1", "--max-tokens", "100"]))
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    named = one_line(capsys, main(["generate", "--model", str(tmp_path), "--prompt", "x"]))
+    assert f"or a GGUF file such as {tmp_path / 'tiny.gguf'}, got none" in named
+    lost = one_line(capsys, main([*demo, "--dtype", "q4", "--calibrate", "nowhere.txt"]))
+    assert 'calibrate: expected "auto", or a file of text or of a calibration, got none at nowhere.txt' in lost
     shutil.copytree(GOLDEN / "llama", tmp_path / "odd")
     config = json.loads((tmp_path / "odd" / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))

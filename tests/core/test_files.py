@@ -339,6 +339,12 @@ def test_no_folder(tmp_path):
         cache_of(1).save(tmp_path / "nothing" / "cache")
 
 
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    path = tmp_path / "nowhere" / "cache"
+    with pytest.raises(FileNotFoundError, match=f"^path: expected a folder that exists, got {path.parent}$"):
+        Replacement(path).__enter__()
+
+
 @pytest.mark.parametrize("some", [1, 3, 1 << 30])
 def test_partial_reads_and_writes_are_continued(tmp_path, monkeypatch, some):
     """Any number and size of buffers, with system calls that read and write a few bytes at a time."""

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from chat_folders import chat_folder
@@ -14,6 +15,7 @@ from places import GOLDEN, search_path
 from kvcache import CheckpointError, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.demo import DIRECTORY
 from kvcache.engine.defaults import folder_defaults, gguf_defaults
+from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf import GgufFile
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -110,10 +112,19 @@ def test_end_tokens_of_both_files(tmp_path, ids):
     assert InferenceEngine.from_pretrained(folder).config.eos_token_ids == want
 
 
+def test_a_path_of_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checkpoint_path("~/models/tiny") == tmp_path / "models" / "tiny"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~").mkdir()
+    assert checkpoint_path("~") == Path("~")
+
+
 # -- models of the hub ------------------------------------------------------------------------------------------
 
 FROM_HUB = """
 import sys
+from pathlib import Path
 from kvcache import InferenceEngine
 print(InferenceEngine.from_pretrained(sys.argv[1]).chat_template)
 """

@@ -190,5 +190,8 @@ def test_settings_are_checked(fields, error, message):
 def test_classes_and_calibrations_are_refused(network):
     with pytest.raises((TypeError, ValueError), match="dtype"):
         PagedKvCache(4, 4, 1, 8, dtype=Halves)
+    for name in ("dtype", "key_dtype", "value_dtype"):
+        with pytest.raises(TypeError, match=r"^dtype: expected an object with .*, got the class Halves$"):
+            InferenceEngine(network, **{name: Halves})
     with pytest.raises(ValueError, match="calibrate: expected none for keys of a format in Python, got ndarray"):
         InferenceEngine(network, dtype=Halves(), calibrate=np.resize(PROMPT, 100))

@@ -213,5 +213,7 @@ def test_settings_are_checked(network, settings, error, match):
 def test_a_class_is_no_policy(network):
     with pytest.raises(TypeError, match=r"^eviction_policy: expected an EvictionPolicy or an object with `keep`, got"):
         make(network, SnapKV)
+    with pytest.raises(TypeError, match=r"got the class SnapKV$"):
+        make(network, SnapKV)
     with pytest.raises(ValueError, match="expected a kv_budget"):
         InferenceEngine(network, eviction_policy=SnapKV())

@@ -317,6 +317,26 @@ def test_the_end(path, drain):
     assert not served.engine.is_running
 
 
+def test_the_end_says_so(path, caplog):
+    """Beyond the time to drain, a client reads why it has no answer, or a part of one; the log has no traceback."""
+    caplog.set_level("ERROR")
+    with Served(path, drain=0) as served:
+        served.network.closed = True
+        served.network.permits.release(2)  # a stream begins
+        connections = [
+            served.connect(post(json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 90, **more}).encode()))
+            for more in ({}, {"stream": True})
+        ]
+        until(lambda: served.engine._steps.num_waiting + served.engine._steps.num_running == 2)
+        served.end()
+        (status, whole), (streaming, events) = map(answer, connections)
+        served.network.open()
+    assert (status, json.loads(whole)["error"]["message"]) == (500, "answer: expected one, got none: the server ends")
+    assert streaming in (200, 500)
+    assert b"the server ends" in events
+    assert not [each for each in caplog.records if each.exc_info]
+
+
 def test_metrics(served, client):
     client.completions.create(model=MODEL, prompt="x", max_tokens=2)
     _, kind, text = fetched(served, "/metrics")

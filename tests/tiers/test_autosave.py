@@ -62,6 +62,7 @@ def test_a_process_that_ends_in_order(tmp_path, network):
         want = cached.generate(prompt(1, 400), SHORT)
     assert cached.generate(prompt(1, 400), SHORT) == want  # goes on without it
     with PrefixCachedEngine(InferenceEngine(network), 64, autosave=directory) as cached:
+        assert cached.tiers.head_start == 0.05  # or a short prompt would have run before it is read
         cached.tiers.head_start = 60
         answer = cached.complete(prompt(1, 400), SHORT)
         assert (answer.tokens, answer.cached_tokens) == (want, 384)
