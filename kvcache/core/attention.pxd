@@ -28,6 +28,6 @@ cdef class Attention:
     # The call
     cdef int reserve_seqs(self, int64_t count) except -1
     cdef kvc_seq *seq_(self, int64_t index) noexcept                      # sequence `index`, all 0
-    cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
+    cdef int attend_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
                      float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse) except -1

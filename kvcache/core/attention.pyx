@@ -67,7 +67,7 @@ cdef class Attention:
         cdef cnp.ndarray q = self.queries_(queries, "queries")
         cdef float factor = self.scale_(scale), cap = self.softcap_(softcap)
         cdef cnp.ndarray logits = self.sinks_(sinks, q)
-        cdef unsigned char *base = self.store.layer_base(layer)
+        cdef int64_t number = self.store.named_layer(layer)
         cdef cnp.ndarray result = self.result_(out, q)
         cdef int64_t tokens = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         if q.shape[0] > tokens:
@@ -77,7 +77,7 @@ cdef class Attention:
         seq.runs = &view[0] if view.shape[0] else NULL
         seq.num_runs, seq.num_tokens, seq.num_queries = view.shape[0], tokens, q.shape[0]
         cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if return_scores else None
-        self.attend_(base, 1, q, None, factor, cap, logits, result, scores, None)
+        self.attend_(number, 1, q, None, factor, cap, logits, result, scores, None)
         return (result, scores) if return_scores else result
 
     # -- below the shell ------------------------------------------------------------------------------------
@@ -133,15 +133,15 @@ cdef class Attention:
         memset(&self.seqs[index], 0, sizeof(kvc_seq))
         return &self.seqs[index]
 
-    cdef int attend_(self, unsigned char *base, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
+    cdef int attend_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
                      float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse) except -1:
         cdef kvc_attend_args args
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
             return 0
-        cdef const kvc_layout *layout = &self.store.layouts.of[self.store.layer_at_(base)]
-        cdef bint centred = is_centred(self.store.known_(base), self.store.layout.num_heads)
+        cdef const kvc_layout *layout = self.store.layouts.of_(layer)
+        cdef bint centred = is_centred(self.store.known_(layer), self.store.layout.num_heads)
         if centred and (softcap != 0 or sinks is not None or sink_queries is not None):
             name = "softcap" if softcap != 0 else "sinks" if sinks is not None else "sink_queries"
             raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
@@ -154,7 +154,7 @@ cdef class Attention:
                 raise OutOfMemoryError(size, 0, "bytes")
             self.scratch_bytes = size
         memset(&args, 0, sizeof(kvc_attend_args))
-        args.layout, args.arena, args.seqs, args.num_seqs = layout, base, self.seqs, num_seqs
+        args.layout, args.arena, args.seqs, args.num_seqs = layout, self.store.base_(layer), self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
         args.queries, args.out = tensor_of(queries), <float *>cnp.PyArray_DATA(out)
         if sink_queries is not None:
@@ -169,7 +169,7 @@ cdef class Attention:
         with nogil:
             kernels.attend(&args, self.scratch, threads)
             if centred and lse is not None:
-                _add_centres(&args, self.store.known_(base), queries.shape[0])
+                _add_centres(&args, self.store.known_(layer), queries.shape[0])
         return 0
 
 

@@ -31,7 +31,7 @@ cdef KnownKeys known_keys(object calibration, Layouts layouts):
     cdef KnownKeys known = KnownKeys()
     cdef const float[:, :, ::1] centres
     cdef const float[:, :, :, ::1] factors
-    cdef int32_t layer, head, num_heads = layouts.first.num_heads, num_layers = layouts.num_layers
+    cdef int32_t layer, head, num_heads = layouts.first.num_heads, num_layers = layouts.num_named
     if calibration is None:
         return known
     as_instance(calibration, Calibration, "calibration")
@@ -40,7 +40,7 @@ cdef KnownKeys known_keys(object calibration, Layouts layouts):
         raise ValueError(f"calibration: expected one of {shape} layers, heads and channels, got {calibration.shape}")
     known.calibration, known.centres = calibration, calibration.centres
     cdef bint rotated = False, quantised = False, narrow = False
-    for layer in range(num_layers):    # quantised layers are rotated alike
+    for layer in range(layouts.num_layers):    # quantised layers are rotated alike
         if kernels.kvc_format_of(layouts.of[layer].key_format).quantised:
             quantised, rotated = True, layouts.of[layer].rotate_keys
         narrow = narrow or kernels.kvc_format_of(layouts.of[layer].key_format).bits != 32
@@ -57,7 +57,7 @@ cdef KnownKeys known_keys(object calibration, Layouts layouts):
         for head in range(num_heads):
             if used[layer, head]:
                 known.heads[layer * num_heads + head].centre = &centres[layer, head, 0]
-            if known.factors is not None and kernels.kvc_format_of(layouts.of[layer].key_format).quantised:
+            if known.factors is not None and kernels.kvc_format_of(layouts.of_(layer).key_format).quantised:
                 known.heads[layer * num_heads + head].factor = &factors[layer, head, 0, 0]
     if narrow:    # f32 has room for any centre
         known.most_key = <float>(65504.0 - float(np.abs(known.centres).max(initial=0.0)))

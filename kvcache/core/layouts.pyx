@@ -1,6 +1,6 @@
 """Layouts of the layers of a store; see core/layouts.pxd."""
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
 from kvcache.core cimport kernels
@@ -49,10 +49,16 @@ def _rotation(rotate, head_dim, quantised, name):
 cdef class Layouts:
     """The layouts of a store; arguments and errors are those of `BlockStore`."""
 
-    def __cinit__(self, num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate, value_head_dim):
+    def __cinit__(self, num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate, value_head_dim,
+                  bint separate):
         # Callers that take one `dtype` for both give the same object twice.
         names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
-        num_layers = as_count(num_layers, "num_layers", 0, MOST_LAYERS)
+        num_layers = self.num_named = as_count(num_layers, "num_layers", 0, MOST_LAYERS)
+        if separate:
+            for dtype, name in ((key_dtype, names[0]), (value_dtype, names[1])):
+                if isinstance(dtype, (list, tuple)):
+                    raise ValueError(f"{name}: expected one format with separate_layers, got {short(dtype)}")
+            num_layers = min(1, num_layers)
         keys = _codes(key_dtype, num_layers, names[0])
         values = _codes(value_dtype, num_layers, names[1])
         block_size = as_count(block_size, "block_size", 1, 256)
@@ -94,12 +100,5 @@ cdef class Layouts:
             keys, values = keys or self.of[layer].rotate_keys, values or self.of[layer].rotate_values
         return keys, values
 
-    cdef int32_t at_(self, size_t start) noexcept nogil:
-        cdef int32_t layer = 0, above = self.num_layers, middle
-        while layer + 1 < above:    # starts[layer] <= start < starts[above], as if the last had no end
-            middle = (layer + above) // 2
-            if self.starts[middle] <= start:
-                layer = middle
-            else:
-                above = middle
-        return layer
+    cdef const kvc_layout *of_(self, int64_t layer) noexcept nogil:
+        return &self.of[layer if self.num_named == self.num_layers else 0]

@@ -13,7 +13,9 @@ from kvcache.core.mapped cimport MappedMemory
 cdef class BlockStore:
     cdef kvc_layout layout             # the sizes, which all layers share, and the formats of the first layer
     cdef Layouts layouts
-    cdef readonly int32_t num_layers
+    cdef readonly int32_t num_layers   # of the bytes
+    cdef readonly int32_t num_named    # layers that calls may name
+    cdef readonly bint separate        # one layer of bytes for all of these
     cdef readonly int32_t num_blocks
     cdef MappedMemory memory           # of the next two; views of the bytes keep it
     cdef unsigned char *arena          # an arena of num_blocks blocks for each layer, zero until first written
@@ -22,9 +24,11 @@ cdef class BlockStore:
     cdef uint16_t *written_slots
     cdef KnownKeys known               # of the keys, by a calibration
 
-    cdef int32_t layer_at_(self, const unsigned char *base) noexcept nogil       # whose arena begins there
-    # What is known of the keys of the layer at `base`, of each head; NULL without a calibration.
-    cdef const kvc_head_keys *known_(self, const unsigned char *base) noexcept nogil
+    # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
+    # without a calibration.
+    cdef int64_t named_layer(self, int64_t layer) except -1                # the same; or IndexError
+    cdef unsigned char *base_(self, int64_t layer) noexcept nogil
+    cdef const kvc_head_keys *known_(self, int64_t layer) noexcept nogil
 
     # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
@@ -33,11 +37,11 @@ cdef class BlockStore:
     cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1   # shape and values, or ValueError
     # Store rows of values that were checked, as many as the runs have slots.
-    cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil
 
     cdef int dim_(self, int side) noexcept nogil                          # head_dim of K (0) or of V (1)
     # Into float32 (n, num_heads, dim_), channels together, no negative strides; None: that side is not read.
-    cdef int read_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
+    cdef int read_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
                    cnp.ndarray values) except -1
     cdef object new_rows(self, int64_t n, int side)    # float32 (n, num_heads, dim_), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks

@@ -12,6 +12,8 @@ Int32 = npt.NDArray[np.int32]
 
 class BlockStore:
     num_layers: int
+    num_named: int
+    separate: bool
     num_blocks: int
     key_dtype: str | tuple[str, ...]
     value_dtype: str | tuple[str, ...]
@@ -26,6 +28,7 @@ class BlockStore:
         value_dtype: str | Sequence[str] = "f32",
         rotate: bool | str = "auto",
         value_head_dim: int | None = None,
+        separate_layers: bool = False,
         calibration: Calibration | None = None,
     ) -> None: ...
     @property

@@ -38,6 +38,8 @@ cdef class BlockStore:
         key_dtype, value_dtype: storage formats, of `kernels.FORMATS`: one, or a list or tuple of one for each layer.
         rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
         value_head_dim: `head_dim` of V alone; None: that of K.
+        separate_layers: a block holds K and V of one layer, whichever: there is one arena, and the store's `num_layers`
+            is at most 1. Writes, reads and attention still name the layer whose keys they are.
         calibration: of keys; a `Calibration` of these layers, heads and channels, or None.
 
     Raises:
@@ -46,10 +48,11 @@ cdef class BlockStore:
     """
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
-                  value_dtype="f32", rotate="auto", value_head_dim=None, calibration=None):
+                  value_dtype="f32", rotate="auto", value_head_dim=None, bint separate_layers=False, calibration=None):
         self.layouts = Layouts(num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate,
-                               value_head_dim)
+                               value_head_dim, separate_layers)
         self.layout, self.num_layers = self.layouts.first, self.layouts.num_layers
+        self.num_named, self.separate = self.layouts.num_named, separate_layers
         self.known = known_keys(calibration, self.layouts)
         self._take(self.memory_for(num_blocks), num_blocks)
 
@@ -127,8 +130,7 @@ cdef class BlockStore:
 
     def check_rows(self, KvRows rows not None, int64_t layer):
         """`check_values` of rows for a layer."""
-        self.layer_base(layer)
-        self.check_values_(rows, layer)
+        self.check_values_(rows, self.named_layer(layer))
 
     def write(self, layer, runs, keys, values):
         """Store rows at `runs`.
@@ -145,11 +147,11 @@ cdef class BlockStore:
         """
         cdef const kvc_run[::1] view = self.runs_(runs, keys.shape[0])
         cdef KvRows rows = KvRows(keys, values)
-        cdef unsigned char *base = self.layer_base(layer)
-        self.check_values_(rows, layer)
+        cdef int64_t number = self.named_layer(layer)
+        self.check_values_(rows, number)
         if view.shape[0]:
             with nogil:
-                self.write_(base, &view[0], view.shape[0], rows)
+                self.write_(number, &view[0], view.shape[0], rows)
 
     def read(self, layer, runs):
         """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32, of the shapes that `write` takes.
@@ -160,9 +162,9 @@ cdef class BlockStore:
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
         keys, values = self.new_rows(n, 0), self.new_rows(n, 1)
-        cdef unsigned char *base = self.layer_base(layer)
+        cdef int64_t number = self.named_layer(layer)
         if n:
-            self.read_(base, &view[0], view.shape[0], keys, values)
+            self.read_(number, &view[0], view.shape[0], keys, values)
         return keys, values
 
     def read_side(self, layer, runs, int side):
@@ -170,9 +172,9 @@ cdef class BlockStore:
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
         rows = self.new_rows(n, side)
-        cdef unsigned char *base = self.layer_base(layer)
+        cdef int64_t number = self.named_layer(layer)
         if n:
-            self.read_(base, &view[0], view.shape[0], None if side else rows, rows if side else None)
+            self.read_(number, &view[0], view.shape[0], None if side else rows, rows if side else None)
         return rows
 
     def copy_blocks(self, sources, targets):
@@ -213,7 +215,8 @@ cdef class BlockStore:
 
     def same_layout(self, BlockStore other not None):
         """Whether blocks of both stores have the same layout."""
-        return (self.num_layers == other.num_layers and self.known.same(other.known)
+        return (self.num_layers == other.num_layers and self.num_named == other.num_named
+                and self.known.same(other.known)
                 and memcmp(&self.layout, &other.layout, sizeof(self.layout)) == 0
                 and memcmp(self.layouts.of, other.layouts.of, self.num_layers * sizeof(self.layout)) == 0)
 
@@ -248,13 +251,16 @@ cdef class BlockStore:
 
     # -- below the shell ------------------------------------------------------------------------------------
 
-    cdef int32_t layer_at_(self, const unsigned char *base) noexcept nogil:
-        return self.layouts.at_(<size_t>(base - self.arena) // <size_t>max(self.num_blocks, 1))
+    cdef int64_t named_layer(self, int64_t layer) except -1:
+        if not 0 <= layer < self.num_named:
+            raise IndexError(f"layer: expected an int in [0, {self.num_named}), got {layer}")
+        return layer
 
-    cdef const kvc_head_keys *known_(self, const unsigned char *base) noexcept nogil:
-        if self.known.heads == NULL:
-            return NULL
-        return self.known.heads + <size_t>self.layer_at_(base) * <size_t>self.layout.num_heads
+    cdef unsigned char *base_(self, int64_t layer) noexcept nogil:
+        return self.arena if self.separate else self.layer_base_(layer)
+
+    cdef const kvc_head_keys *known_(self, int64_t layer) noexcept nogil:
+        return NULL if self.known.heads == NULL else self.known.heads + layer * self.layout.num_heads
 
     cdef MappedMemory memory_for(self, num_blocks):
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
@@ -341,7 +347,7 @@ cdef class BlockStore:
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
 
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1:
-        cdef const kvc_layout *layout = &self.layouts.of[layer] if layer < self.num_layers else &self.layout
+        cdef const kvc_layout *layout = self.layouts.of_(layer)
         cdef int64_t bad, row
         cdef kvc_format format
         cdef int side
@@ -368,11 +374,12 @@ cdef class BlockStore:
                                  f"got {np.float32(value)} in row {row}")
         return 0
 
-    cdef void write_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil:
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil:
         cdef kvc_run part
         cdef int64_t i, n, row = 0
-        cdef const kvc_head_keys *known = self.known_(base)
-        cdef const kvc_layout *layout = &self.layouts.of[self.layer_at_(base)]
+        cdef unsigned char *base = self.base_(layer)
+        cdef const kvc_head_keys *known = self.known_(layer)
+        cdef const kvc_layout *layout = self.layouts.of_(layer)
         self.note_written_(runs, num_runs)
         if rows.plain:
             kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
@@ -387,7 +394,7 @@ cdef class BlockStore:
                 row += n
                 part.first = part.stop
 
-    cdef int read_(self, unsigned char *base, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
+    cdef int read_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
                    cnp.ndarray values) except -1:
         cdef cnp.ndarray one = values if keys is None else keys, other = keys if values is None else values
         cdef float *to[2]
@@ -395,14 +402,14 @@ cdef class BlockStore:
         cdef size_t head_stride = cnp.PyArray_STRIDE(one, 1) // sizeof(float)
         if cnp.PyArray_STRIDE(one, 0) != cnp.PyArray_STRIDE(other, 0) \
                 or cnp.PyArray_STRIDE(one, 1) != cnp.PyArray_STRIDE(other, 1):
-            self.read_(base, runs, num_runs, keys, None)
-            return self.read_(base, runs, num_runs, None, values)
+            self.read_(layer, runs, num_runs, keys, None)
+            return self.read_(layer, runs, num_runs, None, values)
         to[0] = to[1] = NULL
         if keys is not None:
             to[0] = <float *>cnp.PyArray_DATA(keys)
         if values is not None:
             to[1] = <float *>cnp.PyArray_DATA(values)
         with nogil:
-            kernels.read_runs(&self.layouts.of[self.layer_at_(base)], base, runs, num_runs, to[0], to[1], token_stride,
-                              head_stride, self.known_(base))
+            kernels.read_runs(self.layouts.of_(layer), self.base_(layer), runs, num_runs, to[0], to[1], token_stride,
+                              head_stride, self.known_(layer))
         return 0

@@ -37,11 +37,12 @@ def cache_options(
 ) -> dict[str, Any]:
     """The arguments of `PagedKvCache` for an engine over `model`, for the layers that keep all tokens.
 
-    With `budgets`, each layer has sequences of its own in a cache of one layer. `max_memory_bytes` bound this cache,
+    With `budgets`, each layer has sequences of its own. `max_memory_bytes` bound this cache,
     those of the windows and the residual together.
     """
     config = model.config
-    num_layers, positions = len(groups.whole) if budgets is None else 1, config.max_position_embeddings
+    separate, positions = budgets is not None, config.max_position_embeddings
+    num_layers = 1 if separate else len(groups.whole)  # of a block
     if num_blocks is None and budgets is not None:
         num_blocks = budgets.peak_blocks(block_size, prefill_chunk, positions)
     elif num_blocks is None:
@@ -73,7 +74,8 @@ def cache_options(
         "block_size": block_size,
         "num_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "num_layers": num_layers,
+        "num_layers": len(groups.whole),
+        "separate_layers": separate,
         "key_dtype": formats_of_layers(storage.formats[0], groups.whole),
         "value_dtype": formats_of_layers(storage.formats[1], groups.whole),
         "rotate": rotate,

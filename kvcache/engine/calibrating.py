@@ -45,31 +45,27 @@ def cache_folder() -> Path:
 
 
 def as_calibration(
-    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False, *, centred: bool = True
+    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False
 ) -> Calibration | None:  # fmt: skip
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
-        without: what excludes a calibration; empty: nothing does.
+        without: why the first tokens are packed too, so that keys are not centred; empty: they are not.
         with_losses: whether those of the layers are needed too; keys count as packed.
-        centred: whether the first tokens are read unpacked, without which keys of a text are not centred.
 
     Raises:
-        TypeError, ValueError: another kind of argument; not False where it is excluded.
+        TypeError, ValueError: another kind of argument.
     """
     packed = with_losses or any(FORMATS[name].quantised for name in names_of(key_dtype))
     # A softcap or sinks of the network tell the constant that a centre takes from all scores.
     attention = layer_attention(model)
-    tell = [i for i, each in enumerate(attention) if not centred or each.softcap or each.sinks is not None]
+    tell = [i for i, each in enumerate(attention) if without or each.softcap or each.sinks is not None]
     if calibrate is False or calibrate is None:
         if with_losses:
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")
-        return bias_centres(model, tell) if packed and not without and centred else None
-    if without:
-        got = "tokens" if isinstance(calibrate, np.ndarray) else short(calibrate)
-        raise ValueError(f"calibrate: expected False with {without}, got {got}")
-    if with_losses and not centred:
-        raise ValueError("dtype: expected formats with layers that keep a window, got a budget of bits")
+        return bias_centres(model, tell) if packed and not without else None
+    if with_losses and without:
+        raise ValueError(f"dtype: expected formats with {without}, got a budget of bits")
     if isinstance(calibrate, (str, Path, bool)):
         raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
     if not packed:

@@ -67,7 +67,7 @@ class InferenceEngine:
         calibrate: a `Calibration` of the network's keys, or tokens to measure one by; False: none. Quantised keys are
             then centred and rounded with feedback, every query reads the first 16 tokens of the text in f16, and
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
-            Where a layer has a window, keys are rounded with feedback alone.
+            With an eviction policy, or where a layer has a window, keys are rounded with feedback alone.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window

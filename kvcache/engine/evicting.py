@@ -3,7 +3,7 @@
     layer 0   0  1  .  .  4  .  .  7  .  9 10 11     sequence 0 of the cache: budget 7
     layer 1   0  .  .  3  .  .  .  .  .  9 10 11     sequence 1 of the cache: budget 5
 
-Survivors differ between layers, so each layer is a sequence of its own in a cache of one layer. A key keeps the
+Survivors differ between layers, so each layer is a sequence of its own, in blocks that hold one layer. A key keeps the
 position embedding of its text position. A chunk is appended and attends over the survivors and itself. Then every
 layer evicts down to its budget: blocks without survivors are freed, and scattered survivors are compacted if they
 occupy too many blocks (`most_blocks`).
@@ -137,8 +137,9 @@ class EvictingSequence(ModelSequence):
 
     Args:
         model, chunk: as of `ModelSequence`.
-        cache: of one layer. Layer l of the network is its sequence l. During a call, the ids from `num_layers` to
-            `2 * num_layers - 1` are forks of these, which share their blocks and restore them if the call fails.
+        cache: with `separate_layers`. Layer l of the network is its sequence l. During a call, the ids from
+            `num_layers` to `2 * num_layers - 1` are forks of these, which share their blocks and restore them if the
+            call fails.
         budgets: one rule for each layer of the network.
     """
 
@@ -278,9 +279,9 @@ class EvictingSequence(ModelSequence):
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
         ) -> Float32:
-            cache.write(0, layer, keys, values)
+            cache.write(layer, layer, keys, values)
             options = self._options[layer] | {"sink_queries": sink_queries}
-            mixed, drawn[layer] = scoring.attend(cache, queries, self._ids[layer], query_lens, options)
+            mixed, drawn[layer] = scoring.attend(cache, layer, queries, self._ids[layer], query_lens, options)
             return mixed
 
         return attend, np.arange(pos - hole, pos - hole + count) if hole else None

@@ -60,23 +60,23 @@ class Scoring:
         return Alive(np.empty(0, np.int64), np.empty(rows, np.float32 if self.queries else np.float64))
 
     def attend(
-        self, cache: PagedKvCache, queries: Float32, seq_ids: npt.NDArray[np.uint64], query_lens: Int64,
-        options: dict[str, Any],
+        self, cache: PagedKvCache, layer: int, queries: Float32, seq_ids: npt.NDArray[np.uint64],
+        query_lens: Int64, options: dict[str, Any],
     ) -> tuple[Float32, Float32 | None]:  # fmt: skip
-        """Attention of the last tokens of a sequence of a one-layer cache; and what `add` takes."""
+        """Attention of the last tokens of a layer's sequence; and what `add` takes."""
         if self.queries == 0:
-            return cache.attention(0, queries, seq_ids, query_lens=query_lens, **options), None
+            return cache.attention(layer, queries, seq_ids, query_lens=query_lens, **options), None
         by: Any = True if self.heads is None else "head"
         if self.queries is None or len(queries) == 1:
-            mixed, drawn = cache.attention(0, queries, seq_ids, query_lens=query_lens, return_scores=by, **options)
+            mixed, drawn = cache.attention(layer, queries, seq_ids, query_lens=query_lens, return_scores=by, **options)
             return mixed, drawn if self.queries is None else drawn[None]
-        mixed = cache.attention(0, queries, seq_ids, query_lens=query_lens, **options)
+        mixed = cache.attention(layer, queries, seq_ids, query_lens=query_lens, **options)
         last = min(self.queries, len(queries))
         held = cache.get_sequence(int(seq_ids[0]))
         assert held is not None
         shown = np.arange(held.num_tokens - last + 1, held.num_tokens + 1)  # by each of the last queries
         ids = np.repeat(seq_ids, last)
-        _, drawn = cache.attention(0, queries[-last:], ids, context_lens=shown, return_scores=by, **options)
+        _, drawn = cache.attention(layer, queries[-last:], ids, context_lens=shown, return_scores=by, **options)
         rows = np.zeros((last, *drawn.shape[:-1], held.num_tokens), np.float32)
         for row, part in zip(rows, np.split(drawn, np.cumsum(shown)[:-1], axis=-1), strict=True):
             row[..., : part.shape[-1]] = part

@@ -20,7 +20,7 @@ from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["POLICY", "WINDOWS", "Storage"]
 
-# What excludes a residual; a policy also a calibration, as all layers of an engine that evicts lie in a cache of one.
+# What excludes a residual, and with it keys that are centred.
 POLICY, WINDOWS = "an eviction_policy", "layers that keep a window"
 
 
@@ -58,8 +58,7 @@ class Storage(NamedTuple):
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        excluded = POLICY if without == POLICY else ""
-        calibration = as_calibration(model, calibrate, dtypes[0], excluded, bits is not None, centred=not without)
+        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None)
         if bits is not None and calibration is not None and calibration.losses is not None:
             formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False

@@ -28,7 +28,7 @@ cdef class SequenceAttention:
     # With the lock held and everything converted. `lens`, `shown`, `starts`: int64, or None: one query each, all
     # tokens, from position 0 on. `tree`: int64 (2, total_queries), the parents, and room for the depths; or None.
     # `given` is returned for `result`: the object over whose memory `result` is.
-    cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
+    cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
                         cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse)
     cdef int _mass(self, object return_scores) except -1         # 0, 1 or BY_HEAD

@@ -90,15 +90,14 @@ cdef class SequenceAttention:
         cdef Sight sight = Sight(width, factor, cap, not causal, skipped)
         self.lock.enter()
         try:
-            # With the lock held: growing moves the blocks.
-            return self._attend(attention.store.layer_base(number), q, sink_q, ids, lens, shown, first, tree, &sight,
+            return self._attend(attention.store.named_layer(number), q, sink_q, ids, lens, shown, first, tree, &sight,
                                 logits, result, result if out is None else out, mass, return_lse)
         finally:
             self.lock.leave()
 
     # -- below the shell ------------------------------------------------------------------------------------
 
-    cdef object _attend(self, unsigned char *base, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
+    cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
                         cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse):
         cdef int64_t i, n = ids.shape[0], tokens = 0
@@ -110,7 +109,7 @@ cdef class SequenceAttention:
             scores = np.zeros(tokens if return_scores == 1 else (self.attention.store.num_heads, tokens), np.float32)
         if return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        self.attention.attend_(base, n, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores,
+        self.attention.attend_(layer, n, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores,
                                lse)
         for i in range(n):
             self.table.victims.touched(self.table.picked[i])

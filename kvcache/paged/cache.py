@@ -52,6 +52,8 @@ class PagedKvCache:
         num_heads: KV heads; queries may have any multiple of it.
         head_dim: channels per head, a multiple of 8, at most 512; `value_head_dim` names those of V apart.
         num_layers: layers; every block holds its tokens' K and V of all of them.
+        separate_layers: every sequence, and so every block, holds tokens of one layer instead: a text has one for each
+            layer, which may keep other tokens. Calls name the layer whose keys they mean; its format is that of all.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
             many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written, and
@@ -106,6 +108,7 @@ class PagedKvCache:
         eviction_threshold: float = 0.9,
         max_memory_bytes: int | str | None = None,
         calibration: Calibration | None = None,
+        separate_layers: bool = False,
         residual_length: int = 0,
         first_tokens: int = 0,
     ) -> None:
@@ -113,7 +116,7 @@ class PagedKvCache:
         length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
         dtypes = stored_dtypes(formats, calibration, "calibration")
-        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim
+        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, bool(separate_layers)
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, RowFormats(*formats))
@@ -127,9 +130,9 @@ class PagedKvCache:
         self._residual: ResidualSequences | None = None
         if length or firsts:
             rows = PagedKvCache(
-                0, gcd(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_layers,
+                0, gcd(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_named,
                 key_dtype=unpacked(store.key_dtype), value_dtype=unpacked(store.value_dtype),
-                value_head_dim=store.value_head_dim,
+                value_head_dim=store.value_head_dim, separate_layers=separate_layers,
             )  # fmt: skip
             parts = self._sequences, self._attention, self._table
             self._residual = ResidualSequences(lock, *parts, rows, length, firsts)
@@ -141,7 +144,8 @@ class PagedKvCache:
 
     # -- shape and memory -----------------------------------------------------------------------------------
 
-    num_layers = read_only(lambda self: self._store.num_layers, "Layers.")
+    num_layers = read_only(lambda self: self._store.num_named, "Layers.")
+    separate_layers = read_only(lambda self: self._store.separate, "Whether each sequence is of one layer.")
     num_heads = read_only(lambda self: self._store.num_heads, "KV heads.")
     head_dim = read_only(lambda self: self._store.head_dim, "Channels per head of K and of queries.")
     value_head_dim = read_only(lambda self: self._store.value_head_dim, "Channels per head of V and of the output.")

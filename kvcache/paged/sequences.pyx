@@ -225,7 +225,6 @@ cdef class PagedSequences:
         """
         cdef BlockTables table = self.table
         cdef RunLists lists = table.run_lists
-        cdef unsigned char *base
         cdef Sequence *seq
         cdef bint to_end = stop is None
         cdef int64_t last = 0 if to_end else stop
@@ -237,7 +236,7 @@ cdef class PagedSequences:
             last = seq.num_tokens if to_end else last
             if not 0 <= start <= last <= seq.num_tokens:
                 raise IndexError(f"start: expected 0 <= start <= stop <= {seq.num_tokens}, got [{start}, {last})")
-            base = self.store.layer_base(layer)
+            self.store.named_layer(layer)
             if keys is None:
                 keys, values = self.store.new_rows(last - start, 0), self.store.new_rows(last - start, 1)
             else:
@@ -245,7 +244,7 @@ cdef class PagedSequences:
             lists.num_cut = 0
             lists.slice_(seq, start, last)
             if lists.num_cut:
-                self.store.read_(base, lists.cut, lists.num_cut, keys, values)
+                self.store.read_(layer, lists.cut, lists.num_cut, keys, values)
             table.victims.touched(table.picked[0])
         return keys, values
 
@@ -272,9 +271,9 @@ cdef class PagedSequences:
         cdef BlockTables table = self.table
         cdef BlockStore store = self.store
         cdef RunLists lists = table.run_lists
-        cdef unsigned char *base = store.layer_base(layer)
         cdef Sequence *seq
         cdef int64_t i, start, count, total = 0
+        store.named_layer(layer)
         table.pick_(ids, n)
         lists.num_cut = 0
         for i in range(n):
@@ -302,7 +301,7 @@ cdef class PagedSequences:
                 lists.slice_(seq, start, start + count_at(counts, i))
         if lists.num_cut:
             with nogil:
-                store.write_(base, lists.cut, lists.num_cut, rows)
+                store.write_(layer, lists.cut, lists.num_cut, rows)
         for i in range(n):
             table.victims.touched(table.picked[i])
         return 0

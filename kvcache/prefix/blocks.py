@@ -87,9 +87,11 @@ class PrefixCache(IndexedCache):
         `evict` when the paged cache needs room.
 
         Raises:
-            TypeError, ValueError: not an integer; negative.
+            TypeError, ValueError: not an integer; negative; a cache with `separate_layers`.
         """
         cache, paged = cls.__new__(cls), as_instance(paged, PagedKvCache, "paged")
+        if paged.separate_layers:
+            raise ValueError(f"paged: expected one whose blocks hold all layers, got {paged!r}")
         most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
         with paged._blocks.lock:  # no `grow` before the records of its blocks are known
             dims = paged.head_dim, paged.value_head_dim

@@ -12,7 +12,6 @@ from kvcache import BatchEngine, Calibration, InferenceEngine, PrefixCachedEngin
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 from kvcache.engine.calibrating import measure, text_or_calibration
-from kvcache.eviction import EvictionPolicy
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
@@ -163,9 +162,6 @@ def test_what_calibrate_takes(model, folder, rng):
         InferenceEngine(model, calibrate=text[:10], dtype="q4")
     with pytest.raises(TypeError, match=r'^calibrate: expected False, "auto", a path, a Calibration or tokens, got'):
         text_or_calibration(True, None)
-    policy = EvictionPolicy.SlidingWindow(60, 4)
-    with pytest.raises(ValueError, match=r"^calibrate: expected False with an eviction_policy, got tokens$"):
-        InferenceEngine(model, calibrate=text, dtype="q4", eviction_policy=policy, kv_budget=64)
     with pytest.raises(ValueError, match=r"^calibrate: expected one of"):
         InferenceEngine(model, calibrate=Calibration(np.zeros((1, 2, 8))), dtype="q4")
 

@@ -14,6 +14,7 @@ from windowed_networks import Windowed
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, SamplingParams
 from kvcache.engine import Transformer
 from kvcache.engine import requests as single
+from kvcache.engine.calibrating import measure
 from kvcache.serving import engine as batches
 from kvcache.serving.request import Pending
 from kvcache.serving.work import Scoring
@@ -65,6 +66,23 @@ def test_every_policy(network, kind, dtype):
         same(got, alone(asked[0][0], sampled(40 + i, 20, logprobs=1)))
     assert engine.stats().guessed_tokens == engine.stats().preemptions == 0
     gone(engine)
+
+
+@pytest.mark.parametrize("dtype", ["q8", "q2"])
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_calibration(network, kind, dtype):
+    """Each text has a cache of its own; all have the calibration of the engine."""
+    known = measure(network, np.random.default_rng(5).integers(0, 250, 200).astype(np.uint32))
+    options = {"dtype": dtype, "calibrate": known, **POLICIES[kind]}
+    alone, engine = Alone(network, **options), BatchEngine(network, max_running=3, **options)
+    asked = [(prompt, sampled(i, 12, logprobs=1)) for i, prompt in enumerate(prompts(21, 5, 90))]
+    requests = [engine.submit(*each) for each in asked]
+    run(engine)
+    for request, each in zip(requests, asked, strict=True):
+        same(request.completions()[0], alone(*each))
+    gone(engine)
+    plain = Alone(network, **options | {"calibrate": False})
+    assert any(plain(*each).logprobs != alone(*each).logprobs for each in asked)
 
 
 @pytest.mark.parametrize("kind", POLICIES)
@@ -172,7 +190,6 @@ def test_what_does_not_go_together(network, tmp_path):
         BatchEngine(network, tiers=tiers, **h2o)
     for options, message in (
         ({"residual_length": 4}, "residual_length: expected 0 or none with an eviction_policy, got 4"),
-        ({"calibrate": [1] * 40, "dtype": "q4"}, "an eviction_policy"),
         ({"dtype": ["q4", "q8"]}, "dtype: expected one format with an eviction_policy"),
         ({"kv_budget": None}, "kv_budget"),
     ):
