@@ -80,6 +80,8 @@ def cache_options(
         "value_dtype": formats_of_layers(storage.formats[1], groups.whole),
         "rotate": rotate,
         "calibration": storage.calibration_of(groups.whole),
+        "residual_length": storage.residual_length,
+        "first_tokens": storage.firsts,
     }
 
 
@@ -98,15 +100,14 @@ def num_cache_blocks(sequence: LiveSequence, num_blocks: int | None, max_memory_
     count = None if num_blocks is None else as_count(num_blocks, "max_cache_blocks", most=None)
     if max_memory_bytes is not None:
         limit = as_bytes(max_memory_bytes, "max_memory_bytes")
-        cache, residual, before = sequence.cache, sequence.residual, sequence.memory()["kv"]
+        cache, before = sequence.cache, sequence.memory()["kv"]
 
         def needed(blocks: int) -> int:
-            unpacked = blocks and residual and NewestGroups.kv_bytes(residual, cache.block_size, blocks)
             pages = sum(
                 num_pages(group.window, cache.block_size, blocks) * group.cache.block_memory_bytes
                 for group in sequence.windows.groups
             )
-            return before + blocks * cache.block_memory_bytes + pages + (unpacked or 0)
+            return before + blocks * cache.block_memory_bytes + pages + NewestGroups.kv_bytes(cache, blocks)
 
         if limit < needed(1):
             raise ValueError(

@@ -49,9 +49,9 @@ def divergence(
     def log_probabilities(key: Formats, value: Formats, known: Calibration | None, length: int, own: int) -> Float64:
         cache = PagedKvCache(
             -(-len(tokens) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=key, value_dtype=value, calibration=known,
+            key_dtype=key, value_dtype=value, calibration=known, residual_length=length, first_tokens=own,
         )  # fmt: skip
-        sequence = LiveSequence(model, cache, len(tokens), Windows((), PagedKvCache), length, own)
+        sequence = LiveSequence(model, cache, len(tokens), Windows((), PagedKvCache))
         half = len(tokens) // 2
         sequence.extend(tokens[:half], 0)
         rows = sequence.extend(tokens[half:], half, "all").astype(np.float64)

@@ -56,7 +56,7 @@ class InferenceEngine:
             counts, without it the whole context is the other limit. ValueError: too few for one block.
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
-            f16 and earlier groups as `dtype` packs them; see `residual.Residual`. By default 64 if K or V is q4 or q3,
+            f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q4 or q3,
             128 if one is q2, else 0. With an eviction policy, or where layers keep a window alone, it must be 0, which
             is then the default.
         eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
@@ -121,7 +121,7 @@ class InferenceEngine:
         )  # fmt: skip
         cache, make = self._make_cache(**self._cache_options), storage.of_layers(self._make_cache, self._cache_options)
         self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make), *storage[2:4])
+            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make))
             if budgets is None
             else EvictingSequence(model, cache, prefill_chunk, budgets)
         )

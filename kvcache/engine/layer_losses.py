@@ -113,9 +113,9 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
             formats[side][packed] = "q2"
         cache = PagedKvCache(
             -(-len(text) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=count, key_dtype=formats[0],
-            value_dtype=formats[1], calibration=calibration,
+            value_dtype=formats[1], calibration=calibration, residual_length=_RESIDUAL, first_tokens=FIRSTS,
         )  # fmt: skip
-        sequence = LiveSequence(model, cache, len(text), Windows((), PagedKvCache), _RESIDUAL, FIRSTS)
+        sequence = LiveSequence(model, cache, len(text), Windows((), PagedKvCache))
         rows = sequence.extend(text, 0, "all")[FIRSTS:].astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)
         rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))

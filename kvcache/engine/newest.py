@@ -1,24 +1,24 @@
 """Unpacked copies of the groups in which cached texts end, so that a request can continue inside a group.
 
-A query reads the tokens of its own group unpacked (residual.py), but a cached prefix has only packed tokens. Without a
-copy, the tokens of the last group would run through the network again. Copies exist of the groups in which prompts and
-answers end, and of the groups in which two texts diverge. The least recently used copies are evicted.
+A query reads the tokens of its own group unpacked (paged/residual.py), but a cached prefix has only packed tokens.
+Without a copy, the tokens of the last group would run through the network again. Copies exist of the groups in which
+prompts and answers end, and of the groups in which two texts diverge. The least recently used copies are evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.layer_formats import unpacked
 from kvcache.core.memory import total
-from kvcache.engine.firsts import FirstTokens
-from kvcache.engine.residual import Residual
 from kvcache.errors import SequenceNotFoundError
 from kvcache.networks.protocols import Float32
+from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 
 __all__ = ["NewestGroups"]
@@ -28,53 +28,76 @@ _SHARE = 32
 Tokens = NDArray[np.uint32]
 
 
-def _shape(residual: Residual | FirstTokens, block_size: int, max_blocks: int) -> tuple[int, int]:
+def _shape(cache: PagedKvCache, max_blocks: int) -> tuple[int, int]:
     """Number and size of the blocks of `NewestGroups`."""
     # The end of a cached block is also the end of one of these blocks, as is that of the first tokens.
-    size = gcd(residual.length, block_size, residual.firsts)
-    num_tokens = max(2 * (residual.length + residual.firsts), max_blocks * block_size // _SHARE)
+    length, firsts = _length(cache), cache.first_tokens
+    size = gcd(length, cache.block_size, firsts)
+    num_tokens = max(2 * (length + firsts), max_blocks * cache.block_size // _SHARE)
     return -(-num_tokens // size), size
+
+
+def _length(cache: PagedKvCache) -> int:
+    """Tokens of a group; the first tokens are one where there are no others."""
+    return cache.residual_length or cache.first_tokens
+
+
+def _rows(source: PagedKvCache, num_blocks: int, block_size: int) -> PagedKvCache:
+    """A cache for the unpacked tokens of another one."""
+    key_dtype, value_dtype = unpacked(source.key_dtype), unpacked(source.value_dtype)
+    return PagedKvCache(
+        num_blocks, block_size, source.num_heads, source.head_dim, num_layers=source.num_layers, key_dtype=key_dtype,
+        value_dtype=value_dtype,
+    )  # fmt: skip
 
 
 class NewestGroups:
     """Unpacked K and V of groups, found by the exact tokens of the group and of the text before it.
 
     Args:
-        residual: the source of K and V.
-        block_size: tokens per block of the prefix cache.
-        max_blocks: maximum number of blocks of the prefix cache; sets the room for groups, at least two.
+        source: the cache of the sequences whose groups these are, with a residual or first tokens.
+        max_blocks: maximum number of blocks of the prefix cache over it; sets the room for groups, at least two.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the
             bytes of all tokens before it)`.
     """
 
-    def __init__(self, residual: Residual | FirstTokens, block_size: int, max_blocks: int) -> None:
-        self._residual = residual
-        self._paged = residual.empty_cache(*_shape(residual, block_size, max_blocks))
+    def __init__(self, source: PagedKvCache, max_blocks: int) -> None:
+        self._source, self._length, self._firsts = source, _length(source), source.first_tokens
+        self._paged = _rows(source, *_shape(source, max_blocks))
         self.cache = PrefixCache.over(self._paged)
 
     @staticmethod
-    def kv_bytes(residual: Residual | FirstTokens, block_size: int, max_blocks: int) -> int:
-        """Bytes of K and V of an object with these arguments."""
-        num_blocks, size = _shape(residual, block_size, max_blocks)
-        return num_blocks * residual.empty_cache(0, size).block_memory_bytes
+    def kv_bytes(source: PagedKvCache, max_blocks: int) -> int:
+        """Bytes of K and V of an object with these arguments; 0 where there are no groups to keep."""
+        if not NewestGroups.pay(source, max_blocks):
+            return 0
+        num_blocks, size = _shape(source, max_blocks)
+        return num_blocks * _rows(source, 0, size).block_memory_bytes
+
+    @staticmethod
+    def pay(source: PagedKvCache, max_blocks: int) -> bool:
+        """Whether there are groups to keep beside a prefix cache of so many blocks."""
+        return max_blocks > 0 and _length(source) > 1
 
     def memory(self) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
         return total(self._paged.memory(), self.cache.memory())
 
-    def keep(self, text: Tokens, namespace: Hashable) -> None:
-        """Store the full blocks of the residual's group, the last of `text`, and its first tokens, if there is room."""
-        residual, size = self._residual, self.cache.block_size
-        first, num_blocks = residual.first, len(residual.read(0)[0]) // size
-        if first and residual.firsts and len(residual.read_firsts(0)[0]):
-            self._keep(text[: residual.firsts], _name(text[:0], namespace), residual.read_firsts)
-        if first % residual.length or not num_blocks:
+    def keep(self, seq_id: int, text: Tokens, namespace: Hashable) -> None:
+        """Store the full blocks of a sequence's last group, that of `text`, and its first tokens, if there is room."""
+        firsts, first, stop = self._source.unpacked_tokens(seq_id)
+        size = self.cache.block_size
+        if firsts:
+            self._keep(seq_id, 0, text[:firsts], _name(text[:0], namespace))
+        num_blocks = (stop - first) // size
+        if first % self._length or not num_blocks:
             return  # the first tokens of the group exist in packed form only
-        self._keep(text[first : first + num_blocks * size], _name(text[:first], namespace), residual.read)
+        self._keep(seq_id, firsts, text[first : first + num_blocks * size], _name(text[:first], namespace))
 
-    def _keep(self, group: Tokens, name: Hashable, read: Callable[[int], tuple[Float32, Float32]]) -> None:
+    def _keep(self, seq_id: int, row: int, group: Tokens, name: Hashable) -> None:
+        """Store tokens of a sequence, of which the first is the unpacked one `row`."""
         num_blocks = len(group) // self.cache.block_size
         with self.cache.open_session(group, name) as found:
             if found.matched_prefix_len == len(group):
@@ -82,25 +105,25 @@ class NewestGroups:
         self.cache.evict(num_blocks - self._paged.free_block_count)
         if self._paged.free_block_count < num_blocks:
             return  # open sessions hold the other blocks
-        with self._sequence() as seq_id:
-            self._paged.allocate(seq_id, len(group))
+        with self._sequence() as own:
+            self._paged.allocate(own, len(group))
             for layer in range(self._paged.num_layers):
-                keys, values = read(layer)
-                self._paged.write(layer, seq_id, keys[: len(group)], values[: len(group)])
-            self.cache.adopt(group, self._paged.block_table([seq_id]).block_ids, name)
+                keys, values = self._source.read_unpacked(layer, seq_id)
+                self._paged.write(layer, own, keys[row : row + len(group)], values[row : row + len(group)])
+            self.cache.adopt(group, self._paged.block_table([own]).block_ids, name)
 
     def recall(self, tokens: Tokens, namespace: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:
         """Find the stored start of the last group of `tokens`: `(count, rows)`, its tokens and their K and V.
 
         `rows` has K and V `(count, num_kv_heads, head_dim)` for each layer.
         """
-        first = len(tokens) - len(tokens) % self._residual.length
+        first = len(tokens) - len(tokens) % self._length
         return self._recall(tokens[first:], _name(tokens[:first], namespace))
 
     def recall_firsts(self, tokens: Tokens, namespace: Hashable) -> list[tuple[Float32, Float32]]:
         """K and V of the first tokens of `tokens` for each layer, as `recall` returns them; empty: some are missing."""
-        count, rows = self._recall(tokens[: self._residual.firsts], _name(tokens[:0], namespace))
-        return rows if count == self._residual.firsts else []
+        count, rows = self._recall(tokens[: self._firsts], _name(tokens[:0], namespace))
+        return rows if count == self._firsts else []
 
     def _recall(self, group: Tokens, name: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:
         with self.cache.open_session(group, name) as found, self._sequence() as seq_id:

@@ -106,10 +106,8 @@ class PrefixCachedEngine:
         self.inner = engine
         self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
         self.windows = CachedWindows(sequence.windows.groups, max_cache_blocks)
-        residual = sequence.residual
-        self.newest: NewestGroups | None = None
-        if residual is not None and residual.length > 1 and max_cache_blocks:
-            self.newest = NewestGroups(residual, engine.cache.block_size, max_cache_blocks)
+        pays = NewestGroups.pay(engine.cache, max_cache_blocks)
+        self.newest = NewestGroups(engine.cache, max_cache_blocks) if pays else None
         self._tiered: Tiered | None = None
         if self.tiers is not None:
             self._tiered = Tiered(self.tiers, engine, sequence, self.prefix_cache.cache, self.windows)
@@ -324,14 +322,14 @@ class PrefixCachedEngine:
         count = 0
         rows: list[tuple[Float32, Float32]] = []
         firsts: list[tuple[Float32, Float32]] = []
-        residual = self._sequence.residual
-        if residual is not None and residual.firsts and start >= residual.length:
+        length, num_firsts = engine.residual_length, engine.cache.first_tokens
+        if num_firsts and start >= (length or num_firsts):
             # Every token reads the first ones unpacked. Without a copy of these, all run again.
             firsts = [] if self.newest is None else self.newest.recall_firsts(tokens, namespace)
             start = start if firsts else 0
-        elif residual is not None and not engine.residual_length:
+        elif num_firsts and not length:
             start = 0  # the first tokens are cached in part
-        if begun := start % (engine.residual_length or 1):
+        if begun := start % (length or 1):
             # A token must read its own group unpacked, as in a run without the cache. The unpacked copy provides the
             # first `count` tokens of the group; the other cached ones run again.
             if self.newest is not None:
@@ -347,18 +345,18 @@ class PrefixCachedEngine:
             self._sequence.clear()
             self._sequence.replace(share, pages)
             engine._requests.regimes.know(tokens[:found], engine._requests.regimes.of(whole))
-        if residual is not None and (count or firsts):
-            residual.resume(rows, firsts)
+        if count or firsts:
+            engine.cache.unpack(engine.seq_id, rows, firsts)
         parted, start = start // engine.cache.block_size * engine.cache.block_size, found
         if found < parted < len(tokens):
             # Two texts part here, and the window has left. Keep it for the next such text.
             engine._requests.prefill(tokens[found:parted], found, whole)
             self.windows.keep(tokens[:parted], self._sequence.places, namespace)
             start = parted
-        if self.newest is not None and count < begun and (end := start - count + engine.residual_length) < len(tokens):
+        if self.newest is not None and count < begun and (end := start - count + length) < len(tokens):
             # Two texts diverge in this group, as after a shared system prompt. Keep it for the next such text.
             engine._requests.prefill(tokens[start:end], start, whole)
-            self.newest.keep(tokens[:end], namespace)
+            self.newest.keep(engine.seq_id, tokens[:end], namespace)
             start = end
         if self._tiered is not None:
             start = self._tiered.run(tokens, start, namespace)
@@ -377,7 +375,7 @@ class PrefixCachedEngine:
         cached = cache.adopt(tokens, blocks[:full], namespace)
         self.windows.keep(tokens, self._sequence.places, namespace)
         if self.newest is not None and cached == full:
-            self.newest.keep(tokens, namespace)
+            self.newest.keep(engine.seq_id, tokens, namespace)
 
     def _offer(self, text: list[int], prompt: int, namespace: Hashable) -> None:
         """Offer the text of a request that has ended to the tiers."""

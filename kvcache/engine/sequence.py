@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.engine.firsts import FirstTokens
-from kvcache.engine.residual import Residual
+from kvcache.engine.residual import most_unpacked
 from kvcache.engine.windows import Pages, Windows
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32, Logits, Model, layer_attention
@@ -35,7 +34,6 @@ class ModelSequence(ABC):
         num_tokens: the number of tokens of the text, evicted ones included: the position of the next token.
         version: increases with every change, so that an iterator can detect changes by other calls.
         reclaim: see `InferenceEngine`.
-        residual: the newest tokens unpacked; None: there is no residual.
         regime: of the tokens that run next, see `Model`.
         several_regimes: whether the network has more than one.
     """
@@ -47,7 +45,6 @@ class ModelSequence(ABC):
         self.num_tokens = 0
         self.version = 0
         self.reclaim: Callable[[OutOfMemoryError], bool] | None = None
-        self.residual: Residual | FirstTokens | None = None
         self.regime = 0
         self.several_regimes = self.regime_of(1) != self.regime_of(model.config.max_position_embeddings)
 
@@ -62,9 +59,9 @@ class ModelSequence(ABC):
         """The sequence's id in the cache. Raises InvalidOperationError if each layer has its own sequence."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch": of the cache, the residual and the products."""
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch": of the cache and of the products."""
         products = {"scratch": getattr(getattr(self.model, "weights", None), "scratch_bytes", 0)}
-        return total(self.cache.memory(), {} if self.residual is None else self.residual.memory(), products)
+        return total(self.cache.memory(), products)
 
     @abstractmethod
     def check(self) -> None:
@@ -143,6 +140,13 @@ class ModelSequence(ABC):
                 if self.reclaim is None or not self.reclaim(error):
                     raise
 
+    def _expect_free(self, blocks: int) -> None:
+        """Free blocks until there are so many; OutOfMemoryError: that is not possible."""
+        while (free := self.cache.free_block_count) < blocks:
+            error = OutOfMemoryError(blocks, free)
+            if self.reclaim is None or not self.reclaim(error):
+                raise error
+
 
 class LiveSequence(ModelSequence):
     """A sequence that keeps every token. A failing call leaves it and the cache unchanged.
@@ -151,28 +155,25 @@ class LiveSequence(ModelSequence):
     Arguments and attributes are those of `ModelSequence`, and:
 
     Args:
-        cache: K and V of the layers that no group of `windows` has, in their order.
+        cache: K and V of the layers that no group of `windows` has, in their order. With windows it has no residual.
         windows: the layers that keep a window alone.
-        residual_length: tokens per group of the `Residual`; 0: no residual. With windows it must be 0.
-        firsts: first tokens that are kept unpacked, beside the residual or alone.
     """
 
-    def __init__(
-        self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows, residual_length: int = 0,
-        firsts: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Model, cache: PagedKvCache, chunk: int, windows: Windows) -> None:
         super().__init__(model, cache, chunk)
         self._seq_id = 0
         self.windows, self.places = windows, windows.working
         whole = [layer for layer in range(model.config.num_layers) if layer not in windows]
         attention = layer_attention(model)
         self._options = {layer: (own, attention[layer].options()) for own, layer in enumerate(whole)}
-        if firsts and not residual_length:
-            self.residual = FirstTokens(model.config, cache, attention)
-        elif residual_length:  # a piece is not longer than a text
-            most = min(chunk, model.config.max_position_embeddings)
-            self.residual = Residual(model.config, cache, residual_length, most, attention, firsts)
-        cache.allocate(0, 0)
+        self._begin(cache)
+
+    def _begin(self, cache: PagedKvCache) -> None:
+        """Start the empty sequence in a cache, with the memory that its unpacked tokens take at most."""
+        if cache.residual_length or cache.first_tokens:
+            most = min(self.chunk, self.model.config.max_position_embeddings)  # a piece is not longer than a text
+            cache.reserve_unpacked(most_unpacked(cache.residual_length, most, cache.first_tokens))
+        cache.allocate(self._seq_id, 0)
 
     @property
     def seq_id(self) -> int:
@@ -186,9 +187,6 @@ class LiveSequence(ModelSequence):
             f"expected {self.num_tokens} tokens in the cache, got {held.num_tokens}"
         )
         assert self.cache.get_sequence(1 - self.seq_id) is None, "a replaced sequence was not freed"
-        if self.residual is not None:
-            self.residual.check()
-            assert self.residual.stop == self.num_tokens, f"the residual ends at {self.residual.stop}"
         self.windows.check(self.places, self.num_tokens)
 
     def memory(self) -> dict[str, int]:
@@ -201,8 +199,6 @@ class LiveSequence(ModelSequence):
         held = self.cache.get_sequence(self.seq_id)
         if held is not None and held.num_tokens > self.num_tokens:
             self.cache.truncate(self.seq_id, self.num_tokens)
-        if self.residual is not None:
-            self.residual.mend(self.num_tokens)
         self.windows.restore(self.places, self.num_tokens)
 
     def clear(self) -> None:
@@ -210,10 +206,9 @@ class LiveSequence(ModelSequence):
 
     def move(self, cache: PagedKvCache, more_blocks: int) -> None:
         windows = self.windows.enlarged(more_blocks)
-        cache.allocate(self.seq_id, 0)
+        self._begin(cache)
         self.__dict__.update(cache=cache, num_tokens=0, windows=windows, places=windows.working)  # in one step
         self.version += 1
-        self._restart_residual()
 
     def replace(self, share: Share, pages: Sequence[Pages] = ()) -> None:
         fresh = 1 - self.seq_id
@@ -223,6 +218,8 @@ class LiveSequence(ModelSequence):
             if made is None or made.num_tokens != num_tokens:
                 held = "no sequence" if made is None else f"{made.num_tokens} tokens"
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
+            if self.cache.residual_length or self.cache.first_tokens:
+                self.cache.unpack(fresh)  # what it shares is read packed
             self.windows.adopt(self.places, pages, num_tokens)
         except Exception:
             self.windows.restore(self.places, self.num_tokens)
@@ -230,34 +227,21 @@ class LiveSequence(ModelSequence):
                 self.cache.free(fresh)
             raise
         self._become(fresh, num_tokens)
-        self._restart_residual()
 
     def extend(self, tokens: NDArray[np.uint32], pos: int, logits: Logits = "last") -> Float32:
         self.windows.expect(self.places, pos)
         if pos < self.num_tokens:
             self._make_room(pos, len(tokens))
-        changing = nullcontext() if self.residual is None else self.residual.changing(pos)
-        with self._cut(pos, pos + len(tokens)) as seq_id, changing:
+        with self._cut(pos, pos + len(tokens)) as seq_id:
             if len(tokens) > self.chunk:
                 # Find out now whether all tokens fit, rather than after most of the work.
-                self._append(seq_id, len(tokens))
-                self.cache.truncate(seq_id, pos)
+                self._expect_free(self._blocks_behind(seq_id, pos, len(tokens)))
             rows = self._run_in_chunks(seq_id, tokens, pos, logits)
         return rows
 
     def _run(self, seq_id: int, tokens: NDArray[np.uint32], pos: int, logits: Logits) -> Float32:
         cache, count = self.cache, len(tokens)
         self._append(seq_id, count)
-        if self.residual is not None:
-            with self.residual.piece(cache, seq_id, pos, count) as attend_piece:
-
-                def attend_both(
-                    layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
-                ) -> Float32:
-                    cache.write(layer, seq_id, keys, values)
-                    return attend_piece(layer, queries, keys, values)
-
-                return self._forward(tokens, pos, attend_both, logits)
         self.windows.extend(self.places, pos, count)
         seq_ids, query_lens = np.array([seq_id], np.uint64), np.array([count])  # made once, not in every layer
         windowed = self.windows.piece(count)
@@ -272,7 +256,10 @@ class LiveSequence(ModelSequence):
             mixed: Float32 = cache.attention(own, queries, seq_ids, query_lens=query_lens, **options)
             return mixed
 
-        return self._forward(tokens, pos, attend, logits)
+        rows = self._forward(tokens, pos, attend, logits)
+        if (length := cache.residual_length) and pos // length < (pos + count - 1) // length:
+            cache.pack(seq_id, (pos + count - 1) // length * length)  # only the last group stays unpacked
+        return rows
 
     def positions(self, layer: int) -> NDArray[np.int64]:
         return np.arange(self.windows.first(self.places, layer), self.num_tokens)
@@ -283,42 +270,49 @@ class LiveSequence(ModelSequence):
         Raises:
             OutOfMemoryError: they do not fit even then; the sequence is unchanged.
         """
-        fork = 1 - self.seq_id
-        self.cache.fork(self.seq_id, fork)
+        size = self.cache.block_size
         try:
-            try:
-                self.cache.truncate(fork, pos)
-                self._append(fork, count)
-                return
-            finally:
-                self.cache.free(fork)
+            return self._expect_free(-(-(pos + count) // size) - pos // size)  # a block that is cut is copied
         except OutOfMemoryError:
             if not self._fits_in_place(pos, count):
                 raise
         self.cache.truncate(self.seq_id, pos)
         self.windows.begin(self.places, self.num_tokens, pos)
         self._become(self.seq_id, pos)
-        if self.residual is not None:
-            with self.residual.changing(pos):
-                pass
 
     def _fits_in_place(self, pos: int, count: int) -> bool:
         """Whether there are blocks for `count` tokens from `pos` on once the old ones there are dropped."""
+        kept = -(-pos // self.cache.block_size)
+        holders = self.cache.reference_counts(self.cache.block_table([self.seq_id]).block_ids)
+        available = self.cache.free_block_count + int((holders[kept:] == 1).sum())
+        return self._blocks_behind(self.seq_id, pos, count) <= available
+
+    def _blocks_behind(self, seq_id: int, pos: int, count: int) -> int:
+        """The blocks that `count` tokens behind the first `pos` of a sequence take, with the copy of a shared one."""
         size = self.cache.block_size
         kept = -(-pos // size)
-        holders = self.cache.reference_counts(self.cache.block_table([self.seq_id]).block_ids)
-        copied = pos % size > 0 and holders[kept - 1] > 1
-        available = self.cache.free_block_count + int((holders[kept:] == 1).sum())
-        return -(-(pos + count) // size) - kept + copied <= available
+        last = self.cache.block_table([seq_id]).block_ids[kept - 1 : kept] if pos % size else ()
+        return -(-(pos + count) // size) - kept + int((self.cache.reference_counts(last) > 1).sum())
+
+    def _fits_beside(self, pos: int, end: int) -> bool:
+        """Whether there are blocks for the tokens up to `end` of a fork that is cut to `pos`."""
+        size = self.cache.block_size
+        return -(-end // size) - pos // size <= self.cache.free_block_count
+
+    def _drops(self, pos: int, end: int) -> bool:
+        """Whether unpacked tokens before `pos` leave while the tokens up to `end` run: one group or piece ends."""
+        length = self.cache.residual_length
+        return length > 0 and (pos % length == 0 or pos // self.chunk < (end - 1) // self.chunk)
 
     @contextmanager
     def _cut(self, pos: int, end: int) -> Iterator[int]:
         """Yield the id of a sequence of `pos` tokens to extend to `end`; a failure leaves this sequence unchanged.
 
-        If `pos` is the end, it is this sequence, which a failure truncates to `pos`. Otherwise it is a fork, cut to
-        `pos` and sharing the blocks, which replaces this sequence on success.
+        If `pos` is the end, it is this sequence, which a failure truncates to `pos`. Otherwise, and where unpacked
+        tokens would be missing then, it is a fork, cut to `pos` and sharing the blocks, which replaces this sequence
+        on success. Where there is no block for a fork, a failure leaves those tokens packed.
         """
-        if pos == self.num_tokens:
+        if pos == self.num_tokens and not (self._drops(pos, end) and self._fits_beside(pos, end)):
             try:
                 self.windows.begin(self.places, pos, pos)
                 yield self.seq_id
@@ -339,10 +333,6 @@ class LiveSequence(ModelSequence):
             self.windows.restore(self.places, self.num_tokens)
             raise
         self._become(fork, end)
-
-    def _restart_residual(self) -> None:
-        if self.residual is not None:
-            self.residual.restart(self.num_tokens)
 
     def _become(self, seq_id: int, num_tokens: int) -> None:
         old = self._seq_id

@@ -118,10 +118,10 @@ class Tiered:
             return start
         lookup.wait(self._tiers.head_start)
         piece = GROUP_TOKENS
-        residual = self._sequence.residual
-        if residual is not None and start < residual.firsts <= last:  # which every token reads unpacked
-            requests.prefill_part(tokens[start : residual.firsts], start, len(tokens))
-            start = residual.firsts
+        firsts = self._engine.cache.first_tokens
+        if start < firsts <= last:  # which every token reads unpacked
+            requests.prefill_part(tokens[start:firsts], start, len(tokens))
+            start = firsts
         while True:
             ended, before = lookup.ended, start  # read before what has arrived
             start = self._jump(lookup, tokens, start, namespace)
@@ -149,8 +149,8 @@ class Tiered:
         """Share the blocks that have arrived, if they reach past `start`; the tokens of the sequence."""
         group = self._engine.residual_length or 1
         most = lookup.available(start)
-        residual = self._sequence.residual
-        if min(most, len(tokens) - 1) // group * group <= start or (residual is not None and start < residual.firsts):
+        num_firsts = self._engine.cache.first_tokens
+        if min(most, len(tokens) - 1) // group * group <= start or start < num_firsts:
             return start
         cache, sequence, regimes = self._cache, self._sequence, self._engine._requests.regimes
         full = start // cache.block_size
@@ -165,20 +165,21 @@ class Tiered:
                 lookup.cancel()  # there is no room for them
                 return start
 
-            def share(paged: PagedKvCache, seq_id: int) -> int:
+            def share(_: PagedKvCache, seq_id: int) -> int:
                 paged.adopt(seq_id, session.block_indices[: -(-found // paged.block_size)], found)
                 return found
 
-            firsts = []
-            if residual is not None and residual.firsts:
-                firsts = [residual.read_firsts(layer) for layer in range(self._engine.config.num_layers)]
+            paged, firsts = self._engine.cache, []
+            if num_firsts:
+                pairs = [paged.read_unpacked(layer, sequence.seq_id) for layer in range(paged.num_layers)]
+                firsts = [(keys[:num_firsts], values[:num_firsts]) for keys, values in pairs]
             with self._windows.hold(tokens, found, namespace) as (held, pages):
                 if held < found:
                     lookup.cancel()
                     return start
                 sequence.replace(share, pages)
-            if residual is not None and firsts:
-                residual.resume((), firsts)
+            if firsts:
+                paged.unpack(sequence.seq_id, firsts=firsts)
             regimes.know(tokens[:found], regimes.of(len(tokens)))
         return found
 

@@ -6,7 +6,6 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -15,24 +14,26 @@ import numpy.typing as npt
 from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
 from kvcache.core.calibration import Calibration
 from kvcache.core.copying import refuse_copies
-from kvcache.core.layer_formats import Formats, unpacked
+from kvcache.core.layer_formats import Formats
+from kvcache.core.layer_formats import unpacked as unpacked_dtypes
 from kvcache.core.locks import CallLock
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.rowformat import Format, RowFormats, stored_dtypes
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
-from kvcache.paged import attending, eviction, reports
+from kvcache.paged import attending, eviction, reports, unpacked
 from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
 from kvcache.paged.reports import read_only
 from kvcache.paged.residual import ResidualSequences
+from kvcache.paged.residual_attention import ResidualAttention
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.shown import as_html, describe, describe_settings
-from kvcache.paged.spans import as_lengths, refuse
+from kvcache.paged.spans import as_lengths, refuse, row_block
 from kvcache.paged.tables import BlockTables
 
 __all__ = ["PagedKvCache"]
@@ -71,8 +72,8 @@ class PagedKvCache:
             began, in memory that grows with the sequences. 0: all tokens are read packed.
         first_tokens: first tokens of each text that every query reads in f16, at most `residual_length` if that is not
             0, and 256. 16 suit a calibration: their keys are far from the centre of all others. `read` returns packed
-            rows, and blocks that `adopt` shares are read packed. `keep_tokens`, `apply_streaming_llm`, `copy_blocks`,
-            `max_memory_bytes` and formats in Python exclude both: ValueError.
+            rows, and blocks that `adopt` shares are read packed, unless `unpack` gives f16 rows. `keep_tokens`,
+            `apply_streaming_llm`, `copy_blocks` and `max_memory_bytes` exclude both: ValueError.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 
@@ -120,23 +121,21 @@ class PagedKvCache:
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, RowFormats(*formats))
-        if self._blocks.formats.fingerprint:
-            refuse("dtype", length, firsts)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._table = BlockTables(self._pool, store.block_size)
         self._blocks.holders.append(self._table.references)
         self._sequences: PagedSequences | ResidualSequences = PagedSequences(self._lock, store, self._table)
-        self._attention: SequenceAttention | ResidualSequences = SequenceAttention(self._lock, store, self._table)
+        self._attention: SequenceAttention | ResidualAttention = SequenceAttention(self._lock, store, self._table)
         self._residual: ResidualSequences | None = None
         if length or firsts:
             rows = PagedKvCache(
-                0, gcd(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_named,
-                key_dtype=unpacked(store.key_dtype), value_dtype=unpacked(store.value_dtype),
+                0, row_block(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_named,
+                key_dtype=unpacked_dtypes(store.key_dtype), value_dtype=unpacked_dtypes(store.value_dtype),
                 value_head_dim=store.value_head_dim, separate_layers=separate_layers,
             )  # fmt: skip
-            parts = self._sequences, self._attention, self._table
-            self._residual = ResidualSequences(lock, *parts, rows, length, firsts)
-            self._sequences = self._attention = self._residual
+            self._residual = ResidualSequences(lock, self._sequences, self._table, rows, length, firsts)
+            self._sequences = self._residual
+            self._attention = ResidualAttention(self._residual, self._attention)
         self._evictor = Evictor(self._lock, self._table)
         self._threshold = 0.0
         self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
@@ -326,6 +325,11 @@ class PagedKvCache:
         return rows if out is None else (keys, values)
 
     attention = attending.attention
+
+    # -- tokens that a residual or `first_tokens` keeps unpacked: see paged/unpacked.py -----------------------
+
+    unpacked_tokens, read_unpacked = unpacked.unpacked_tokens, unpacked.read_unpacked
+    unpack, pack, reserve_unpacked = unpacked.unpack, unpacked.pack, unpacked.reserve_unpacked
 
     # -- eviction, which callers start: see paged/eviction.py -------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,6 @@ from kvcache.core.arguments import as_floats, as_output
 __all__ = ["Parts", "blend", "merge_attention"]
 
 Float32 = npt.NDArray[np.float32]
-
-_HALF = np.float32(0.5)
 
 
 def merge_attention(
@@ -48,14 +45,21 @@ def merge_attention(
 
 def blend(out_a: Float32, out_b: Float32, log_odds: Float32) -> Float32:
     """The merged outputs of two parts; `log_odds`, `lse_a - lse_b` and not NaN, is overwritten."""
-    log_odds *= _HALF
+    log_odds *= 0.5
     share = np.tanh(log_odds, out=log_odds)  # that of part a, 1 / (1 + exp(-log_odds)), without overflow
-    share *= _HALF
-    share += _HALF
+    share *= 0.5
+    share += 0.5
     merged: Float32 = out_a - out_b
     merged *= share[..., None]
     merged += out_b
     return merged
+
+
+class Attention(Protocol):
+    """`SequenceAttention`, or what attends as it does."""
+
+    def over(self, *args: Any, **options: Any) -> Any:
+        """As of `SequenceAttention`."""
 
 
 class Parts:
@@ -77,43 +81,42 @@ class Parts:
         self._near, ids = np.array(near, np.uint64), np.array(far, np.uint64)
         self._counts, self._causal = np.array(counts, np.int64), causal
         shown = None if contexts is None else np.array(contexts, np.int64)
-        # Of each number of tokens that are skipped: the queries, and what they read; nothing where all see none.
+        # Of each number of tokens that are skipped: the queries (None: all), and what they read, if any.
         self._far: list[tuple[Any, tuple[Any, ...], int]] = []
         if isinstance(skipped, int):
             if shown is None or shown.any():
-                self._far.append((slice(None), (ids, self._counts, shown), skipped))
+                self._far.append((None, (ids, self._counts, shown), skipped))
             return
         skips = np.array(skipped, np.int64)
         for skip in np.unique(skips if shown is None else skips[shown > 0]).tolist():
             one = skips == skip
-            rows = slice(None) if one.all() else np.repeat(one, self._counts)
+            rows = None if one.all() else np.repeat(one, self._counts)
             self._far.append((rows, (ids[one], self._counts[one], None if shown is None else shown[one]), skip))
 
     def attend(
-        self, near: Callable[..., Any], far: Callable[..., Any], queries: Float32, options: Mapping[str, Any],
-        out: Any = None, return_lse: bool = False,
+        self, layer: int, near: Attention, far: Attention, queries: npt.NDArray[Any], *,
+        scale: float | None = None, softcap: float | None = None, sinks: npt.ArrayLike | None = None, out: Any = None,
+        return_lse: bool = False,
     ) -> tuple[Float32, Float32]:  # fmt: skip
         """Attend to both, and merge: outputs and log-sum-exps; without `return_lse` the latter are of no use.
 
         Args:
-            near, far: `PagedKvCache.attention` of the unpacked and of the packed tokens, without its layer.
-            options: of both. Sinks join the normaliser once, beside the unpacked tokens.
-            out: as there.
+            near, far: attention over the unpacked and the packed tokens.
+            sinks: they join the normaliser once, beside the unpacked tokens. All others are those of
+                `PagedKvCache.attention`.
         """
-        mixed, lse = near(
-            queries, self._near, query_lens=self._counts, causal=self._causal, out=out, return_lse=True, **options
-        )
-        rest = {name: options[name] for name in options if name != "sinks"} if "sinks" in options else options
+        # Called once per layer of a step: in the order of the arguments, which takes half as long as by name.
+        mixed, lse = near.over(layer, queries, self._near, self._counts, scale, None, out, False,
+                               None, True, None, softcap, sinks, None, self._causal, None, 0)  # fmt: skip
         for rows, (ids, counts, contexts), skip in self._far:
-            more, more_lse = far(
-                queries[rows], ids, query_lens=counts, context_lens=contexts, skip_tokens=skip, return_lse=True, **rest
-            )
-            log_odds = more_lse - lse[rows]
-            if return_lse:
-                lse[rows] = np.logaddexp(more_lse, lse[rows])
-            if out is None and isinstance(rows, slice):  # all queries
-                mixed = blend(more, mixed, log_odds)
-            else:
-                to = as_output(mixed)
-                to[rows] = blend(more, to[rows], log_odds)
+            own = queries if rows is None else queries[rows]
+            more, more_lse = far.over(layer, own, ids, counts, scale, None, None, False,
+                                      contexts, True, None, softcap, None, None, True, None, skip)  # fmt: skip
+            if out is None and rows is None and not return_lse:
+                mixed = blend(more, mixed, more_lse - lse)
+                continue
+            which, to = ... if rows is None else rows, as_output(mixed)
+            log_odds = more_lse - lse[which]
+            lse[which] = np.logaddexp(more_lse, lse[which])
+            to[which] = blend(more, to[which], log_odds)
         return mixed, lse

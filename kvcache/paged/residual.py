@@ -20,72 +20,63 @@ Tokens of which there are no unpacked rows, as those of blocks that `adopt` shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_indices, short
 from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import SequenceNotFoundError
-from kvcache.paged.attending import attention
-from kvcache.paged.merging import Parts
-from kvcache.paged.seq_ids import as_seq_ids
-from kvcache.paged.spans import Span, groups_of, refuse
+from kvcache.paged.spans import Span, refuse
 
 if TYPE_CHECKING:
-    from kvcache.paged.attention import SequenceAttention
     from kvcache.paged.cache import PagedKvCache
     from kvcache.paged.sequences import PagedSequences
     from kvcache.paged.tables import BlockTables
 
-__all__ = ["ResidualSequences"]
+__all__ = ["PARTS", "ResidualSequences"]
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-_PARTS = 2**63  # ids from here on: forks that live during a call; lower ones are uids
-
-# Arguments of attention that have one value here, and that value.
-_FIXED = {"sink_queries": None, "return_scores": False, "context_lens": None, "window": None, "starts": None,
-          "causal": True, "mask": None, "skip_tokens": 0}  # fmt: skip
+PARTS = 2**63  # ids from here on: sequences of rows that live during a call; lower ones are uids
 
 
 class ResidualSequences:
-    """The verbs of a paged cache over its sequences, and attention over them, with unpacked rows beside packed ones.
+    """The verbs of a paged cache over its sequences, with unpacked rows beside packed ones.
 
     Args:
         lock: made before those of the parts.
-        sequences, attention, table: of the packed rows.
+        sequences, table: of the packed rows.
         rows: the cache of unpacked rows; it grows when it has too few blocks.
         length: tokens of a group; 0: there are no groups.
         firsts: first tokens that every query reads unpacked, at most `length` where there are groups.
+
+    Attributes:
+        lock: of the calls.
+        spans: which tokens have unpacked rows, by uid.
 
     Methods and errors are those of `PagedSequences`. `free` takes effect at once for the packed rows; the unpacked ones
     are freed by the next call that needs room.
     """
 
     def __init__(
-        self, lock: CallLock, sequences: PagedSequences, attention: SequenceAttention, table: BlockTables,
-        rows: PagedKvCache, length: int, firsts: int,
+        self, lock: CallLock, sequences: PagedSequences, table: BlockTables, rows: PagedKvCache, length: int,
+        firsts: int,
     ) -> None:  # fmt: skip
-        self._sequences, self._attention, self._table, self.rows = sequences, attention, table, rows
+        self._sequences, self._table, self.rows = sequences, table, rows
         self.length, self.firsts = length, firsts
-        self._spans: dict[int, Span] = {}  # by uid
+        self.spans: dict[int, Span] = {}
         self._moving: tuple[int, ...] = ()  # uids of sequences that a call is exchanging
-        self._lock = MendingLock(lock, self._mend)
+        self._own: dict[int, int] = {}  # by uid: rows from this token on lie in blocks that no other sequence has
+        self.lock = MendingLock(lock, self._mend)
+        self.uid_of = table.uid  # -1: there is no such sequence
         self.free, self.free_batch = sequences.free, sequences.free_batch
         self.read, self.compact, self.grow = sequences.read, sequences.compact, sequences.grow
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of scratch that attention over packed rows keeps from call to call."""
-        return self._attention.nbytes
 
     # -- sequences start and end ----------------------------------------------------------------------------
 
@@ -93,14 +84,14 @@ class ResidualSequences:
         self.allocate_batch(np.array([seq_id], np.uint64), np.array([num_tokens], np.int64))
 
     def allocate_batch(self, seq_ids: UInt64, num_tokens: Int64) -> None:
-        with self._lock:
+        with self.lock:
             self._sequences.allocate_batch(seq_ids, num_tokens)
             with _Undoing(self._end, seq_ids):
                 self._begin(seq_ids)
-                self._extend(seq_ids, num_tokens)
+                self._extend(self.uids(seq_ids), num_tokens.tolist())
 
     def adopt(self, seq_id: int, blocks: npt.NDArray[np.int32], num_tokens: int) -> None:
-        with self._lock:
+        with self.lock:
             self._sequences.adopt(seq_id, blocks, num_tokens)
             with _Undoing(self._end, [seq_id]):
                 self._begin([seq_id], num_tokens)
@@ -109,60 +100,69 @@ class ResidualSequences:
         self.fork_batch(np.array([source], np.uint64), np.array([target], np.uint64))
 
     def fork_batch(self, sources: UInt64, targets: UInt64) -> None:
-        with self._lock:
+        with self.lock:
             self._sequences.fork_batch(sources, targets)
             with _Undoing(self._end, targets):
                 self._reap(len(targets))
-                old, new = self._uids(sources), self._uids(targets)
+                old, new = self.uids(sources), self.uids(targets)
+                self._share(old)
                 self.rows.fork_batch(old, new)
-                self._spans.update((uid, self._spans[source]) for source, uid in zip(old, new, strict=True))
+                self.spans.update((uid, self.spans[source]) for source, uid in zip(old, new, strict=True))
 
     def swap(self, first: int, second: int) -> None:
-        with self._lock:
-            uids = self._moving = self._uids([first, second])
+        with self.lock:
+            uids = self._moving = self.uids([first, second])
+            self._share(uids)
             self._sequences.swap(first, second)
             self.rows.swap(*uids)
-            one, other = (self._spans[uid] for uid in uids)
-            self._spans.update({uids[0]: other, uids[1]: one})
+            one, other = (self.spans[uid] for uid in uids)
+            self.spans.update({uids[0]: other, uids[1]: one})
             self._moving = ()
 
     # -- tokens come and go ---------------------------------------------------------------------------------
 
     def append(self, seq_id: int, num_new_tokens: int) -> None:
-        self.append_batch(np.array([seq_id], np.uint64), np.array([num_new_tokens], np.int64))
+        with self.lock:
+            self._sequences.append(seq_id, num_new_tokens)
+            try:  # once per step of one text: `_Undoing` takes longer
+                self._extend((self._table.uid(seq_id),), (num_new_tokens,))
+            except BaseException:
+                self._shorten([seq_id], [num_new_tokens])
+                raise
 
     def append_batch(self, seq_ids: UInt64, counts: Int64 | None = None) -> None:
         more = np.ones(len(seq_ids), np.int64) if counts is None else counts
-        with self._lock:
+        with self.lock:
             self._sequences.append_batch(seq_ids, more)
-            with _Undoing(self._shorten, seq_ids, more):
-                self._extend(seq_ids, more)
+            with _Undoing(self._shorten, seq_ids.tolist(), more.tolist()):
+                self._extend(self.uids(seq_ids), more.tolist())
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         self.truncate_batch(np.array([seq_id], np.uint64), np.array([num_tokens], np.int64))
 
     def truncate_batch(self, seq_ids: UInt64, num_tokens: Int64) -> None:
-        with self._lock:
+        with self.lock:
             self._sequences.truncate_batch(seq_ids, num_tokens)
-            self._cut(self._uids(seq_ids), num_tokens.tolist())
+            self._cut(self.uids(seq_ids), num_tokens.tolist())
 
     def reorder(self, seq_ids: UInt64, rows: Int64) -> None:
-        with self._lock:
-            uids = self._moving = self._uids(seq_ids)
+        with self.lock:
+            uids = self._moving = self.uids(seq_ids)
+            self._share(uids)
             self.rows.reorder(uids, rows)  # it refuses what the other one would
             self._sequences.reorder(seq_ids, rows)
-            spans = [self._spans[uids[row]] for row in rows]
-            self._spans.update(zip(uids, spans, strict=True))
+            spans = [self.spans[uids[row]] for row in rows]
+            self.spans.update(zip(uids, spans, strict=True))
             self._moving = ()
 
     def resize(self, seq_id: int, num_tokens: int, uid: int) -> None:
-        with self._lock:
+        with self.lock:
             old = self._table.info(seq_id)[0] if self._table.uid(seq_id) == uid else num_tokens
             self._sequences.resize(seq_id, num_tokens, uid)
             if num_tokens <= old:
                 return self._cut([uid], [num_tokens])
             with _Undoing(self._sequences.resize, seq_id, old, uid):
-                self._extend([seq_id], np.array([num_tokens - old]))
+                self._extend([uid], [num_tokens - old])
 
     def keep(self, seq_id: int, indices: Int64) -> None:
         refuse("keep_tokens", self.length, self.firsts)
@@ -174,67 +174,96 @@ class ResidualSequences:
     # -- K and V --------------------------------------------------------------------------------------------
 
     def write(self, layer: int, seq_id: int, start: int | None, rows: KvRows) -> None:
-        self.rows._store.check_rows(rows, layer)
-        with self._lock:
-            self._make_room(self._blocks(rows.count))
+        given: KvRows = getattr(rows, "given", rows)
+        self.rows._store.check_rows(given, layer)
+        with self.lock:
+            uid = self._table.uid(seq_id)
+            span = self.spans.get(uid)
+            if span is None:
+                raise SequenceNotFoundError(seq_id)
+            first = span.stop - rows.count if start is None else start
+            if first < self._own.get(uid, first + 1):
+                self._make_room(self._blocks(rows.count))
             self._sequences.write(layer, seq_id, start, rows)
-            uid = self._uids([seq_id])[0]
-            first = self._spans[uid].stop - rows.count if start is None else start
-            self._write(layer, uid, first, rows)
+            if first < span.base or not rows.count:
+                self._write(layer, uid, first, given)
+            else:
+                self.rows._sequences.write(layer, uid, span.firsts + first - span.base, given)
 
     def write_batch(self, layer: int, seq_ids: UInt64, rows: KvRows, counts: Int64 | None = None) -> None:
-        self.rows._store.check_rows(rows, layer)
-        with self._lock:
-            self._make_room(self._blocks(rows.count, len(seq_ids)))
+        given: KvRows = getattr(rows, "given", rows)
+        self.rows._store.check_rows(given, layer)
+        with self.lock:
+            uids, lens = self.uids(seq_ids), np.ones(len(seq_ids), np.int64) if counts is None else counts
+            spans = [self.spans[uid] for uid in uids]
+            firsts = [span.stop - n for span, n in zip(spans, lens.tolist(), strict=True)]
+            if any(first < self._own.get(uid, first + 1) for uid, first in zip(uids, firsts, strict=True)):
+                self._make_room(self._blocks(rows.count, len(seq_ids)))
             self._sequences.write_batch(layer, seq_ids, rows, counts)
-            uids, lens = self._uids(seq_ids), np.ones(len(seq_ids), np.int64) if counts is None else counts
-            spans = [self._spans[uid] for uid in uids]
-            if all(span.stop - n >= span.base for span, n in zip(spans, lens.tolist(), strict=True)):
-                self.rows._sequences.write_batch(layer, np.array(uids, np.uint64), rows, lens)
+            if all(first >= span.base for span, first in zip(spans, firsts, strict=True)):
+                self.rows._sequences.write_batch(layer, np.array(uids, np.uint64), given, lens)
                 return
-            for uid, span, n, end in zip(uids, spans, lens.tolist(), np.cumsum(lens).tolist(), strict=True):
-                self._write(layer, uid, span.stop - n, rows.part(end - n, end))
+            for uid, first, n, end in zip(uids, firsts, lens.tolist(), np.cumsum(lens).tolist(), strict=True):
+                self._write(layer, uid, first, given.part(end - n, end))
 
-    def over(
-        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, query_lens: npt.ArrayLike | None,
-        scale: float | None, sink_queries: npt.ArrayLike | None, out: Any, return_scores: bool | str,
-        context_lens: npt.ArrayLike | None, return_lse: bool, window: int | None, softcap: float | None,
-        sinks: npt.ArrayLike | None, starts: npt.ArrayLike | None, causal: bool, mask: npt.ArrayLike | None,
-        skip_tokens: int,
-    ) -> Any:  # fmt: skip
-        """As of `SequenceAttention`: over the unpacked rows, over the packed ones, and both results merged."""
-        given = (sink_queries, return_scores, context_lens, window, starts, causal, mask, skip_tokens)
-        for (name, fixed), value in zip(_FIXED.items(), given, strict=True):
-            if value is not fixed and (fixed is None or value != fixed):
-                lengths = f"residual_length {self.length} and first_tokens {self.firsts}"
-                raise ValueError(f"{name}: expected {fixed} with {lengths}, got {short(value)}")
-        rows = queries if type(queries) is np.ndarray else as_floats(queries, (None, None, None), "queries")
-        ids = as_seq_ids(seq_ids).copy()
-        lens = np.ones(len(ids), np.int64) if query_lens is None else as_indices(query_lens, "query_lens").copy()
-        if len(lens) != len(ids):
-            raise ValueError(f"query_lens: expected {len(ids)} numbers, one per sequence, got {len(lens)}")
-        with self._lock:
+    # -- which tokens are unpacked: see paged/unpacked.py ----------------------------------------------------
+
+    def read_unpacked(self, layer: int, seq_id: int) -> tuple[Float32, Float32]:
+        with self.lock:
+            return self.rows.read(layer, self._uid(seq_id))
+
+    def span(self, seq_id: int) -> Span:
+        with self.lock:
+            return self.spans[self._uid(seq_id)]
+
+    def pack(self, seq_id: int, num_tokens: int) -> None:
+        with self.lock:
+            uid = self._uid(seq_id)
+            old = self.spans[uid]
+            self._drop(uid, old, old.behind(min(num_tokens, old.stop), self.firsts))
+
+    def unpack(self, seq_id: int, newest: Sequence[KvRows], firsts: Sequence[KvRows]) -> None:
+        ahead, count = (each[0].count if each else 0 for each in (firsts, newest))
+        with self.lock:
+            uid = self._uid(seq_id)
+            stop = self.spans[uid].stop
+            span = Span(ahead, stop - count, stop)
+            if ahead not in (0, self.firsts) or span.base < ahead:
+                raise ValueError(f"firsts: expected {self.firsts} tokens or none, before the newest, got {ahead}")
+            if count and (not self.length or span.base // self.length < (stop - 1) // self.length):
+                raise ValueError(f"newest: expected tokens of one group of {self.length}, got {count} before {stop}")
             try:
-                near, far = partial(self.rows.attention, layer), partial(attention, cast(Any, self), layer)
-                options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-                mixed, lse = self._parts(ids, lens).attend(near, far, rows, options, out, return_lse)
-                return (mixed, lse) if return_lse else mixed
+                self._make_room(self._blocks(ahead + count))
+                self.rows.allocate(PARTS, ahead + count)
+                for part, first in ((firsts, 0), (newest, ahead)):
+                    for layer, each in enumerate(part):
+                        self.rows._sequences.write(layer, PARTS, first, each)
+                self._moving = (uid,)
+                self._share([uid])
+                self.rows.swap(uid, PARTS)
+                self.spans[uid], self._moving = span, ()
             finally:
-                self._free_parts()
+                self.free_parts()
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for unpacked rows of so many tokens in all, if there is less."""
+        missing = -(-num_tokens // self.rows.block_size) - self.rows.total_blocks
+        if missing > 0:
+            self.rows.grow(missing)
 
     # -- invariants -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
-        with self._lock:
+        with self.lock:
             self.rows.check()
             for seq_id in self._table.seq_ids():
                 uid = self._table.uid(seq_id)
-                assert self._is_sound(seq_id, uid), f"sequence {seq_id}: its rows differ from {self._spans.get(uid)}"
-            assert all(seq_id < _PARTS for seq_id in self.rows.sequence_ids()), "forks of an attention are left"
+                assert self._is_sound(seq_id, uid), f"sequence {seq_id}: its rows differ from {self.spans.get(uid)}"
+            assert all(seq_id < PARTS for seq_id in self.rows.sequence_ids()), "forks of an attention are left"
 
     def _is_sound(self, seq_id: int, uid: int) -> bool:
-        span, held = self._spans.get(uid), self.rows.get_sequence(uid)
+        span, held = self.spans.get(uid), self.rows.get_sequence(uid)
         return (
             span is not None and held is not None and span.stop == self._table.info(seq_id)[0]
             and held.num_tokens == span.num_rows
@@ -242,12 +271,13 @@ class ResidualSequences:
 
     def _mend(self) -> None:
         """Drop the unpacked rows that an interrupted call left inconsistent: these tokens are then read packed."""
-        self._free_parts()
+        self.free_parts()
+        self._own.clear()
         for seq_id in self._table.seq_ids():
             uid = self._table.uid(seq_id)
             moved = uid in self._moving
             if moved or not self._is_sound(seq_id, uid):
-                span, count, held = self._spans.get(uid), self._table.info(seq_id)[0], self.rows.get_sequence(uid)
+                span, count, held = self.spans.get(uid), self._table.info(seq_id)[0], self.rows.get_sequence(uid)
                 if held is None:
                     self.rows.allocate(uid, 0)
                     held = self.rows.get_sequence(uid)
@@ -256,24 +286,26 @@ class ResidualSequences:
                     whole = span.has(self.firsts)
                     firsts = self.firsts if whole and min(count, span.stop, held.num_tokens) >= self.firsts else 0
                 self.rows.truncate(uid, firsts)
-                self._spans[uid] = Span(firsts, count, count) if count else Span(0, 0, 0)
+                self.spans[uid] = Span(firsts, count, count) if count else Span(0, 0, 0)
         self._moving = ()
 
     # -- below the verbs ------------------------------------------------------------------------------------
 
-    def _uids(self, seq_ids: Iterable[int] | UInt64) -> tuple[int, ...]:
-        ids = [int(each) for each in seq_ids]
-        uids = tuple(self._table.uid(each) for each in ids)
-        if -1 in uids:
-            raise SequenceNotFoundError(ids[uids.index(-1)])
-        return uids
+    def uids(self, seq_ids: Iterable[int] | UInt64) -> tuple[int, ...]:
+        return tuple([self._uid(int(each)) for each in seq_ids])
+
+    def _uid(self, seq_id: int) -> int:
+        uid = self._table.uid(seq_id)
+        if uid == -1:
+            raise SequenceNotFoundError(seq_id)
+        return uid
 
     def _begin(self, seq_ids: Iterable[int] | UInt64, num_tokens: int = 0) -> None:
         """Start sequences of `num_tokens` tokens that are packed alone."""
-        uids = self._uids(seq_ids)
+        uids = self.uids(seq_ids)
         self._reap(len(uids))
         self.rows.allocate_batch(uids, [0] * len(uids))
-        self._spans.update((uid, Span(0, num_tokens, num_tokens)) for uid in uids)
+        self.spans.update((uid, Span(0, num_tokens, num_tokens)) for uid in uids)
 
     def _end(self, seq_ids: Iterable[int] | UInt64) -> None:
         """Free sequences that a failed call has started."""
@@ -281,29 +313,43 @@ class ResidualSequences:
             with suppress(SequenceNotFoundError):
                 self._sequences.free(int(seq_id))
 
-    def _shorten(self, seq_ids: UInt64, counts: Int64) -> None:
-        """Drop packed tokens that a failed call has appended."""
+    def _shorten(self, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
+        """Drop tokens that a failed call has appended."""
         with suppress(SequenceNotFoundError):
-            lens = np.array([self._table.info(int(each))[0] for each in seq_ids], np.int64)
-            self._sequences.truncate_batch(seq_ids, lens - counts)
+            for seq_id, uid, count in zip(seq_ids, self.uids(seq_ids), counts, strict=True):
+                before = self._table.info(seq_id)[0] - count
+                self._sequences.truncate(seq_id, before)
+                if self.spans[uid].stop > before:
+                    self._cut([uid], [before])
 
     def _cut(self, uids: Sequence[int], num_tokens: Sequence[int]) -> None:
-        spans = [self._spans[uid].cut(pos) for uid, pos in zip(uids, num_tokens, strict=True)]
+        spans = [self.spans[uid].cut(pos) for uid, pos in zip(uids, num_tokens, strict=True)]
         self.rows.truncate_batch(uids, [span.num_rows for span in spans])
-        self._spans.update(zip(uids, spans, strict=True))
+        self.spans.update(zip(uids, spans, strict=True))
 
-    def _extend(self, seq_ids: Iterable[int] | UInt64, counts: Int64) -> None:
+    def _share(self, uids: Iterable[int]) -> None:
+        """Note that other sequences may have the blocks of these."""
+        for uid in uids:
+            self._own.pop(uid, None)
+
+    def _extend(self, uids: Sequence[int], counts: Sequence[int]) -> None:
         """Add rows for new tokens of the packed sequences, and drop those of groups that no new query reads."""
-        uids = self._uids(seq_ids)
-        self._make_room(self._blocks(int(counts.sum()), len(uids)))
-        old = [self._spans[uid] for uid in uids]
-        new = [span.longer(n, self.length, self.firsts) for span, n in zip(old, counts.tolist(), strict=True)]
-        more = [b.num_rows - a.num_rows for a, b in zip(old, new, strict=True)]
-        self.rows.append_batch(uids, counts if self.length else more)
-        for uid, a, b in zip(uids, old, new, strict=True):
-            self._spans[uid] = b
-            if self.length and b.base > a.base:
-                self.rows.keep_tokens(uid, np.r_[0 : b.firsts, a.row(b.base) : a.row(b.stop)])
+        self._make_room(self._blocks(sum(counts), len(uids)))
+        for uid, count in zip(uids, counts, strict=True):
+            old = self.spans[uid]
+            new = old.longer(count, self.length, self.firsts)
+            self.rows._sequences.append(uid, count if self.length else new.num_rows - old.num_rows)
+            self._own[uid] = min(old.stop, self._own.get(uid, old.stop))
+            if self.length:
+                self._drop(uid, old, new)
+            else:
+                self.spans[uid] = new
+
+    def _drop(self, uid: int, old: Span, new: Span) -> None:
+        """Drop the rows that a span has no longer."""
+        self.spans[uid] = new
+        if new.base > old.base:
+            self.rows.keep_tokens(uid, np.r_[0 : new.firsts, old.row(new.base) : old.row(new.stop)])
 
     def _blocks(self, num_tokens: int, num_texts: int = 1) -> int:
         """Blocks of unpacked rows that so many new tokens touch at most."""
@@ -312,7 +358,7 @@ class ResidualSequences:
         return num_tokens // self.rows.block_size + 2 * num_texts
 
     def _make_room(self, num_blocks: int) -> None:
-        if self.rows.free_block_count < num_blocks:
+        if self.rows._pool.num_free < num_blocks:
             self._reap()
             if self.rows.free_block_count < num_blocks:
                 self.rows.grow(max(num_blocks, self.rows.total_blocks))
@@ -323,61 +369,21 @@ class ResidualSequences:
             alive = set(map(self._table.uid, self._table.seq_ids()))
             for uid in set(map(int, self.rows.sequence_ids())) - alive:
                 self.rows.free(uid)
-                self._spans.pop(uid, None)
+                self.spans.pop(uid, None)
+                self._own.pop(uid, None)
 
     def _write(self, layer: int, uid: int, first: int, rows: KvRows) -> None:
         """Store those of consecutive tokens that are unpacked."""
-        span, last = self._spans[uid], first + rows.count
+        span, last = self.spans[uid], first + rows.count
         if first < span.firsts:
             self.rows._sequences.write(layer, uid, first, rows.part(0, min(last, span.firsts) - first))
         begin = max(first, span.base)
         if begin < last:
             self.rows._sequences.write(layer, uid, span.row(begin), rows.part(begin - first, last - first))
 
-    def _parts(self, ids: UInt64, lens: Int64) -> Parts:
-        """The queries of each sequence by group."""
-        if len(set(ids.tolist())) < len(ids):
-            raise ValueError("seq_ids: expected each sequence once, got one twice")
-        nears: list[int] = []
-        fars, counts, contexts, skipped = [], [], [], []
-        for seq_id, uid, count in zip(ids.tolist(), self._uids(ids), lens.tolist(), strict=True):
-            span = self._spans[uid]
-            most = span.stop - (span.base if self.length else 0)
-            if not 0 <= count <= most:
-                group = ", from the group of its last append on" if self.length else ""
-                raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {seq_id}{group}, got {count}")
-            for rows, queries, context, skip in self._groups(span, count):
-                near = uid
-                if rows is not None:
-                    near = _PARTS + len(nears)
-                    self.rows.fork(uid, near)
-                    self.rows.keep_tokens(near, rows)
-                nears.append(near)
-                fars.append(seq_id)
-                counts.append(queries)
-                contexts.append(context)
-                skipped.append(skip)
-        return Parts(nears, fars, counts, contexts, skipped, causal=self.length > 0)
-
-    def _groups(self, span: Span, count: int) -> Iterator[tuple[Int64 | None, int, int, int]]:
-        """Of the last `count` tokens, for each group: its unpacked rows (None: all), queries, `context`, `skipped`."""
-        if self.length:
-            for group, pos, end in groups_of(span.stop - count, span.stop, self.length):
-                begin = max(group, span.base)
-                ahead = (span.firsts if span.base else self.firsts) if begin else 0
-                inside = begin > span.base or end < span.stop
-                yield np.r_[0:ahead, span.row(begin) : span.row(end)] if inside else None, end - pos, begin, ahead
-            return
-        # Those that are first tokens see unpacked ones alone; each is a group, as a query in it sees all rows.
-        heads = range(span.stop - count, min(self.firsts, span.stop) if span.has(self.firsts) else 0)
-        for pos in heads:
-            yield np.arange(pos + 1), 1, 0, self.firsts
-        if count > len(heads):
-            yield None, count - len(heads), span.stop, self.firsts if span.has(self.firsts) else 0
-
-    def _free_parts(self) -> None:
+    def free_parts(self) -> None:
         for seq_id in self.rows.sequence_ids():
-            if seq_id >= _PARTS:
+            if seq_id >= PARTS:
                 self.rows.free(seq_id)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any, NamedTuple
 
 from kvcache.core.arguments import as_count
 
-__all__ = ["Span", "as_lengths", "groups_of", "refuse"]
+__all__ = ["Span", "as_lengths", "groups_of", "refuse", "row_block"]
 
 
 def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -> tuple[int, int]:
@@ -22,6 +23,11 @@ def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -
     if max_memory_bytes is not None:
         refuse("max_memory_bytes", length, firsts)
     return length, firsts
+
+
+def row_block(length: int, firsts: int) -> int:
+    """Tokens of a block of unpacked rows: blocks end where groups and the first tokens do."""
+    return gcd(length, firsts, 16)
 
 
 def refuse(what: str, length: int, firsts: int) -> None:
@@ -62,9 +68,13 @@ class Span(NamedTuple):
         """Of `count` more tokens: those of earlier groups are packed from then on."""
         stop = self.stop + count
         begin = self.stop - self.stop % length if length else stop if self.base or stop > firsts else 0
-        if begin <= self.base or not count:
-            return Span(self.firsts, self.base, stop)
-        return Span(self.firsts if self.base else firsts, begin, stop)
+        return Span(self.firsts, self.base, stop).behind(begin, firsts) if count else self
+
+    def behind(self, pos: int, firsts: int) -> Span:
+        """Of the same tokens, where those before `pos` are packed but for the first ones, if there are so many."""
+        if pos <= self.base or (not self.base and pos < firsts):
+            return self
+        return Span(self.firsts if self.base else firsts, pos, self.stop)
 
     def cut(self, pos: int) -> Span:
         """Of the first `pos` tokens."""

@@ -14,7 +14,6 @@ and a text that ends between two groups keeps these alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -123,8 +122,7 @@ class NewestGroups(Groups):
                     k, v = np.concatenate([old[0], k]), np.concatenate([old[1], v])
                 for group in each.groups:
                     self._groups.write(layer, group, k, v, start=0)
-            own, earlier = partial(self._groups.attention, layer), partial(cache.attention, layer)
-            return parts.attend(own, earlier, queries, self._options[layer])[0]
+            return parts.attend(layer, self._groups._attention, cache._attention, queries, **self._options[layer])[0]
 
         return attend
 

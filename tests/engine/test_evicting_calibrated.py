@@ -64,7 +64,8 @@ def stored_as(config, dtype, calibration):
 @pytest.mark.parametrize("name", [*POLICIES, "streaming"])
 def test_survivors_are_rounded_with_the_feedback_of_their_layer(network, known, name, dtype):
     policy, naive = POLICIES.get(name, (STREAM, None))
-    watched, stored = Watched(network), stored_as(network.config, dtype, known.without_centres([*range(len(known.centres))]))
+    watched, every = Watched(network), [*range(len(known.centres))]
+    stored = stored_as(network.config, dtype, known.without_centres(every))
     engine = make(watched, policy, 16, prefill_chunk=16, dtype=dtype, calibrate=known)
     twin = (
         DenseStreamingEngine(network, 4, 12, 16, stored) if naive is None

@@ -8,7 +8,6 @@ from recording_network import DIM, KV_HEADS, LAYERS, VOCABULARY, RecordingNetwor
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.residual import Residual
 from kvcache.paged.cache import PagedKvCache
 
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
@@ -234,31 +233,35 @@ def test_clearing_drops_the_groups():
 
 
 def test_rows_are_recalled_bit_for_bit():
-    """The rows of one residual, recalled for another: all dtypes, all counts."""
+    """The rows of one sequence, recalled for another: all dtypes, all counts."""
     rng = np.random.default_rng(0)
-    config = RecordingNetwork().config
     for key_dtype, value_dtype in (("q4", "q2"), ("f32", "q4"), ("q3", "f32")):
-        cache = PagedKvCache(8, 16, KV_HEADS, DIM, num_layers=LAYERS, key_dtype=key_dtype, value_dtype=value_dtype)
         for length in (12, 32):
-            one, other = Residual(config, cache, length, 24), Residual(config, cache, length, 24)
-            newest = NewestGroups(one, 16, 64)
+            cache = PagedKvCache(
+                12, 16, KV_HEADS, DIM, num_layers=LAYERS, key_dtype=key_dtype, value_dtype=value_dtype,
+                residual_length=length,
+            )  # fmt: skip
+            newest = NewestGroups(cache, 64)
             for count in range(1, length):
                 before = rng.integers(0, 9, 2 * length).astype(np.uint32)
                 group = rng.integers(0, 9, count).astype(np.uint32)
                 rows = rng.standard_normal((LAYERS, 2, count, KV_HEADS, DIM), np.float32)
-                one.restart(2 * length + count)
-                one.resume(rows)
-                one.check()
-                newest.keep(np.r_[before, group], "a")
+                cache.allocate(0, 2 * length + count)
+                cache.unpack(0, list(rows))
+                cache.check()
+                newest.keep(0, np.r_[before, group], "a")
                 found, got = newest.recall(np.r_[before, group], "a")
                 assert found == count - count % newest.cache.block_size
                 newest.check()
                 assert newest.recall(np.r_[before, group], None)[0] == 0
                 assert newest.recall(np.r_[before[1:], group, group[:1]], "a")[0] == 0
                 if found:
-                    other.restart(2 * length + found)
-                    other.resume(got)
-                    other.check()
+                    cache.allocate(1, 2 * length + found)
+                    cache.unpack(1, got)
+                    cache.check()
                     for layer in range(LAYERS):
-                        for here, there in zip(one.read(layer), other.read(layer), strict=True):
+                        pairs = cache.read_unpacked(layer, 0), cache.read_unpacked(layer, 1)
+                        for here, there in zip(*pairs, strict=True):
                             np.testing.assert_array_equal(here[:found], there)
+                    cache.free(1)
+                cache.free(0)

@@ -1,4 +1,4 @@
-"""`PagedKvCache(residual_length=, first_tokens=)` beside the residual of an engine; refusals, memory, interrupts."""
+"""`PagedKvCache(residual_length=, first_tokens=)` beside two caches; refusals, memory, interrupts."""
 
 import numpy as np
 import oracle
@@ -6,11 +6,8 @@ import pytest
 from interrupts import Lines
 from residual_caches import DIM, HEADS, LAYERS, make, run
 
-from kvcache import Calibration, PagedKvCache, PrefixCache
-from kvcache.engine.firsts import FirstTokens
-from kvcache.engine.residual import Residual
+from kvcache import Calibration, PagedKvCache, PrefixCache, merge_attention
 from kvcache.errors import SequenceNotFoundError
-from kvcache.networks.protocols import LayerAttention
 
 pytestmark = pytest.mark.one_build
 
@@ -38,33 +35,36 @@ def test_pieces_of_any_length_have_the_bits_of_single_tokens(rng, dtype, length,
 
 
 @pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
-def test_an_engine_reads_the_same_bits(rng, length, firsts):
-    class Config:
-        num_layers, num_kv_heads, head_dim = LAYERS, HEADS, 32
-
-    keys, values = rng.standard_normal((2, LAYERS, 200, HEADS, 32)).astype(np.float32)
+def test_queries_have_the_bits_of_two_caches(rng, length, firsts):
+    """Of one that has what a query reads in f16, and one that packs all tokens."""
+    shape = {"num_blocks": 20, "block_size": 16, "num_heads": HEADS, "head_dim": 32}
+    keys, values = rng.standard_normal((2, 200, HEADS, 32)).astype(np.float32)
     queries = rng.standard_normal((200, 2 * HEADS, 32)).astype(np.float32)
-    known = Calibration(rng.standard_normal((LAYERS, HEADS, 32)))
-    own = PagedKvCache(
-        20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known, residual_length=length, first_tokens=firsts
-    )
-    bare = PagedKvCache(20, 16, HEADS, 32, num_layers=LAYERS, dtype="q4", calibration=known)
-    plain = [LayerAttention()] * LAYERS
-    residual = Residual(Config(), bare, 32, 200, firsts=firsts) if length else FirstTokens(Config(), bare, plain)
+    known = Calibration(rng.standard_normal((1, HEADS, 32)))
+    own = PagedKvCache(**shape, dtype="q4", calibration=known, residual_length=length, first_tokens=firsts)
+    bare, plain = PagedKvCache(**shape, dtype="q4", calibration=known), PagedKvCache(**shape, dtype="f16")
     own.allocate(1, 0)
-    bare.allocate(1, 0)
-    pos = 0
+    pos, got = 0, []
     for count in (7, 60, 1, 1, 100, 31):
-        run(own, 1, keys, values, pos, pos + count)
-        bare.append(1, count)
         part = slice(pos, pos + count)
-        with residual.changing(pos), residual.piece(bare, 1, pos, count) as attend:
-            for layer in range(LAYERS):
-                bare.write(layer, 1, keys[layer, part], values[layer, part])
-                expected = attend(layer, queries[part], keys[layer, part], values[layer, part])
-                got = own.attention(layer, queries[part], [1], query_lens=[count])
-                np.testing.assert_array_equal(got, expected)
+        run(own, 1, keys[None], values[None], pos, pos + count)
+        got.append(own.attention(0, queries[part], [1], query_lens=[count]))
         pos += count
+    bare.allocate(1, 200)
+    bare.write(0, 1, keys, values)
+    for pos, found in enumerate(np.concatenate(got)):
+        group = pos - pos % length if length else max(0, pos + 1 - firsts) and pos + 1
+        near = np.r_[0 : min(firsts, group), group : pos + 1]
+        plain.allocate(0, len(near))
+        plain.write(0, 0, keys[near], values[near])
+        query = queries[pos : pos + 1]
+        parts = [plain.attention(0, query, [0], return_lse=True)]
+        if group:
+            shown = {"context_lens": [group], "skip_tokens": firsts, "return_lse": True}
+            parts.insert(0, bare.attention(0, query, [1], causal=False, **shown))
+        whole = parts[0] if len(parts) == 1 else merge_attention(*parts[0], *parts[1])
+        np.testing.assert_array_equal(found, whole[0][0])
+        plain.free(0)
 
 
 def test_the_newest_tokens_are_f16_and_memory_is_counted(rng):
@@ -171,7 +171,78 @@ def test_a_prefix_that_is_adopted_is_read_packed(rng):
     cache.check()
 
 
+@pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
+@pytest.mark.parametrize("shared", [64, 70, 96])
+def test_an_adopted_prefix_is_unpacked_with_the_rows_of_another_text(rng, length, firsts, shared):
+    keys, values = rng.standard_normal((2, LAYERS, 120, HEADS, DIM)).astype(np.float32)
+    cache = make(length, firsts, block_size=16)
+    cache.allocate(1, 0)
+    run(cache, 1, keys, values, 0, shared)
+    if length:
+        cache.pack(1, (shared - 1) // length * length)
+    held, base, stop = cache.unpacked_tokens(1)
+    assert (held, base, stop) == (firsts, (shared - 1) // length * length if length else shared, shared)
+    pairs = [cache.read_unpacked(layer, 1) for layer in range(LAYERS)]
+    tokens = np.r_[0:held, base:stop]
+    for layer, pair in enumerate(pairs):
+        for got, rows in zip(pair, (keys, values), strict=True):
+            np.testing.assert_array_equal(got, rows[layer, tokens].astype(np.float16))
+    newest, heads = ([(k[part], v[part]) for k, v in pairs] for part in (slice(held, None), slice(held)))
+    cache.adopt(2, cache.block_table([1]).indices, shared)
+    cache.unpack(2, newest if stop > base else (), heads if held else ())
+    assert cache.unpacked_tokens(2) == (held, base, stop)
+    cache.check()
+    queries = rng.standard_normal((20, HEADS, DIM)).astype(np.float32)
+    for seq in (1, 2):
+        run(cache, seq, keys, values, shared, shared + 20)
+    for layer in range(LAYERS):
+        one, other = (cache.attention(layer, queries, [seq], query_lens=[20]) for seq in (1, 2))
+        np.testing.assert_array_equal(one, other)
+    cache.unpack(2)
+    assert cache.unpacked_tokens(2) == (0, shared + 20, shared + 20)
+
+
+def test_what_unpacking_refuses():
+    cache, rows = make(32, 16, block_size=16), np.zeros((8, HEADS, DIM), np.float32)
+    cache.allocate(1, 70)
+    for wrong, expected in (
+        ({"newest": [(rows, rows)]}, r"newest: expected rows of 2 layers, got 1"),
+        ({"newest": [(rows, rows), (rows[:3], rows[:3])]}, r"newest: expected as many tokens in each layer"),
+        ({"newest": [(rows, rows)] * 2}, r"newest: expected tokens of one group of 32, got 8 before 70"),
+        ({"firsts": [(rows, rows)] * 2}, r"firsts: expected 16 tokens or none, before the newest, got 8"),
+        ({"newest": [(rows + 1e6, rows)] * 2}, r"keys"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            cache.unpack(1, **wrong)
+        assert cache.unpacked_tokens(1) == (0, 0, 70)
+    cache.check()
+    with pytest.raises(SequenceNotFoundError):
+        cache.unpack(2)
+    bare = make(0, 0)
+    for call in (lambda: bare.unpacked_tokens(1), lambda: bare.pack(1, 0), lambda: bare.reserve_unpacked(5)):
+        with pytest.raises(ValueError, match=r"residual_length: expected a cache with it"):
+            call()
+
+
+def test_reserved_rows_do_not_grow(rng):
+    keys, values = rng.standard_normal((2, LAYERS, 300, HEADS, DIM)).astype(np.float32)
+    cache = make(32, 16, block_size=16)
+    size = cache.total_memory_bytes
+    cache.reserve_unpacked(160)
+    reserved = cache.total_memory_bytes
+    assert reserved - size == 160 * LAYERS * 2 * 2 * HEADS * DIM
+    cache.allocate(1, 0)
+    for pos in range(0, 300, 50):
+        run(cache, 1, keys, values, pos, pos + 50)
+        cache.pack(1, (pos + 49) // 32 * 32)
+    assert cache.total_memory_bytes == reserved
+
+
 ACTS = {
+    "unpack": lambda cache: cache.unpack(
+        2, [np.ones((2, 3, HEADS, DIM))] * LAYERS * (cache.residual_length > 0), [np.ones((2, 16, HEADS, DIM))] * LAYERS
+    ),
+    "pack": lambda cache: cache.pack(2, 33),
     "allocate": lambda cache: cache.allocate(9, 40),
     "append": lambda cache: cache.append_batch([1, 2], [30, 1]),
     "truncate": lambda cache: cache.truncate_batch([1, 2], [20, 5]),

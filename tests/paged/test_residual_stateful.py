@@ -170,6 +170,34 @@ class ResidualMachine(RuleBasedStateMachine):
             self.real.adopt(new, blocks, count)
             self.naive[new] = Naive(self.naive[seq].tokens[:count], [False] * count)
 
+    @rule(seq=IDS, share=st.floats(0, 1))
+    def pack(self, seq, share):
+        if seq in self.naive:
+            text = self.naive[seq]
+            count = round(share * len(text.tokens))
+            self.real.pack(seq, count)
+            if count >= self.firsts or not all(text.kept):
+                whole = len(text.kept) >= self.firsts and all(text.kept[: self.firsts])
+                text.kept[:count] = [whole and i < self.firsts for i in range(count)]
+
+    @rule(seq=IDS, share=st.floats(0, 1), whole=st.booleans())
+    def unpack(self, seq, share, whole):
+        if seq in self.naive:
+            text = self.naive[seq]
+            stop, ahead = len(text.tokens), self.firsts * whole
+            group = (stop - 1) // self.length * self.length if self.length and stop else stop
+            count = round(share * (stop - group))
+            if ahead > stop - count:
+                return
+            firsts, newest = self.rows(LAYERS * ahead), self.rows(LAYERS * count)
+            parts = [[*zip(*(np.split(side, LAYERS) for side in each), strict=True)] for each in (newest, firsts)]
+            self.real.unpack(seq, *parts)
+            text.kept = [i < ahead or i >= stop - count for i in range(stop)]
+            for part, first in zip(parts, (stop - count, 0), strict=True):
+                for layer, (keys, values) in enumerate(part):
+                    for i, pair in enumerate(zip(keys, values, strict=True)):
+                        text.tokens[first + i][layer] = pair
+
     @rule(seq=IDS)
     def free(self, seq):
         if seq in self.naive:

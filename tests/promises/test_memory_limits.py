@@ -200,7 +200,7 @@ def test_an_engine_within_a_number_of_bytes(network, dtype):
         assert limit - one < engine.memory()["kv"] <= limit
         assert engine.generate(prompt(1, 30), GREEDY) == whole.generate(prompt(1, 30), GREEDY)
     assert InferenceEngine(network, dtype=dtype, num_blocks=5, max_memory_bytes=most).cache.total_blocks == 5
-    fits = most - whole.cache.total_memory_bytes + 3 * one  # the residual and three blocks
+    fits = most - whole.cache.total_blocks * one + 3 * one  # the residual and three blocks
     engine = InferenceEngine(network, dtype=dtype, max_memory_bytes=fits, prefill_chunk=512)
     assert engine.cache.total_blocks == 3
     with pytest.raises(OutOfMemoryError):

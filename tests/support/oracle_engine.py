@@ -19,6 +19,8 @@ class DenseKvCache:
     A fork copies. Memory is counted in blocks, without sharing.
     """
 
+    residual_length = first_tokens = 0
+
     def __init__(
         self, num_blocks: int, block_size: int, num_heads: int, head_dim: int, *, num_layers: int, **_: Any
     ) -> None:
@@ -76,6 +78,12 @@ class DenseKvCache:
 
     def get_sequence(self, seq_id: int) -> Any:
         return SimpleNamespace(num_tokens=self._tokens(seq_id)) if seq_id in self.sequences else None
+
+    def block_table(self, seq_ids: Sequence[int]) -> Any:
+        return SimpleNamespace(block_ids=np.arange(sum(self._blocks(self._tokens(seq_id)) for seq_id in seq_ids)))
+
+    def reference_counts(self, block_ids: NDArray[Any]) -> NDArray[np.int32]:
+        return np.ones(len(block_ids), np.int32)
 
     def check(self) -> None:
         assert self.free_block_count >= 0

@@ -51,9 +51,9 @@ class Residual(Engine):
     decode_step = Engine.decode_step
 
     def _state(self):
-        residual = self.it._sequence.residual
-        rows = [[side.tobytes() for side in residual.read(layer)] for layer in range(MODEL.config.num_layers)]
-        return *super()._state(), residual.first, residual.stop, rows
+        cache, seq_id = self.it.cache, self.it.seq_id
+        rows = [[side.tobytes() for side in cache.read_unpacked(layer, seq_id)] for layer in range(cache.num_layers)]
+        return *super()._state(), cache.unpacked_tokens(seq_id), rows
 
 
 class Calibrated(Residual):
@@ -62,11 +62,6 @@ class Calibrated(Residual):
     options: ClassVar[dict[str, object]] = Residual.options | {"calibrate": CALIBRATION}
     prefill = Engine.prefill
     decode_step = Engine.decode_step
-
-    def _state(self):
-        residual = self.it._sequence.residual
-        rows = [[side.tobytes() for side in residual.read_firsts(layer)] for layer in range(MODEL.config.num_layers)]
-        return *super()._state(), rows
 
     def go_back(self):
         self.it.prefill_from_pos(self.text[:20], 5)
