@@ -45,13 +45,14 @@ def cache_folder() -> Path:
 
 
 def as_calibration(
-    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False
+    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False, *, centred: bool = True
 ) -> Calibration | None:  # fmt: skip
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
-        without: why the first tokens are packed too, so that keys are not centred; empty: they are not.
+        without: what excludes a budget of bits; empty: nothing does.
         with_losses: whether those of the layers are needed too; keys count as packed.
+        centred: whether keys are centred at all.
 
     Raises:
         TypeError, ValueError: another kind of argument.
@@ -59,11 +60,11 @@ def as_calibration(
     packed = with_losses or any(FORMATS[name].quantised for name in names_of(key_dtype))
     # A softcap or sinks of the network tell the constant that a centre takes from all scores.
     attention = layer_attention(model)
-    tell = [i for i, each in enumerate(attention) if without or each.softcap or each.sinks is not None]
+    tell = [i for i, each in enumerate(attention) if not centred or each.softcap or each.sinks is not None]
     if calibrate is False or calibrate is None:
         if with_losses:
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")
-        return bias_centres(model, tell) if packed and not without else None
+        return bias_centres(model, tell) if packed and centred else None
     if with_losses and without:
         raise ValueError(f"dtype: expected formats with {without}, got a budget of bits")
     if isinstance(calibrate, (str, Path, bool)):

@@ -21,7 +21,7 @@ from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
-from kvcache.engine.storage import POLICY, WINDOWS, Storage
+from kvcache.engine.storage import Storage, what_excludes
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
 from kvcache.engine.windows import LayerGroups, Windows
@@ -67,7 +67,8 @@ class InferenceEngine:
         calibrate: a `Calibration` of the network's keys, or tokens to measure one by; False: none. Quantised keys are
             then centred and rounded with feedback, every query reads the first 16 tokens of the text in f16, and
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
-            With an eviction policy, or where a layer has a window, keys are rounded with feedback alone.
+            With an eviction policy no tokens are in f16. Under StreamingLLM, or where a layer has a window, keys are
+            rounded with feedback alone.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -112,7 +113,7 @@ class InferenceEngine:
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
         groups = LayerGroups.of(model, block_size, prefill_chunk)
-        without = POLICY if budgets else WINDOWS if groups.windows else ""
+        without = what_excludes(budgets, bool(groups.windows))
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
         self._cache_options = cache_options(

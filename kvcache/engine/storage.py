@@ -11,6 +11,7 @@ from kvcache.core.layer_formats import Formats, formats_of_layers
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.engine.calibrating import as_calibration, path_of
 from kvcache.engine.checking import check_formats
+from kvcache.engine.evicting import Budgets
 from kvcache.engine.layer_losses import budget_of, formats_within
 from kvcache.engine.residual import as_length, num_firsts
 from kvcache.engine.tokens import as_tokens
@@ -18,10 +19,18 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["POLICY", "WINDOWS", "Storage"]
+__all__ = ["Storage", "what_excludes"]
 
-# What excludes a residual, and with it keys that are centred.
-POLICY, WINDOWS = "an eviction_policy", "layers that keep a window"
+# What excludes a residual. Keys are centred beside the first: the two sets of queries that StreamingLLM has in one
+# softmax tell a constant; beside windows centres are not measured.
+_POLICY, _STREAM, _WINDOWS = "an eviction_policy", "an eviction_policy without end", "layers that keep a window"
+
+
+def what_excludes(budgets: Budgets | None, windows: bool) -> str:
+    """What excludes a residual, of layers with these budgets, or with windows; empty: nothing does."""
+    if budgets is not None:
+        return _STREAM if budgets.endless else _POLICY
+    return _WINDOWS if windows else ""
 
 
 class Storage(NamedTuple):
@@ -49,7 +58,7 @@ class Storage(NamedTuple):
         """Check the arguments of an engine.
 
         Args:
-            without: what excludes a residual, `POLICY` or `WINDOWS`; empty: nothing does.
+            without: what excludes a residual, see `what_excludes`.
 
         Raises:
             TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
@@ -58,7 +67,8 @@ class Storage(NamedTuple):
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None)
+        centred = without in ("", _POLICY)
+        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None, centred=centred)
         if bits is not None and calibration is not None and calibration.losses is not None:
             formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False

@@ -22,20 +22,20 @@ from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.policy import Policy
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
-from kvcache.engine.storage import Storage
+from kvcache.engine.storage import Storage, what_excludes
 from kvcache.engine.text import TextStream
 from kvcache.engine.tiered import as_tiers
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
 from kvcache.prefix.sessions import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.observed import Observed, OnEviction
-from kvcache.serving.pools import make_pools, what_excludes
+from kvcache.serving.pools import make_pools
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -134,7 +134,7 @@ class BatchEngine:
         config, max_running = model.config, as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
-        without = what_excludes(model, budgets)
+        without = what_excludes(budgets, any(each.window for each in layer_attention(model)))
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
         self._residual_length = storage.residual_length
         self._blocks = make_pools(

@@ -11,7 +11,7 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.evicting import Budgets, EvictingSequence
-from kvcache.engine.storage import POLICY, WINDOWS, Storage
+from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups
 from kvcache.networks.protocols import Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
@@ -22,16 +22,9 @@ from kvcache.serving.newest import make_groups
 from kvcache.serving.windows import WindowPools, num_blocks_with_windows
 from kvcache.tiers.tiers import Tiers
 
-__all__ = ["make_pools", "what_excludes"]
+__all__ = ["make_pools"]
 
 _DEFAULT_TOKENS = 16384  # of the default pool, at most
-
-
-def what_excludes(model: Model, budgets: Budgets | None) -> str:
-    """What excludes a residual, see `Storage.of`; empty: nothing does."""
-    if budgets is not None:
-        return POLICY
-    return WINDOWS if any(each.window for each in layer_attention(model)) else ""
 
 
 def make_pools(
