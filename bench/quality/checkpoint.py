@@ -7,6 +7,9 @@ exactly: rounded activations would add a KL divergence of 0.004 of their own. ll
 them on GGUF files, where llama-cpp-python is installed. Ctrl-C stops at any time and prints what is there; `--keep`
 goes on from there.
 
+Rows of *a window of a fifth* evict: they keep a fifth of the text, its newest tokens and four sinks, after pieces of
+256 tokens. They are compared with the same over f32.
+
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
 them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
 `kvcache.engine.Policy` over f32, which attends to 256 tokens of the text and to what it has kept of those before.
@@ -33,9 +36,10 @@ from bench.quality.kept import Windows
 from bench.quality.network import Recorder
 from bench.quality.rivals import HF, Kivi, hf_missing, hf_rows, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
-from kvcache import Calibration, InferenceEngine
+from kvcache import Calibration, EvictionPolicy, InferenceEngine
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
+from kvcache.engine import Transformer
 from kvcache.engine.calibrating import text_or_calibration
 from kvcache.engine.policy import as_budgets, is_policy
 from kvcache.engine.residual import num_firsts
@@ -55,6 +59,8 @@ RUNS = (
     MIXES[0] + OF_128 + CALIBRATED, "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED,
     "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
+WINDOW = ", window of a fifth"  # what is left of a text that evicts; compared with the same window over f32
+EVICTING = ("f32" + WINDOW, "q8" + WINDOW, "q4" + WINDOW, "q8" + WINDOW + CALIBRATED, "q4" + WINDOW + CALIBRATED)
 KIVI = {"KIVI's recipe, 4 bits": 4, "KIVI's recipe, 2 bits": 2}
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
@@ -149,15 +155,18 @@ class _Run:
         self._engine = InferenceEngine(recorder, prefill_chunk=256, **{"num_blocks": context // 16 + 1, **options})
         cache, config = self._engine.cache, self._engine.config
         length = self._engine.residual_length
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        layers = 1 if cache.separate_layers else config.num_layers
+        per_token = 2 * layers * config.num_kv_heads * config.head_dim
         packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
         own = [each.bits for each in cache.formats.pair if each is not None]  # of both, or of none
         packed = sum(own) / len(own) if own else packed
-        if "kv_budget" in options:  # of what stays; its cache has one layer
+        self.bits = packed
+        if "kv_budget" in options:  # of what stays
             budgets = as_budgets(options["eviction_policy"], options["kv_budget"], config.num_layers)
-            packed = FORMATS["f32"].bits * sum(min(budget, context) for budget in budgets) / len(budgets) / context
-        full = FORMATS["f16"].bits
-        self.bits = packed + full * (length + num_firsts("calibrate" in options, length)) / context
+            self.bits *= sum(min(budget, context) for budget in budgets) / len(budgets) / context
+        else:
+            unpacked = length + num_firsts("calibrate" in options, length)
+            self.bits += FORMATS["f16"].bits * unpacked / context
 
     def __call__(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         self._engine.score(tokens)
@@ -188,7 +197,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     context = min(options.context, engine.config.max_position_embeddings)
     own, kinds = _own(options, context), tuple(options.texts or kinds_of(engine))
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own, *(KIVI if is_plain(engine.model) else ()))
-    every = (*names, *(() if options.quick else _rival_names(path)))
+    every = (*names, *(EVICTING if is_plain(model) and not options.quick else ()))
+    every = (*every, *(() if options.quick else _rival_names(path)))
     if unknown := set(options.rows or ()) - set(every):
         told = "".join(f"\n{line}" for line in absent(path))
         raise SystemExit(f"--rows: expected some of {'; '.join(every)}, got {'; '.join(sorted(unknown))}{told}")
@@ -211,7 +221,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
         kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
         runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
     with TemporaryDirectory() as folder:
-        groups = [runs, *([] if options.quick else _rivals(path, Path(folder), context, chosen))]
+        groups = [runs, *_evicting(model, plain["calibration"], context, [name for name in every if name in chosen])]
+        groups += [] if options.quick else _rivals(path, Path(folder), context, chosen)
         bits = {name: run.bits for group in groups for name, run in group.items()}
         found, count, kept = {name: Divergence() for name in bits}, 0, Windows(options.keep)
         try:
@@ -229,6 +240,20 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
             raise SystemExit("stopped before the first window was done")
     text = f"{path.name}, {count} windows of {context:,} tokens of {', '.join(kinds)}"
     return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}, text
+
+
+def _evicting(
+    model: Transformer, calibration: Calibration | None, context: int, names: Sequence[str]
+) -> list[dict[str, _Run]]:  # fmt: skip
+    """Those of `EVICTING` among these names, with the first one, their reference."""
+    chosen = [name for name in EVICTING if name in names]
+    budget = max(8, context // 5)
+    kept = {"eviction_policy": EvictionPolicy.SlidingWindow(budget - 4, 4), "kv_budget": budget, "num_blocks": None}
+    found = {
+        name: _Run(Recorder(model, np.copy), context, _options(name, calibration, {}) | kept)
+        for name in dict.fromkeys((EVICTING[0], *chosen))
+    }
+    return [found] if chosen else []
 
 
 def _rival_names(path: Path) -> tuple[str, ...]:

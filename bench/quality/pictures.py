@@ -49,7 +49,7 @@ _FRONT = {
     "llama.cpp": ("s:", "llama.cpp"), "KIVI": ("v:", "KIVI's recipe"), "quanto": ("X:", "QuantizedCache, quanto"),
     "hqq": ("P:", "QuantizedCache, hqq"),
     ", no residual": ("", ""), ", residual of": ("", ""),
-    ", biased": ("", ""),
+    ", biased": ("", ""), ", window": ("", ""),
     "auto": ("D:", "a budget of bits"), ", calibrated": ("o:", "with a calibration"), "": ("^:", "without"),
 }  # fmt: skip
 

@@ -153,6 +153,20 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
         main(["quality", "--quick", "--rows", "q9"])  # the demo's model too
 
 
+def test_formats_beside_a_window_are_compared_with_that_window(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = ["q8", "q4, window of a fifth", "q4, window of a fifth, calibrated"]
+    (tmp_path / "text").write_text("one two three four five six seven eight nine ten " * 40)
+    options = ["--calibrate", str(tmp_path / "text"), "--tokens", "240", "--context", "120", "--texts", "code"]
+    assert main(["quality", "--model", str(DIRECTORY), *options, "--rows", *rows]) == 0
+    shown = capsys.readouterr().out
+    found = re.findall(r"^(\S.*?)  +([\d.]+)  +\S+ ± \S+ %  +(\S+) ± ", shown, re.MULTILINE)
+    bits, kl = ({name: float(each[i]) for name, *each in found} for i in (0, 1))
+    assert [*kl] == ["f32", "q8", "f32, window of a fifth", *rows[1:]]
+    assert [bits[name] for name in ("f32, window of a fifth", *rows[1:])] == [6.4, 0.9, 0.9]
+    assert kl["f32, window of a fifth"] == 0 < min(kl[name] for name in rows)
+
+
 def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
     some = {"torch", "optimum", "optimum.quanto"}
