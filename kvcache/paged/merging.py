@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_floats, as_output
+from kvcache.paged.blending import blend
 
-__all__ = ["Parts", "blend", "merge_attention"]
+__all__ = ["Parts", "merge_attention"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -41,18 +42,6 @@ def merge_attention(
         log_odds = la - lb
     log_odds[np.isneginf(la)] = -np.inf  # also where both are empty
     return blend(a, b, log_odds), np.logaddexp(la, lb)
-
-
-def blend(out_a: Float32, out_b: Float32, log_odds: Float32) -> Float32:
-    """The merged outputs of two parts; `log_odds`, `lse_a - lse_b` and not NaN, is overwritten."""
-    log_odds *= 0.5
-    share = np.tanh(log_odds, out=log_odds)  # that of part a, 1 / (1 + exp(-log_odds)), without overflow
-    share *= 0.5
-    share += 0.5
-    merged: Float32 = out_a - out_b
-    merged *= share[..., None]
-    merged += out_b
-    return merged
 
 
 class Attention(Protocol):

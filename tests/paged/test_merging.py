@@ -7,6 +7,7 @@ from blocks import Scattered
 
 from kvcache import PagedKvCache, merge_attention
 from kvcache.core import kernelcalls
+from kvcache.paged.blending import blend
 
 FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 
@@ -99,3 +100,21 @@ def test_merging_what_does_not_fit():
         merge_attention(out, lse, out, lse.T)
     with pytest.raises(ValueError, match="out_b: expected shape"):
         merge_attention(out, lse, out[:, :1], lse)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (1, 1, 1), (1, 9, 64), (3, 2, 7), (40, 3, 33)])
+def test_blend(rng, shape):
+    a, b = rng.standard_normal((2, *shape), np.float32)
+    odds = rng.choice(np.array([-np.inf, -1e30, -90, -3, -0.1, 0, 0.2, 5, 100, np.inf], np.float32), shape[:2])
+    with np.errstate(over="ignore"):
+        share = (1 / (1 + np.exp(-odds.astype(np.float64)))).astype(np.float32)[..., None]
+    found = blend(a, b, odds)
+    np.testing.assert_allclose(found, b + share * (a - b), rtol=0, atol=1e-6)
+    empty = np.isneginf(odds)
+    np.testing.assert_array_equal(found[empty], b[empty])
+    np.testing.assert_array_equal(blend(np.repeat(a, 2, 2)[..., ::2], np.asfortranarray(b), odds), found)
+    if len(a):
+        np.testing.assert_array_equal(blend(a[-1:], b[-1:], odds[-1:]), found[-1:])  # rows are independent
+        for name, wrong in (("out_b", (a, b[:, :, :-1], odds)), ("log_odds", (a, b, odds[:-1]))):
+            with pytest.raises(ValueError, match=f"^{name}: expected "):
+                blend(*wrong)
