@@ -181,6 +181,9 @@ size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, int64_t num
                                 int num_threads);
 void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);
 
+/* kvc_blend.c: out = b + share (a - b), share = 1 / (1 + exp(-log_odds)), for `rows` rows of `dim` floats, each with a
+ * log_odds that is not NaN. Of outputs over two parts of a context: the first's log-sum-exp less the second's. */
+void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds, float *out);
 
 /* kvc_matmul_parallel.c: the product on several threads. */
 size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *);

@@ -52,6 +52,8 @@ cdef extern from "kvc.h" nogil:
                                     int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
+    void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
+                   float *out) noexcept
     size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) noexcept
     void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
 
@@ -206,6 +208,11 @@ cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint
 
 cdef int num_threads() noexcept nogil:
     return _threads
+
+
+cdef void blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
+                float *out) noexcept nogil:
+    kvc_blend(rows, dim, a, b, log_odds, out)
 
 
 cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil:

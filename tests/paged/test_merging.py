@@ -115,6 +115,7 @@ def test_blend(rng, shape):
     np.testing.assert_array_equal(blend(np.repeat(a, 2, 2)[..., ::2], np.asfortranarray(b), odds), found)
     if len(a):
         np.testing.assert_array_equal(blend(a[-1:], b[-1:], odds[-1:]), found[-1:])  # rows are independent
-        for name, wrong in (("out_b", (a, b[:, :, :-1], odds)), ("log_odds", (a, b, odds[:-1]))):
+        bad = {"out_a": (a[0], b, odds), "out_b": (a, b[:, :, :-1], odds), "log_odds": (a, b, odds[:-1])}
+        for name, wrong in bad.items():
             with pytest.raises(ValueError, match=f"^{name}: expected "):
                 blend(*wrong)
