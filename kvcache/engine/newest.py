@@ -55,7 +55,7 @@ class NewestGroups:
     """Unpacked K and V of groups, found by the exact tokens of the group and of the text before it.
 
     Args:
-        source: the cache of the sequences whose groups these are, with a residual or first tokens.
+        source: the cache of the sequences, with a residual or first tokens. Their groups are stored here.
         max_blocks: maximum number of blocks of the prefix cache over it; sets the room for groups, at least two.
 
     Attributes:

@@ -53,8 +53,8 @@ class PagedKvCache:
         num_heads: KV heads; queries may have any multiple of it.
         head_dim: channels per head, a multiple of 8, at most 512; `value_head_dim` names those of V apart.
         num_layers: layers; every block holds its tokens' K and V of all of them.
-        separate_layers: every sequence, and so every block, holds tokens of one layer instead: a text has one for each
-            layer, which may keep other tokens. Calls name the layer whose keys they mean; its format is that of all.
+        separate_layers: a sequence, and so a block, holds tokens of one layer. A text has a sequence for each layer, so
+            its layers may keep different tokens. Every call names the sequence's layer. All layers have one format.
         dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
             many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written, and
