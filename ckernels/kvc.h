@@ -102,6 +102,7 @@ typedef struct kvc_attend_args {
     float *lse;    /* (total_queries, num_query_heads), or NULL: ln of the sum of exp(score); -inf of none */
     float softcap; /* c > 0: a score s becomes c tanh(s / c); 0: none */
     const float *sinks; /* (num_query_heads), or NULL: a score of each head that joins the sum and has no value */
+    int64_t sink_stride; /* 0, or num_query_heads: each query has sinks of its own, (total_queries, num_query_heads) */
     int64_t score_stride; /* 0, or floats from one KV head's scores to the next one's: these are of its query heads */
 } kvc_attend_args;
 

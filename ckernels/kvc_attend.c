@@ -115,7 +115,10 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     const size_t pair = pair_index(j, head, row);
     float inverse = sum > 0.0f ? 1.0f / sum : 0.0f, lse = -INFINITY;
     if (j->args->lse && sum > 0.0f) lse = largest * (float)LN2 + logf(sum);
-    if (j->args->sinks) add_sink(j->args->sinks[pair % (size_t)j->args->num_query_heads], largest, sum, &inverse, &lse);
+    if (j->args->sinks) {
+        const size_t heads = (size_t)j->args->num_query_heads, query = pair / heads;
+        add_sink(j->args->sinks[query * (size_t)j->args->sink_stride + pair % heads], largest, sum, &inverse, &lse);
+    }
     const int dim = j->v_rows.dim;
     float *out = j->args->out + pair * (size_t)dim;
     for (int d = 0; d < dim; d++) out[d] = acc[d] * inverse + 0.0f;

@@ -60,7 +60,10 @@ RUNS = (
     "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
 WINDOW = ", window of a fifth"  # what is left of a text that evicts; compared with the same window over f32
-EVICTING = ("f32" + WINDOW, "q8" + WINDOW, "q4" + WINDOW, "q8" + WINDOW + CALIBRATED, "q4" + WINDOW + CALIBRATED)
+EVICTING = (
+    "f32" + WINDOW, "q8" + WINDOW, "q4" + WINDOW, "q8" + WINDOW + CALIBRATED, "q4" + WINDOW + CALIBRATED,
+    "q4" + WINDOW + OF_16, "q8" + WINDOW + OF_16 + CALIBRATED, "q4" + WINDOW + OF_16 + CALIBRATED,
+)  # fmt: skip
 KIVI = {"KIVI's recipe, 4 bits": 4, "KIVI's recipe, 2 bits": 2}
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
@@ -164,7 +167,7 @@ class _Run:
         if "kv_budget" in options:  # of what stays
             budgets = as_budgets(options["eviction_policy"], options["kv_budget"], config.num_layers)
             self.bits *= sum(min(budget, context) for budget in budgets) / len(budgets) / context
-        else:
+        if length or "kv_budget" not in options:
             unpacked = length + num_firsts("calibrate" in options, length)
             self.bits += FORMATS["f16"].bits * unpacked / context
 

@@ -23,7 +23,7 @@ cdef class Attention:
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries)       # `out` or a new array; ValueError
     cdef float scale_(self, object scale) except? -1                      # None: head_dim ** -0.5
     cdef float softcap_(self, object softcap) except? -1                  # None: 0; ValueError unless finite, above 0
-    cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries)      # None, or one finite number per query head
+    cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries)      # None, or finite, per head or (query, head)
 
     # The call
     cdef int reserve_seqs(self, int64_t count) except -1

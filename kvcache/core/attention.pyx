@@ -58,7 +58,8 @@ cdef class Attention:
             out: float32 `(n, num_query_heads, value_head_dim)`, C-contiguous, written; None: a new array.
             return_scores: also return each token's attention mass, float32 `(tokens,)`.
             softcap: scores become `softcap * tanh(score / softcap)`.
-            sinks: `(num_query_heads,)`, a logit per query head that joins the normaliser of the softmax.
+            sinks: `(num_query_heads,)`, a logit per query head that joins the normaliser of the softmax; or
+                `(n, num_query_heads)`, of each query.
 
         Raises:
             IndexError, TypeError, ValueError: no such layer; other shapes or dtypes.
@@ -115,7 +116,8 @@ cdef class Attention:
     cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries):
         if sinks is None:
             return None
-        cdef cnp.ndarray found = as_floats(sinks, (queries.shape[1],), "sinks")
+        shape = (queries.shape[0], queries.shape[1])
+        cdef cnp.ndarray found = as_floats(sinks, shape if getattr(sinks, "ndim", 1) == 2 else shape[1:], "sinks")
         if not np.isfinite(found).all():
             raise ValueError("sinks: expected finite numbers, got NaN or infinity")
         return found
@@ -142,9 +144,11 @@ cdef class Attention:
             return 0
         cdef const kvc_layout *layout = self.store.layouts.of_(layer)
         cdef bint centred = is_centred(self.store.known_(layer), self.store.layout.num_heads)
-        if centred and (softcap != 0 or sinks is not None or sink_queries is not None):
-            name = "softcap" if softcap != 0 else "sinks" if sinks is not None else "sink_queries"
+        if centred and (softcap != 0 or sink_queries is not None):
+            name = "softcap" if softcap != 0 else "sink_queries"
             raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
+        if centred and sinks is not None:
+            sinks = np.tile(sinks, (queries.shape[0] if cnp.PyArray_NDIM(sinks) == 1 else 1, 1))    # a copy
         cdef size_t size = kernels.attend_scratch_bytes(layout, self.seqs, num_seqs, heads, threads)
         if size > self.scratch_bytes:
             free(self.scratch)
@@ -161,20 +165,27 @@ cdef class Attention:
             args.sink_queries = tensor_of(sink_queries)
         if sinks is not None:
             args.sinks = <const float *>cnp.PyArray_DATA(sinks)
+            args.sink_stride = heads if cnp.PyArray_NDIM(sinks) == 2 else 0
         if scores is not None:
             args.scores = <float *>cnp.PyArray_DATA(scores)
             args.score_stride = scores.shape[1] if cnp.PyArray_NDIM(scores) == 2 else 0
         if lse is not None:
             args.lse = <float *>cnp.PyArray_DATA(lse)
         with nogil:
+            if centred and sinks is not None:
+                _add_centres(&args, self.store.known_(layer), queries.shape[0], -1, <float *>args.sinks)
             kernels.attend(&args, self.scratch, threads)
             if centred and lse is not None:
-                _add_centres(&args, self.store.known_(layer), queries.shape[0])
+                _add_centres(&args, self.store.known_(layer), queries.shape[0], 1, args.lse)
         return 0
 
 
-cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, int64_t num_queries) noexcept nogil:
-    """Make each lse that of the keys as `read` returns them: the stored ones lack their centre, which all share."""
+cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, int64_t num_queries, int sign,
+                       float *to) noexcept nogil:
+    """Make each lse that of the keys as `read` returns them: the stored ones lack their centre, which all share.
+
+    With sign -1 the other way round: sinks beside such keys become those beside the stored ones.
+    """
     cdef int64_t dim = args.layout.head_dim, heads = args.num_query_heads, group = heads // args.layout.num_heads
     cdef int64_t row, i
     cdef float q[KVC_MAX_HEAD_DIM]
@@ -192,4 +203,4 @@ cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, 
                 sums[1] += <double>q[i + 1] * c[i + 1]
                 sums[2] += <double>q[i + 2] * c[i + 2]
                 sums[3] += <double>q[i + 3] * c[i + 3]
-            args.lse[row] += <float>(args.scale * ((sums[0] + sums[1]) + (sums[2] + sums[3])))
+            to[row] += <float>(sign * (args.scale * ((sums[0] + sums[1]) + (sums[2] + sums[3]))))

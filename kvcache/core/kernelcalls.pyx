@@ -165,8 +165,9 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
     """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
 
     starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none. scores: of two
-    dimensions for those of each KV head. tree: int64 (2, queries), parents and depths, not checked beyond its shape.
-    scratch: a function of a number of bytes that gives a uint8 array, np.empty by default.
+    dimensions for those of each KV head. sinks: of two for those of each query. tree: int64 (2, queries), parents and
+    depths, not checked beyond its shape. scratch: a function of a number of bytes that gives a uint8 array, by default
+    np.empty.
     """
     cdef kvc_attend_args args
     cdef Py_ssize_t count = len(sequences), i
@@ -211,7 +212,9 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
         else:
             args.scores = <float *>_floats(scores, (total_tokens,))
         args.out = <float *>_floats(out, (*shape[:2], layout.c.value_head_dim))
-        args.lse, args.sinks = <float *>_floats(lse, shape[:2]), _floats(sinks, (heads,))
+        args.lse = <float *>_floats(lse, shape[:2])
+        args.sink_stride = heads if sinks is not None and sinks.ndim == 2 else 0
+        args.sinks = _floats(sinks, shape[:2] if args.sink_stride else (heads,))
         kernels.attend(&args, _bytes(space), threads)
     finally:
         for i in range(count):

@@ -82,6 +82,7 @@ cdef extern from "kvc.h" nogil:
         float *lse                      # (total_queries, num_query_heads), or NULL
         float softcap                   # 0: none
         const float *sinks              # (num_query_heads), or NULL
+        int64_t sink_stride             # 0, or num_query_heads: sinks of each query
         int64_t score_stride            # 0, or of scores (num_heads, score_stride): of each KV head
 
 

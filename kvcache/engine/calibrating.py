@@ -58,9 +58,8 @@ def as_calibration(
         TypeError, ValueError: another kind of argument.
     """
     packed = with_losses or any(FORMATS[name].quantised for name in names_of(key_dtype))
-    # A softcap or sinks of the network tell the constant that a centre takes from all scores.
-    attention = layer_attention(model)
-    tell = [i for i, each in enumerate(attention) if not centred or each.softcap or each.sinks is not None]
+    # A softcap tells the constant that a centre takes from all scores.
+    tell = [i for i, each in enumerate(layer_attention(model)) if not centred or each.softcap]
     if calibrate is False or calibrate is None:
         if with_losses:
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")

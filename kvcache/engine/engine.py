@@ -21,7 +21,7 @@ from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
-from kvcache.engine.storage import Storage, what_excludes
+from kvcache.engine.storage import Storage
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.engine.tokens import as_tokens
 from kvcache.engine.windows import LayerGroups, Windows
@@ -57,8 +57,9 @@ class InferenceEngine:
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q4 or q3,
-            128 if one is q2, else 0. With an eviction policy, or where layers keep a window alone, it must be 0, which
-            is then the default.
+            128 if one is q2, else 0. With an eviction policy the default is 0, and a group is what is left of so many
+            tokens of the text; 16 take most of the loss of q4 off. Under StreamingLLM, or where layers keep a window
+            alone, it must be 0.
         eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
             PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
@@ -67,8 +68,8 @@ class InferenceEngine:
         calibrate: a `Calibration` of the network's keys, or tokens to measure one by; False: none. Quantised keys are
             then centred and rounded with feedback, every query reads the first 16 tokens of the text in f16, and
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
-            With an eviction policy no tokens are in f16. Under StreamingLLM, or where a layer has a window, keys are
-            rounded with feedback alone.
+            With an eviction policy that is so beside a `residual_length` alone. Under StreamingLLM, or where a layer
+            has a window, keys are rounded with feedback alone, and no tokens are in f16.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -113,8 +114,8 @@ class InferenceEngine:
         self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
         positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
         groups = LayerGroups.of(model, block_size, prefill_chunk)
-        without = what_excludes(budgets, bool(groups.windows))
-        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        windows = bool(groups.windows)
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, windows)
         self._residual_length = storage.residual_length
         self._cache_options = cache_options(
             model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,

@@ -19,18 +19,11 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["Storage", "what_excludes"]
+__all__ = ["Storage"]
 
-# What excludes a residual. Keys are centred beside the first: the two sets of queries that StreamingLLM has in one
-# softmax tell a constant; beside windows centres are not measured.
-_POLICY, _STREAM, _WINDOWS = "an eviction_policy", "an eviction_policy without end", "layers that keep a window"
-
-
-def what_excludes(budgets: Budgets | None, windows: bool) -> str:
-    """What excludes a residual, of layers with these budgets, or with windows; empty: nothing does."""
-    if budgets is not None:
-        return _STREAM if budgets.endless else _POLICY
-    return _WINDOWS if windows else ""
+# What excludes a residual and centred keys: the two sets of queries that StreamingLLM has in one softmax tell a
+# constant, and attend in one call; beside windows centres are not measured.
+_STREAM, _WINDOWS = "an eviction_policy without end", "layers that keep a window"
 
 
 class Storage(NamedTuple):
@@ -53,12 +46,14 @@ class Storage(NamedTuple):
     @classmethod
     def of(
         cls, model: Model, dtype: Formats | Format, key_dtype: Formats | Format | None,
-        value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, without: str,
+        value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, budgets: Budgets | None,
+        windows: bool,
     ) -> Storage:  # fmt: skip
         """Check the arguments of an engine.
 
         Args:
-            without: what excludes a residual, see `what_excludes`.
+            budgets: of layers that evict; None: they keep all tokens.
+            windows: whether layers keep a window alone.
 
         Raises:
             TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
@@ -67,17 +62,21 @@ class Storage(NamedTuple):
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        centred = without in ("", _POLICY)
-        calibration = as_calibration(model, calibrate, dtypes[0], without, bits is not None, centred=centred)
+        without = _WINDOWS if windows else _STREAM if budgets is not None and budgets.endless else ""
+        one_format = without or ("an eviction_policy" if budgets is not None else "")
+        calibration = as_calibration(model, calibrate, dtypes[0], one_format, bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:
             formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False
+        if residual_length is None and budgets is not None:
+            residual_length = 0
         length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
-        if measured and calibration is not None and not isinstance(calibrate, Calibration) and not without:
+        if measured and calibration is not None and not isinstance(calibrate, Calibration) and not one_format:
             ids = as_tokens(calibrate, model.config.vocab_size)
             path = path_of(model, ids).with_suffix(".checks") if isinstance(model, Transformer) else None
             check_formats(model, dtypes, calibration, length, num_firsts(measured, length), ids, path)
-        return cls(dtypes, calibration, length, num_firsts(measured and not without, length), formats)
+        firsts = num_firsts(measured and not without and (budgets is None or length > 0), length)
+        return cls(dtypes, calibration, length, firsts, formats)
 
     def calibration_of(self, layers: Sequence[int]) -> Calibration | None:
         """The calibration of a cache of these layers."""

@@ -108,8 +108,9 @@ def attention(
 
     With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones: what
     is attended there and in the packed rows is merged. With groups, queries are then at most those from the group on in
-    which the last `append` of their sequence began. `sink_queries`, `return_scores`, `context_lens`, `window`,
-    `starts`, `causal`, `mask` and `skip_tokens` keep their defaults: ValueError.
+    which the last `append` of their sequence began. `sink_queries`, `window`, `starts`, `causal`, `mask` and
+    `skip_tokens` keep their defaults: ValueError. With `context_lens` each sequence has one query at most, that of the
+    last token that is shown.
 
     Args:
         queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads; query head h
@@ -129,7 +130,8 @@ def attention(
         return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
         window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
         softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
-        sinks: `(num_query_heads,)`, logits that join the normaliser of the softmax, and the log-sum-exp, alone.
+        sinks: logits that join the normaliser of the softmax, and the log-sum-exp, alone: `(num_query_heads,)`, or
+            `(total_queries, num_query_heads)`. What a query sees elsewhere may be one: its log-sum-exp.
         starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
         causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
         mask: a tree: each query's parent, the index of an earlier query of its sequence, or -1. A query sees the

@@ -65,15 +65,16 @@ class PagedKvCache:
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
         calibration: a `Calibration` of the keys of these layers, heads and channels. Keys are stored less their centre,
             which `read` adds to tokens that were written, and quantised with feedback. Attention returns what it would
-            over the keys of `read`, log-sum-exps and masses too. A layer with a centre takes no softcap, sinks and
+            over the keys of `read`, log-sum-exps and masses too. A layer with a centre takes no softcap and no
             sink_queries, whose scores would tell the constant: ValueError.
         residual_length: tokens per group of KIVI's residual, 0 to 256. A query reads its own group of the text in f16,
             and all earlier ones packed. Each sequence keeps f16 rows from the group on in which its last `append`
-            began, in memory that grows with the sequences. 0: all tokens are read packed.
+            began, in memory that grows with the sequences. Where tokens were evicted, a group is what is left of so
+            many tokens of the text. 0: all tokens are read packed.
         first_tokens: first tokens of each text that every query reads in f16, at most `residual_length` if that is not
             0, and 256. 16 suit a calibration: their keys are far from the centre of all others. `read` returns packed
-            rows, and blocks that `adopt` shares are read packed, unless `unpack` gives f16 rows. `keep_tokens`,
-            `apply_streaming_llm`, `copy_blocks` and `max_memory_bytes` exclude both: ValueError.
+            rows, and blocks that `adopt` shares are read packed, unless `unpack` gives f16 rows. `copy_blocks` and
+            `max_memory_bytes` exclude both: ValueError.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
 

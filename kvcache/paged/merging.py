@@ -14,6 +14,8 @@ __all__ = ["Parts", "merge_attention"]
 
 Float32 = npt.NDArray[np.float32]
 
+_NONE = np.float32(-1e30)  # the logarithm of nothing, as a number
+
 
 def merge_attention(
     out_a: npt.ArrayLike, lse_a: npt.ArrayLike, out_b: npt.ArrayLike, lse_b: npt.ArrayLike
@@ -70,17 +72,18 @@ class Parts:
         self._near, ids = np.array(near, np.uint64), np.array(far, np.uint64)
         self._counts, self._causal = np.array(counts, np.int64), causal
         shown = None if contexts is None else np.array(contexts, np.int64)
-        # Of each number of tokens that are skipped: the queries (None: all), and what they read, if any.
-        self._far: list[tuple[Any, tuple[Any, ...], int]] = []
+        # Of each number of tokens that are skipped: the queries (None: all), their groups, and what they read, if any.
+        self._far: list[tuple[Any, npt.NDArray[np.int64], tuple[Any, ...], int]] = []
         if isinstance(skipped, int):
             if shown is None or shown.any():
-                self._far.append((None, (ids, self._counts, shown), skipped))
+                self._far.append((None, np.arange(len(ids)), (ids, self._counts, shown), skipped))
             return
         skips = np.array(skipped, np.int64)
         for skip in np.unique(skips if shown is None else skips[shown > 0]).tolist():
             one = skips == skip
             rows = None if one.all() else np.repeat(one, self._counts)
-            self._far.append((rows, (ids[one], self._counts[one], None if shown is None else shown[one]), skip))
+            what = ids[one], self._counts[one], None if shown is None else shown[one]
+            self._far.append((rows, np.flatnonzero(one), what, skip))
 
     def attend(
         self, layer: int, near: Attention, far: Attention, queries: npt.NDArray[Any], *,
@@ -97,7 +100,7 @@ class Parts:
         # Called once per layer of a step: in the order of the arguments, which takes half as long as by name.
         mixed, lse = near.over(layer, queries, self._near, self._counts, scale, None, out, False,
                                None, True, None, softcap, sinks, None, self._causal, None, 0)  # fmt: skip
-        for rows, (ids, counts, contexts), skip in self._far:
+        for rows, _, (ids, counts, contexts), skip in self._far:
             own = queries if rows is None else queries[rows]
             more, more_lse = far.over(layer, own, ids, counts, scale, None, None, False,
                                       contexts, True, None, softcap, None, None, True, None, skip)  # fmt: skip
@@ -109,3 +112,45 @@ class Parts:
             lse[which] = np.logaddexp(more_lse, lse[which])
             to[which] = blend(more, to[which], log_odds)
         return mixed, lse
+
+    def attend_with_masses(
+        self, layer: int, near: Attention, far: Attention, queries: npt.NDArray[Any], by: Any, *,
+        scale: float | None = None, softcap: float | None = None, sinks: npt.ArrayLike | None = None, out: Any = None,
+    ) -> tuple[Any, Float32, Float32, dict[int, Float32]]:  # fmt: skip
+        """As `attend`, and the attention mass on the tokens.
+
+        What a query reads in the other part joins its normaliser as a sink. So each part returns its share of the
+        output and of the masses, which add up. The unpacked tokens, which are few, are attended twice.
+
+        Args:
+            by: `return_scores` of `PagedKvCache.attention`.
+
+        Returns:
+            Outputs, log-sum-exps, the masses on all unpacked tokens, and those on the packed ones of each group that
+            sees some, by its number.
+        """
+
+        def over_near(own_sinks: Float32 | None, masses: Any, to: Any) -> Any:
+            return near.over(layer, queries, self._near, self._counts, scale, None, to, masses,
+                             None, True, None, softcap, own_sinks, None, self._causal, None, 0)  # fmt: skip
+
+        alone = over_near(None, False, None)[1]
+        lse = alone if sinks is None else np.logaddexp(alone, as_floats(sinks, (queries.shape[1],), "sinks"))
+        lse = np.maximum(lse, _NONE)
+        shares: list[tuple[Any, Float32]] = []
+        drawn: dict[int, Float32] = {}
+        for rows, which, (ids, counts, contexts), skip in self._far:
+            own, some = (queries, ...) if rows is None else (queries[rows], rows)
+            share, drawn_there, total = far.over(layer, own, ids, counts, scale, None, None, by, contexts, True, None,
+                                                 softcap, lse[some], None, True, None, skip)  # fmt: skip
+            shares.append((some, share))
+            lse[some] = total
+            each = np.split(drawn_there, np.cumsum(contexts)[:-1], axis=-1)
+            drawn.update(zip(which.tolist(), each, strict=True))
+        with np.errstate(divide="ignore"):  # of queries that see no packed tokens
+            rest = lse + np.log1p(-np.exp(np.minimum(alone - lse, 0.0)))
+        mixed, masses, _ = over_near(np.maximum(rest, _NONE), by, out)
+        to = as_output(mixed)
+        for some, share in shares:
+            to[some] += share
+        return mixed, lse, masses, drawn

@@ -29,8 +29,9 @@ import numpy.typing as npt
 
 from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.core.undoing import Undoing
 from kvcache.errors import SequenceNotFoundError
-from kvcache.paged.spans import Span, refuse
+from kvcache.paged.spans import Span
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
@@ -86,14 +87,14 @@ class ResidualSequences:
     def allocate_batch(self, seq_ids: UInt64, num_tokens: Int64) -> None:
         with self.lock:
             self._sequences.allocate_batch(seq_ids, num_tokens)
-            with _Undoing(self._end, seq_ids):
+            with Undoing(self._end, seq_ids):
                 self._begin(seq_ids)
                 self._extend(self.uids(seq_ids), num_tokens.tolist())
 
     def adopt(self, seq_id: int, blocks: npt.NDArray[np.int32], num_tokens: int) -> None:
         with self.lock:
             self._sequences.adopt(seq_id, blocks, num_tokens)
-            with _Undoing(self._end, [seq_id]):
+            with Undoing(self._end, [seq_id]):
                 self._begin([seq_id], num_tokens)
 
     def fork(self, source: int, target: int) -> None:
@@ -102,7 +103,7 @@ class ResidualSequences:
     def fork_batch(self, sources: UInt64, targets: UInt64) -> None:
         with self.lock:
             self._sequences.fork_batch(sources, targets)
-            with _Undoing(self._end, targets):
+            with Undoing(self._end, targets):
                 self._reap(len(targets))
                 old, new = self.uids(sources), self.uids(targets)
                 self._share(old)
@@ -124,7 +125,7 @@ class ResidualSequences:
     def append(self, seq_id: int, num_new_tokens: int) -> None:
         with self.lock:
             self._sequences.append(seq_id, num_new_tokens)
-            try:  # once per step of one text: `_Undoing` takes longer
+            try:  # once per step of one text: `Undoing` takes longer
                 self._extend((self._table.uid(seq_id),), (num_new_tokens,))
             except BaseException:
                 self._shorten([seq_id], [num_new_tokens])
@@ -134,7 +135,7 @@ class ResidualSequences:
         more = np.ones(len(seq_ids), np.int64) if counts is None else counts
         with self.lock:
             self._sequences.append_batch(seq_ids, more)
-            with _Undoing(self._shorten, seq_ids.tolist(), more.tolist()):
+            with Undoing(self._shorten, seq_ids.tolist(), more.tolist()):
                 self._extend(self.uids(seq_ids), more.tolist())
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
@@ -143,7 +144,7 @@ class ResidualSequences:
     def truncate_batch(self, seq_ids: UInt64, num_tokens: Int64) -> None:
         with self.lock:
             self._sequences.truncate_batch(seq_ids, num_tokens)
-            self._cut(self.uids(seq_ids), num_tokens.tolist())
+            self._cut(seq_ids.tolist(), num_tokens.tolist())
 
     def reorder(self, seq_ids: UInt64, rows: Int64) -> None:
         with self.lock:
@@ -160,16 +161,20 @@ class ResidualSequences:
             old = self._table.info(seq_id)[0] if self._table.uid(seq_id) == uid else num_tokens
             self._sequences.resize(seq_id, num_tokens, uid)
             if num_tokens <= old:
-                return self._cut([uid], [num_tokens])
-            with _Undoing(self._sequences.resize, seq_id, old, uid):
+                return self._cut([seq_id], [num_tokens])
+            with Undoing(self._sequences.resize, seq_id, old, uid):
                 self._extend([uid], [num_tokens - old])
 
     def keep(self, seq_id: int, indices: Int64) -> None:
-        refuse("keep_tokens", self.length, self.firsts)
+        kept = indices.copy()  # which is read twice
+        with self.lock:
+            self._evict(seq_id, kept, self._sequences.keep, kept)
 
     def stream(self, seq_id: int, sink_tokens: int, window_tokens: int) -> int:
-        refuse("apply_streaming_llm", self.length, self.firsts)
-        return 0
+        with self.lock:
+            count = self._table.info(seq_id)[0]
+            kept = np.delete(np.arange(count), slice(sink_tokens, max(sink_tokens, count - window_tokens)))
+            return int(self._evict(seq_id, kept, self._sequences.stream, sink_tokens, window_tokens))
 
     # -- K and V --------------------------------------------------------------------------------------------
 
@@ -226,12 +231,7 @@ class ResidualSequences:
         ahead, count = (each[0].count if each else 0 for each in (firsts, newest))
         with self.lock:
             uid = self._uid(seq_id)
-            stop = self.spans[uid].stop
-            span = Span(ahead, stop - count, stop)
-            if ahead not in (0, self.firsts) or span.base < ahead:
-                raise ValueError(f"firsts: expected {self.firsts} tokens or none, before the newest, got {ahead}")
-            if count and (not self.length or span.base // self.length < (stop - 1) // self.length):
-                raise ValueError(f"newest: expected tokens of one group of {self.length}, got {count} before {stop}")
+            span = self.spans[uid].unpacked(ahead, count, self.length, self.firsts)
             try:
                 self._make_room(self._blocks(ahead + count))
                 self.rows.allocate(PARTS, ahead + count)
@@ -286,7 +286,8 @@ class ResidualSequences:
                     whole = span.has(self.firsts)
                     firsts = self.firsts if whole and min(count, span.stop, held.num_tokens) >= self.firsts else 0
                 self.rows.truncate(uid, firsts)
-                self.spans[uid] = Span(firsts, count, count) if count else Span(0, 0, 0)
+                gone = self._gone(seq_id)
+                self.spans[uid] = Span(firsts, count, count, gone) if count else Span(0, 0, 0, gone)
         self._moving = ()
 
     # -- below the verbs ------------------------------------------------------------------------------------
@@ -320,10 +321,14 @@ class ResidualSequences:
                 before = self._table.info(seq_id)[0] - count
                 self._sequences.truncate(seq_id, before)
                 if self.spans[uid].stop > before:
-                    self._cut([uid], [before])
+                    self._cut([seq_id], [before])
 
-    def _cut(self, uids: Sequence[int], num_tokens: Sequence[int]) -> None:
-        spans = [self.spans[uid].cut(pos) for uid, pos in zip(uids, num_tokens, strict=True)]
+    def _cut(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> None:
+        uids = self.uids(seq_ids)
+        spans = [
+            self.spans[uid].cut(pos, self._gone(seq_id))
+            for seq_id, uid, pos in zip(seq_ids, uids, num_tokens, strict=True)
+        ]
         self.rows.truncate_batch(uids, [span.num_rows for span in spans])
         self.spans.update(zip(uids, spans, strict=True))
 
@@ -350,6 +355,35 @@ class ResidualSequences:
         self.spans[uid] = new
         if new.base > old.base:
             self.rows.keep_tokens(uid, np.r_[0 : new.firsts, old.row(new.base) : old.row(new.stop)])
+
+    def _gone(self, seq_id: int) -> int:
+        """How many tokens were evicted before the last one."""
+        count, next_position, *_ = self._table.info(seq_id)
+        return next_position - count
+
+    def _evict(self, seq_id: int, kept: Int64, evict: Callable[..., Any], *args: Any) -> Any:
+        """`evict(seq_id, *args)`, which keeps the tokens at `kept` alone, and their unpacked rows.
+
+        Where there is no memory to tell these apart, the tokens are read packed.
+        """
+        uid = self._uid(seq_id)
+        self._moving = (uid,)
+        try:
+            result = evict(seq_id, *args)
+        except Exception:
+            self._moving = ()  # nothing has changed
+            raise
+        old = self.spans[uid]
+        new, rows = old.thinned(kept, self.length, self.firsts)
+        self.spans[uid] = new
+        try:
+            if len(rows) < old.num_rows:
+                self.rows.keep_tokens(uid, rows)
+        except MemoryError:
+            self.rows.truncate(uid, 0)
+            self.spans[uid] = Span(0, new.stop, new.stop, new.gone)
+        self._moving = ()
+        return result
 
     def _blocks(self, num_tokens: int, num_texts: int = 1) -> int:
         """Blocks of unpacked rows that so many new tokens touch at most."""
@@ -382,20 +416,5 @@ class ResidualSequences:
             self.rows._sequences.write(layer, uid, span.row(begin), rows.part(begin - first, last - first))
 
     def free_parts(self) -> None:
-        for seq_id in self.rows.sequence_ids():
-            if seq_id >= PARTS:
-                self.rows.free(seq_id)
-
-
-class _Undoing:
-    """Calls `undo(*args)` if what runs inside fails. A generator would call it again when it is dropped."""
-
-    def __init__(self, undo: Callable[..., object], *args: Any) -> None:
-        self._undo, self._args = undo, args
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._undo(*self._args)
+        for part in [each for each in self.rows.sequence_ids() if each >= PARTS]:
+            self.rows.free(part)

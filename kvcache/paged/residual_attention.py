@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,31 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 # Arguments of attention that have one value here, and that value.
-_FIXED = {"sink_queries": None, "return_scores": False, "context_lens": None, "window": None, "starts": None,
-          "causal": True, "mask": None, "skip_tokens": 0}  # fmt: skip
+_FIXED = {"sink_queries": None, "window": None, "starts": None, "causal": True, "mask": None, "skip_tokens": 0}
 _DEFAULTS = tuple(_FIXED.values())
 _INT64 = np.dtype(np.int64)
+
+
+class _Group(NamedTuple):
+    """Queries of one text that read the same unpacked tokens.
+
+    Attributes:
+        near: the sequence of their unpacked rows.
+        far: the sequence.
+        queries: how many.
+        context: packed tokens that they see, from the first one on.
+        skipped: how many first ones of these they read unpacked.
+        text: which sequence of the call it is.
+        columns: the unpacked tokens, by their index in the sequence.
+    """
+
+    near: int
+    far: int
+    queries: int
+    context: int
+    skipped: int
+    text: int
+    columns: Int64
 
 
 class ResidualAttention:
@@ -58,7 +79,7 @@ class ResidualAttention:
         skip_tokens: int,
     ) -> Any:  # fmt: skip
         """As of `SequenceAttention`: over the unpacked rows, over the packed ones, and both results merged."""
-        given = (sink_queries, return_scores, context_lens, window, starts, causal, mask, skip_tokens)
+        given = (sink_queries, window, starts, causal, mask, skip_tokens)
         if any(map(is_not, given, _DEFAULTS)):
             self._refuse(given)
         rows = queries if type(queries) is np.ndarray else as_floats(queries, (None, None, None), "queries")
@@ -68,21 +89,48 @@ class ResidualAttention:
         lens = lens.copy()
         if lens.shape != ids.shape:
             raise ValueError(f"query_lens: expected {len(ids)} numbers, one per sequence, got {len(lens)}")
+        shown = None if context_lens is None else as_indices(context_lens, "context_lens").copy()
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "out": out}
         with self._residual.lock:
+            if shown is not None or return_scores:
+                return self._over_shown(layer, rows, ids, lens, shown, return_scores, return_lse, options)
             uids = [*map(self._uid, ids.tolist())]
             key = ids.tobytes(), lens.tobytes(), uids, [*map(self._span, uids)]
             known, parts = self._known
             forked = False
             if key != known:
-                parts, forked = self._parts(ids, lens)
+                groups = self._groups_of(ids, lens, None)
+                forked, parts = any(each.near >= PARTS for each in groups), self._parts(groups)
                 self._known = (None if forked else key), parts
             mixed, lse = parts.attend(
-                layer, self._rows._attention, self._packed, rows, scale=scale, softcap=softcap, sinks=sinks, out=out,
-                return_lse=return_lse,
-            )
+                layer, self._rows._attention, self._packed, rows, return_lse=return_lse, **options
+            )  # fmt: skip
             if forked:
                 self._residual.free_parts()
         return (mixed, lse) if return_lse else mixed
+
+    def _over_shown(
+        self, layer: int, rows: npt.NDArray[Any], ids: UInt64, lens: Int64, shown: Int64 | None,
+        return_scores: bool | str, return_lse: bool, options: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """`over`, where masses are asked for or not all tokens are shown."""
+        groups = self._groups_of(ids, lens, shown)
+        parts, ways = self._parts(groups), (self._rows._attention, self._packed)
+        if not return_scores:
+            mixed, lse = parts.attend(layer, *ways, rows, return_lse=return_lse, **options)
+            self._residual.free_parts()
+            return (mixed, lse) if return_lse else mixed
+        mixed, lse, near, far = parts.attend_with_masses(layer, *ways, rows, return_scores, **options)
+        self._residual.free_parts()
+        ends = np.cumsum(self._shown_of(ids) if shown is None else shown)
+        masses = np.zeros((*near.shape[:-1], ends[-1] if len(ends) else 0), np.float32)
+        row = 0
+        for number, group in enumerate(groups):
+            first, row = int(ends[group.text - 1]) if group.text else 0, row + len(group.columns)
+            masses[..., first + group.columns] += near[..., row - len(group.columns) : row]
+            if number in far:
+                masses[..., first : first + group.context] += far[number]
+        return (mixed, masses, lse) if return_lse else (mixed, masses)
 
     def _refuse(self, given: tuple[Any, ...]) -> None:
         """ValueError, where an argument of attention has another value than the one that it may have."""
@@ -91,47 +139,65 @@ class ResidualAttention:
                 lengths = f"residual_length {self.length} and first_tokens {self.firsts}"
                 raise ValueError(f"{name}: expected {fixed} with {lengths}, got {short(value)}")
 
-    def _parts(self, ids: UInt64, lens: Int64) -> tuple[Parts, bool]:
-        """The queries of each sequence by group, and whether some have forks, which `mend` frees after a failure."""
-        if len(ids) > 1 and len(set(ids.tolist())) < len(ids):
+    def _shown_of(self, ids: UInt64) -> list[int]:
+        return [self._residual.spans[uid].stop for uid in self._residual.uids(ids)]
+
+    def _parts(self, groups: list[_Group]) -> Parts:
+        skips = {each.skipped for each in groups if each.context}
+        skipped = skips.pop() if len(skips) == 1 else [each.skipped for each in groups]  # of those that see packed ones
+        return Parts(
+            [each.near for each in groups], [each.far for each in groups], [each.queries for each in groups],
+            [each.context for each in groups], skipped, causal=self.length > 0,
+        )  # fmt: skip
+
+    def _groups_of(self, ids: UInt64, lens: Int64, shown: Int64 | None) -> list[_Group]:
+        """The queries of each sequence by group; of those from `PARTS` on are forks, which `mend` frees too."""
+        if shown is None and len(ids) > 1 and len(set(ids.tolist())) < len(ids):
             raise ValueError("seq_ids: expected each sequence once, got one twice")
-        nears: list[int] = []
-        fars, counts, contexts, skipped = [], [], [], []
-        for seq_id, uid, count in zip(ids.tolist(), self._residual.uids(ids), lens.tolist(), strict=True):
+        if shown is not None and shown.shape != ids.shape:
+            raise ValueError(f"context_lens: expected {len(ids)} numbers, one per sequence, got {len(shown)}")
+        groups: list[_Group] = []
+        stops = self._shown_of(ids) if shown is None else shown.tolist()
+        for i, (seq_id, uid, count, stop) in enumerate(
+            zip(ids.tolist(), self._residual.uids(ids), lens.tolist(), stops, strict=True)
+        ):
             span = self._residual.spans[uid]
-            most = span.stop - (span.base if self.length else 0)
+            if not 0 <= stop <= span.stop:
+                raise ValueError(
+                    f"context_lens: expected 0 to {span.stop} tokens of sequence {seq_id}, got {stop}"
+                )  # fmt: skip
+            most = max(0, stop - (span.base if self.length else 0))
+            most = most if shown is None else min(most, 1)
             if not 0 <= count <= most:
                 group = ", from the group of its last append on" if self.length else ""
                 raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {seq_id}{group}, got {count}")
-            for rows, queries, context, skip in self._groups(span, count):
+            for ahead, begin, end, queries, context, skipped in self._groups(span, count, stop):
                 near = uid
-                if rows is not None:
-                    near = PARTS + len(nears)
+                columns = np.r_[0:ahead, begin:end]
+                if len(columns) < span.num_rows:
+                    near = PARTS + len(groups)
                     self._rows.fork(uid, near)
-                    self._rows.keep_tokens(near, rows)
-                nears.append(near)
-                fars.append(seq_id)
-                counts.append(queries)
-                contexts.append(context)
-                skipped.append(skip)
-        skips = {skip for skip, context in zip(skipped, contexts, strict=True) if context}
-        one = skips.pop() if len(skips) == 1 else skipped  # of those that see packed tokens
-        parts = Parts(nears, fars, counts, contexts, one, causal=self.length > 0)
-        return parts, any(near >= PARTS for near in nears)
+                    self._rows.keep_tokens(near, np.r_[0:ahead, span.row(begin) : span.row(end)])
+                groups.append(_Group(near, seq_id, queries, context, skipped, i, columns))
+        return groups
 
-    def _groups(self, span: Span, count: int) -> Iterator[tuple[Int64 | None, int, int, int]]:
-        """Of the last `count` tokens, for each group: its unpacked rows (None: all), queries, `context`, `skipped`."""
+    def _groups(self, span: Span, count: int, stop: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Of the last `count` tokens of the first `stop`, group by group: which tokens they read unpacked, `[0, ahead)`
+        and `[begin, end)`, how many they are, the packed tokens that they see, and which first ones of these not.
+        """
+        firsts = span.firsts if span.base else self.firsts
         if self.length:
-            for group, pos, end in groups_of(span.stop - count, span.stop, self.length):
-                begin = max(group, span.base)
-                ahead = (span.firsts if span.base else self.firsts) if begin else 0
-                inside = begin > span.base or end < span.stop
-                yield np.r_[0:ahead, span.row(begin) : span.row(end)] if inside else None, end - pos, begin, ahead
+            gone = span.gone
+            for group, pos, end in groups_of(stop - count + gone, stop + gone, self.length):
+                begin = max(group - gone, span.base)
+                if not span.base and begin < firsts:
+                    begin = 0
+                ahead = firsts if begin else 0
+                yield ahead, begin, end - gone, end - pos, begin, ahead
             return
         # Those that are first tokens see unpacked ones alone; each is a group, as a query in it sees all rows.
-        heads = range(span.stop - count, min(self.firsts, span.stop) if span.has(self.firsts) else 0)
+        heads = range(stop - count, min(firsts, stop))
         for pos in heads:
-            yield np.arange(pos + 1), 1, 0, self.firsts
+            yield pos + 1, span.stop, span.stop, 1, 0, 0
         if count > len(heads):
-            yield None, count - len(heads), span.stop, self.firsts if span.has(self.firsts) else 0
-
+            yield firsts, span.stop, span.stop, count - len(heads), stop, firsts

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcache.core.arguments import as_count
 
 __all__ = ["Span", "as_lengths", "groups_of", "refuse", "row_block"]
+
+Int64 = npt.NDArray[np.int64]
 
 
 def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -> tuple[int, int]:
@@ -45,12 +50,14 @@ def groups_of(pos: int, end: int, length: int) -> Iterator[tuple[int, int, int]]
 class Span(NamedTuple):
     """Which tokens of a sequence are unpacked: [0, firsts) and [base, stop); `firsts` is 0 where `base` is 0.
 
-    Without groups, `base` is `stop` once there are more than the first tokens.
+    Without groups, `base` is `stop` once there are more than the first tokens. `gone` tokens were evicted before the
+    last one: groups count them, so a group begins where a multiple of its length is in the text.
     """
 
     firsts: int
     base: int
     stop: int
+    gone: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -60,24 +67,48 @@ class Span(NamedTuple):
         """Whether so many first tokens are unpacked, or all that there are."""
         return not self.base or self.firsts == firsts
 
-    def row(self, pos: int) -> int:
-        """Which of the unpacked rows a token from `base` on is."""
+    def row(self, pos: Any) -> Any:
+        """Which of the unpacked rows a token from `base` on is; or several."""
         return self.firsts + pos - self.base
 
     def longer(self, count: int, length: int, firsts: int) -> Span:
         """Of `count` more tokens: those of earlier groups are packed from then on."""
         stop = self.stop + count
-        begin = self.stop - self.stop % length if length else stop if self.base or stop > firsts else 0
-        return Span(self.firsts, self.base, stop).behind(begin, firsts) if count else self
+        begin = self._group(length) if length else stop if self.base or stop > firsts else 0
+        return self._replace(stop=stop).behind(begin, firsts) if count else self
 
     def behind(self, pos: int, firsts: int) -> Span:
         """Of the same tokens, where those before `pos` are packed but for the first ones, if there are so many."""
         if pos <= self.base or (not self.base and pos < firsts):
             return self
-        return Span(self.firsts if self.base else firsts, pos, self.stop)
+        return self._replace(firsts=self.firsts if self.base else firsts, base=pos)
 
-    def cut(self, pos: int) -> Span:
-        """Of the first `pos` tokens."""
+    def cut(self, pos: int, gone: int) -> Span:
+        """Of the first `pos` tokens, before the last of which `gone` were evicted."""
         if self.base and pos <= self.firsts:
-            return Span(0, 0, pos)
-        return Span(self.firsts, min(self.base, pos), min(self.stop, pos))
+            return Span(0, 0, pos, gone)
+        return Span(self.firsts, min(self.base, pos), min(self.stop, pos), gone)
+
+    def thinned(self, kept: Int64, length: int, firsts: int) -> tuple[Span, Int64]:
+        """Of the tokens at `kept`, ascending, alone, and which rows of this one theirs are.
+
+        Of the groups, the one that the next token continues stays unpacked.
+        """
+        left = self.behind(self._group(length), firsts) if length else self
+        ahead, base = np.searchsorted(kept, (left.firsts, left.base)).tolist()
+        gone = self.gone + self.stop - len(kept)
+        rows = np.concatenate([kept[:ahead], self.row(kept[base:])])
+        return (Span(0, 0, len(kept), gone) if ahead == base else Span(ahead, base, len(kept), gone)), rows
+
+    def unpacked(self, ahead: int, count: int, length: int, firsts: int) -> Span:
+        """Of the same tokens, where the first `ahead` and the last `count` are unpacked; ValueError: not these."""
+        stop, base = self.stop, self.stop - count
+        if ahead not in (0, firsts) or base < ahead:
+            raise ValueError(f"firsts: expected {firsts} tokens or none, before the newest, got {ahead}")
+        if count and (not length or base < stop - 1 - (stop - 1 + self.gone) % length):
+            raise ValueError(f"newest: expected tokens of one group of {length}, got {count} before {stop}")
+        return Span(ahead, base, stop, self.gone)
+
+    def _group(self, length: int) -> int:
+        """Where the group of the next token begins, if no token of it was evicted."""
+        return self.stop - (self.stop + self.gone) % length

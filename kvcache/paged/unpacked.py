@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_count, as_integer
 from kvcache.core.kvrows import KvRows
 from kvcache.paged.seq_ids import as_seq_id
-from kvcache.paged.spans import Span
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
@@ -27,13 +26,14 @@ Float32 = npt.NDArray[np.float32]
 Rows = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
 
 
-def unpacked_tokens(cache: PagedKvCache, seq_id: int) -> Span:
+def unpacked_tokens(cache: PagedKvCache, seq_id: int) -> tuple[int, int, int]:
     """Which tokens have f16 rows, `(firsts, base, stop)`: those of [0, firsts) and of [base, stop), the newest ones.
 
     Raises:
         ValueError: the cache has no `residual_length` and no `first_tokens`; so for all of these methods.
     """
-    return _residual(cache).span(as_seq_id(seq_id))
+    firsts, base, stop, _ = _residual(cache).span(as_seq_id(seq_id))
+    return firsts, base, stop
 
 
 def read_unpacked(cache: PagedKvCache, layer: int, seq_id: int) -> tuple[Float32, Float32]:

@@ -22,7 +22,7 @@ from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.policy import Policy
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.engine.sampling import SamplingParams
-from kvcache.engine.storage import Storage, what_excludes
+from kvcache.engine.storage import Storage
 from kvcache.engine.text import TextStream
 from kvcache.engine.tiered import as_tiers
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
@@ -134,8 +134,8 @@ class BatchEngine:
         config, max_running = model.config, as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
-        without = what_excludes(budgets, any(each.window for each in layer_attention(model)))
-        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, without)
+        windows = any(each.window for each in layer_attention(model))
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, windows)
         self._residual_length = storage.residual_length
         self._blocks = make_pools(
             model, budgets, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, tiers

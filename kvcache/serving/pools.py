@@ -11,6 +11,7 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.evicting import Budgets, EvictingSequence
+from kvcache.engine.residual import residual_bytes
 from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups
 from kvcache.networks.protocols import Model, layer_attention
@@ -101,6 +102,7 @@ def _make_evicting(
     if max_memory_bytes is not None:
         limit = as_bytes(max_memory_bytes, "max_memory_bytes")
         own = PagedKvCache(**options | {"num_blocks": 0}).block_memory_bytes * each
+        own += residual_bytes(model.config, storage.dtypes, storage.residual_length, MOST, storage.firsts)
         if limit < own:
             raise ValueError(f"max_memory_bytes: expected at least {own}, the bytes of one text, got {limit}")
         most = min(most, limit // own)

@@ -34,7 +34,8 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
     for i, n in enumerate(num_queries):
         expected, mass, logs = oracle.attend(
             queries[at : at + n], s.read_keys[i], s.read_values[i], scale, shown=shown[i], window=window or None,
-            softcap=softcap or None, sinks=sinks, causal=not whole, parents=parents and parents[i],
+            softcap=softcap or None, sinks=sinks if np.ndim(sinks) < 2 else sinks[at : at + n], causal=not whole,
+            parents=parents and parents[i],
         )  # fmt: skip
         largest = np.abs(s.read_values[i]).max(initial=1e-3) if tolerance > 1e-3 else 1e-3
         limit = tolerance * np.maximum(np.abs(expected).max(-1, keepdims=True), largest)
@@ -140,6 +141,14 @@ def test_sinks_of_any_size(simd, rng, sink):
     out, lse = compare(rng, s, [5, 1, 2], sinks=sinks)
     np.testing.assert_array_equal(lse[-2:], [sinks, sinks])  # of queries that see no token
     assert not out[-2:].any()
+
+
+@pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "q3")], ids="-".join)
+def test_each_query_has_sinks_of_its_own(simd, rng, formats):
+    s = Scattered(rng, [100, 3000, 7, 2], key_format=formats[0], value_format=formats[1])
+    sinks = (3 * rng.standard_normal((22, 6))).astype(np.float32)
+    compare(rng, s, [7, 9, 4, 2], 3, sinks=sinks, window=2000, threads=2)
+    compare(rng, s, [7, 9, 4, 2], 3, sinks=sinks, softcap=3.0, hidden=5)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)

@@ -169,11 +169,6 @@ def test_pieces_without_bound_take_no_memory():
     engine.check()
 
 
-def test_not_with_eviction():
-    with pytest.raises(ValueError, match="residual_length: expected 0 or none with an eviction_policy, got 16"):
-        InferenceEngine(Echo(), residual_length=16, eviction_policy=EvictionPolicy.SlidingWindow(60, 4), kv_budget=64)
-
-
 def test_f32_sides_stay_exact():
     network = Echo()
     network.keys *= 1e6  # beyond f16

@@ -86,11 +86,32 @@ def test_parts_in_different_caches_merge(rng, known):
     np.testing.assert_allclose(merge_attention(*parts)[0], whole, atol=1e-4)
 
 
+def test_sinks_join_the_scores_of_the_keys_themselves(rng, known):
+    cache = make("f32", known)
+    keys, values = rows_of(rng, known, 60, 0)
+    queries = rng.standard_normal((5, 2 * HEADS, DIM)).astype(np.float32)
+    cache.allocate(1, 60)
+    cache.write(0, 1, keys, values)
+    logs = oracle.attend(queries, keys, values, DIM**-0.5)[2]
+    for sinks in (logs.mean(0), logs + rng.standard_normal(logs.shape)):
+        sinks = sinks.astype(np.float32)
+        before = sinks.copy()
+        whole, mass, lse = oracle.attend(queries, keys, values, DIM**-0.5, sinks=sinks)
+        found = cache.attention(0, queries, [1], query_lens=[5], sinks=sinks, return_scores="head", return_lse=True)
+        for part, expected in zip(found, (whole, mass.reshape(HEADS, 2, -1).sum(1), lse), strict=True):
+            np.testing.assert_allclose(part, expected, atol=2e-4)
+        np.testing.assert_array_equal(sinks, before)
+    for shape in ((5, 3), (4, 2 * HEADS), (1, 5, 2 * HEADS), (5, 2 * HEADS)):
+        wrong = np.full(shape, np.nan if shape == (5, 2 * HEADS) else 0.0)
+        with pytest.raises(ValueError, match=r"^sinks: expected "):
+            cache.attention(0, queries, [1], query_lens=[5], sinks=wrong)
+
+
 def test_what_would_tell_the_constant_is_refused(rng, known):
     cache = make("q4", known)
     cache.allocate(1, 4)
     queries = rng.standard_normal((1, HEADS, DIM)).astype(np.float32)
-    for name, value in (("softcap", 5.0), ("sinks", np.ones(HEADS)), ("sink_queries", queries)):
+    for name, value in (("softcap", 5.0), ("sink_queries", queries)):
         with pytest.raises(ValueError, match=rf"^{name}: expected none in a layer whose keys a calibration centres"):
             cache.attention(0, queries, [1], **{name: value})
     make_zero = make("q4", known.without_centres([0, 1]))

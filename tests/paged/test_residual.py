@@ -122,8 +122,7 @@ def test_what_a_residual_refuses(rng):
     cache.append(1, 1)
     query = np.zeros((1, HEADS, DIM), np.float32)
     for name, value in {
-        "window": 5, "mask": [-1], "starts": [3], "context_lens": [5], "skip_tokens": 1, "causal": False,
-        "return_scores": True, "sink_queries": query,
+        "window": 5, "mask": [-1], "starts": [3], "skip_tokens": 1, "causal": False, "sink_queries": query,
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=f"^{name}: expected .* with residual_length 32"):
             cache.attention(0, query, [1], **{name: value})
@@ -133,10 +132,17 @@ def test_what_a_residual_refuses(rng):
         cache.attention(0, np.zeros((2, HEADS, DIM), np.float32), [1, 1])
     with pytest.raises(SequenceNotFoundError):
         cache.attention(0, query, [2])
-    with pytest.raises(ValueError, match=r"^keep_tokens: "):
-        cache.keep_tokens(1, [0])
-    with pytest.raises(ValueError, match=r"^apply_streaming_llm: "):
-        cache.apply_streaming_llm(1, 1, 1)
+    for shown in ([5], [72], [-1], [1, 2]):
+        with pytest.raises(ValueError, match=r"^(query_lens|context_lens): expected "):
+            cache.attention(0, query, [1], context_lens=shown)
+    before = cache.unpacked_tokens(1)
+    for indices in ([71], [3, 2], [-1], [1, 1]):
+        with pytest.raises((ValueError, IndexError), match=r"^(indices|token)"):
+            cache.keep_tokens(1, indices)
+    for sinks, window in ((-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match=r"^(sink|window)_tokens: "):
+            cache.apply_streaming_llm(1, sinks, window)
+    assert cache.unpacked_tokens(1) == before
     with pytest.raises(ValueError, match=r"^copy_blocks: "):
         cache.copy_blocks([0], [1])
     for options in (

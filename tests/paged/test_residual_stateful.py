@@ -16,38 +16,67 @@ IDS = st.integers(0, 3)
 
 
 class Naive:
-    """A text: the f16 rows of each token, and whether they are still kept."""
+    """A text: the f16 rows of each token, whether they are still kept, its position, and that of the next token."""
 
-    def __init__(self, tokens=(), kept=()):
-        self.tokens, self.kept = [dict(each) for each in tokens], list(kept)
+    def __init__(self, tokens=(), kept=(), positions=(), end=0):
+        self.tokens, self.kept, self.positions = [dict(each) for each in tokens], list(kept), list(positions)
+        self.end = end
 
     def copy(self):
-        return Naive(self.tokens, self.kept)
+        return Naive(self.tokens, self.kept, self.positions, self.end)
+
+    @property
+    def gone(self):
+        return self.end - len(self.tokens)
+
+    @property
+    def has_holes(self):
+        return self.positions != [*range(len(self.positions))]
+
+    def ahead(self, firsts):
+        """How many first tokens stay unpacked when others are packed."""
+        return firsts if all(self.kept) else self.kept.index(False)
+
+    def pack(self, length, firsts):
+        """Pack the groups before that of the next token."""
+        stop = len(self.tokens) - self.end % length
+        if stop > 0 and not (all(self.kept) and stop < firsts):
+            ahead = self.ahead(firsts)
+            self.kept[:stop] = [i < ahead for i in range(stop)]
 
     def append(self, count, length, firsts):
         if not length:
-            whole = all(self.kept[:firsts])
+            whole = all(self.kept)
             new = range(len(self.tokens), len(self.tokens) + count)
             self.kept += [whole and i < firsts for i in new]
-            self.tokens += [{} for _ in new]
-            return
-        group = len(self.tokens) // length * length
-        if count and group:
-            whole = len(self.kept) >= firsts and all(self.kept[:firsts])
-            self.kept[:group] = [whole and i < firsts for i in range(group)]
+        elif count:
+            self.pack(length, firsts)
+            self.kept += [True] * count
         self.tokens += [{} for _ in range(count)]
-        self.kept += [True] * count
+        self.positions += range(self.end, self.end + count)
+        self.end += count
 
     def truncate(self, count):
-        del self.tokens[count:], self.kept[count:]
+        if count < len(self.positions):
+            self.end = self.positions[count]
+        del self.tokens[count:], self.kept[count:], self.positions[count:]
+
+    def evict(self, indices, length, firsts):
+        if length:
+            self.pack(length, firsts)
+        for part in (self.tokens, self.kept, self.positions):
+            part[:] = [part[i] for i in indices]
 
     def seen(self, pos, packed, layer, length, firsts):
         """K and V that the query at `pos` reads."""
         keys, values = (rows[: pos + 1].copy() for rows in packed)
-        group = pos // length * length if length else pos + 1
-        whole = all(self.kept[:firsts]) and (len(self.kept) >= firsts or not length)
+        whole = all(self.kept)
+        group = pos - (pos + self.gone) % length if length else pos + 1
+        if whole and group < firsts:
+            group = 0
+        ahead = self.ahead(firsts) if not whole or group > 0 else 0
         for i in range(pos + 1):
-            if (i >= group and self.kept[i]) or (i < firsts and whole and group):
+            if (i >= group and self.kept[i]) or i < ahead:
                 keys[i], values[i] = self.tokens[i].get(layer, (0, 0))
         return keys, values
 
@@ -164,11 +193,11 @@ class ResidualMachine(RuleBasedStateMachine):
 
     @rule(seq=IDS, new=IDS, share=st.floats(0, 1))
     def adopt(self, seq, new, share):
-        if seq in self.naive and new not in self.naive:
+        if seq in self.naive and new not in self.naive and not self.naive[seq].has_holes:
             count = round(share * len(self.naive[seq].tokens))
             blocks = self.real.block_table([seq]).block_ids[: -(-count // self.block_size)]
             self.real.adopt(new, blocks, count)
-            self.naive[new] = Naive(self.naive[seq].tokens[:count], [False] * count)
+            self.naive[new] = Naive(self.naive[seq].tokens[:count], [False] * count, range(count), count)
 
     @rule(seq=IDS, share=st.floats(0, 1))
     def pack(self, seq, share):
@@ -177,15 +206,15 @@ class ResidualMachine(RuleBasedStateMachine):
             count = round(share * len(text.tokens))
             self.real.pack(seq, count)
             if count >= self.firsts or not all(text.kept):
-                whole = len(text.kept) >= self.firsts and all(text.kept[: self.firsts])
-                text.kept[:count] = [whole and i < self.firsts for i in range(count)]
+                ahead = text.ahead(self.firsts)
+                text.kept[:count] = [i < ahead for i in range(count)]
 
     @rule(seq=IDS, share=st.floats(0, 1), whole=st.booleans())
     def unpack(self, seq, share, whole):
         if seq in self.naive:
             text = self.naive[seq]
             stop, ahead = len(text.tokens), self.firsts * whole
-            group = (stop - 1) // self.length * self.length if self.length and stop else stop
+            group = max(0, stop - 1 - (text.end - 1) % self.length) if self.length and stop else stop
             count = round(share * (stop - group))
             if ahead > stop - count:
                 return
@@ -197,6 +226,26 @@ class ResidualMachine(RuleBasedStateMachine):
                 for layer, (keys, values) in enumerate(part):
                     for i, pair in enumerate(zip(keys, values, strict=True)):
                         text.tokens[first + i][layer] = pair
+
+    @rule(seq=IDS, random=st.randoms(use_true_random=False), share=st.floats(0, 1))
+    def keep(self, seq, random, share):
+        if seq in self.naive:
+            kept = [i for i in range(len(self.naive[seq].tokens)) if random.random() < share]
+            self.real.keep_tokens(seq, kept)
+            self.naive[seq].evict(kept, self.length, self.firsts)
+
+    @rule(seq=IDS, sinks=st.integers(0, 5), window=st.integers(0, 9))
+    def stream(self, seq, sinks, window):
+        if seq in self.naive:
+            count = len(self.naive[seq].tokens)
+            kept = [*range(min(sinks, count)), *range(max(sinks, count - window), count)]
+            assert self.real.apply_streaming_llm(seq, sinks, window) == count - len(kept)
+            self.naive[seq].evict(kept, self.length, self.firsts)
+
+    @rule(seq=IDS)
+    def compact(self, seq):
+        if seq in self.naive:
+            self.both(lambda: self.real.compact(seq), lambda: None)
 
     @rule(seq=IDS)
     def free(self, seq):
@@ -222,8 +271,11 @@ class ResidualMachine(RuleBasedStateMachine):
         self.real.reorder(ids, rows)
         self.naive |= {seq: self.naive[ids[row]].copy() for seq, row in zip(ids, rows, strict=True)}
 
-    @rule(layer=st.integers(0, LAYERS - 1), shares=st.lists(st.floats(0, 1), min_size=4, max_size=4))
-    def attend(self, layer, shares):
+    @rule(
+        layer=st.integers(0, LAYERS - 1), shares=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+        by=st.sampled_from([False, True, "head"]),
+    )  # fmt: skip
+    def attend(self, layer, shares, by=False):
         ids = sorted(self.naive)
         lens = []
         for seq, share in zip(ids, shares, strict=False):
@@ -232,16 +284,23 @@ class ResidualMachine(RuleBasedStateMachine):
             own = own if self.length else len(self.naive[seq].tokens)
             lens.append(round(share * own))
         queries = self.rng.standard_normal((sum(lens), 2 * HEADS, DIM)).astype(np.float32)
-        out, lse = self.real.attention(layer, queries, ids, query_lens=lens, return_lse=True, scale=0.7)
-        row = 0
+        out, *masses, lse = self.real.attention(
+            layer, queries, ids, query_lens=lens, return_lse=True, return_scores=by, scale=0.7
+        )
+        row, expected_masses = 0, []
         for seq, count in zip(ids, lens, strict=True):
             packed = self.real.read(layer, seq)
+            expected_masses.append(np.zeros((HEADS, len(packed[0]))))
             for pos in range(len(self.naive[seq].tokens) - count, len(self.naive[seq].tokens)):
                 rows = self.naive[seq].seen(pos, packed, layer, self.length, self.firsts)
                 expected = oracle.attend(queries[row : row + 1], *rows, 0.7)
                 np.testing.assert_allclose(out[row], expected[0][0], atol=0.08)
                 np.testing.assert_allclose(lse[row], expected[2][0], atol=0.08)
+                expected_masses[-1][:, : pos + 1] += expected[1].reshape(HEADS, 2, -1).sum(1)
                 row += 1
+        if by:
+            expected = np.concatenate([np.zeros((HEADS, 0)), *expected_masses], axis=1)
+            np.testing.assert_allclose(masses[0], expected if by == "head" else expected.sum(0), atol=0.2)
 
     @invariant()
     def agree(self):

@@ -27,8 +27,9 @@ def attend(
     (tokens, heads, value dim).
 
     Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position. Scores become
-    softcap * tanh(score / softcap). sinks (query heads) are scores of a token without a value. Without `causal`, every
-    query sees all shown tokens. parents: of each query, -1 for none; it sees its ancestors instead of all before it.
+    softcap * tanh(score / softcap). sinks (query heads), or of each query, are scores of a token without a value.
+    Without `causal`, every query sees all shown tokens. parents: of each query, -1 for none; it sees its ancestors
+    instead of all before it.
 
     Returns the output, (n, query heads, value dim); each shown token's weight summed over queries, (query heads,
     shown); and the logarithm of each sum of exp(score), (n, query heads).
@@ -58,7 +59,8 @@ def attend(
             seen = positions[:shown] <= (own if causal else tokens)
             if window is not None:
                 seen &= positions[:shown] > own - window
-            logits = np.append(scores[j, seen], [] if sinks is None else np.float64(sinks[h]))
+            sink = [] if sinks is None else np.broadcast_to(np.float64(sinks), lse.shape)[j, h]
+            logits = np.append(scores[j, seen], sink)
             if len(logits) == 0:
                 continue
             lse[j, h] = np.logaddexp.reduce(logits)
