@@ -154,6 +154,8 @@ class EvictingSequence(ModelSequence):
         self._layers = range(len(budgets.rules))
         self._options = [attention.options() for attention in layer_attention(model)]
         self._ids = [np.array([layer], np.uint64) for layer in self._layers]  # made once, not in every call
+        self._all = np.arange(len(self._layers), dtype=np.uint64)
+        self._forks = self._all + np.uint64(len(self._layers))
         self._no_tokens = budgets.scoring.no_tokens
         self._alive = [self._no_tokens] * len(self._layers)
         self._before: tuple[list[Alive], int] | None = None  # during a call: the state that the forks restore
@@ -273,8 +275,7 @@ class EvictingSequence(ModelSequence):
         cache, scoring, query_lens = self.cache, self.budgets.scoring, np.array([count])
         hole = pos - len(self._alive[0].positions) if self.budgets.endless else 0
         self._compact()
-        for layer in self._layers:
-            self._append(layer, count)
+        self._append_to(self._all, np.full(len(self._all), count))
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
@@ -301,11 +302,11 @@ class EvictingSequence(ModelSequence):
 
     def _compact(self) -> None:
         """Compact the layers whose survivors occupy more than `most_blocks`."""
-        for layer in self._layers:
-            # Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
-            with suppress(MemoryError):
-                held = self.cache.get_sequence(layer)
-                if held is not None and held.num_blocks > most_blocks(held.num_tokens, self.cache.block_size):
+        occupied = np.diff(self.cache.block_table(self._all).indptr).tolist()
+        for layer, alive, num_blocks in zip(self._layers, self._alive, occupied, strict=True):
+            if num_blocks > most_blocks(len(alive.positions), self.cache.block_size):
+                # Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
+                with suppress(MemoryError):
                     self.cache.compact(layer)
 
     def _refuse_going_back(self, pos: int) -> None:
@@ -333,8 +334,7 @@ class EvictingSequence(ModelSequence):
         cache = self.cache
         self._before = self._alive, self.num_tokens
         try:
-            for layer in self._layers:
-                cache.fork(layer, self._fork_id(layer))
+            cache.fork_batch(self._all, self._forks)
             yield
         except Exception:
             self.mend()
@@ -342,8 +342,7 @@ class EvictingSequence(ModelSequence):
         self.version += 1
         self.num_tokens = end
         self._before = None  # the call has succeeded
-        for layer in self._layers:
-            cache.free(self._fork_id(layer))
+        cache.free_batch(self._forks)
 
 
 def _check_endless(model: Model, limit: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,9 +133,15 @@ class ModelSequence(ABC):
         return rows
 
     def _append(self, seq_id: int, count: int) -> None:
+        self._with_room(partial(self.cache.append, seq_id, count))
+
+    def _append_to(self, seq_ids: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
+        self._with_room(partial(self.cache.append_batch, seq_ids, counts))
+
+    def _with_room(self, append: Callable[[], None]) -> None:
         while True:
             try:
-                self.cache.append(seq_id, count)
+                append()
                 return
             except OutOfMemoryError as error:
                 if self.reclaim is None or not self.reclaim(error):

@@ -145,8 +145,9 @@ class Parts:
                                                  softcap, lse[some], None, True, None, skip)  # fmt: skip
             shares.append((some, share))
             lse[some] = total
-            each = np.split(drawn_there, np.cumsum(contexts)[:-1], axis=-1)
-            drawn.update(zip(which.tolist(), each, strict=True))
+            stop = 0
+            for group, context in zip(which.tolist(), contexts.tolist(), strict=True):
+                drawn[group], stop = drawn_there[..., stop : stop + context], stop + context
         with np.errstate(divide="ignore"):  # of queries that see no packed tokens
             rest = lse + np.log1p(-np.exp(np.minimum(alone - lse, 0.0)))
         mixed, masses, _ = over_near(np.maximum(rest, _NONE), by, out)

@@ -401,8 +401,9 @@ class ResidualSequences:
         """Free the rows of sequences that are gone, where the last `num_new` have none yet."""
         if self.rows.num_sequences > len(self._table) - num_new:
             alive = set(map(self._table.uid, self._table.seq_ids()))
-            for uid in set(map(int, self.rows.sequence_ids())) - alive:
-                self.rows.free(uid)
+            dead = [each for each in map(int, self.rows.sequence_ids()) if each not in alive]
+            self.rows.free_batch(dead)
+            for uid in dead:
                 self.spans.pop(uid, None)
                 self._own.pop(uid, None)
 

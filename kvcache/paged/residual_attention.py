@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,7 @@ class _Group(NamedTuple):
         context: packed tokens that they see, from the first one on.
         skipped: how many first ones of these they read unpacked.
         text: which sequence of the call it is.
-        columns: the unpacked tokens, by their index in the sequence.
+        ahead, begin, end: the unpacked tokens, [0, ahead) and [begin, end) of the sequence.
     """
 
     near: int
@@ -48,7 +49,13 @@ class _Group(NamedTuple):
     context: int
     skipped: int
     text: int
-    columns: Int64
+    ahead: int
+    begin: int
+    end: int
+
+
+def _has_forks(groups: list[_Group]) -> bool:
+    return any(each.near >= PARTS for each in groups)
 
 
 class ResidualAttention:
@@ -100,7 +107,7 @@ class ResidualAttention:
             forked = False
             if key != known:
                 groups = self._groups_of(ids, lens, None)
-                forked, parts = any(each.near >= PARTS for each in groups), self._parts(groups)
+                forked, parts = _has_forks(groups), self._parts(groups)
                 self._known = (None if forked else key), parts
             mixed, lse = parts.attend(
                 layer, self._rows._attention, self._packed, rows, return_lse=return_lse, **options
@@ -118,16 +125,20 @@ class ResidualAttention:
         parts, ways = self._parts(groups), (self._rows._attention, self._packed)
         if not return_scores:
             mixed, lse = parts.attend(layer, *ways, rows, return_lse=return_lse, **options)
+        else:
+            mixed, lse, near, far = parts.attend_with_masses(layer, *ways, rows, return_scores, **options)
+        if _has_forks(groups):
             self._residual.free_parts()
+        if not return_scores:
             return (mixed, lse) if return_lse else mixed
-        mixed, lse, near, far = parts.attend_with_masses(layer, *ways, rows, return_scores, **options)
-        self._residual.free_parts()
-        ends = np.cumsum(self._shown_of(ids) if shown is None else shown)
-        masses = np.zeros((*near.shape[:-1], ends[-1] if len(ends) else 0), np.float32)
-        row = 0
+        stops = self._shown_of(ids) if shown is None else shown.tolist()
+        masses = np.zeros((*near.shape[:-1], sum(stops)), np.float32)
+        starts, row = [0, *accumulate(stops)], 0
         for number, group in enumerate(groups):
-            first, row = int(ends[group.text - 1]) if group.text else 0, row + len(group.columns)
-            masses[..., first + group.columns] += near[..., row - len(group.columns) : row]
+            first = starts[group.text]
+            for begin, end in ((0, group.ahead), (group.begin, group.end)):
+                masses[..., first + begin : first + end] += near[..., row : row + end - begin]
+                row += end - begin
             if number in far:
                 masses[..., first : first + group.context] += far[number]
         return (mixed, masses, lse) if return_lse else (mixed, masses)
@@ -173,12 +184,11 @@ class ResidualAttention:
                 raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {seq_id}{group}, got {count}")
             for ahead, begin, end, queries, context, skipped in self._groups(span, count, stop):
                 near = uid
-                columns = np.r_[0:ahead, begin:end]
-                if len(columns) < span.num_rows:
+                if ahead + end - begin < span.num_rows:
                     near = PARTS + len(groups)
                     self._rows.fork(uid, near)
                     self._rows.keep_tokens(near, np.r_[0:ahead, span.row(begin) : span.row(end)])
-                groups.append(_Group(near, seq_id, queries, context, skipped, i, columns))
+                groups.append(_Group(near, seq_id, queries, context, skipped, i, ahead, begin, end))
         return groups
 
     def _groups(self, span: Span, count: int, stop: int) -> Iterator[tuple[int, int, int, int, int, int]]:
