@@ -258,6 +258,9 @@ ACTS = {
     "adopt": lambda cache: cache.adopt(9, cache.block_table([1]).indices[:2], 30),
     "write": lambda cache: cache.write(0, 1, *np.zeros((2, 30, HEADS, DIM), np.float32)),
     "attention": lambda cache: cache.attention(0, np.ones((40, HEADS, DIM)), [1, 2], query_lens=[6, 34]),
+    "keep": lambda cache: cache.keep_tokens(2, [0, 3, *range(20, 35)]),
+    "stream": lambda cache: cache.apply_streaming_llm(1, 4, 20),
+    "masses": lambda cache: cache.attention(0, np.ones((9, HEADS, DIM)), [1, 2], query_lens=[6, 3], return_scores=True),
     "resize": lambda cache: setattr(cache.handle(2).block_table_mut(), "sequence_length", 50),
 }
 
@@ -289,7 +292,7 @@ def test_a_call_that_is_stopped_anywhere_leaves_a_sound_cache(monkeypatch, rng, 
         stop += 1
         cache = build()
         if stops is MemoryError:
-            refused = ("allocate_batch", "append_batch", "fork_batch", "reorder", "fork", "grow")
+            refused = ("allocate_batch", "append_batch", "fork_batch", "reorder", "fork", "keep_tokens", "grow")
             if stop > len(refused):
                 break
             with monkeypatch.context() as patch:

@@ -97,6 +97,53 @@ PAGED = Target(
     paged_works,
 )
 
+def unpacked():
+    cache = PagedKvCache(16, 4, 2, 8, num_layers=2, dtype="q4", residual_length=4, first_tokens=2)
+    for seq in (1, 2):
+        cache.allocate(seq, 2)
+        cache.append(seq, 2)
+        cache.write(0, seq, ROWS, ROWS, 0)
+    return cache
+
+
+def unpacked_works(cache):
+    cache.check()
+    cache.allocate(77, 4)
+    cache.write(1, 77, ROWS, ROWS)
+    assert np.isfinite(cache.attention(1, ROWS[:1], [77])).all()
+    cache.free(77)
+    cache.check()
+
+
+UNPACKED = Target(
+    unpacked,
+    dict(
+        [
+            method("unpack", 1, [(ROWS[:1], ROWS[:1])] * 2, [(ROWS[:2], ROWS[:2])] * 2),
+            method("pack", 1, 3),
+            method("unpacked_tokens", 1),
+            method("read_unpacked", 0, 1),
+            method("reserve_unpacked", 20),
+            method("keep_tokens", 1, [0, 2]),
+            method("apply_streaming_llm", 1, 1, 2),
+            method("append", 1, 2),
+            method("truncate", 1, 2),
+            method("fork", 1, 9),
+            method("swap", 1, 2),
+            method("reorder", [1, 2], [1, 1]),
+            method("write", 0, 1, ROWS, ROWS, 0),
+            method("write_ragged", 0, [1], [1], ROWS[:1], ROWS[:1]),
+            method("attention", 0, ROWS[:2], [1, 2]),
+            keyword("attention", "query_lens", [1, 1], 0, ROWS[:2], [1, 2]),
+            keyword("attention", "context_lens", [4, 3], 0, ROWS[:2], [1, 2]),
+            keyword("attention", "return_scores", "head", 0, ROWS[:2], [1, 2]),
+            keyword("attention", "sinks", ROWS[:2, :, 0], 0, ROWS[:2], [1, 2]),
+            keyword("attention", "out", None, 0, ROWS[:2], [1, 2]),
+        ]
+    ),
+    unpacked_works,
+)
+
 HANDLE = Target(
     lambda: paged().handle(1),
     dict(

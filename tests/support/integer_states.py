@@ -36,6 +36,17 @@ def forked():
     return cache
 
 
+def unpacked():
+    """Two sequences with first and newest tokens in f16, one of them with a hole."""
+    cache = PagedKvCache(8, 16, 1, 8, residual_length=4, first_tokens=2)
+    for seq_id in (1, 3):
+        cache.allocate(seq_id, 18)
+        cache.append(seq_id, 2)
+        cache.write(0, seq_id, WRITTEN, WRITTEN, 0)
+    cache.keep_tokens(3, [0, 1, 5, 18])
+    return cache
+
+
 def full():
     cache = empty()
     cache.allocate(1, 8 * 16 - 3)
