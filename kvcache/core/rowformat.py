@@ -49,10 +49,12 @@ def stored_dtype(dtype: Any) -> Any:
     """The storage format of the library under `dtype`: "f32" for a `Format`, anything else as it is.
 
     Raises:
-        TypeError: a class in the place of its instance.
+        TypeError: a class in the place of its instance; one for a layer.
     """
     if isinstance(dtype, type) and callable(getattr(dtype, "encode", None)):
         raise TypeError(f"dtype: expected an object with `encode` and `decode`, got the class {dtype.__qualname__}")
+    if isinstance(dtype, (list, tuple)) and any(map(is_format, dtype)):
+        raise TypeError("dtype: expected names of formats for each layer, got one in Python, which stands for all layers")
     return "f32" if is_format(dtype) else dtype
 
 

@@ -59,7 +59,9 @@ def parse(data: bytes, chat: bool, defaults: SamplingParams) -> Body:
         raise ValueError(f"body: expected JSON, got an error: {short(str(error))}") from None
     prompt, readers = ("messages", _OF_CHATS) if chat else ("prompt", _OF_TEXTS)
     said = {name: value for name, value in body.items() if value is not None}
-    given = {"model": None, prompt: None, "n": 1, "stream": False, "stream_options": {}} | said
+    if missing := [name for name in ("model", prompt) if name not in said]:
+        raise ValueError(f"{missing[0]}: expected one, got none")
+    given = {"n": 1, "stream": False, "stream_options": {}} | said
     for name, value in given.items():
         if name in readers:
             given[name] = readers[name](value, name=name)

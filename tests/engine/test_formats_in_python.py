@@ -190,6 +190,9 @@ def test_settings_are_checked(fields, error, message):
 def test_classes_and_calibrations_are_refused(network):
     with pytest.raises((TypeError, ValueError), match="dtype"):
         PagedKvCache(4, 4, 1, 8, dtype=Halves)
+    for layers in ([Halves(), "q4"], (Halves(), Halves())):
+        with pytest.raises(TypeError, match=r"^dtype: expected names of formats for each layer, got one in Python"):
+            PagedKvCache(4, 4, 1, 8, num_layers=2, dtype=layers)
     for name in ("dtype", "key_dtype", "value_dtype"):
         with pytest.raises(TypeError, match=r"^dtype: expected an object with .*, got the class Halves$"):
             InferenceEngine(network, **{name: Halves})

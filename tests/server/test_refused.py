@@ -80,6 +80,13 @@ def test_settings_that_change_nothing_are_taken(served):
     served.client().chat.completions.create(model=MODEL, messages=TALK, max_tokens=1, **neutral)
 
 
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_what_a_body_lacks_is_named(served, missing):
+    body = {"model": MODEL, "messages": TALK, missing: None}
+    status, data = answer(served.connect(post(json.dumps(body).encode(), "/v1/chat/completions")))
+    assert (status, json.loads(data)["error"]["message"]) == (400, f"{missing}: expected one, got none")
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
