@@ -54,7 +54,7 @@ def stored_dtype(dtype: Any) -> Any:
     if isinstance(dtype, type) and callable(getattr(dtype, "encode", None)):
         raise TypeError(f"dtype: expected an object with `encode` and `decode`, got the class {dtype.__qualname__}")
     if isinstance(dtype, (list, tuple)) and any(map(is_format, dtype)):
-        raise TypeError("dtype: expected names of formats for each layer, got one in Python, which stands for all layers")
+        raise TypeError("dtype: expected names of formats for each layer, got one in Python, which is for all layers")
     return "f32" if is_format(dtype) else dtype
 
 
