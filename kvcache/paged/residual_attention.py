@@ -28,6 +28,7 @@ _FIXED = {"sink_queries": None, "return_scores": False, "context_lens": None, "w
           "causal": True, "mask": None, "skip_tokens": 0}  # fmt: skip
 _DEFAULTS = tuple(_FIXED.values())
 _INT64 = np.dtype(np.int64)
+_Forks = list[tuple[int, int, Int64]]  # of the rows of a sequence: its uid, the id of the fork, the rows that it keeps
 
 
 class ResidualAttention:
@@ -40,10 +41,9 @@ class ResidualAttention:
 
     def __init__(self, residual: ResidualSequences, packed: SequenceAttention) -> None:
         self._residual, self._packed, self._rows = residual, packed, residual.rows
-        self._uid, self._span = residual.uid_of, residual.spans.get
         self.length, self.firsts = residual.length, residual.firsts
-        # What the parts of the last call without forks depend on, and the parts: the same in all layers of a step.
-        self._known: tuple[Any, Parts] = None, Parts([], [], [], None)
+        # What the parts of the last call depend on, and these: the same in all layers of a step.
+        self._known: tuple[Any, Parts, _Forks] = None, Parts([], [], [], None), []
 
     @property
     def nbytes(self) -> int:
@@ -69,19 +69,19 @@ class ResidualAttention:
         if lens.shape != ids.shape:
             raise ValueError(f"query_lens: expected {len(ids)} numbers, one per sequence, got {len(lens)}")
         with self._residual.lock:
-            uids = [*map(self._uid, ids.tolist())]
-            key = ids.tobytes(), lens.tobytes(), uids, [*map(self._span, uids)]
-            known, parts = self._known
-            forked = False
-            if key != known:
-                parts, forked = self._parts(ids, lens)
-                self._known = (None if forked else key), parts
+            key = ids.tobytes(), lens.tobytes(), self._residual.state
+            if key != self._known[0]:
+                self._known = key, *self._parts(ids, lens)
+            _, parts, forks = self._known
+            for uid, near, kept in forks:  # `mend` frees them after a failure
+                self._rows._sequences.fork(uid, near)
+                self._rows._sequences.keep(near, kept)
             mixed, lse = parts.attend(
                 layer, self._rows._attention, self._packed, rows, scale=scale, softcap=softcap, sinks=sinks, out=out,
                 return_lse=return_lse,
             )
-            if forked:
-                self._residual.free_parts()
+            if forks:
+                self._rows._sequences.free_batch(np.array([near for _, near, _ in forks], np.uint64))
         return (mixed, lse) if return_lse else mixed
 
     def _refuse(self, given: tuple[Any, ...]) -> None:
@@ -91,11 +91,12 @@ class ResidualAttention:
                 lengths = f"residual_length {self.length} and first_tokens {self.firsts}"
                 raise ValueError(f"{name}: expected {fixed} with {lengths}, got {short(value)}")
 
-    def _parts(self, ids: UInt64, lens: Int64) -> tuple[Parts, bool]:
-        """The queries of each sequence by group, and whether some have forks, which `mend` frees after a failure."""
+    def _parts(self, ids: UInt64, lens: Int64) -> tuple[Parts, _Forks]:
+        """The queries of each sequence by group, and the forks of those groups that see some of the rows alone."""
         if len(ids) > 1 and len(set(ids.tolist())) < len(ids):
             raise ValueError("seq_ids: expected each sequence once, got one twice")
         nears: list[int] = []
+        forks: _Forks = []
         fars, counts, contexts, skipped = [], [], [], []
         for seq_id, uid, count in zip(ids.tolist(), self._residual.uids(ids), lens.tolist(), strict=True):
             span = self._residual.spans[uid]
@@ -107,8 +108,7 @@ class ResidualAttention:
                 near = uid
                 if rows is not None:
                     near = PARTS + len(nears)
-                    self._rows.fork(uid, near)
-                    self._rows.keep_tokens(near, rows)
+                    forks.append((uid, near, rows))
                 nears.append(near)
                 fars.append(seq_id)
                 counts.append(queries)
@@ -116,8 +116,7 @@ class ResidualAttention:
                 skipped.append(skip)
         skips = {skip for skip, context in zip(skipped, contexts, strict=True) if context}
         one = skips.pop() if len(skips) == 1 else skipped  # of those that see packed tokens
-        parts = Parts(nears, fars, counts, contexts, one, causal=self.length > 0)
-        return parts, any(near >= PARTS for near in nears)
+        return Parts(nears, fars, counts, contexts, one, causal=self.length > 0), forks
 
     def _groups(self, span: Span, count: int) -> Iterator[tuple[Int64 | None, int, int, int]]:
         """Of the last `count` tokens, for each group: its unpacked rows (None: all), queries, `context`, `skipped`."""
