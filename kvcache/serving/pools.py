@@ -89,11 +89,12 @@ def make_pools(
 def _most_unpacked(length: int, firsts: int, max_running: int) -> int:
     """Tokens that the texts of a step keep unpacked at most, in blocks of them.
 
-    Each has its group behind its first tokens. A piece of several tokens has these, and at most one block in part.
-    `unpack` makes room for two blocks more than it needs.
+    Each has its group behind its first tokens; with groups, a piece of several tokens has these too, and at most one
+    block in part. `unpack` makes room for two blocks more than it needs.
     """
-    pieces = MOST_PROMPTS + CHEAP_ROWS
-    return max_running * (firsts + length) + (MOST if length else 0) + row_block(length, firsts) * (pieces + 2)
+    size = row_block(length, firsts)
+    pieces = MOST + size * (MOST_PROMPTS + CHEAP_ROWS) if length else 0
+    return max_running * (firsts + length) + pieces + 2 * size
 
 
 def _make_evicting(
