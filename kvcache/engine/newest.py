@@ -57,7 +57,7 @@ class NewestGroups:
     Args:
         source: the cache of the sequences, with a residual or first tokens. Their groups are stored here.
         max_blocks: maximum number of blocks of the prefix cache over it; sets the room for groups, at least two.
-        texts: instead of it, room for the first tokens of so many texts.
+        texts: instead of it, room for the first tokens of so many texts; for `keep_firsts` alone.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the

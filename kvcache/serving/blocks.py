@@ -99,7 +99,7 @@ class SharedBlocks:
         """`start` where these first tokens may be shared."""
         size = self.cache.block_size
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
-            most, firsts = self._unpacked(work, min(session.num_tokens, work.num_tokens - 1))
+            most, firsts = self._recall(work, min(session.num_tokens, work.num_tokens - 1))
             begun = self._adopt(work, running, session, most, firsts)
         if begun is None:
             return False
@@ -109,7 +109,7 @@ class SharedBlocks:
         work.moved(seq_id, found)
         return True
 
-    def _unpacked(self, work: Work, found: int) -> tuple[int, list[tuple[Float32, Float32]]]:
+    def _recall(self, work: Work, found: int) -> tuple[int, list[tuple[Float32, Float32]]]:
         """Behind how many of `found` cached tokens a work can continue, and its first ones, which all read unpacked."""
         found -= found % (self.cache.residual_length or 1)
         if self.newest is None or not found:
@@ -151,12 +151,12 @@ class SharedBlocks:
         seq_id = next(self._ids)
         self.cache.fork(leader.seq_id, seq_id)
         try:
+            self._pack(seq_id, computed)
             self.windows.fork(leader, follower, seq_id)
         except MemoryError:
             self._free(seq_id)
             raise
         follower.moved(seq_id, computed)
-        self._pack(follower)
 
     def append(self, pieces: Sequence[tuple[Work, int]]) -> None:
         """Make room for the next tokens of many works, all or nothing; evicts what no sequence refers to.
@@ -191,10 +191,10 @@ class SharedBlocks:
         self.cache.truncate(work.seq_id, work.computed)
         self.windows.truncate(work)
 
-    def _pack(self, work: Work) -> None:
-        """Free the unpacked rows of groups before the one in which a work is."""
+    def _pack(self, seq_id: int, computed: int) -> None:
+        """Free the unpacked rows of groups before the one in which a sequence ends."""
         if length := self.cache.residual_length:
-            self.cache.pack(work.seq_id, work.computed - work.computed % length)
+            self.cache.pack(seq_id, computed - computed % length)
 
     def _keep_firsts(self, work: Work) -> None:
         if self.newest is not None and work.shares:
@@ -227,7 +227,7 @@ class SharedBlocks:
         if before < self.cache.first_tokens <= computed:
             self._keep_firsts(work)
         if (length := self.cache.residual_length) and before // length < computed // length:
-            self._pack(work)
+            self._pack(work.seq_id, computed)
         if self.windows.groups:
             for end in (*work.window_ends, work.num_prompt):
                 if before < end <= computed:
@@ -254,7 +254,7 @@ class SharedBlocks:
         self.cache.truncate(work.seq_id, work.computed)
         if not self.keeps_unpacked:
             return True
-        self._pack(work)
+        self._pack(work.seq_id, work.computed)
         return self._is_unpacked(work)
 
     def _is_unpacked(self, work: Work) -> bool:
