@@ -28,12 +28,12 @@ _SHARE = 32
 Tokens = NDArray[np.uint32]
 
 
-def _shape(cache: PagedKvCache, max_blocks: int) -> tuple[int, int]:
+def _shape(cache: PagedKvCache, max_blocks: int, texts: int = 0) -> tuple[int, int]:
     """Number and size of the blocks of `NewestGroups`."""
     # The end of a cached block is also the end of one of these blocks, as is that of the first tokens.
     length, firsts = _length(cache), cache.first_tokens
     size = gcd(length, cache.block_size, firsts)
-    num_tokens = max(2 * (length + firsts), max_blocks * cache.block_size // _SHARE)
+    num_tokens = texts * firsts if texts else max(2 * (length + firsts), max_blocks * cache.block_size // _SHARE)
     return -(-num_tokens // size), size
 
 
@@ -57,15 +57,16 @@ class NewestGroups:
     Args:
         source: the cache of the sequences, with a residual or first tokens. Their groups are stored here.
         max_blocks: maximum number of blocks of the prefix cache over it; sets the room for groups, at least two.
+        texts: instead of it, room for the first tokens of so many texts; for `keep_firsts` alone.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the
             bytes of all tokens before it)`.
     """
 
-    def __init__(self, source: PagedKvCache, max_blocks: int) -> None:
+    def __init__(self, source: PagedKvCache, max_blocks: int = 0, *, texts: int = 0) -> None:
         self._source, self._length, self._firsts = source, _length(source), source.first_tokens
-        self._paged = _rows(source, *_shape(source, max_blocks))
+        self._paged = _rows(source, *_shape(source, max_blocks, texts))
         self.cache = PrefixCache.over(self._paged)
 
     @staticmethod
@@ -95,6 +96,12 @@ class NewestGroups:
         if first % self._length or not num_blocks:
             return  # the first tokens of the group exist in packed form only
         self._keep(seq_id, firsts, text[first : first + num_blocks * size], _name(text[:first], namespace))
+
+    def keep_firsts(self, seq_id: int, text: Tokens, namespace: Hashable) -> None:
+        """Store the first tokens of a sequence, that of `text`, if it has them unpacked and there is room."""
+        firsts, base, _ = self._source.unpacked_tokens(seq_id)
+        if len(text) >= self._firsts and (firsts == self._firsts or not base):
+            self._keep(seq_id, 0, text[: self._firsts], _name(text[:0], namespace))
 
     def _keep(self, seq_id: int, row: int, group: Tokens, name: Hashable) -> None:
         """Store tokens of a sequence, of which the first is the unpacked one `row`."""

@@ -13,12 +13,10 @@ from kvcache.core.kernels import FORMATS
 from kvcache.core.layer_formats import Formats, names_of, unpacked
 from kvcache.core.store import BlockStore
 from kvcache.networks.protocols import Float32, NetworkConfig
-from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.spans import row_block
 
 __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "as_length", "default_length", "most_unpacked", "num_firsts", "residual_bytes",
-    "unpacked_cache",
 ]  # fmt: skip
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
@@ -79,14 +77,3 @@ def residual_bytes(
     key, value = map(unpacked, dtypes)
     token = BlockStore(config.num_layers, 0, 1, config.num_kv_heads, config.head_dim, key, value).block_bytes
     return token * most_unpacked(length, chunk, firsts)
-
-
-def unpacked_cache(
-    config: NetworkConfig, dtypes: tuple[Formats, Formats], num_blocks: int, block_size: int, num_layers: int
-) -> PagedKvCache:  # fmt: skip
-    """A cache for the unpacked tokens beside one of these formats."""
-    key_dtype, value_dtype = map(unpacked, dtypes)
-    return PagedKvCache(
-        num_blocks, block_size, config.num_kv_heads, config.head_dim, num_layers=num_layers, key_dtype=key_dtype,
-        value_dtype=value_dtype,
-    )  # fmt: skip

@@ -30,8 +30,8 @@ import numpy.typing as npt
 from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.core.undoing import Undoing
-from kvcache.errors import SequenceNotFoundError
-from kvcache.paged.spans import Span
+from kvcache.errors import OutOfMemoryError, SequenceNotFoundError
+from kvcache.paged.spans import Places, Span, Spans
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
@@ -71,11 +71,12 @@ class ResidualSequences:
     ) -> None:  # fmt: skip
         self._sequences, self._table, self.rows = sequences, table, rows
         self.length, self.firsts = length, firsts
-        self.spans: dict[int, Span] = {}
+        self.spans = Spans()
         self._moving: tuple[int, ...] = ()  # uids of sequences that a call is exchanging
         self._own: dict[int, int] = {}  # by uid: rows from this token on lie in blocks that no other sequence has
+        # What the last `write_batch` depends on, and what it writes where: the same in all layers of a step.
+        self._known: tuple[Any, Places, bool] = None, Places.of((), (), np.empty(0, np.int64)), False
         self.lock = MendingLock(lock, self._mend)
-        self.uid_of = table.uid  # -1: there is no such sequence
         self.free, self.free_batch = sequences.free, sequences.free_batch
         self.read, self.compact, self.grow = sequences.read, sequences.compact, sequences.grow
 
@@ -191,7 +192,8 @@ class ResidualSequences:
                 self._make_room(self._blocks(rows.count))
             self._sequences.write(layer, seq_id, start, rows)
             if first < span.base or not rows.count:
-                self._write(layer, uid, first, given)
+                for row, begin, end in span.unpacked(first, rows.count):
+                    self.rows._sequences.write(layer, uid, row, given.part(begin, end))
             else:
                 self.rows._sequences.write(layer, uid, span.firsts + first - span.base, given)
 
@@ -199,27 +201,28 @@ class ResidualSequences:
         given: KvRows = getattr(rows, "given", rows)
         self.rows._store.check_rows(given, layer)
         with self.lock:
-            uids, lens = self.uids(seq_ids), np.ones(len(seq_ids), np.int64) if counts is None else counts
-            spans = [self.spans[uid] for uid in uids]
-            firsts = [span.stop - n for span, n in zip(spans, lens.tolist(), strict=True)]
-            if any(first < self._own.get(uid, first + 1) for uid, first in zip(uids, firsts, strict=True)):
+            key = seq_ids.tobytes(), None if counts is None else counts.tobytes(), self.state
+            if key != self._known[0]:
+                uids, lens = self.uids(seq_ids), np.ones(len(seq_ids), np.int64) if counts is None else counts
+                spans = [self.spans[uid] for uid in uids]
+                owned = [self._own.get(uid, span.stop + 1) for uid, span in zip(uids, spans, strict=True)]
+                shared = any(span.stop - n < own for span, n, own in zip(spans, lens.tolist(), owned, strict=True))
+                self._known = key, Places.of(uids, spans, lens), shared
+            _, places, shared = self._known
+            if shared:  # blocks of rows may have to be copied
                 self._make_room(self._blocks(rows.count, len(seq_ids)))
             self._sequences.write_batch(layer, seq_ids, rows, counts)
-            if all(first >= span.base for span, first in zip(spans, firsts, strict=True)):
-                self.rows._sequences.write_batch(layer, np.array(uids, np.uint64), given, lens)
-                return
-            for uid, first, n, end in zip(uids, firsts, lens.tolist(), np.cumsum(lens).tolist(), strict=True):
-                self._write(layer, uid, first, given.part(end - n, end))
+            if places.uids is not None:
+                self.rows._sequences.write_batch(layer, places.uids, given, places.lens)
+            for uid, row, begin, end in places.parts:
+                self.rows._sequences.write(layer, uid, row, given.part(begin, end))
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Another one after each change of the sequences and of what they have unpacked."""
+        return self.spans.version, len(self._table)  # `free` changes the latter alone
 
     # -- which tokens are unpacked: see paged/unpacked.py ----------------------------------------------------
-
-    def read_unpacked(self, layer: int, seq_id: int) -> tuple[Float32, Float32]:
-        with self.lock:
-            return self.rows.read(layer, self._uid(seq_id))
-
-    def span(self, seq_id: int) -> Span:
-        with self.lock:
-            return self.spans[self._uid(seq_id)]
 
     def pack(self, seq_id: int, num_tokens: int) -> None:
         with self.lock:
@@ -231,7 +234,7 @@ class ResidualSequences:
         ahead, count = (each[0].count if each else 0 for each in (firsts, newest))
         with self.lock:
             uid = self._uid(seq_id)
-            span = self.spans[uid].unpacked(ahead, count, self.length, self.firsts)
+            span = self.spans[uid].with_unpacked(ahead, count, self.length, self.firsts)
             try:
                 self._make_room(self._blocks(ahead + count))
                 self.rows.allocate(PARTS, ahead + count)
@@ -244,12 +247,6 @@ class ResidualSequences:
                 self.spans[uid], self._moving = span, ()
             finally:
                 self.free_parts()
-
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for unpacked rows of so many tokens in all, if there is less."""
-        missing = -(-num_tokens // self.rows.block_size) - self.rows.total_blocks
-        if missing > 0:
-            self.rows.grow(missing)
 
     # -- invariants -----------------------------------------------------------------------------------------
 
@@ -273,6 +270,7 @@ class ResidualSequences:
         """Drop the unpacked rows that an interrupted call left inconsistent: these tokens are then read packed."""
         self.free_parts()
         self._own.clear()
+        self.spans.version += 1
         for seq_id in self._table.seq_ids():
             uid = self._table.uid(seq_id)
             moved = uid in self._moving
@@ -339,11 +337,17 @@ class ResidualSequences:
 
     def _extend(self, uids: Sequence[int], counts: Sequence[int]) -> None:
         """Add rows for new tokens of the packed sequences, and drop those of groups that no new query reads."""
-        self._make_room(self._blocks(sum(counts), len(uids)))
-        for uid, count in zip(uids, counts, strict=True):
-            old = self.spans[uid]
-            new = old.longer(count, self.length, self.firsts)
-            self.rows._sequences.append(uid, count if self.length else new.num_rows - old.num_rows)
+        before = [self.spans[uid] for uid in uids]
+        after = [span.longer(count, self.length, self.firsts) for span, count in zip(before, counts, strict=True)]
+        if not self.length:
+            counts = [new.num_rows - old.num_rows for old, new in zip(before, after, strict=True)]
+        ids, more = np.array(uids, np.uint64), np.array(counts, np.int64)
+        try:
+            self.rows._sequences.append_batch(ids, more)
+        except OutOfMemoryError as error:
+            self._make_room(error.requested)
+            self.rows._sequences.append_batch(ids, more)
+        for uid, old, new in zip(uids, before, after, strict=True):
             self._own[uid] = min(old.stop, self._own.get(uid, old.stop))
             if self.length:
                 self._drop(uid, old, new)
@@ -352,9 +356,9 @@ class ResidualSequences:
 
     def _drop(self, uid: int, old: Span, new: Span) -> None:
         """Drop the rows that a span has no longer."""
-        self.spans[uid] = new
         if new.base > old.base:
             self.rows.keep_tokens(uid, np.r_[0 : new.firsts, old.row(new.base) : old.row(new.stop)])
+        self.spans[uid] = new  # last: after an interrupt in between, rows are missing, as `_mend` sees
 
     def _gone(self, seq_id: int) -> int:
         """How many tokens were evicted before the last one."""
@@ -406,15 +410,6 @@ class ResidualSequences:
             for uid in dead:
                 self.spans.pop(uid, None)
                 self._own.pop(uid, None)
-
-    def _write(self, layer: int, uid: int, first: int, rows: KvRows) -> None:
-        """Store those of consecutive tokens that are unpacked."""
-        span, last = self.spans[uid], first + rows.count
-        if first < span.firsts:
-            self.rows._sequences.write(layer, uid, first, rows.part(0, min(last, span.firsts) - first))
-        begin = max(first, span.base)
-        if begin < last:
-            self.rows._sequences.write(layer, uid, span.row(begin), rows.part(begin - first, last - first))
 
     def free_parts(self) -> None:
         for part in [each for each in self.rows.sequence_ids() if each >= PARTS]:

@@ -28,6 +28,7 @@ UInt64 = npt.NDArray[np.uint64]
 _FIXED = {"sink_queries": None, "window": None, "starts": None, "causal": True, "mask": None, "skip_tokens": 0}
 _DEFAULTS = tuple(_FIXED.values())
 _INT64 = np.dtype(np.int64)
+_ALL = np.empty(0, np.int64)  # in the place of all rows
 
 
 class _Group(NamedTuple):
@@ -41,6 +42,8 @@ class _Group(NamedTuple):
         skipped: how many first ones of these they read unpacked.
         text: which sequence of the call it is.
         ahead, begin, end: the unpacked tokens, [0, ahead) and [begin, end) of the sequence.
+        uid, rows: those of the sequence, and which of them these tokens have; `near` is a fork with these, or the uid
+            itself if they are all.
     """
 
     near: int
@@ -52,10 +55,12 @@ class _Group(NamedTuple):
     ahead: int
     begin: int
     end: int
+    uid: int
+    rows: Int64
 
 
-def _has_forks(groups: list[_Group]) -> bool:
-    return any(each.near >= PARTS for each in groups)
+def _forks_of(groups: list[_Group]) -> list[_Group]:
+    return [each for each in groups if each.near >= PARTS]
 
 
 class ResidualAttention:
@@ -68,10 +73,9 @@ class ResidualAttention:
 
     def __init__(self, residual: ResidualSequences, packed: SequenceAttention) -> None:
         self._residual, self._packed, self._rows = residual, packed, residual.rows
-        self._uid, self._span = residual.uid_of, residual.spans.get
         self.length, self.firsts = residual.length, residual.firsts
-        # What the parts of the last call without forks depend on, and the parts: the same in all layers of a step.
-        self._known: tuple[Any, Parts] = None, Parts([], [], [], None)
+        # What the parts of the last call depend on, and these: the same in all layers of a step.
+        self._known: tuple[Any, Parts, list[_Group]] = None, Parts([], [], [], None), []
 
     @property
     def nbytes(self) -> int:
@@ -101,19 +105,16 @@ class ResidualAttention:
         with self._residual.lock:
             if shown is not None or return_scores:
                 return self._over_shown(layer, rows, ids, lens, shown, return_scores, return_lse, options)
-            uids = [*map(self._uid, ids.tolist())]
-            key = ids.tobytes(), lens.tobytes(), uids, [*map(self._span, uids)]
-            known, parts = self._known
-            forked = False
-            if key != known:
+            key = ids.tobytes(), lens.tobytes(), self._residual.state
+            if key != self._known[0]:
                 groups = self._groups_of(ids, lens, None)
-                forked, parts = _has_forks(groups), self._parts(groups)
-                self._known = (None if forked else key), parts
+                self._known = key, self._parts(groups), _forks_of(groups)
+            _, parts, forks = self._known
+            self._fork(forks)
             mixed, lse = parts.attend(
                 layer, self._rows._attention, self._packed, rows, return_lse=return_lse, **options
             )  # fmt: skip
-            if forked:
-                self._residual.free_parts()
+            self._end(forks)
         return (mixed, lse) if return_lse else mixed
 
     def _over_shown(
@@ -123,12 +124,13 @@ class ResidualAttention:
         """`over`, where masses are asked for or not all tokens are shown."""
         groups = self._groups_of(ids, lens, shown)
         parts, ways = self._parts(groups), (self._rows._attention, self._packed)
-        if not return_scores:
-            mixed, lse = parts.attend(layer, *ways, rows, return_lse=return_lse, **options)
-        else:
+        forks = _forks_of(groups)
+        self._fork(forks)
+        if return_scores:
             mixed, lse, near, far = parts.attend_with_masses(layer, *ways, rows, return_scores, **options)
-        if _has_forks(groups):
-            self._residual.free_parts()
+        else:
+            mixed, lse = parts.attend(layer, *ways, rows, return_lse=return_lse, **options)
+        self._end(forks)
         if not return_scores:
             return (mixed, lse) if return_lse else mixed
         stops = self._shown_of(ids) if shown is None else shown.tolist()
@@ -142,6 +144,17 @@ class ResidualAttention:
             if number in far:
                 masses[..., first : first + group.context] += far[number]
         return (mixed, masses, lse) if return_lse else (mixed, masses)
+
+    def _fork(self, groups: list[_Group]) -> None:
+        """Fork the rows of these groups, for the time of a call; `mend` frees the forks after a failure."""
+        for each in groups:
+            self._rows._sequences.fork(each.uid, each.near)
+            self._rows._sequences.keep(each.near, each.rows)
+
+    def _end(self, groups: list[_Group]) -> None:
+        """Free the forks."""
+        if groups:
+            self._rows._sequences.free_batch(np.array([each.near for each in groups], np.uint64))
 
     def _refuse(self, given: tuple[Any, ...]) -> None:
         """ValueError, where an argument of attention has another value than the one that it may have."""
@@ -162,7 +175,7 @@ class ResidualAttention:
         )  # fmt: skip
 
     def _groups_of(self, ids: UInt64, lens: Int64, shown: Int64 | None) -> list[_Group]:
-        """The queries of each sequence by group; of those from `PARTS` on are forks, which `mend` frees too."""
+        """The queries of each sequence by group."""
         if shown is None and len(ids) > 1 and len(set(ids.tolist())) < len(ids):
             raise ValueError("seq_ids: expected each sequence once, got one twice")
         if shown is not None and shown.shape != ids.shape:
@@ -183,12 +196,10 @@ class ResidualAttention:
                 group = ", from the group of its last append on" if self.length else ""
                 raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {seq_id}{group}, got {count}")
             for ahead, begin, end, queries, context, skipped in self._groups(span, count, stop):
-                near = uid
+                near, kept = uid, _ALL
                 if ahead + end - begin < span.num_rows:
-                    near = PARTS + len(groups)
-                    self._rows.fork(uid, near)
-                    self._rows.keep_tokens(near, np.r_[0:ahead, span.row(begin) : span.row(end)])
-                groups.append(_Group(near, seq_id, queries, context, skipped, i, ahead, begin, end))
+                    near, kept = PARTS + len(groups), np.r_[0:ahead, span.row(begin) : span.row(end)]
+                groups.append(_Group(near, seq_id, queries, context, skipped, i, ahead, begin, end, uid, kept))
         return groups
 
     def _groups(self, span: Span, count: int, stop: int) -> Iterator[tuple[int, int, int, int, int, int]]:

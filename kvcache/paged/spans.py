@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache.core.arguments import as_count
 
-__all__ = ["Span", "as_lengths", "groups_of", "refuse", "row_block"]
+__all__ = ["Places", "Span", "Spans", "as_lengths", "groups_of", "refuse", "row_block"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -71,6 +71,12 @@ class Span(NamedTuple):
         """Which of the unpacked rows a token from `base` on is; or several."""
         return self.firsts + pos - self.base
 
+    def unpacked(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        """Of `count` tokens from `first` on those that are unpacked: the row of the first, and which, `[from, to)`."""
+        begin = max(first, self.base)
+        parts = [(first, 0, min(first + count, self.firsts) - first), (self.row(begin), begin - first, count)]
+        return [part for part in parts if part[1] < part[2]]
+
     def longer(self, count: int, length: int, firsts: int) -> Span:
         """Of `count` more tokens: those of earlier groups are packed from then on."""
         stop = self.stop + count
@@ -100,7 +106,7 @@ class Span(NamedTuple):
         rows = np.concatenate([kept[:ahead], self.row(kept[base:])])
         return (Span(0, 0, len(kept), gone) if ahead == base else Span(ahead, base, len(kept), gone)), rows
 
-    def unpacked(self, ahead: int, count: int, length: int, firsts: int) -> Span:
+    def with_unpacked(self, ahead: int, count: int, length: int, firsts: int) -> Span:
         """Of the same tokens, where the first `ahead` and the last `count` are unpacked; ValueError: not these."""
         stop, base = self.stop, self.stop - count
         if ahead not in (0, firsts) or base < ahead:
@@ -112,3 +118,47 @@ class Span(NamedTuple):
     def _group(self, length: int) -> int:
         """Where the group of the next token begins, if no token of it was evicted."""
         return self.stop - (self.stop + self.gone) % length
+
+
+class Spans(dict[int, Span]):
+    """The spans of sequences, by uid.
+
+    Attributes:
+        version: another number after each change.
+    """
+
+    version = 0
+
+    def __setitem__(self, uid: int, span: Span) -> None:
+        self.version += 1
+        super().__setitem__(uid, span)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self.version += 1
+        super().update(*args, **kwargs)
+
+
+class Places(NamedTuple):
+    """Where the newest tokens of many sequences are stored unpacked.
+
+    Attributes:
+        uids: of the sequences, if all of these tokens are; None: some are not.
+        lens: tokens of each, int64.
+        parts: `(uid, row, from, to)` of those that are, if some are not.
+    """
+
+    uids: npt.NDArray[np.uint64] | None
+    lens: npt.NDArray[np.int64]
+    parts: list[tuple[int, int, int, int]]
+
+    @classmethod
+    def of(cls, uids: Sequence[int], spans: Sequence[Span], lens: npt.NDArray[np.int64]) -> Places:
+        """Of the last `lens[i]` tokens of each."""
+        texts = [(uid, span, span.stop - n, n) for uid, span, n in zip(uids, spans, lens.tolist(), strict=True)]
+        if all(first >= span.base for _, span, first, _ in texts):
+            return cls(np.array(uids, np.uint64), lens.copy(), [])
+        parts, ahead = [], 0
+        for uid, span, first, n in texts:
+            parts += [(uid, row, ahead + begin, ahead + end) for row, begin, end in span.unpacked(first, n)]
+            ahead += n
+        return cls(None, lens, parts)

@@ -32,13 +32,17 @@ def unpacked_tokens(cache: PagedKvCache, seq_id: int) -> tuple[int, int, int]:
     Raises:
         ValueError: the cache has no `residual_length` and no `first_tokens`; so for all of these methods.
     """
-    firsts, base, stop, _ = _residual(cache).span(as_seq_id(seq_id))
+    residual, ids = _residual(cache), [as_seq_id(seq_id)]
+    with residual.lock:
+        firsts, base, stop, _ = residual.spans[residual.uids(ids)[0]]
     return firsts, base, stop
 
 
 def read_unpacked(cache: PagedKvCache, layer: int, seq_id: int) -> tuple[Float32, Float32]:
     """`(keys, values)` of the tokens of `unpacked_tokens`, first ones first, as `read` returns them."""
-    return _residual(cache).read_unpacked(as_integer(layer, "layer"), as_seq_id(seq_id))
+    residual, number, ids = _residual(cache), as_integer(layer, "layer"), [as_seq_id(seq_id)]
+    with residual.lock:
+        return residual.rows.read(number, residual.uids(ids)[0])
 
 
 def unpack(cache: PagedKvCache, seq_id: int, newest: Rows = (), firsts: Rows = ()) -> None:
@@ -59,7 +63,11 @@ def pack(cache: PagedKvCache, seq_id: int, num_tokens: int) -> None:
 
 def reserve_unpacked(cache: PagedKvCache, num_tokens: int) -> None:
     """Map f16 rows for so many tokens in all, now rather than when they are needed; touched when first written."""
-    _residual(cache).reserve(as_count(num_tokens, "num_tokens"))
+    residual, count = _residual(cache), as_count(num_tokens, "num_tokens")
+    with residual.lock:
+        missing = -(-count // residual.rows.block_size) - residual.rows.total_blocks
+        if missing > 0:
+            residual.rows.grow(missing)
 
 
 def _residual(cache: PagedKvCache) -> ResidualSequences:

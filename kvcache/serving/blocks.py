@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
+from kvcache.engine.newest import NewestGroups
 from kvcache.errors import OutOfMemoryError
+from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.sessions import CacheSession
-from kvcache.serving.groups import Groups
 from kvcache.serving.guesses import MOST as MOST_GUESSES
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.windows import WindowPools, has_room
@@ -37,7 +38,7 @@ class SharedBlocks:
     Attributes:
         cache: the sequences, in the layers that keep all tokens.
         prefixes: the index.
-        newest: the tokens of each text that stay unpacked; None: there are none.
+        newest: the first tokens of cached texts, unpacked; None: no text has such tokens.
         windows: the layers that keep a window alone, and the cached windows of prefixes.
         tiered: the lookups of works in tiers; None: there are no tiers.
         chunk: of the works, as of `Work`.
@@ -46,18 +47,24 @@ class SharedBlocks:
     chunk = 0
 
     def __init__(
-        self, cache: PagedKvCache, newest: Groups | None = None, windows: WindowPools | None = None
+        self, cache: PagedKvCache, newest: NewestGroups | None = None, windows: WindowPools | None = None
     ) -> None:
         self.cache, self.prefixes, self.newest = cache, PrefixCache.over(cache), newest
         self.windows = WindowPools() if windows is None else windows
         self.tiered: TieredWorks | None = None
         self._ids = count()
+        self._bytes = cache.total_memory_bytes
+
+    @property
+    def keeps_unpacked(self) -> bool:
+        """Whether tokens of a text that runs stay unpacked."""
+        return self.cache.residual_length > 0 or self.cache.first_tokens > 0
 
     @property
     def beside(self) -> list[PrefixCache]:
         """The caches that are saved in one file with the index."""
-        if self.newest is not None and self.newest.known.cache is not None:
-            return [self.newest.known.cache]
+        if self.newest is not None:
+            return [self.newest.cache]
         return self.windows.cached.caches
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -92,24 +99,28 @@ class SharedBlocks:
         """`start` where these first tokens may be shared."""
         size = self.cache.block_size
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
-            most, group = min(session.num_tokens, work.num_tokens - 1), -1
-            if self.newest is not None:
-                most, group = self.newest.begin(work, most)
-            try:
-                begun = self._adopt(work, running, session, most)
-            except BaseException:
-                self._stop_group(group)
-                raise
+            most, firsts = self._recall(work, min(session.num_tokens, work.num_tokens - 1))
+            begun = self._adopt(work, running, session, most, firsts)
         if begun is None:
-            self._stop_group(group)
             return False
         seq_id, found = begun
         parted = most // size * size  # two texts part here, and the window has left: it is kept for the next such text
         work.window_ends = [parted] if found < parted else []
-        work.moved(seq_id, found, group)
+        work.moved(seq_id, found)
         return True
 
-    def _adopt(self, work: Work, running: Sequence[Work], session: CacheSession, most: int) -> tuple[int, int] | None:
+    def _recall(self, work: Work, found: int) -> tuple[int, list[tuple[Float32, Float32]]]:
+        """Behind how many of `found` cached tokens a work can continue, and its first ones, which all read unpacked."""
+        found -= found % (self.cache.residual_length or 1)
+        if self.newest is None or not found:
+            return found, []
+        firsts = self.newest.recall_firsts(work.tokens, work.space) if found >= self.cache.first_tokens else []
+        return found if firsts else 0, firsts
+
+    def _adopt(
+        self, work: Work, running: Sequence[Work], session: CacheSession, most: int,
+        firsts: list[tuple[Float32, Float32]],
+    ) -> tuple[int, int] | None:  # fmt: skip
         """A new sequence with at most `most` cached tokens of a work, and how many; None: there is no room for it."""
         with self.windows.hold(work, most) as (found, pages):
             size, texts = self.cache.block_size, len(running)
@@ -123,6 +134,8 @@ class SharedBlocks:
             seq_id = next(self._ids)
             self.cache.adopt(seq_id, session.shared_blocks[: self.blocks_for(found)], found)
             try:
+                if firsts:
+                    self.cache.unpack(seq_id, (), firsts)
                 self.windows.start(work, seq_id, found, pages)
             except Exception:
                 self._free(seq_id)
@@ -138,13 +151,12 @@ class SharedBlocks:
         seq_id = next(self._ids)
         self.cache.fork(leader.seq_id, seq_id)
         try:
+            self._pack(seq_id, computed)
             self.windows.fork(leader, follower, seq_id)
-            group = -1 if self.newest is None else self.newest.fork(leader, computed)
         except MemoryError:
             self._free(seq_id)
             raise
-        follower.next_group = group
-        follower.moved(seq_id, computed, group)
+        follower.moved(seq_id, computed)
 
     def append(self, pieces: Sequence[tuple[Work, int]]) -> None:
         """Make room for the next tokens of many works, all or nothing; evicts what no sequence refers to.
@@ -165,18 +177,33 @@ class SharedBlocks:
                 self._truncate(work)
             raise
 
+    def lengthen(self, work: Work, count: int, more: int) -> bool:
+        """Make room for `more` tokens behind the next `count`, which have room; whether there is."""
+        self._truncate(work)  # a residual keeps what queries read from the group on in which the last append began
+        try:
+            self.append([(work, count + more)])
+        except OutOfMemoryError:
+            self.append([(work, count)])
+            return False
+        return True
+
     def _truncate(self, work: Work) -> None:
         self.cache.truncate(work.seq_id, work.computed)
         self.windows.truncate(work)
 
-    def _stop_group(self, group: int) -> None:
-        if self.newest is not None:
-            self.newest.stop(group)
+    def _pack(self, seq_id: int, computed: int) -> None:
+        """Free the unpacked rows of groups before the one in which a sequence ends."""
+        if length := self.cache.residual_length:
+            self.cache.pack(seq_id, computed - computed % length)
+
+    def _keep_firsts(self, work: Work) -> None:
+        if self.newest is not None and work.shares:
+            with suppress(MemoryError):  # of the system: they are not cached then
+                self.newest.keep_firsts(work.seq_id, work.tokens[: work.computed], work.space)
 
     def index(self, work: Work) -> None:
         """Cache the full blocks of a work's sequence, by reference, and its first tokens."""
-        if self.newest is not None:
-            self.newest.known.keep(work)
+        self._keep_firsts(work)
         full = work.computed // self.cache.block_size
         if full and work.shares:
             blocks = self.cache.block_table([work.seq_id]).block_ids
@@ -186,50 +213,55 @@ class SharedBlocks:
     def stop(self, work: Work) -> None:
         """Take a work's sequence away; its full blocks stay cached until their memory is needed."""
         if work.seq_id >= 0:
-            seq_id, group = work.seq_id, work.group
+            seq_id = work.seq_id
             self.windows.keep(work, work.computed)
             work.moved(-1, 0)
             self._free(seq_id)
-            self._stop_group(group)
 
     def ran(self, work: Work, count: int, wrong: int) -> None:
         """Note that the next `count` tokens of a work have run, and `wrong` guesses behind them."""
         before, computed = work.computed, work.computed + count
-        work.moved(work.seq_id, computed, -1 if self.newest is None else self.newest.group_at(work, computed))
-        if self.newest is not None and before < self.newest.firsts <= computed:
-            self.newest.known.keep(work)
+        work.moved(work.seq_id, computed)
         if wrong:
             self._truncate(work)
+        if before < self.cache.first_tokens <= computed:
+            self._keep_firsts(work)
+        if (length := self.cache.residual_length) and before // length < computed // length:
+            self._pack(work.seq_id, computed)
         if self.windows.groups:
             for end in (*work.window_ends, work.num_prompt):
                 if before < end <= computed:
                     self.windows.keep(work, end)
 
-    def settle(self, running: Sequence[Work]) -> None:
-        """After a pass: only what running works keep stays."""
-        if self.newest is not None:
-            self.newest.settle(running)
-
     def mend(self, running: Sequence[Work]) -> list[Work]:
         """Free sequences that no work has, and cut others to what was computed; the works that have no sequence."""
         for cache in [self.prefixes, *self.beside]:
             cache.close_sessions()  # a call that an error ended may not have
-        lost = [] if self.newest is None else self.newest.settle(running)
-        lost += [work for work in running if work not in lost and self.windows.lost(work)]
+        lost = [work for work in running if self.windows.lost(work) or not self._cut(work)]
         for work in lost:
             work.moved(-1, 0)
-        owned = {work.seq_id: work for work in running if work not in lost}
+        owned = {work.seq_id for work in running}
         for each in self.cache.sequence_ids():
             if int(each) not in owned:
                 self.cache.free(each)
-        for seq_id, work in owned.items():
-            if seq_id >= 0 and seq_id in self.cache:
-                self.cache.truncate(seq_id, work.computed)
-            else:
-                work.moved(-1, 0)
-                lost.append(work)
         self.windows.settle([work for work in running if work not in lost])
         return lost
+
+    def _cut(self, work: Work) -> bool:
+        """Cut a work's sequence to what was computed; whether all that its next tokens read is there."""
+        if work.seq_id < 0 or work.seq_id not in self.cache:
+            return False
+        self.cache.truncate(work.seq_id, work.computed)
+        if not self.keeps_unpacked:
+            return True
+        self._pack(work.seq_id, work.computed)
+        return self._is_unpacked(work)
+
+    def _is_unpacked(self, work: Work) -> bool:
+        """Whether a work has the rows of its first tokens, and of its group those that were computed."""
+        (firsts, base, _), length = self.cache.unpacked_tokens(work.seq_id), self.cache.residual_length
+        whole = firsts == self.cache.first_tokens or not base
+        return whole and (not length or base <= work.computed // length * length)
 
     def memory(self) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
@@ -250,10 +282,8 @@ class SharedBlocks:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()
         self.prefixes.check()
-        if self.newest is not None and self.newest.known.cache is not None:
-            self.newest.known.cache.check()
         if self.newest is not None:
-            self.newest.check(running)
+            self.newest.check()
         self.windows.check(running)
         assert self.prefixes.pinned_blocks == 0, "blocks of a prefix are held that no work uses"
         owned = {work.seq_id: work for work in running}
@@ -263,7 +293,9 @@ class SharedBlocks:
             info = self.cache.get_sequence(seq_id)
             assert info is not None, f"{work}: the sequence is gone"
             assert info.num_tokens == work.computed, f"{work}: the sequence has {info.num_tokens} tokens"
+            assert not self.keeps_unpacked or self._is_unpacked(work), f"{work}: tokens that it reads are packed"
             claimed.update(int(block) for block in info.block_ids)
+        assert self.cache.total_memory_bytes == self._bytes, "unpacked tokens took more memory than was reserved"
         assert self.count()["claimed"] == len(claimed), "free, claimed and cached blocks are not all blocks"
 
 

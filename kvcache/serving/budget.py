@@ -5,6 +5,8 @@ from __future__ import annotations
 __all__ = ["TokenBudget"]
 
 LEAST, MOST = 16, 512  # tokens of prompts per step
+MOST_PROMPTS = 8  # prompts of which a step may run a piece, where each may touch a block of f16 rows more than it keeps
+CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
 _WEIGHT = 0.25  # of the newest measurement in the running means
 
 

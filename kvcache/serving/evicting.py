@@ -25,7 +25,7 @@ __all__ = ["EvictingTexts"]
 
 
 class EvictingTexts(SharedBlocks):
-    """The memory of an engine that evicts. A work's `group` is the number of its text.
+    """The memory of an engine that evicts.
 
     Args:
         make: makes the sequence of a text, with a cache of its own; it is used again for later ones.
@@ -36,7 +36,7 @@ class EvictingTexts(SharedBlocks):
         super().__init__(PagedKvCache(1, 1, 1, 8, num_layers=0, dtype="f32"))
         self._make, self._most = make, most
         self._texts = [make()]
-        self._used: set[int] = set()
+        self._used: dict[int, int] = {}  # the text of each sequence
         self.chunk = self._texts[0].chunk
         self._blocks_per_text = self._texts[0].cache.total_blocks
 
@@ -49,14 +49,17 @@ class EvictingTexts(SharedBlocks):
     def start(self, work: Work, running: Sequence[Work]) -> bool:
         if len(self._used) == self._most:
             return False
-        number = next(i for i in range(self._most) if i not in self._used)
+        number = next(i for i in range(self._most) if i not in self._used.values())
         if number == len(self._texts):
             self._texts.append(self._make())
         seq_id = next(self._ids)
         self._texts[number].clear()
-        self._used.add(number)
-        work.moved(seq_id, 0, number)
+        self._used[seq_id] = number
+        work.moved(seq_id, 0)
         return True
+
+    def _text(self, work: Work) -> EvictingSequence:
+        return self._texts[self._used[work.seq_id]]
 
     def fork(self, leader: Work, follower: Work, computed: int) -> None:
         """MemoryError: a follower runs by itself."""
@@ -70,25 +73,25 @@ class EvictingTexts(SharedBlocks):
 
     def stop(self, work: Work) -> None:
         if work.seq_id >= 0:
-            number = work.group
+            seq_id = work.seq_id
             work.moved(-1, 0)
-            self._texts[number].clear()
-            self._used.discard(number)
+            self._texts[self._used[seq_id]].clear()
+            del self._used[seq_id]
 
     def ran(self, work: Work, count: int, wrong: int) -> None:
-        work.moved(work.seq_id, work.computed + count, work.group)
+        work.moved(work.seq_id, work.computed + count)
 
     def mend(self, running: Sequence[Work]) -> list[Work]:
         lost = []
         for text in self._texts:
             text.mend()
         for work in running:
-            if work.seq_id >= 0 and self._texts[work.group].num_tokens != work.computed:
+            if work.seq_id >= 0 and self._text(work).num_tokens != work.computed:
                 lost.append(work)  # what it evicted cannot come back: it runs again, in the same pieces
                 work.moved(-1, 0)
-        self._used = {work.group for work in running if work.seq_id >= 0}
+        self._used = {work.seq_id: self._used[work.seq_id] for work in running if work.seq_id >= 0}
         for number, text in enumerate(self._texts):
-            if number not in self._used:
+            if number not in self._used.values():
                 text.clear()
         return lost
 
@@ -96,7 +99,7 @@ class EvictingTexts(SharedBlocks):
     def attending(self, pieces: Sequence[tuple[Work, int]]) -> Iterator[tuple[Attend, dict[str, Any]]]:
         """The `attend` of pieces of texts, and keyword arguments of the network; at the end layers evict."""
         with ExitStack() as stack:
-            begun = [stack.enter_context(self._texts[work.group].piece(count)) for work, count in pieces]
+            begun = [stack.enter_context(self._text(work).piece(count)) for work, count in pieces]
             stops = np.cumsum([count for _, count in pieces])
             parts = [slice(stop - count, stop) for stop, (_, count) in zip(stops, pieces, strict=True)]
             places: dict[str, Any] = {}
@@ -120,7 +123,7 @@ class EvictingTexts(SharedBlocks):
             yield attend, places
 
     def count(self) -> dict[str, int]:
-        used = sum(self._texts[number].cache.used_block_count for number in self._used)
+        used = sum(self._texts[number].cache.used_block_count for number in self._used.values())
         return {"free": self._most * self._blocks_per_text - used, "claimed": used, "cached": 0}
 
     def memory(self) -> dict[str, int]:
@@ -128,11 +131,13 @@ class EvictingTexts(SharedBlocks):
         return total(super().memory(), *caches)
 
     def check(self, running: Sequence[Work]) -> None:
-        assert sorted(work.group for work in running) == sorted(self._used), "texts and works differ"
+        assert sorted(work.seq_id for work in running) == sorted(self._used), "texts and works differ"
+        assert len(set(self._used.values())) == len(self._used), "two works have one text"
         for text in self._texts:
             text.cache.check()
             text.check()
         for work in running:
-            assert self._texts[work.group].num_tokens == work.computed, f"{work}: its text has other tokens"
+            assert self._text(work).num_tokens == work.computed, f"{work}: its text has other tokens"
         for number, text in enumerate(self._texts):
-            assert number in self._used or not text.cache.used_block_count, f"text {number} is not in use and not empty"
+            used = number in self._used.values()
+            assert used or not text.cache.used_block_count, f"text {number} is not in use and not empty"

@@ -77,9 +77,8 @@ class Forward:
 
     def _attend(self, pieces: Sequence[tuple[Work, int]], lens: Any) -> Attend:
         """The `attend` of pieces of texts that share blocks."""
-        cache, newest, whole = self._blocks.cache, self._blocks.newest, self._whole
+        cache, whole = self._blocks.cache, self._whole
         seq_ids = np.array([work.seq_id for work, _ in pieces], np.uint64)
-        attend_in_groups = None if newest is None else newest.piece(cache, pieces)
         windowed = self._blocks.windows.pieces([work for work, _ in pieces], seq_ids, lens)
 
         def attend(
@@ -89,8 +88,6 @@ class Forward:
                 return windowed[layer](layer, queries, keys, values)
             own, options = whole[layer]
             cache.write_ragged(own, seq_ids, lens, keys, values)
-            if attend_in_groups is not None:
-                return attend_in_groups(layer, queries, keys, values)
             mixed: Float32 = cache.attention(own, queries, seq_ids, query_lens=lens, **options)
             return mixed
 

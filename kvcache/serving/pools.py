@@ -1,4 +1,4 @@
-"""What a `BatchEngine` keeps K and V in: a pool of blocks, what stays unpacked of each text, pools of windows."""
+"""What a `BatchEngine` keeps K and V in: a pool of blocks, what stays unpacked of texts, pools of windows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.evicting import Budgets, EvictingSequence
+from kvcache.engine.newest import NewestGroups
 from kvcache.engine.residual import residual_bytes
 from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups
-from kvcache.networks.protocols import Model, layer_attention
+from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.spans import row_block
 from kvcache.serving.blocks import SharedBlocks
-from kvcache.serving.budget import MOST
+from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS
 from kvcache.serving.evicting import EvictingTexts
-from kvcache.serving.newest import make_groups
 from kvcache.serving.windows import WindowPools, num_blocks_with_windows
 from kvcache.tiers.tiers import Tiers
 
@@ -63,21 +64,38 @@ def make_pools(
     BlockStore(config.num_layers, 0, *own)  # raises for formats that are not supported
     whole = LayerGroups(tuple(range(config.num_layers)), ())
     groups = whole if tiers is not None else LayerGroups.of(model, block_size, MOST)
-    newest = make_groups(config, storage, max_running, layer_attention(model))
+    options = {
+        "block_size": block_size, "num_heads": config.num_kv_heads, "head_dim": config.head_dim, "rotate": rotate,
+        "residual_length": storage.residual_length, "first_tokens": storage.firsts,
+    }  # fmt: skip
+    make = storage.of_layers(PagedKvCache, options)
+    cache, newest = make(0, groups.whole), None
+    if storage.residual_length or storage.firsts:
+        cache.reserve_unpacked(_most_unpacked(storage.residual_length, storage.firsts, max_running))
+    if storage.firsts:
+        newest = NewestGroups(cache, texts=4 * max_running)
     if groups.windows and max_memory_bytes is not None:
         most = max_running * (-(-config.max_position_embeddings // block_size) + 1)
         num_blocks = num_blocks_with_windows(num_blocks, max_memory_bytes, groups, max_running, most, settings)
     else:
         num_blocks = num_blocks_within(
             num_blocks, max_memory_bytes, len(groups.whole), *settings(groups.whole),
-            beside=0 if newest is None else newest.nbytes,
+            beside=cache.total_memory_bytes + (0 if newest is None else newest.memory()["kv"]),
         )  # fmt: skip
-    options = {
-        "block_size": block_size, "num_heads": config.num_kv_heads, "head_dim": config.head_dim, "rotate": rotate,
-    }  # fmt: skip
-    make = storage.of_layers(PagedKvCache, options)
     windows = WindowPools.of(groups, model, num_blocks, block_size, max_running, make)
-    return SharedBlocks(make(num_blocks, groups.whole), newest, windows)
+    cache.grow(num_blocks)
+    return SharedBlocks(cache, newest, windows)
+
+
+def _most_unpacked(length: int, firsts: int, max_running: int) -> int:
+    """Tokens that the texts of a step keep unpacked at most, in blocks of them.
+
+    Each has its group behind its first tokens; with groups, a piece of several tokens has these too, and at most one
+    block in part. `unpack` makes room for two blocks more than it needs.
+    """
+    size = row_block(length, firsts)
+    pieces = MOST + size * (MOST_PROMPTS + CHEAP_ROWS) if length else 0
+    return max_running * (firsts + length) + pieces + 2 * size
 
 
 def _make_evicting(

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.serving.blocks import SharedBlocks
-from kvcache.serving.budget import LEAST, MOST, TokenBudget
-from kvcache.serving.newest import MOST_PROMPTS
+from kvcache.serving.budget import CHEAP_ROWS, LEAST, MOST, MOST_PROMPTS, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import FinishReason, Work
@@ -30,7 +29,6 @@ __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
 _NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
-_CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
 _ENOUGH_ROWS = 64  # of prompts: a product of twice as many takes twice as long
 Pieces = list[tuple[Work, int]]
 
@@ -60,7 +58,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.blocks, self.budget, self.observed = blocks, budget, observed
         self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
-        self._most_prompts = MOST if blocks.newest is None else MOST_PROMPTS
+        self._most_prompts = MOST_PROMPTS if blocks.keeps_unpacked else MOST
         self.works: dict[int, Work] = {}
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
@@ -182,7 +180,7 @@ class Scheduler:
         for work in sorted(work for work, count in pieces if work.shares and count < work.remaining):
             count = dict(pieces)[work]
             more = min(work.remaining - count, left)
-            if more and self._fit([(work, more)], preempt=False):
+            if more and self.blocks.lengthen(work, count, more):
                 pieces = [(each, n + more if each is work else n) for each, n in pieces]
                 left -= more
         return pieces
@@ -208,11 +206,10 @@ class Scheduler:
 
     def _guess(self, decodes: Pieces) -> Pieces:
         """Add the guesses of works; together with the decodes a product has as many rows as cost little."""
-        left = _CHEAP_ROWS - len(decodes)
+        left = CHEAP_ROWS - len(decodes)
         guessed = []
         for work, count in decodes:
-            most = left if self.blocks.newest is None else min(left, self.blocks.newest.left(work))
-            guess = 0 if most <= 0 or work.followers else work.think(most)
+            guess = 0 if left <= 0 or work.followers else work.think(left)
             if guess and self._regime(work.num_tokens + guess) != work.regime:
                 guess = 0
             guessed.append((work, count + guess))

@@ -130,7 +130,6 @@ class Steps:
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
             for regime in sorted({work.regime for work, _ in pieces}):
                 self._pass([piece for piece in pieces if piece[0].regime == regime])
-            self._scheduler.blocks.settle(self._scheduler.running)
             if pieces:
                 self._steps += 1
                 self._prefilled += prefilled

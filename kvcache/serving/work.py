@@ -44,8 +44,6 @@ class Work(ABC):
         deadline: when it ends at the latest; None: never.
         seq_id: its sequence in the cache; -1: it waits.
         computed: tokens whose K and V the sequence has.
-        group: its newest tokens unpacked, where it has a residual; -1: none. See `NewestGroups`.
-        next_group: the group in which the pass that runs ends.
         firsts: the first token that each group of layers with a window still has; None: it is just changing.
         chunk: its prompt runs in pieces that end at multiples of this, its new tokens one by one; 0: in any pieces.
         window_ends: at which tokens the windows are to be cached, when they have run.
@@ -73,7 +71,6 @@ class Work(ABC):
         self.arrival = 0.0
         self.deadline: float | None = None
         self.seq_id, self.computed, self.regime = -1, 0, 0
-        self.group = self.next_group = -1
         self.firsts: tuple[int, ...] | None = ()
         self.window_ends: list[int] = []
         self.chunk = 0
@@ -114,9 +111,9 @@ class Work(ABC):
         ahead = self.num_prompt - self.computed
         return min(ahead, self.chunk - self.computed % self.chunk) if ahead > 0 else 1
 
-    def moved(self, seq_id: int, computed: int, group: int = -1) -> None:
+    def moved(self, seq_id: int, computed: int) -> None:
         """Note another sequence, or none, in one step."""
-        self.__dict__.update(seq_id=seq_id, computed=computed, group=group)
+        self.__dict__.update(seq_id=seq_id, computed=computed)
 
     def __lt__(self, other: Work) -> bool:
         return self.key < other.key

@@ -208,6 +208,51 @@ def test_an_adopted_prefix_is_unpacked_with_the_rows_of_another_text(rng, length
     assert cache.unpacked_tokens(2) == (0, shared + 20, shared + 20)
 
 
+CHANGES = {
+    "append": lambda cache: cache.append(2, 1),
+    "truncate": lambda cache: cache.truncate(2, 5),
+    "swap": lambda cache: cache.swap(1, 2),
+    "reorder": lambda cache: cache.reorder([1, 2], [1, 1]),
+    "pack": lambda cache: cache.pack(2, 11),
+    "unpack": lambda cache: cache.unpack(2),
+    "another sequence": lambda cache: (cache.free(2), cache.allocate(2, 6)),
+    "resize": lambda cache: setattr(cache.handle(2).block_table_mut(), "sequence_length", 14),
+}
+
+
+@pytest.mark.parametrize(("length", "firsts"), [(4, 2), (0, 3)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_like_the_one_before_sees_what_changed_between(rng, length, firsts, change):
+    """All layers of a step share what the first one finds."""
+    keys, values = rng.standard_normal((2, LAYERS, 11, HEADS, DIM)).astype(np.float32)
+    rows, queries = rng.standard_normal((2, 2, HEADS, DIM)).astype(np.float32)
+    found = []
+    for warm in (False, True):
+        cache = make(length, firsts)
+        for seq, count in ((1, 6), (2, 11)):
+            cache.allocate(seq, 0)
+            run(cache, seq, keys, values, 0, count)
+        last = keys[0, [5, 10]], values[0, [5, 10]]
+        if warm:
+            cache.write_ragged(0, [1, 2], [1, 1], *last)
+            cache.attention(0, queries, [1, 2], query_lens=[1, 1])
+        CHANGES[change](cache)
+        try:
+            cache.write_ragged(0, [1, 2], [1, 1], rows, rows)
+            found.append(cache.attention(0, queries, [1, 2], query_lens=[1, 1]))
+        except ValueError as error:  # after `pack` and `unpack`: a query of no group
+            found.append(np.array(str(error)))
+        cache.check()
+    np.testing.assert_array_equal(*found)
+    cache.free(2)
+    for call in (
+        lambda: cache.write_ragged(0, [1, 2], [1, 1], rows, rows),
+        lambda: cache.attention(0, queries, [1, 2], query_lens=[1, 1]),
+    ):
+        with pytest.raises(SequenceNotFoundError):
+            call()
+
+
 def test_what_unpacking_refuses():
     cache, rows = make(32, 16, block_size=16), np.zeros((8, HEADS, DIM), np.float32)
     cache.allocate(1, 70)

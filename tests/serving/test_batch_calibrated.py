@@ -66,6 +66,19 @@ def test_first_tokens_that_run_in_pieces(network, known):
         settled(engine)
 
 
+@pytest.mark.parametrize(("length", "calibrated"), [(0, True), (1, True), (12, False), (64, True)])
+def test_as_many_texts_as_may_run(network, known, length, calibrated):
+    """`check` sees after each step that f16 rows take no more memory than at the start."""
+    asked = [(prompt, repeating(i, 20, logprobs=1)) for i, prompt in enumerate(prompts(7, 8, 200))]
+    options = {"dtype": "q4", "residual_length": length, "calibrate": known if calibrated else False}
+    alone, engine = Alone(network, **options), BatchEngine(network, num_blocks=200, max_running=3, **options)
+    requests = [engine.submit(prompt, params, n=1 + i % 2) for i, (prompt, params) in enumerate(asked)]
+    run(engine)
+    for request, (prompt, params) in zip(requests, asked, strict=True):
+        same(request.completions()[0], alone(prompt, params))
+    settled(engine)
+
+
 def test_a_prefix_whose_first_tokens_have_left_runs_again(network, known):
     engine = BatchEngine(network, num_blocks=200, dtype="q4", calibrate=known, max_running=1)  # of four texts
     alone = Alone(network, dtype="q4", calibrate=known)

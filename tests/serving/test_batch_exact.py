@@ -56,7 +56,7 @@ def test_every_length_of_groups(network, dtype, length):
     asked = [(prompt, repeating(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(12, 9, 90))]
     stats = all_of(network, asked, 14, dtype=dtype, residual_length=length)
     assert stats.preemptions > 0
-    assert (stats.accepted_tokens > 0) is (length != 1)
+    assert stats.accepted_tokens > 0
     assert length == 64 or stats.cached_tokens > 0
     all_of(network, asked, 90, dtype=dtype, residual_length=length, block_size=6)
 
