@@ -12,7 +12,7 @@ from kvcache.engine.calibrating import measure
 from kvcache.engine.residual import residual_bytes
 from kvcache.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.one_build
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 SnapKV = definitions("policies.md")["SnapKV"]
 
 
