@@ -4,19 +4,20 @@
 
 #include "runs.h"
 
-enum { MOST_SEQS = 3, MOST_QUERY_HEADS = 4 * 7 };
+enum { MOST_SEQS = 3 };
 
 typedef struct question {
     const world *world;
     sequence of[MOST_SEQS];
     kvc_seq seqs[MOST_SEQS];
     int num_seqs, query_heads, threads, offset; /* offset: of the scratch, at any alignment */
-    float scale, softcap, sinks[MOST_QUERY_HEADS];
+    float scale, softcap;
+    memory sinks; /* floats: of each head, or by_query of each query and head */
     int64_t queries, tokens;
     memory q, sink_q, tree[MOST_SEQS]; /* floats; tree: parents and depths, or nothing */
     memory given[2];                   /* the same queries as a caller has them */
     kvc_tensor rows[2];                /* over those */
-    int has_sinks, has_scores, kind, at_end, has_logits, by_head; /* has_logits: sinks are given */
+    int has_sinks, has_scores, kind, at_end, has_logits, by_head, by_query; /* has_logits: sinks are given */
 } question;
 
 typedef struct answer {
@@ -47,7 +48,8 @@ static void *ask(void *to) {
                                   .scores = q->has_scores ? a->scores.at : NULL,
                                   .lse = q->world->lse ? a->lse.at : NULL,
                                   .softcap = q->softcap,
-                                  .sinks = q->has_logits ? q->sinks : NULL,
+                                  .sinks = q->has_logits ? q->sinks.at : NULL,
+                                  .sink_stride = q->by_query ? q->query_heads : 0,
                                   .score_stride = q->by_head ? q->tokens : 0};
     kvc_attend(a->kernels, &args, (char *)scratch.at + q->offset, q->threads);
     give_back(&scratch);
@@ -111,8 +113,12 @@ static void draw_options(const source *s, question *q) {
     const float caps[] = {0.0f, 0.0f, 0x1p-100f, 0.5f, 20.0f, 0x1p64f};
     q->softcap = caps[splitmix(&state) % 6];
     q->has_logits = splitmix(&state) % 2;
-    for (int i = 0; i < q->query_heads; i++) q->sinks[i] = 3.0f * gaussian(&state);
-    if (splitmix(&state) % 8 == 0) q->sinks[0] = splitmix(&state) % 2 ? 3e38f : -3e38f;
+    q->by_query = q->has_logits && splitmix(&state) % 2;
+    const int64_t num_sinks = (q->by_query ? q->queries : 1) * q->query_heads;
+    q->sinks = take((size_t)num_sinks * sizeof(float), 4, q->at_end);
+    float *sinks = q->sinks.at;
+    for (int64_t i = 0; i < num_sinks; i++) sinks[i] = 3.0f * gaussian(&state);
+    if (num_sinks && splitmix(&state) % 8 == 0) sinks[0] = splitmix(&state) % 2 ? 3e38f : -3e38f;
 }
 
 /* Queries of any element, token by token or head by head; x becomes what they are as floats. */
@@ -219,7 +225,8 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
                 *sink_row = q->has_sinks ? (const float *)q->sink_q.at + at : NULL;
     if (!query_is_ordinary(row, dim) || (sink_row && !query_is_ordinary(sink_row, dim))) return 0;
     const kvc_seq *of = &q->seqs[seq];
-    const double sink = q->has_logits ? q->sinks[query_head] : -INFINITY;
+    const float *sinks = q->sinks.at;
+    const double sink = q->has_logits ? sinks[q->by_query ? pair : (size_t)query_head] : -INFINITY;
     size_t *slots = malloc((2 * (size_t)of->num_tokens + 1) * sizeof *slots), *tokens = slots + of->num_tokens;
     int64_t seen = 0, sink_tokens = 0;
     for (int64_t t = first_seen(of, query); t < stop_seen(of, query); t++) {
@@ -317,6 +324,7 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     alone.num_seqs = 1, alone.queries = 1, alone.tokens = of->num_tokens - of->hidden_tokens;
     alone.threads = q->threads % 3 + 1, alone.has_scores = alone.by_head = 0;
     for (int i = 0; i < 2; i++) alone.rows[i].data += (first + query) * q->rows[i].token_stride;
+    if (q->by_query) alone.sinks.at = (float *)q->sinks.at + row;
     for (int level = 0; level < num_levels(); level++) {
         answer again = {.kernels = level_at(level), .question = &alone};
         ask(&again);
@@ -378,6 +386,7 @@ static void step_attend(source *s, world *w) {
         if (q.seqs[i].parents) give_back(&q.tree[i]);
     }
     give_back(&q.q), give_back(&q.sink_q), give_back(&q.given[0]), give_back(&q.given[1]);
+    if (q.sinks.at) give_back(&q.sinks);
 }
 
 #endif
