@@ -62,7 +62,7 @@ def most_unpacked(length: int, chunk: int, firsts: int = 0) -> int:
     """Tokens that the cache of one text keeps unpacked at most, in its blocks of them.
 
     They are the groups before a change and at its end, each behind the first tokens, and a piece; with blocks that are
-    in use in part, and two for which the cache makes room before it appends.
+    in use in part, and two more for which `unpack` makes room.
     """
     size = row_block(length, firsts)
     return size * (2 * (-(-(firsts + length) // size) + 1) + (chunk if length else min(chunk, firsts)) // size + 2)
