@@ -41,7 +41,7 @@ Part = tuple[PrefixIndex, Iterator[Text], Sequence[Claim], Sequence[SavedPages]]
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:
     """Read all that waits in files, and forget what is damaged there."""
     if any(slots.num_waiting for slots in index.kinds):
-        names = {root: space.name for space, root in index.spaces.in_use()}
+        names = {space.root: space.name for space in index.spaces()}
         for root, tokens, _ in [index.trie.path(leaf) for leaf in index.trie.leaf_ids()]:
             fetch_waiting(index, tokens, names[root], least)
 
@@ -59,11 +59,11 @@ def _write(
     namespaces: list[tuple[int, Hashable]] = []
     segments, pages = Segments.none(), [np.empty(0, np.int32)]
     for index in indices:
-        spaces = index.spaces.in_use()
+        spaces = index.spaces()
         tokens_of = index.kinds[0].tokens_of if index.trie.page_size > 1 else None
-        added, named = segments_of(index.trie, [root for _, root in spaces], tokens_of)
+        added, named = segments_of(index.trie, [space.root for space in spaces], tokens_of)
         segments = segments.and_then(added, len(namespaces))
-        namespaces += [(kinds.index(space.slots), space.name) for space, _ in spaces]
+        namespaces += [(kinds.index(space.slots), space.name) for space in spaces]
         pages.append(named)
     arena_of = np.array([arena for arena, _ in namespaces], np.int64)[segments.namespaces]
     sizes = np.array([slots.page_size for slots in kinds], np.int64)
@@ -195,8 +195,8 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
 def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
     """Write every entry; raises as `PrefixKvCache.save`. To be called with the cache's lock held."""
     fetch_all(cache.index, cache.least)
-    spaces = cache.index.spaces.in_use()
-    kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space, _ in spaces)]
+    spaces = cache.index.spaces()
+    kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space in spaces)]
     _write(path, "entries", model, [cache.index], [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds])
     logger.info("%s: saved %d entries", os.fspath(path), len(cache.index))
 

@@ -6,7 +6,6 @@ from numpy.typing import NDArray
 
 from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.prefix.index.source import PageReader
-from kvcache.prefix.index.spaces import Spaces
 from kvcache.trie.trie import TokenTrie
 
 Int32 = NDArray[np.int32]
@@ -15,10 +14,15 @@ class Match(NamedTuple):
     length: int
     pages: Int32
     tail: int
+    is_entry: bool
+
+class Space:
+    name: Hashable
+    slots: Any  # Slots, of whatever kind the cache has
+    root: int
 
 class PrefixIndex:
     trie: TokenTrie
-    spaces: Spaces
     kinds: list[Any]  # of Slots
     clock: int
     hits: int
@@ -29,13 +33,15 @@ class PrefixIndex:
     evictions: int
     def __init__(self, trie: TokenTrie, slots: Slots | None = None, most_ghosts: int | None = None) -> None: ...
     def __len__(self) -> int: ...
+    def spaces(self) -> list[Space]: ...
     def slots_of(self, name: Hashable) -> Any: ...  # Slots | None
     def find(self, tokens: Any, name: Hashable = None) -> Match: ...
     def claim(self, tokens: Any, name: Hashable = None, whole: bool = False) -> Claim: ...
     def head(self, tokens: Any, name: Hashable = None) -> Claim | None: ...
+    def lease(self, tokens: Any, name: Hashable = None, least: int = 1, whole: bool = False) -> Claim | None: ...
+    def remove(self, tokens: Any, name: Hashable = None) -> Claim | None: ...
     def insert(
-        self, tokens: Any, fresh: Claim, name: Hashable = None, head: Claim | None = None, slots: Slots | None = None,
-        waits: bool = False,
+        self, tokens: Any, fresh: Claim, name: Hashable = None, head: Claim | None = None, waits: bool = False
     ) -> int: ...
     def evict(self, count: int = 1) -> Claim | None: ...
     def clear(self) -> None: ...

@@ -2,16 +2,13 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
 from kvcache.core.tokens cimport int32s, uint32s
-from kvcache.prefix.index.claims cimport (
-    add_claim, claim_t, find_brief, keep_claim, remove_claim, take_dropped,
-)
 
 import numpy as np
 
@@ -28,6 +25,16 @@ RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("text", "u8"), ("pins", "i4"
 assert RECORD.itemsize == sizeof(page_t)
 
 
+cdef inline void unlink(claim_t *claim) noexcept:
+    claim.next.before, claim.before.next = claim.before, claim.next
+    claim.next = claim.before = claim
+
+
+cdef inline void link(claim_t *claim, claim_t *before) noexcept:
+    claim.next, claim.before = before.next, before
+    claim.next.before = before.next = claim
+
+
 cdef class Slots:
     """Pages with their slots in one pool for each group of layers.
 
@@ -38,43 +45,44 @@ cdef class Slots:
         lock: held in every call; None: claims end only where they are released or dropped.
     """
 
+    def __cinit__(self):
+        cdef Py_ssize_t ring
+        for ring in range(NUM_RINGS):
+            self.rings[ring].next = self.rings[ring].before = &self.rings[ring]
+
     def __init__(self, pools, int32_t page_size=1, windows=(0,), CallLock lock=None):
-        cdef Py_ssize_t group
-        self.lock = lock
-        self.pools, self.windows, self.page_size = tuple(pools), tuple(windows), page_size
-        if not 1 <= len(self.pools) == len(self.windows) <= MOST_GROUPS:
-            raise ValueError(f"windows: expected {len(self.pools)}, one per group, got {len(self.windows)}")
-        for group in range(len(self.windows)):
-            self.window_of[group] = self.windows[group]
+        cdef Py_ssize_t group, window
+        self.lock, self.pools, self.page_size = lock, tuple(pools), page_size
+        if not 1 <= len(self.pools) == len(windows) <= MOST_GROUPS:
+            raise ValueError(f"windows: expected {len(self.pools)}, one per group, got {len(windows)}")
+        for group, window in enumerate(windows):
+            self.windows[group] = window or <Py_ssize_t>1 << 31    # more pages than a pool has
         self.pool = self.pools[0]
-        table = None
         if len(self.pools) > 1:
-            self.pool = BlockPool(max(pool.num_blocks for pool in self.pools))
-            table = np.full((len(self.pools), self.pool.num_blocks), -1, np.int32)
-            self.table = int32s(table)
+            self.pool, self.groups = BlockPool(max(pool.num_blocks for pool in self.pools)), len(self.pools)
+        table = np.full((self.groups, self.pool.num_blocks), -1, np.int32)
+        self.table = int32s(table)
         self.arrays = np.empty(0, RECORD), np.empty((0, page_size), np.uint32), table
         self.reserve(self.pool.num_blocks)
 
     def __dealloc__(self):
         cdef claim_t *claim
-        while (claim := take_dropped(&self.claims)) != NULL:
+        while (claim := self.rings[BRIEF].next) != &self.rings[BRIEF]:    # dropped: a `Claim` keeps its slots
+            unlink(claim)
             free(claim)
 
     def reserve(self, Py_ssize_t num_pages):
         """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
-        cdef Py_ssize_t page, n = len(self.arrays[0])
+        old_records, old_tokens, table = self.arrays
+        n = len(old_records)
         if num_pages <= n:
             return
-        cdef cnp.ndarray records = np.zeros(num_pages, RECORD)
-        cdef cnp.ndarray tokens = np.empty((num_pages, self.page_size), np.uint32)
-        cdef page_t *pages = <page_t *>cnp.PyArray_DATA(records)
-        if n:
-            memcpy(pages, self.pages, n * sizeof(page_t))
-            memcpy(uint32s(tokens), self.tokens, n * self.page_size * sizeof(uint32_t))
-        for page in range(n, num_pages):
-            pages[page].parked = -1
-        self.arrays = records, tokens, self.arrays[2]
-        self.pages, self.tokens = pages, uint32s(tokens)
+        records = np.zeros(num_pages, RECORD)
+        tokens = np.empty((num_pages, self.page_size), np.uint32)
+        records["parked"] = -1
+        records[:n], tokens[:n] = old_records, old_tokens
+        self.arrays = records, tokens, table
+        self.pages, self.tokens = <page_t *>cnp.PyArray_DATA(records), uint32s(tokens)
 
     # -- references -----------------------------------------------------------------------------------------
 
@@ -84,7 +92,8 @@ cdef class Slots:
         if data == NULL:
             raise MemoryError(f"no memory for a claim on {n} pages")
         data.pages, data.pinned, data.call = <int32_t *>(data + 1), -1, 0 if self.lock is None else self.lock.calls
-        add_claim(&self.claims, data)
+        data.next = data.before = data
+        link(data, &self.rings[BRIEF])
         claim.slots, claim.data = self, data
         return claim
 
@@ -98,23 +107,19 @@ cdef class Slots:
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, group
         cdef int32_t *slot
-        if self.table == NULL:
-            if n:
-                self.pool.release_each(pages, n, 1)
-            return
-        for i in range(n):
-            if not self.pool.release_(pages[i]):
-                continue
-            for group in range(len(self.pools)):
-                slot = &self.table[group * self.pool.num_blocks + pages[i]]
-                if slot[0] >= 0:
+        for group in range(self.groups):
+            for i in range(n):
+                slot = self.slot(group, pages[i])
+                if slot[0] >= 0 and self.pool.refs[pages[i]] == 1:
                     (<BlockPool>self.pools[group]).release_(slot[0])
-                slot[0] = -1
+                    slot[0] = -1
+        if n:
+            self.pool.release_each(pages, n, 1)
 
     cdef void end_claim(self, claim_t *claim) noexcept:
-        if claim.ended:
+        if claim.next == claim:
             return
-        remove_claim(&self.claims, claim)
+        unlink(claim)
         if claim.pinned >= 0:
             self.unpin(claim.pinned)
         self.release_pages(claim.pages, claim.n)
@@ -127,25 +132,26 @@ cdef class Slots:
             self.trie.table.list_leaf(record.parked)
             record.parked = -1
 
-    cdef void release_dropped_(self) noexcept:
+    cdef void end_claims(self) noexcept:
+        cdef int64_t call = 0 if self.lock is None else self.lock.calls
         cdef claim_t *claim
-        while (claim := take_dropped(&self.claims)) != NULL:
+        while (claim := self.rings[BRIEF].before) != &self.rings[BRIEF] and claim.call != call:
             self.end_claim(claim)
-            free(claim)
-        while self.lock is not None and (claim := find_brief(&self.claims, self.lock.calls)) != NULL:
-            self.end_claim(claim)
+            if claim.call < 0:
+                free(claim)
 
     def release_dropped(self, bint kept=False):
-        """Release the pages of claims that are over; `kept`: of all claims."""
-        self.release_dropped_()
-        while kept and self.claims.first != NULL:
-            self.end_claim(self.claims.first)
+        """Return the references of claims that are over; `kept`: and of those that callers keep."""
+        self.end_claims()
+        while kept and self.rings[KEPT].next != &self.rings[KEPT]:
+            self.end_claim(self.rings[KEPT].next)
 
     def room(self, Py_ssize_t n):
         """How many of `n` more pages there are slots for in every group."""
+        cdef Py_ssize_t group
         n = min(n, self.pool.num_free)
-        for pool, window in zip(self.pools, self.windows):
-            if pool.num_free < (min(n, window) if window else n):
+        for group, pool in enumerate(self.pools):
+            if pool.num_free < min(n, self.windows[group]):
                 n = pool.num_free
         return n
 
@@ -157,18 +163,16 @@ cdef class Slots:
         """
         if n < 0:
             raise ValueError(f"n: expected a count of pages >= 0, got {n}")
-        cdef Py_ssize_t i, group, num_pages = self.pool.num_blocks, room = self.room(n)
+        cdef Py_ssize_t i, group, room = self.room(n)
         if room < n:
             raise OutOfMemoryError(n, room)
         cdef Claim claim = self.claim_of(n)
         claim.data.n = n
         if n:
             self.pool.take_each(claim.data.pages, n, 1)
-        for group in range(len(self.pools) if self.table != NULL else 0):
-            for i in range(n):
-                self.table[group * num_pages + claim.data.pages[i]] = -1
-                if not self.window_of[group] or i >= n - self.window_of[group]:
-                    self.table[group * num_pages + claim.data.pages[i]] = (<BlockPool>self.pools[group]).take()
+        for group in range(self.groups):
+            for i in range(max(0, n - self.windows[group]), n):
+                self.slot(group, claim.data.pages[i])[0] = (<BlockPool>self.pools[group]).take()
         return claim
 
     def share(self, pages):
@@ -197,40 +201,36 @@ cdef class Slots:
         if self.num_waiting == 0:
             self.source = None
 
+    cdef int32_t *slot(self, Py_ssize_t group, int32_t page) noexcept:
+        return &self.table[group * self.pool.num_blocks + page]
+
     cdef void fill(self, int32_t page, int32_t other) noexcept:
         cdef Py_ssize_t group
-        cdef int32_t *slots
-        for group in range(len(self.pools)):
-            slots = self.table + group * self.pool.num_blocks
-            if slots[page] < 0:
-                slots[page], slots[other] = slots[other], -1
+        for group in range(self.groups):
+            if self.slot(group, page)[0] < 0:
+                self.slot(group, page)[0], self.slot(group, other)[0] = self.slot(group, other)[0], -1
 
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t page, group, groups = len(self.pools), num_pages = self.pool.num_blocks, best = 0
+        cdef Py_ssize_t page, group, best = 0
         cdef Py_ssize_t present[MOST_GROUPS]    # pages without a gap, up to the one that is looked at
         cdef bint fits
-        if self.table == NULL:
+        if self.groups == 0:
             return n
-        for group in range(groups):
-            present[group] = 0
+        memset(present, 0, sizeof(present))
         for page in range(n):
             fits = True
-            for group in range(groups):
-                present[group] = present[group] + 1 if self.table[group * num_pages + pages[page]] >= 0 else 0
-                fits &= present[group] >= min(self.window_of[group] or page + 1, page + 1)
+            for group in range(self.groups):
+                present[group] = present[group] + 1 if self.slot(group, pages[page])[0] >= 0 else 0
+                fits &= present[group] >= min(self.windows[group], page + 1)
             best = page + 1 if fits else best
         return best
 
     def arrived(self, pages):
         """Note that these pages, int32 `(n,)`, have their content now; those that do not wait do not change."""
-        cdef cnp.ndarray ids = np.ascontiguousarray(pages, np.int32)
+        cdef cnp.ndarray ids = self.pool.in_use(pages)
         cdef Py_ssize_t i
-        cdef int32_t page
         for i in range(ids.shape[0]):
-            page = int32s(ids)[i]
-            if not 0 <= page < self.pool.num_blocks:
-                raise IndexError(f"pages: expected pages below {self.pool.num_blocks}, got {page}")
-            self.end_wait(page)
+            self.end_wait(int32s(ids)[i])
 
     def release(self, Py_ssize_t page):
         """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
@@ -261,61 +261,57 @@ cdef class Slots:
     def of(self, pages):
         """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""
         ids = np.asarray(pages, np.int32)
-        return ids[None].copy() if self.table == NULL else self.arrays[2][:, ids]
+        return self.arrays[2][:, ids] if self.groups else ids[None].copy()
 
     def tokens_of(self, pages):
         """The tokens that pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
         return self.arrays[1][pages]
 
-    def counts(self, *, bint references=False):
-        """How many callers hold each page; with `references`, all references of this, int32 `(num_pages,)`."""
-        cdef Py_ssize_t i
+    def counts(self, *, bint references=False, bint pins=False):
+        """How many callers hold each page; with `references`, all references of this; with `pins`, all pins.
+
+        int32 `(num_pages,)`.
+        """
+        cdef Py_ssize_t i, ring
         records = self.records()
         out = records["lookups"] + records["named"] if references else records["lookups"].copy()
         cdef int32_t *count = int32s(out)
-        cdef claim_t *claim = self.claims.first
-        while claim != NULL:
-            for i in range(claim.n if references else claim.held):
-                count[claim.pages[i]] += 1
-            claim = claim.next
+        cdef claim_t *claim
+        for ring in range(NUM_RINGS):
+            claim = self.rings[ring].next
+            while claim != &self.rings[ring]:
+                for i in range(claim.n if references else 0 if pins else claim.held):
+                    count[claim.pages[i]] += 1
+                if pins and claim.pinned >= 0:
+                    count[claim.pinned] += 1
+                claim = claim.next
         return out
 
     @property
     def nbytes(self):
         """Bytes of the records of all pages."""
-        return sum(array.nbytes for array in self.arrays if array is not None)
+        return sum(array.nbytes for array in self.arrays)
 
     def check(self):
         """Verify every invariant but those of the trie; AssertionError names the broken one."""
-        cdef Py_ssize_t page
-        cdef page_t *record
         self.release_dropped()
-        held, pins = self.counts(), np.zeros(self.pool.num_blocks, np.int32)
-        cdef claim_t *claim = self.claims.first
-        while claim != NULL:
-            if claim.pinned >= 0:
-                pins[claim.pinned] += 1
-            claim = claim.next
-        for page in range(self.pool.num_blocks):
-            record = &self.pages[page]
-            assert record.pins == pins[page] + record.lookups, f"page {page}: pins do not add up"
-            assert record.lookups >= 0, f"page {page}: lookups do not add up"
-            assert record.named or not record.waits, f"page {page}: waits without a name"
-            assert not (record.waits and held[page]), f"page {page}: waits and is held"
-            assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
-        assert np.count_nonzero(self.records()["waits"]) == self.num_waiting, "slots: pages that wait do not add up"
+        records, used = self.records(), self.pool.ref_counts()
+        waits = records["waits"] != 0
+        for wrong, what in (
+            (records["pins"] != self.counts(pins=True), "pins do not add up"),
+            (records["lookups"] < 0, "lookups do not add up"),
+            (waits & (records["named"] == 0), "waits without a name"),
+            (waits & (self.counts() > 0), "waits and is held"),
+            ((records["parked"] >= 0) & (records["pins"] == 0), "its leaf is parked, and nothing pins it"),
+            (self.counts(references=True) > used, "the pool counts fewer references"),
+        ):
+            assert not wrong.any(), f"page {wrong.argmax()}: {what}"
+        assert np.count_nonzero(waits) == self.num_waiting, "slots: pages that wait do not add up"
         assert self.num_waiting or self.source is None, "slots: nothing waits, and there is a source"
-        assert (self.counts(references=True) <= self.pool.ref_counts()).all(), "slots: the pool counts fewer references"
-        if self.table != NULL:
-            self.check_table()
-
-    def check_table(self):
-        """Verify that every slot of every group belongs to one page in use."""
-        slots = self.of(np.arange(self.pool.num_blocks, dtype=np.int32))
-        for group, pool in enumerate(self.pools):
-            used = slots[group][slots[group] >= 0]
-            assert len(used) == len(set(used.tolist())) == pool.num_used, f"slots: group {group} has lost some"
-            assert self.pool.ref_counts()[slots[group] >= 0].all(), f"slots: group {group} has some of free pages"
+        for group, slots in enumerate(self.arrays[2]):
+            has = slots[slots >= 0]
+            assert len(has) == len(np.unique(has)) == self.pools[group].num_used, f"slots: group {group} has lost some"
+            assert used[slots >= 0].all(), f"slots: group {group} has some of free pages"
 
 
 @cython.no_gc_clear
@@ -325,10 +321,12 @@ cdef class Claim:
     def __dealloc__(self):
         if self.data == NULL:
             return
-        if self.data.ended:
+        if self.data.next == self.data:
             free(self.data)
         else:
-            self.data.next_dropped, self.slots.claims.dropped = self.slots.claims.dropped, self.data
+            unlink(self.data)
+            self.data.call = -1
+            link(self.data, self.slots.rings[BRIEF].before)
 
     def release(self):
         """Give the references back; a second call does nothing. To be called with the cache's lock held."""
@@ -337,11 +335,13 @@ cdef class Claim:
     @property
     def released(self):
         """Whether the references were given back."""
-        return self.data.ended
+        return self.data.next == self.data
 
     def keep(self):
         """Keep the references after the call that made this."""
-        keep_claim(&self.slots.claims, self.data)
+        if not self.released:
+            unlink(self.data)
+            link(self.data, &self.slots.rings[KEPT])
 
     def cut(self, Py_ssize_t n):
         """Release all pages but the first `n`, of a claim from `Slots.take`."""
@@ -352,22 +352,24 @@ cdef class Claim:
     def hold_each(self):
         """Hold each full page of the match until `Slots.release(page)` instead; the claim is empty then."""
         cdef Py_ssize_t i
-        cdef claim_t *data = self.data
-        for i in range(data.held):
-            self.slots.pages[data.pages[i]].lookups += 1
-            self.slots.pages[data.pages[i]].pins += 1
-        if data.pinned >= 0:
-            self.slots.unpin(data.pinned)
-        self.slots.release_pages(data.pages + data.held, data.n - data.held)
-        data.n, data.held, data.pinned = 0, 0, -1
+        self.cut(self.data.held)
+        for i in range(self.data.n):
+            self.slots.pages[self.data.pages[i]].lookups += 1
+            self.slots.pages[self.data.pages[i]].pins += 1
+        if self.data.pinned >= 0:
+            self.slots.unpin(self.data.pinned)
+        self.data.n, self.data.held, self.data.pinned = 0, 0, -1
+
+    cdef object first(self, Py_ssize_t n):
+        cdef cnp.npy_intp size = n
+        cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
+        memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
+        return out
 
     @property
     def pages(self):
         """The pages, in the order of the text, int32, a copy."""
-        cdef cnp.npy_intp n = self.data.n
-        cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
-        memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
-        return out
+        return self.first(self.data.n)
 
     @property
     def tail(self):
