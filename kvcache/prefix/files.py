@@ -34,8 +34,8 @@ logger = logging.getLogger("kvcache")
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
-Text = tuple[Hashable, Slots, UInt32, Int32]
-Part = tuple[PrefixIndex, Iterator[Text], Sequence[Claim], Sequence[SavedPages]]  # of `load`
+Text = tuple[Hashable, UInt32, Slots, Int32, SavedPages]
+Part = tuple[PrefixIndex, Iterator[Text]]  # of `load`
 
 
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:
@@ -90,7 +90,7 @@ def _texts(
         slots = claims[arena].slots
         end = len(tokens) - int(snapshot.segments.lengths[i]) + kept[i] * slots.page_size
         pages = readers[arena].pages_at(places[: end : slots.page_size] // slots.page_size)
-        yield snapshot.names[space], slots, tokens[:end], pages
+        yield snapshot.names[space], tokens[:end], slots, pages, readers[arena]
 
 
 # -- blocks --------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
     places = ranges(snapshot.firsts // size, kept, chosen)
     claim = slots.take(len(places))
     reader = saved_blocks(snapshot, arena, claim, places, cache.store)
-    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept.tolist()), [claim], [reader]
+    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept.tolist())
 
 
 # -- entries -------------------------------------------------------------------------------------------------
@@ -258,5 +258,4 @@ def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: CachedEntries)
             places = ranges(snapshot.firsts, segments.lengths, mine)
             claims[i] = kind.take_rows(len(places), cache.max_bytes)
             readers[i] = saved_rows(snapshot, i, claims[i], places, kind.rows)
-    texts = _texts(snapshot, claims, readers, entries, segments.lengths.tolist())
-    return cache.index, texts, list(claims.values()), list(readers.values())
+    return cache.index, _texts(snapshot, claims, readers, entries, segments.lengths.tolist())

@@ -1,6 +1,6 @@
 """Why lookups missed, at a cost that does not grow with the number of namespaces.
 
-    evicted             the page was cached before: `evicted` has the pages evicted last
+    evicted             the page was cached before: `evicted` and `before` have the pages evicted last
     namespace           another one has it: `cached` has all cached texts
     shorter_than_block  the prompt continues like a cached page, but not to its end; or it is shorter than a page
     no_shared_prefix    none of these
@@ -17,15 +17,13 @@ from kvcache.prefix.index.slots cimport Slots
 
 cdef class MissReasons:
     cdef Slots slots             # of all pages; `page_t.text` is the hash of the text that each ends
-    cdef IdMap cached            # hash of a text -> pages that end it
     cdef uint64_t[::1] factors   # (page_size,) odd, of the tokens of a page: their sum of products is its hash
-    cdef IdMap evicted           # hash of a namespace's name and a text -> its place in `ring`
-    cdef uint64_t[::1] ring      # (most_pages,) these hashes
-    cdef int32_t place           # of the oldest, where the next one goes
+    cdef IdMap cached            # hash of a text -> pages that end it
+    cdef IdMap evicted, before   # hashes of a namespace's name and a text; `evicted` becomes `before` when it is full
+    cdef Py_ssize_t most         # in `evicted`
     cdef int64_t[4] counts       # of `REASONS`
 
-    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil    # by one page
-    # Count a lookup of (n,) tokens, which could use `found` of the `cached` pages. `inside`: a page begins like the next.
+    # Count a lookup of (n,) tokens that could use `found` of the `cached` pages. `inside`: a page begins like the next.
     cdef void count(self, uint64_t space, const uint32_t *tokens, Py_ssize_t n, const int32_t *pages, Py_ssize_t found,
                     Py_ssize_t cached, bint inside) noexcept
     # Note the texts of `pages[old:]`, which the trie does not name yet; afterwards `add` cannot fail.

@@ -15,30 +15,32 @@ cdef enum:
     NONE_SHARED, SHORTER, EVICTED, ELSEWHERE
 
 
-cdef class MissReasons:
-    """The texts that are cached, and the last that were evicted, of at most `most_pages` pages."""
+cdef inline uint64_t extended(MissReasons misses, uint64_t text, const uint32_t *page) noexcept:
+    """The hash of a text and one more page."""
+    cdef Py_ssize_t i
+    cdef uint64_t number = 1
+    for i in range(misses.factors.shape[0]):
+        number += misses.factors[i] * page[i]
+    return mix(text + number)
 
-    def __init__(self, Slots slots, Py_ssize_t most_pages):
+
+cdef class MissReasons:
+    """The texts that are cached, and those evicted last, of at least `most` pages."""
+
+    def __init__(self, Slots slots, Py_ssize_t most):
         cdef Py_ssize_t i
-        self.slots, self.factors = slots, np.empty(slots.page_size, np.uint64)
+        self.slots, self.factors, self.most = slots, np.empty(slots.page_size, np.uint64), most
         for i in range(slots.page_size):    # far from the hashes of short texts, which are `mix` of small numbers
             self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
-        self.cached, self.evicted, self.ring = IdMap(), IdMap(), np.zeros(max(most_pages, 1), np.uint64)
-
-    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
-        cdef Py_ssize_t i
-        cdef uint64_t page = 1
-        for i in range(self.factors.shape[0]):
-            page += self.factors[i] * tokens[i]
-        return mix(text + page)
+        self.cached, self.evicted, self.before = IdMap(), IdMap(), IdMap()
 
     cdef void count(self, uint64_t space, const uint32_t *tokens, Py_ssize_t n, const int32_t *pages, Py_ssize_t found,
                     Py_ssize_t cached, bint inside) noexcept:
         cdef uint64_t text = self.slots.pages[pages[found - 1]].text if found else 0
         cdef Py_ssize_t size = self.slots.page_size
         if (found + 1) * size <= n:
-            text = self.extended(text, tokens + found * size)
-            if found < cached or self.evicted.get(mix(space ^ text)) >= 0:
+            text = extended(self, text, tokens + found * size)
+            if found < cached or max(self.evicted.get(mix(space ^ text)), self.before.get(mix(space ^ text))) >= 0:
                 self.counts[EVICTED] += 1
             elif self.cached.get(text) > 0:    # in this namespace it would have matched
                 self.counts[ELSEWHERE] += 1
@@ -52,7 +54,7 @@ cdef class MissReasons:
         cdef uint64_t text = self.slots.pages[pages[old - 1]].text if old else 0
         self.cached.reserve(self.cached.used + n - old)
         for i in range(old, n):
-            text = self.extended(text, tokens + i * self.slots.page_size)
+            text = extended(self, text, tokens + i * self.slots.page_size)
             self.slots.pages[pages[i]].text = text
         return 0
 
@@ -65,29 +67,23 @@ cdef class MissReasons:
             self.cached.drop(text)
 
     cdef void remember(self, uint64_t space, int32_t page) noexcept:
-        cdef uint64_t oldest = self.ring[self.place], text = mix(space ^ self.slots.pages[page].text)
         try:
+            if self.evicted.used >= self.most:
+                self.evicted, self.before = IdMap(), self.evicted
             self.evicted.reserve(self.evicted.used + 1)
         except MemoryError:
             return
-        if self.evicted.get(oldest) == self.place:
-            self.evicted.drop(oldest)
-        self.ring[self.place] = text
-        self.evicted.put(text, self.place)
-        self.place = (self.place + 1) % <int32_t>self.ring.shape[0]
+        self.evicted.put(mix(space ^ self.slots.pages[page].text), 0)
 
     @property
     def nbytes(self):
         """Bytes of memory that this holds."""
-        return 8 * self.ring.shape[0] + self.cached.nbytes + self.evicted.nbytes
+        return self.cached.nbytes + self.evicted.nbytes + self.before.nbytes
 
     def check(self, pages):
         """Verify every invariant, given the records of the cached pages; AssertionError names the broken one."""
-        self.cached.check()
-        self.evicted.check()
+        for texts in (self.cached, self.evicted, self.before):
+            texts.check()
         texts, counts = np.unique(pages["text"], return_counts=True)
-        cached = [self.cached.get(text) for text in texts.tolist()]
-        assert cached == counts.tolist(), "misses: the counts of cached texts differ"
-        assert self.cached.used == len(texts), f"misses: {self.cached.used} texts are counted, not {len(texts)}"
-        for text in self.evicted.keys_list():
-            assert self.ring[<Py_ssize_t>self.evicted[text]] == text, "misses: an evicted page without a place"
+        assert self.cached.keys_list() == texts.tolist(), "misses: the texts that are counted are not those cached"
+        assert [self.cached.get(text) for text in texts] == counts.tolist(), "misses: the pages of a text do not add up"

@@ -24,7 +24,7 @@ from kvcache.prefix.index.misses cimport MissReasons
 from kvcache.prefix.index.slots cimport Claim, Slots
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport node_t
-from kvcache.trie.paths cimport walk_t
+from kvcache.trie.paths cimport prune, walk_t
 from kvcache.trie.trie cimport TokenTrie
 
 from collections import namedtuple
@@ -44,6 +44,7 @@ Match = namedtuple("Match", ("length", "pages", "tail", "is_entry"))
 
 cdef struct match_t:
     walk_t at             # the end of the match, whatever groups of layers have it
+    walk_t entry          # of the longest entry that begins it
     Py_ssize_t cached     # its full pages
     Py_ssize_t usable     # how many of these, from the first on, every group has what it needs of
     int32_t tail          # a page that holds the tokens after all these; -1: none
@@ -78,7 +79,6 @@ cdef class PrefixIndex:
     cdef readonly int64_t clock       # counts uses
     cdef readonly int64_t hits        # pages found; of entries: lookups that found something
     cdef readonly int64_t misses      # lookups that stopped before the last full page; that found nothing
-    cdef readonly int64_t short       # prompts shorter than a page
     cdef readonly int64_t hit_tokens       # of matches, the first ones of a page that a claim ends inside of included
     cdef readonly int64_t lookup_tokens    # asked for
     cdef readonly int64_t evictions   # pages; entries
@@ -153,28 +153,26 @@ cdef class PrefixIndex:
         cdef Space space = self.space_of(name)
         cdef Slots slots = self.slots if space is None else space.slots
         self.current = space
-        found[0] = match_t(at=walk_t(node=-1, length=0), cached=0, usable=0, tail=-1)
-        if slots is None:
-            return None
+        found.at = found.entry = walk_t(node=-1, length=0)
         if space is not None:
             found.at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-            found.cached = found.at.length // self.trie.table.page_size
+        if self.entries:
+            found.entry = (<EntryTrie>self.trie).entry_before(found.at)
+        found.cached = found.at.length // self.trie.table.page_size
+        if slots is None:
+            return None
         cdef Claim claim = slots.claim_of(found.cached + 1)
         self.trie.gather(found.at, claim.data.pages)
         found.usable = slots.usable(claim.data.pages, found.cached)
-        if slots.groups == 0:
-            found.tail = self.trie.partial(found.at)
+        found.tail = self.trie.partial(found.at) if slots.groups == 0 else -1
         return claim
 
     cdef int use(self, Claim claim, int32_t node, Py_ssize_t n) except -1:
-        """Reference the first `n` pages of a match that ends in `node`, and use them. MemoryError: nothing has changed.
-
-        Pages are pinned, entries are not.
-        """
+        """Use, reference and pin the first `n` pages of a match that ends in `node`. MemoryError: nothing has changed."""
         node = self.trie.at_depth(node, n * self.trie.table.page_size)
         self.trie.table.stamp_path(node)
         claim.data.n = n
-        claim.slots.keep(claim.data, 0 if self.entries else n)
+        claim.slots.keep(claim, not self.entries)
         return 0
 
     def find(self, tokens, name=None):
@@ -185,7 +183,7 @@ cdef class PrefixIndex:
         if claim is None:
             return Match(0, np.empty(0, np.int32), -1, False)
         length = found.at.length if found.tail >= 0 else found.usable * self.trie.table.page_size
-        return Match(length, claim.first(found.usable), found.tail, self.entry(ids, found.at) >= 0)
+        return Match(length, claim.first(found.usable), found.tail, found.entry.length == ids.shape[0] > 0)
 
     def claim(self, tokens, name=None, bint whole=False):
         """Look up `tokens` and hold the match: a `Claim` on its full pages and on the page that it ends inside of.
@@ -214,8 +212,7 @@ cdef class PrefixIndex:
         self.hits += held
         self.hit_tokens += held * size + claim.tail_tokens
         self.lookup_tokens += n
-        self.misses += (held + 1) * size <= n
-        self.short += 0 < n < size    # neither a hit nor a miss, and yet nothing can be reused
+        self.misses += (held + 1) * size <= n    # a prompt shorter than a page is neither a hit nor a miss
         return claim
 
     def head(self, tokens, name=None):
@@ -229,12 +226,6 @@ cdef class PrefixIndex:
 
     # -- entries --------------------------------------------------------------------------------------------
 
-    cdef int32_t entry(self, cnp.ndarray ids, walk_t at) noexcept:
-        """The node of the entry of exactly these tokens, which a walk has followed; -1: there is none."""
-        if at.node < 0 or at.length < ids.shape[0] or at.length < self.trie.table.nodes[at.node].end:
-            return -1
-        return at.node if self.trie.table.nodes[at.node].marked else -1
-
     def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
         """Look up `tokens` and hold the match: a `Claim` on its tokens; None if fewer than `least` match.
 
@@ -243,13 +234,13 @@ cdef class PrefixIndex:
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef match_t found
         cdef Claim claim = self.matched(ids, name, &found)
-        cdef walk_t at = (<EntryTrie>self.trie).entry_before(found.at) if whole else found.at
+        cdef walk_t at = found.entry if whole else found.at
         self.lookup_tokens += ids.shape[0]
         if at.length < max(1, least):
             self.misses += 1
             return None
         claim.data.held = claim.data.n = at.length
-        claim.slots.keep(claim.data, 0)
+        claim.slots.keep(claim, False)
         self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
         self.hits += 1
         self.hit_tokens += at.length
@@ -260,10 +251,9 @@ cdef class PrefixIndex:
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef match_t found
         cdef Claim claim = self.matched(ids, name, &found)
-        cdef int32_t node = self.entry(ids, found.at)
-        if node < 0:
+        if found.entry.length < max(1, ids.shape[0]):
             return None
-        self.cut_entry(node, claim)
+        self.cut_entry(found.entry.node, claim)
         self.unname_claimed(claim)
         return claim
 
@@ -275,14 +265,14 @@ cdef class PrefixIndex:
 
     # -- insert ---------------------------------------------------------------------------------------------
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, bint waits=False):
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, source=None):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
         A page that is cached already stays; it takes the slots of those groups that it has none in.
 
         Args:
             head: from `head` of the same tokens, or of the first of them; None: there is none.
-            waits: the pages wait for their content.
+            source: what the content of the pages is fetched from; None: they have it.
 
         Returns:
             The trie's node that ends with the last page.
@@ -316,11 +306,13 @@ cdef class PrefixIndex:
                 slots.fill(values[i], fresh.data.pages[i - old])
         self.clock += 1
         for i in range(existing, n):
-            slots.name_(values[i], self.clock, waits)
+            slots.name_(values[i], self.clock, source is not None)
             if self.miss_reasons is not None:
                 self.miss_reasons.add(values[i], 1)
             if i < old:    # it had left the trie, and the claim has kept it
                 slots.pool.retain_(values[i])
+        if source is not None and slots.num_waiting:
+            slots.source = source
         fresh.data.n = max(0, existing - old)
         if self.entries:
             self.trie.table.mark(node, True)
@@ -386,9 +378,9 @@ cdef class PrefixIndex:
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
         self.clean_up()
-        trie, evicted = self.new_trie(), IdMap()
+        trie = self.new_trie()
         if self.miss_reasons is not None:
-            self.miss_reasons.evicted = evicted
+            self.miss_reasons.evicted, self.miss_reasons.before = IdMap(), IdMap()
         self.empty(trie)
 
     cdef TokenTrie new_trie(self):
@@ -426,13 +418,12 @@ cdef class PrefixIndex:
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         found = self.find(ids, name)
         cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
-        cdef Space space = self.current
-        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
-        bad = np.concatenate([ids[:length], space.slots.tokens_of([page])[0]])
-        cdef cnp.ndarray values = self.trie.prune(space.root, bad)
-        claim.data.n = values.shape[0]
-        memcpy(claim.data.pages, int32s(values), values.shape[0] * sizeof(int32_t))
-        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), length)
+        cdef int32_t root = self.current.root
+        cdef Claim claim = self.current.slots.claim_of(self.trie.table.num_pages)
+        cdef cnp.ndarray bad = np.concatenate([ids[:length], claim.slots.tokens_of([page])[0]])
+        cdef walk_t at = self.trie.walk(root, uint32s(bad), bad.shape[0])
+        claim.data.n = prune(self.trie.table, self.trie.at_depth(at.node, at.length), claim.data.pages)
+        at = self.trie.walk(root, uint32s(bad), length)
         cdef const node_t *last = &self.trie.table.nodes[at.node]
         if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
@@ -466,31 +457,29 @@ cdef class PrefixIndex:
         for root, space in self.by_root.items():
             assert space.root == root and self.by_name.get(space.name) is space, "prefix index: names differ"
             assert not self.is_vacant(space), "prefix index: a namespace without pages"
-        for id in range(self.trie.table.used):
-            pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
         for slots in self.kinds:
             slots.check()
-            named = [self.trie.all_values(root) for root, space in self.by_root.items() if space.slots is slots]
-            named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
             records = slots.records()
-            assert named.tolist() == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
+            named = [page for space in self.spaces() if space.slots is slots for page in self.trie.all_values(space.root)]
+            assert sorted(named) == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
             if self.miss_reasons is not None:
                 self.miss_reasons.check(records[named])
-            pins -= np.count_nonzero(records["parked"] >= 0)
+            pins += np.count_nonzero(records["parked"] >= 0)
+        for id in range(self.trie.table.used):
+            pins -= self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
         assert pins == 0, "prefix index: a parked leaf is in no page's record"
         if self.miss_reasons is not None:
-            assert sum(self.reasons.values()) == self.misses + self.short, "prefix index: reasons do not add up"
+            assert sum(self.reasons.values()) >= self.misses, "prefix index: reasons do not add up"
             assert self.hits * self.trie.table.page_size <= self.hit_tokens, "prefix index: hits do not add up"
         assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
 
 
 def load(parts):
-    """Name the pages that a file has in indices that are empty, all or none; the pages wait for their content.
+    """Name the pages that a file has in indices that are empty, all or none.
 
     Args:
-        parts: of each index, `(index, texts, claims, sources)`. `texts` are `(name, slots, tokens, pages)`, the text
-            used last at the end; the `claims` are on all their pages, each on those of one `Slots`, and released
-            then; the `sources` are what to fetch the content of each from.
+        parts: of each index, `(index, texts)`; `texts` are `(name, tokens, slots, pages, source)`, the text used last
+            at the end. The pages are claimed by the caller, and wait for their content.
 
     Raises:
         MemoryError: nothing has changed.
@@ -498,15 +487,10 @@ def load(parts):
     cdef PrefixIndex index
     empty = [(part[0], (<PrefixIndex?>part[0]).new_trie()) for part in parts]
     try:
-        for index, texts, *_ in parts:
-            for name, slots, tokens, pages in texts:
-                index.insert(tokens, slots.share(pages), name, None, True)
+        for index, texts in parts:
+            for name, tokens, slots, pages, source in texts:
+                index.insert(tokens, slots.share(pages), name, None, source)
     except BaseException:
         for index, trie in empty:
             index.empty(trie)
         raise
-    for *_, claims, sources in parts:
-        for claim, source in zip(claims, sources):
-            if claim.slots.num_waiting:
-                claim.slots.source = source
-            claim.release()

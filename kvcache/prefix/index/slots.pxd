@@ -9,11 +9,11 @@ A page is free when the trie does not name it and nobody claims it; `BlockPool` 
 groups of layers (full attention, windows of one width) a page has a slot in the pool of each group, or -1 where the
 group has none.
 
-A `Claim` owns references, and returns them however a call ends. Its references are in one of two rings:
+A `Claim` owns references, and returns them however a call ends. They are in one of two rings:
 
-    brief    they are returned when the call that made the claim has ended. Its frame may live long after it, in the
-             traceback of an error, and keep the claim: so the number of the call decides, not the frame.
-    kept     they are returned when the claim is dropped: a caller holds it longer, a session or a state.
+    brief    until the call that made the claim has ended. Its frame may live long after it, in the traceback of an
+             error, and keep the claim: so the number of the call decides, not the frame.
+    kept     until the claim is dropped: a caller holds it longer, a session or a state.
 
 Deallocation may happen inside of another call (garbage collection), so it only moves the references to the end of the
 brief ring, which takes no memory. The next call returns all that is over, from that end on.
@@ -27,10 +27,8 @@ from kvcache.trie.trie cimport TokenTrie
 
 
 cdef enum:
+    BRIEF, KEPT, NUM_RINGS
     MOST_GROUPS = 16    # of layers
-    BRIEF = 0
-    KEPT = 1
-    NUM_RINGS = 2
 
 
 cdef struct page_t:
@@ -71,17 +69,12 @@ cdef class Slots:
     cdef CallLock lock                 # of the cache; None: claims last until they are released or dropped
     cdef TokenTrie trie                # the trie of the parked leaves
 
-    cdef Claim claim_of(self, Py_ssize_t n)                  # an empty claim with room for n pages
-    # Take the references on the claim's pages; the first `pinned` of them stay in the trie.
-    cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept
+    cdef Claim claim_of(self, Py_ssize_t n)                     # an empty claim with room for n pages
+    cdef void keep(self, Claim claim, bint pinned) noexcept     # take its references; pinned: its pages stay in the trie
+    cdef void end_claims(self) noexcept                         # of all that are over
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
-    cdef void end_claim(self, claim_t *claim) noexcept       # release its pages and its pin
-    cdef void end_claims(self) noexcept                      # of all claims that are over
-    cdef void unpin(self, int32_t page) noexcept
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
-    cdef void end_wait(self, int32_t page) noexcept          # drops `source` after the last one
-    cdef int32_t *slot(self, Py_ssize_t group, int32_t page) noexcept
     cdef void fill(self, int32_t page, int32_t other) noexcept    # move the slots that `page` lacks there from `other`
     # How many pages, from the first on, every group has what it needs of.
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept

@@ -35,6 +35,34 @@ cdef inline void link(claim_t *claim, claim_t *before) noexcept:
     claim.next.before = before.next = claim
 
 
+cdef inline int32_t *slot_of(Slots slots, Py_ssize_t group, int32_t page) noexcept:
+    return &slots.table[group * slots.pool.num_blocks + page]
+
+
+cdef void end_claim(Slots slots, claim_t *claim) noexcept:
+    """Return its references and its pin, unless that was done."""
+    if claim.next != claim:
+        unlink(claim)
+        if claim.pinned >= 0:
+            unpin(slots, claim.pinned)
+        slots.release_pages(claim.pages, claim.n)
+
+
+cdef void unpin(Slots slots, int32_t page) noexcept:
+    cdef page_t *record = &slots.pages[page]
+    record.pins -= 1
+    if record.parked >= 0 and record.pins == 0:
+        slots.trie.table.pin(record.parked, -1)
+        record.parked = -1
+
+
+cdef void end_wait(Slots slots, int32_t page) noexcept:
+    slots.num_waiting -= slots.pages[page].waits
+    slots.pages[page].waits = False
+    if slots.num_waiting == 0:
+        slots.source = None
+
+
 cdef class Slots:
     """Pages with their slots in one pool for each group of layers.
 
@@ -97,46 +125,31 @@ cdef class Slots:
         claim.slots, claim.data = self, data
         return claim
 
-    cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept:
-        if claim.n:
-            self.pool.retain_each(claim.pages, claim.n, 1)
+    cdef void keep(self, Claim claim, bint pinned) noexcept:
+        cdef claim_t *data = claim.data
+        if data.n:
+            self.pool.retain_each(data.pages, data.n, 1)
         if pinned:    # leaves are evicted from their tails, so the last one's pin keeps those before it
-            claim.pinned = claim.pages[pinned - 1]
-            self.pages[claim.pinned].pins += 1
+            data.pinned = data.pages[data.n - 1]
+            self.pages[data.pinned].pins += 1
 
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, group
         cdef int32_t *slot
         for group in range(self.groups):
             for i in range(n):
-                slot = self.slot(group, pages[i])
+                slot = slot_of(self, group, pages[i])
                 if slot[0] >= 0 and self.pool.refs[pages[i]] == 1:
                     (<BlockPool>self.pools[group]).release_(slot[0])
                     slot[0] = -1
         if n:
             self.pool.release_each(pages, n, 1)
 
-    cdef void end_claim(self, claim_t *claim) noexcept:
-        if claim.next == claim:
-            return
-        unlink(claim)
-        if claim.pinned >= 0:
-            self.unpin(claim.pinned)
-        self.release_pages(claim.pages, claim.n)
-
-    cdef void unpin(self, int32_t page) noexcept:
-        cdef page_t *record = &self.pages[page]
-        record.pins -= 1
-        if record.parked >= 0 and record.pins == 0:
-            self.trie.table.nodes[record.parked].pins -= 1
-            self.trie.table.list_leaf(record.parked)
-            record.parked = -1
-
     cdef void end_claims(self) noexcept:
         cdef int64_t call = 0 if self.lock is None else self.lock.calls
         cdef claim_t *claim
         while (claim := self.rings[BRIEF].before) != &self.rings[BRIEF] and claim.call != call:
-            self.end_claim(claim)
+            end_claim(self, claim)
             if claim.call < 0:
                 free(claim)
 
@@ -144,7 +157,7 @@ cdef class Slots:
         """Return the references of claims that are over; `kept`: and of those that callers keep."""
         self.end_claims()
         while kept and self.rings[KEPT].next != &self.rings[KEPT]:
-            self.end_claim(self.rings[KEPT].next)
+            end_claim(self, self.rings[KEPT].next)
 
     def room(self, Py_ssize_t n):
         """How many of `n` more pages there are slots for in every group."""
@@ -172,7 +185,7 @@ cdef class Slots:
             self.pool.take_each(claim.data.pages, n, 1)
         for group in range(self.groups):
             for i in range(max(0, n - self.windows[group]), n):
-                self.slot(group, claim.data.pages[i])[0] = (<BlockPool>self.pools[group]).take()
+                slot_of(self, group, claim.data.pages[i])[0] = (<BlockPool>self.pools[group]).take()
         return claim
 
     def share(self, pages):
@@ -181,7 +194,7 @@ cdef class Slots:
         cdef Claim claim = self.claim_of(ids.shape[0])
         memcpy(claim.data.pages, int32s(ids), ids.shape[0] * sizeof(int32_t))
         claim.data.n = ids.shape[0]
-        self.keep(claim.data, 0)
+        self.keep(claim, False)
         return claim
 
     # -- the trie's pages -----------------------------------------------------------------------------------
@@ -193,22 +206,13 @@ cdef class Slots:
 
     cdef void unname(self, int32_t page) noexcept:
         self.pages[page].named, self.pages[page].parked = False, -1
-        self.end_wait(page)
-
-    cdef void end_wait(self, int32_t page) noexcept:
-        self.num_waiting -= self.pages[page].waits
-        self.pages[page].waits = False
-        if self.num_waiting == 0:
-            self.source = None
-
-    cdef int32_t *slot(self, Py_ssize_t group, int32_t page) noexcept:
-        return &self.table[group * self.pool.num_blocks + page]
+        end_wait(self, page)
 
     cdef void fill(self, int32_t page, int32_t other) noexcept:
         cdef Py_ssize_t group
         for group in range(self.groups):
-            if self.slot(group, page)[0] < 0:
-                self.slot(group, page)[0], self.slot(group, other)[0] = self.slot(group, other)[0], -1
+            if slot_of(self, group, page)[0] < 0:
+                slot_of(self, group, page)[0], slot_of(self, group, other)[0] = slot_of(self, group, other)[0], -1
 
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t page, group, best = 0
@@ -220,7 +224,7 @@ cdef class Slots:
         for page in range(n):
             fits = True
             for group in range(self.groups):
-                present[group] = present[group] + 1 if self.slot(group, pages[page])[0] >= 0 else 0
+                present[group] = present[group] + 1 if slot_of(self, group, pages[page])[0] >= 0 else 0
                 fits &= present[group] >= min(self.windows[group], page + 1)
             best = page + 1 if fits else best
         return best
@@ -230,7 +234,7 @@ cdef class Slots:
         cdef cnp.ndarray ids = self.pool.in_use(pages)
         cdef Py_ssize_t i
         for i in range(ids.shape[0]):
-            self.end_wait(int32s(ids)[i])
+            end_wait(self, int32s(ids)[i])
 
     def release(self, Py_ssize_t page):
         """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
@@ -244,7 +248,7 @@ cdef class Slots:
         for i in range(pages.shape[0]):
             if self.is_looked_up(pages[i]):
                 self.pages[pages[i]].lookups -= 1
-                self.unpin(pages[i])
+                unpin(self, pages[i])
                 self.release_pages(&pages[i], 1)
             pages[i] = -1
 
@@ -330,7 +334,7 @@ cdef class Claim:
 
     def release(self):
         """Give the references back; a second call does nothing. To be called with the cache's lock held."""
-        self.slots.end_claim(self.data)
+        end_claim(self.slots, self.data)
 
     @property
     def released(self):
@@ -357,7 +361,7 @@ cdef class Claim:
             self.slots.pages[self.data.pages[i]].lookups += 1
             self.slots.pages[self.data.pages[i]].pins += 1
         if self.data.pinned >= 0:
-            self.slots.unpin(self.data.pinned)
+            unpin(self.slots, self.data.pinned)
         self.data.n, self.data.held, self.data.pinned = 0, 0, -1
 
     cdef object first(self, Py_ssize_t n):
