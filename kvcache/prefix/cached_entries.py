@@ -50,10 +50,11 @@ class CachedEntries:
     def store(self, ids: Tokens, keys: list[Float32], values: list[Float32], name: Hashable) -> None:
         """Cache an entry with rows `(len(ids), kv_dim)` of each layer; raises as `PrefixKvCache.store_snapshot`."""
         kind, index = self.kind(len(keys), keys[0].shape[1]), self.index
-        other = index.slots_of(name)
-        if other is not None and other is not kind:
+        space = index.space(name)
+        if space is not None and space.slots is not kind:
+            rows = space.slots.rows
             raise ValueError(
-                f"snapshot: expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
+                f"snapshot: expected {rows.num_layers} layers of kv_dim {rows.kv_dim} in this namespace, "
                 f"got {kind.rows.num_layers} of {kind.rows.kv_dim}"
             )
         for k, v in zip(keys, values, strict=True):

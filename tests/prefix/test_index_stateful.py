@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.prefixes import PrefixIndex, load
 from kvcache.prefix.index.slots import Slots
+from kvcache.prefix.index.source import waiting
 from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie
 
@@ -222,7 +223,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.slots.records(pages)["waits"].all()
         self.slots.arrived(pages[pages != page_of.get(damaged)])
         if damaged is not None:
-            assert self.index.waiting(order[0][-1][1], name).tolist() == [page_of[damaged]]
+            assert waiting(self.index, self.slots, order[0][-1][1], name).tolist() == [page_of[damaged]]
             self.index.forget(order[0][-1][1], name, page_of[damaged])
             for text in [text for text in page_of if text[1][: len(damaged[1])] == damaged[1]]:
                 self.leave(text)

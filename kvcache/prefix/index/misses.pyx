@@ -80,10 +80,12 @@ cdef class MissReasons:
         """Bytes of memory that this holds."""
         return self.cached.nbytes + self.evicted.nbytes + self.before.nbytes
 
-    def check(self, pages):
-        """Verify every invariant, given the records of the cached pages; AssertionError names the broken one."""
+    def check(self, Py_ssize_t misses):
+        """Verify every invariant, given how many lookups missed; AssertionError names the broken one."""
         for texts in (self.cached, self.evicted, self.before):
             texts.check()
-        texts, counts = np.unique(pages["text"], return_counts=True)
+        records = self.slots.records()
+        texts, counts = np.unique(records["text"][records["named"] != 0], return_counts=True)
         assert self.cached.keys_list() == texts.tolist(), "misses: the texts that are counted are not those cached"
         assert [self.cached.get(text) for text in texts] == counts.tolist(), "misses: the pages of a text do not add up"
+        assert sum(self.counts) >= misses, "misses: the reasons do not add up"

@@ -11,7 +11,7 @@ at the end of a leaf parks the leaf, as a pin on its node, until the page is unp
 O(log n), and a claim costs one pin, however long it is.
 
 Over an `EntryTrie` the index has entries: texts that are stored, used, evicted and removed as a whole, one token to a
-page. None of these is pinned: an entry that leaves the trie keeps its slots while a claim holds them.
+page. An entry is evicted even if it is claimed; its pages keep their slots as long as the claim has them.
 """
 
 cimport numpy as cnp
@@ -31,6 +31,7 @@ from collections import namedtuple
 
 import numpy as np
 
+from kvcache.prefix.index.checking import check_index
 from kvcache.prefix.index.misses import REASONS
 
 __all__ = ["Match", "PrefixIndex", "Space", "load"]
@@ -104,7 +105,7 @@ cdef class PrefixIndex:
         """
         cdef Slots slots
         for slots in self.kinds:
-            slots.end_claims()
+            slots.release_dropped()
         if self.current is not None and self.is_vacant(self.current):
             self.by_name.pop(self.current.name, None)
             self.by_root.pop(self.current.root, None)
@@ -117,30 +118,14 @@ cdef class PrefixIndex:
     cdef bint is_vacant(self, Space space) noexcept:
         return self.trie.table.nodes[space.root].child < 0
 
-    cdef Space space_of(self, object name):
-        """A namespace that has pages; None: there is none of this name."""
+    cpdef Space space(self, object name):
+        """A namespace that has something cached, a `Space`; None: there is none of this name."""
         cdef Space space = self.by_name.get(name)
         return None if space is None or self.is_vacant(space) else space
-
-    cdef Space open(self, object name, Slots slots):
-        """A namespace, maybe a new one, which the next call forgets if this one fails."""
-        cdef uint64_t key = <uint64_t>hash(name)
-        cdef Space space = self.by_name.get(name)
-        if space is None:
-            space = Space.__new__(Space)
-            space.name, space.slots, space.key, space.root = name, slots, key, self.trie.table.new_root()
-            self.current = space
-            self.by_root[space.root] = self.by_name[name] = space
-        return space
 
     def spaces(self):
         """The `Space` of every namespace that has something cached."""
         return [space for space in self.by_root.values() if not self.is_vacant(space)]
-
-    def slots_of(self, name):
-        """The `Slots` of a namespace; None if nothing of it is cached."""
-        cdef Space space = self.space_of(name)
-        return None if space is None else space.slots
 
     # -- match ----------------------------------------------------------------------------------------------
 
@@ -150,7 +135,7 @@ cdef class PrefixIndex:
         None: nothing is cached in the namespace, and there are no slots of all namespaces.
         """
         self.clean_up()
-        cdef Space space = self.space_of(name)
+        cdef Space space = self.space(name)
         cdef Slots slots = self.slots if space is None else space.slots
         self.current = space
         found.at = found.entry = walk_t(node=-1, length=0)
@@ -166,14 +151,6 @@ cdef class PrefixIndex:
         found.usable = slots.usable(claim.data.pages, found.cached)
         found.tail = self.trie.partial(found.at) if slots.groups == 0 else -1
         return claim
-
-    cdef int use(self, Claim claim, int32_t node, Py_ssize_t n) except -1:
-        """Use, reference and pin the first `n` pages of a match that ends in `node`. MemoryError: nothing has changed."""
-        node = self.trie.at_depth(node, n * self.trie.table.page_size)
-        self.trie.table.stamp_path(node)
-        claim.data.n = n
-        claim.slots.keep(claim, not self.entries)
-        return 0
 
     def find(self, tokens, name=None):
         """What is cached of `tokens`, a `Match`; counts as no use."""
@@ -197,7 +174,8 @@ cdef class PrefixIndex:
         cdef int32_t *pages = claim.data.pages
         cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], held = found.usable, i
         if held:
-            self.use(claim, found.at.node, held)
+            self.trie.table.stamp_path(self.trie.at_depth(found.at.node, held * size))
+            claim.slots.keep(claim, held)
         # Nothing fails from here on.
         self.clock += 1
         for i in range(held):
@@ -221,7 +199,8 @@ cdef class PrefixIndex:
         cdef Claim claim = self.matched(uint32_tokens(tokens), name, &found)
         if found.cached == 0:
             return None
-        self.use(claim, found.at.node, found.cached)
+        self.trie.table.stamp_path(self.trie.at_depth(found.at.node, found.cached * self.trie.table.page_size))
+        claim.slots.keep(claim, found.cached)
         return claim
 
     # -- entries --------------------------------------------------------------------------------------------
@@ -239,8 +218,8 @@ cdef class PrefixIndex:
         if at.length < max(1, least):
             self.misses += 1
             return None
-        claim.data.held = claim.data.n = at.length
-        claim.slots.keep(claim, False)
+        claim.data.held = at.length
+        claim.slots.keep(claim, at.length)
         self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
         self.hits += 1
         self.hit_tokens += at.length
@@ -273,18 +252,21 @@ cdef class PrefixIndex:
         Args:
             head: from `head` of the same tokens, or of the first of them; None: there is none.
             source: what the content of the pages is fetched from; None: they have it.
-
-        Returns:
-            The trie's node that ends with the last page.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef uint64_t key = <uint64_t>hash(name)
         cdef Slots slots = fresh.slots
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
         cdef Py_ssize_t size = self.trie.table.page_size
         if ids.shape[0] != n * size or n == 0:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         self.clean_up()
-        cdef Space space = self.open(name, slots)
+        cdef Space space = self.space(name)
+        if space is None:
+            space = Space.__new__(Space)
+            space.name, space.slots, space.key, space.root = name, slots, key, self.trie.table.new_root()
+            self.current = space    # if this call fails, the next one forgets it
+            self.by_root[space.root] = self.by_name[name] = space
         if space.slots is not slots or slots is not (self.slots or slots) or (old and head.slots is not slots):
             raise ValueError("fresh: expected pages of the namespace's slots, got others")
         if slots not in self.kinds:
@@ -316,7 +298,6 @@ cdef class PrefixIndex:
         fresh.data.n = max(0, existing - old)
         if self.entries:
             self.trie.table.mark(node, True)
-        return node
 
     # -- evict and forget -----------------------------------------------------------------------------------
 
@@ -326,40 +307,39 @@ cdef class PrefixIndex:
         `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
         self.clean_up()
-        cdef Py_ssize_t pages = 0, i
-        cdef int32_t leaf = self.trie.table.leaves.top() if self.entries else self.victim(count, &pages)
+        cdef int32_t leaf = self.victim() if count > 0 else -1
         if leaf < 0:
             return None
         root, tokens, values = self.trie.path(leaf)
         cdef Space space = self.by_root[root]
         cdef Claim claim = space.slots.claim_of(len(values))
+        cdef const int32_t *last = int32s(values) + len(values) - 1
+        cdef Py_ssize_t n = 0, i
         claim.name, claim.tokens, self.current = space.name, tokens, space
         if self.entries:
             self.cut_entry(leaf, claim)
             self.evictions += 1
         else:
-            claim.data.n = pages
-            self.trie.table.shrink(leaf, pages, claim.data.pages)
-            self.evictions += pages
-        for i in range(pages if self.miss_reasons is not None else 0):
+            while n < min(count, self.trie.table.pages(leaf)) and self.slots.pages[(last - n)[0]].pins == 0:
+                n += 1
+            self.trie.table.shrink(leaf, n, claim.data.pages)
+            claim.data.n = n
+            self.evictions += n
+        for i in range(n if self.miss_reasons is not None else 0):
             self.miss_reasons.remember(space.key, claim.data.pages[i])
         self.unname_claimed(claim)
         return claim
 
-    cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) noexcept:
-        """The leaf to take pages from, and how many its tail has of `count` that are not pinned; -1: none."""
-        cdef int32_t leaf
-        cdef Py_ssize_t n
-        cdef const int32_t *values
-        while count > 0 and (leaf := self.trie.table.leaves.top()) >= 0:
-            n, values, pages[0] = self.trie.table.pages(leaf), self.trie.table.values(leaf), 0
-            while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
-                pages[0] += 1
-            if pages[0]:
-                return leaf
-            self.slots.trie, self.slots.pages[values[n - 1]].parked = self.trie, leaf
+    cdef int32_t victim(self) noexcept:
+        """The leaf that goes next; -1: none. Those that end with a pinned page are parked."""
+        cdef int32_t leaf, last
+        while (leaf := self.trie.table.leaves.top()) >= 0 and not self.entries:
+            last = self.trie.table.values(leaf)[self.trie.table.pages(leaf) - 1]
+            if self.slots.pages[last].pins == 0:
+                break
+            self.slots.trie, self.slots.pages[last].parked = self.trie, leaf
             self.trie.table.pin(leaf, 1)
-        return -1
+        return leaf
 
     cdef void unname_claimed(self, Claim claim) noexcept:
         """Note that the trie does not name the claim's pages any more, which it returned last first."""
@@ -399,17 +379,6 @@ cdef class PrefixIndex:
         self.by_name.clear()
         self.by_root.clear()    # last, since this runs the finalisers of names
 
-    # -- pages that wait for their content ------------------------------------------------------------------
-
-    def waiting(self, tokens, name=None):
-        """The pages of a match, the one that it ends inside of included, that wait for their content, int32."""
-        cdef Slots slots = self.slots_of(name)
-        if slots is None or slots.num_waiting == 0:
-            return np.empty(0, np.int32)
-        found = self.find(tokens, name)
-        pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
-        return pages[slots.records(pages)["waits"] != 0]
-
     def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
         """Forget a page of a match of `tokens`, and all that continues it.
 
@@ -447,31 +416,13 @@ cdef class PrefixIndex:
 
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
-        cdef Slots slots
-        cdef Space space
-        cdef Py_ssize_t id, pins = 0
         self.clean_up()
-        self.trie.check()
+        check_index(self)
         assert self.trie.roots() == sorted(self.by_root), "prefix index: roots differ"
-        assert len(self.by_name) == len(self.by_root), "prefix index: a name without a root"
-        for root, space in self.by_root.items():
-            assert space.root == root and self.by_name.get(space.name) is space, "prefix index: names differ"
-            assert not self.is_vacant(space), "prefix index: a namespace without pages"
-        for slots in self.kinds:
-            slots.check()
-            records = slots.records()
-            named = [page for space in self.spaces() if space.slots is slots for page in self.trie.all_values(space.root)]
-            assert sorted(named) == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
-            if self.miss_reasons is not None:
-                self.miss_reasons.check(records[named])
-            pins += np.count_nonzero(records["parked"] >= 0)
-        for id in range(self.trie.table.used):
-            pins -= self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
-        assert pins == 0, "prefix index: a parked leaf is in no page's record"
+        assert {name: space.root for name, space in self.by_name.items()} == {
+            space.name: root for root, space in self.by_root.items()}, "prefix index: names differ"
         if self.miss_reasons is not None:
-            assert sum(self.reasons.values()) >= self.misses, "prefix index: reasons do not add up"
-            assert self.hits * self.trie.table.page_size <= self.hit_tokens, "prefix index: hits do not add up"
-        assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
+            self.miss_reasons.check(self.misses)
 
 
 def load(parts):

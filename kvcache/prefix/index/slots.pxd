@@ -70,12 +70,12 @@ cdef class Slots:
     cdef TokenTrie trie                # the trie of the parked leaves
 
     cdef Claim claim_of(self, Py_ssize_t n)                     # an empty claim with room for n pages
-    cdef void keep(self, Claim claim, bint pinned) noexcept     # take its references; pinned: its pages stay in the trie
-    cdef void end_claims(self) noexcept                         # of all that are over
+    cdef void keep(self, Claim claim, Py_ssize_t n) noexcept    # reference its first n pages, and keep them in the trie
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
     cdef void fill(self, int32_t page, int32_t other) noexcept    # move the slots that `page` lacks there from `other`
+    cpdef void release_dropped(self, bint kept=*) noexcept
     # How many pages, from the first on, every group has what it needs of.
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept
 

@@ -125,13 +125,11 @@ cdef class Slots:
         claim.slots, claim.data = self, data
         return claim
 
-    cdef void keep(self, Claim claim, bint pinned) noexcept:
+    cdef void keep(self, Claim claim, Py_ssize_t n) noexcept:
         cdef claim_t *data = claim.data
-        if data.n:
-            self.pool.retain_each(data.pages, data.n, 1)
-        if pinned:    # leaves are evicted from their tails, so the last one's pin keeps those before it
-            data.pinned = data.pages[data.n - 1]
-            self.pages[data.pinned].pins += 1
+        self.pool.retain_each(data.pages, n, 1)
+        data.n, data.pinned = n, data.pages[n - 1]    # leaves are evicted from their tails, so its pin keeps all before
+        self.pages[data.pinned].pins += 1
 
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, group
@@ -145,19 +143,16 @@ cdef class Slots:
         if n:
             self.pool.release_each(pages, n, 1)
 
-    cdef void end_claims(self) noexcept:
+    cpdef void release_dropped(self, bint kept=False) noexcept:
+        """Return the references of claims that are over; `kept`: and of those that callers keep."""
         cdef int64_t call = 0 if self.lock is None else self.lock.calls
         cdef claim_t *claim
         while (claim := self.rings[BRIEF].before) != &self.rings[BRIEF] and claim.call != call:
             end_claim(self, claim)
             if claim.call < 0:
                 free(claim)
-
-    def release_dropped(self, bint kept=False):
-        """Return the references of claims that are over; `kept`: and of those that callers keep."""
-        self.end_claims()
-        while kept and self.rings[KEPT].next != &self.rings[KEPT]:
-            end_claim(self, self.rings[KEPT].next)
+        while kept and (claim := self.rings[KEPT].next) != &self.rings[KEPT]:
+            end_claim(self, claim)
 
     def room(self, Py_ssize_t n):
         """How many of `n` more pages there are slots for in every group."""
@@ -192,9 +187,10 @@ cdef class Slots:
         """A claim on pages that are in use (int32 `(n,)`, each once), as `BlockPool.retain`; raises as that."""
         cdef cnp.ndarray ids = self.pool.in_use(pages)
         cdef Claim claim = self.claim_of(ids.shape[0])
-        memcpy(claim.data.pages, int32s(ids), ids.shape[0] * sizeof(int32_t))
         claim.data.n = ids.shape[0]
-        self.keep(claim, False)
+        if claim.data.n:
+            memcpy(claim.data.pages, int32s(ids), claim.data.n * sizeof(int32_t))
+            self.pool.retain_each(claim.data.pages, claim.data.n, 1)
         return claim
 
     # -- the trie's pages -----------------------------------------------------------------------------------
@@ -295,27 +291,6 @@ cdef class Slots:
     def nbytes(self):
         """Bytes of the records of all pages."""
         return sum(array.nbytes for array in self.arrays)
-
-    def check(self):
-        """Verify every invariant but those of the trie; AssertionError names the broken one."""
-        self.release_dropped()
-        records, used = self.records(), self.pool.ref_counts()
-        waits = records["waits"] != 0
-        for wrong, what in (
-            (records["pins"] != self.counts(pins=True), "pins do not add up"),
-            (records["lookups"] < 0, "lookups do not add up"),
-            (waits & (records["named"] == 0), "waits without a name"),
-            (waits & (self.counts() > 0), "waits and is held"),
-            ((records["parked"] >= 0) & (records["pins"] == 0), "its leaf is parked, and nothing pins it"),
-            (self.counts(references=True) > used, "the pool counts fewer references"),
-        ):
-            assert not wrong.any(), f"page {wrong.argmax()}: {what}"
-        assert np.count_nonzero(waits) == self.num_waiting, "slots: pages that wait do not add up"
-        assert self.num_waiting or self.source is None, "slots: nothing waits, and there is a source"
-        for group, slots in enumerate(self.arrays[2]):
-            has = slots[slots >= 0]
-            assert len(has) == len(np.unique(has)) == self.pools[group].num_used, f"slots: group {group} has lost some"
-            assert used[slots >= 0].all(), f"slots: group {group} has some of free pages"
 
 
 @cython.no_gc_clear
