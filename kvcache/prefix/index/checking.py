@@ -16,6 +16,10 @@ __all__ = ["check_index"]
 def check_index(index: PrefixIndex) -> None:
     """AssertionError names the broken invariant."""
     index.trie.check()
+    assert index.trie.roots() == sorted(index.by_root), "prefix index: roots differ"
+    roots = {space.name: root for root, space in index.by_root.items()}
+    assert roots == {name: space.root for name, space in index.by_name.items()}, "prefix index: names differ"
+    assert len(index.spaces()) == len(roots), "prefix index: a namespace without pages"
     pinned = {leaf for leaf in index.trie.leaf_ids() if index.trie.num_pins(leaf)}
     for slots in index.kinds:
         check_slots(slots)

@@ -24,6 +24,8 @@ class Space:
 class PrefixIndex:
     trie: TokenTrie
     kinds: list[Any]  # of Slots
+    by_name: dict[Hashable, Space]
+    by_root: dict[int, Space]
     clock: int
     hits: int
     misses: int

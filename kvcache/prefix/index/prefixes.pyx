@@ -72,8 +72,8 @@ cdef class PrefixIndex:
     cdef readonly TokenTrie trie
     cdef readonly list kinds          # the `Slots` in use; with `slots`, that one
     cdef Slots slots                  # of all namespaces; None: they differ
-    cdef dict by_name                 # name -> Space
-    cdef dict by_root                 # root -> Space
+    cdef readonly dict by_name        # name -> Space
+    cdef readonly dict by_root        # root -> Space
     cdef Space current                # the namespace of this call, or of the last one; None: there was none
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
@@ -184,7 +184,7 @@ cdef class PrefixIndex:
             self.miss_reasons.count(key, uint32s(ids), n, pages, held, found.cached, found.tail >= 0)
         claim.data.held = held
         if found.tail >= 0 and not whole:
-            pages[held] = found.tail
+            pages[held] = claim.tail = found.tail
             claim.data.n, claim.tail_tokens = held + 1, found.at.length - held * size
             claim.slots.pool.retain_(found.tail)
         self.hits += held
@@ -232,15 +232,9 @@ cdef class PrefixIndex:
         cdef Claim claim = self.matched(ids, name, &found)
         if found.entry.length < max(1, ids.shape[0]):
             return None
-        self.cut_entry(found.entry.node, claim)
+        claim.data.n = self.trie.cut(found.entry.node, claim.data.pages)
         self.unname_claimed(claim)
         return claim
-
-    cdef void cut_entry(self, int32_t node, Claim claim) noexcept:
-        """Unmark a node, and add the pages that only its sequence needs to a claim with room for its whole text."""
-        self.trie.table.mark(node, False)
-        if self.trie.table.nodes[node].child < 0:
-            claim.data.n += self.trie.cut(node, claim.data.pages + claim.data.n)
 
     # -- insert ---------------------------------------------------------------------------------------------
 
@@ -317,14 +311,13 @@ cdef class PrefixIndex:
         cdef Py_ssize_t n = 0, i
         claim.name, claim.tokens, self.current = space.name, tokens, space
         if self.entries:
-            self.cut_entry(leaf, claim)
-            self.evictions += 1
+            n = self.trie.cut(leaf, claim.data.pages)
         else:
             while n < min(count, self.trie.table.pages(leaf)) and self.slots.pages[(last - n)[0]].pins == 0:
                 n += 1
             self.trie.table.shrink(leaf, n, claim.data.pages)
-            claim.data.n = n
-            self.evictions += n
+        claim.data.n = n
+        self.evictions += 1 if self.entries else n
         for i in range(n if self.miss_reasons is not None else 0):
             self.miss_reasons.remember(space.key, claim.data.pages[i])
         self.unname_claimed(claim)
@@ -398,7 +391,7 @@ cdef class PrefixIndex:
             if 0 <= least <= length:
                 self.trie.table.mark(at.node, True)
             else:
-                self.cut_entry(at.node, claim)
+                claim.data.n += self.trie.cut(at.node, claim.data.pages + claim.data.n)
         self.unname_claimed(claim)
 
     # -- reports --------------------------------------------------------------------------------------------
@@ -418,9 +411,6 @@ cdef class PrefixIndex:
         """Verify every invariant; AssertionError names the broken one."""
         self.clean_up()
         check_index(self)
-        assert self.trie.roots() == sorted(self.by_root), "prefix index: roots differ"
-        assert {name: space.root for name, space in self.by_name.items()} == {
-            space.name: root for root, space in self.by_root.items()}, "prefix index: names differ"
         if self.miss_reasons is not None:
             self.miss_reasons.check(self.misses)
 

@@ -122,7 +122,7 @@ cdef class Slots:
         data.pages, data.pinned, data.call = <int32_t *>(data + 1), -1, 0 if self.lock is None else self.lock.calls
         data.next = data.before = data
         link(data, &self.rings[BRIEF])
-        claim.slots, claim.data = self, data
+        claim.slots, claim.data, claim.tail = self, data, -1
         return claim
 
     cdef void keep(self, Claim claim, Py_ssize_t n) noexcept:
@@ -349,11 +349,6 @@ cdef class Claim:
     def pages(self):
         """The pages, in the order of the text, int32, a copy."""
         return self.first(self.data.n)
-
-    @property
-    def tail(self):
-        """The page that a match ends inside of; -1: none."""
-        return self.data.pages[self.data.held] if self.tail_tokens else -1
 
     @property
     def num_held(self):
