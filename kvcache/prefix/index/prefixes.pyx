@@ -6,10 +6,6 @@ The index has integers only; the contents of slots belong to its owner. Each cal
 first, which may run the caller's code. It allocates next; then it changes everything in compiled code that cannot fail.
 So neither an interrupt nor a failed allocation divides a call, and the deallocation of a claim returns what it held.
 
-A page that is claimed stays in the trie, with all pages before it (`page_t.pins`). An eviction that meets a pinned page
-at the end of a leaf parks the leaf, as a pin on its node, until the page is unpinned; so the victim is found in
-O(log n), and a claim costs one pin, however long it is.
-
 Over an `EntryTrie` the index has entries: texts that are stored, used, evicted and removed as a whole, one token to a
 page. An entry is evicted even if it is claimed; its pages keep their slots as long as the claim has them.
 """
@@ -130,10 +126,7 @@ cdef class PrefixIndex:
     # -- match ----------------------------------------------------------------------------------------------
 
     cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
-        """A claim with the pages of the longest match, none of them referenced yet, and with room for one more.
-
-        None: nothing is cached in the namespace, and there are no slots of all namespaces.
-        """
+        """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
         self.clean_up()
         cdef Space space = self.space(name)
         cdef Slots slots = self.slots if space is None else space.slots
@@ -236,7 +229,7 @@ cdef class PrefixIndex:
         self.unname_claimed(claim)
         return claim
 
-    # -- insert ---------------------------------------------------------------------------------------------
+    # -- insert, evict and forget ---------------------------------------------------------------------------
 
     def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, source=None):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
@@ -293,16 +286,16 @@ cdef class PrefixIndex:
         if self.entries:
             self.trie.table.mark(node, True)
 
-    # -- evict and forget -----------------------------------------------------------------------------------
-
     def evict(self, Py_ssize_t count=1):
         """Evict up to `count` pages, or one entry: a `Claim` on them with `name` and `tokens`; None: nothing to evict.
 
         `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
         self.clean_up()
-        cdef int32_t leaf = self.victim() if count > 0 else -1
-        if leaf < 0:
+        cdef int32_t leaf = self.trie.table.leaves.top()
+        while leaf >= 0 and not self.entries and self.slots.park(self.trie, leaf):
+            leaf = self.trie.table.leaves.top()
+        if leaf < 0 or count <= 0:
             return None
         root, tokens, values = self.trie.path(leaf)
         cdef Space space = self.by_root[root]
@@ -322,17 +315,6 @@ cdef class PrefixIndex:
             self.miss_reasons.remember(space.key, claim.data.pages[i])
         self.unname_claimed(claim)
         return claim
-
-    cdef int32_t victim(self) noexcept:
-        """The leaf that goes next; -1: none. Those that end with a pinned page are parked."""
-        cdef int32_t leaf, last
-        while (leaf := self.trie.table.leaves.top()) >= 0 and not self.entries:
-            last = self.trie.table.values(leaf)[self.trie.table.pages(leaf) - 1]
-            if self.slots.pages[last].pins == 0:
-                break
-            self.slots.trie, self.slots.pages[last].parked = self.trie, leaf
-            self.trie.table.pin(leaf, 1)
-        return leaf
 
     cdef void unname_claimed(self, Claim claim) noexcept:
         """Note that the trie does not name the claim's pages any more, which it returned last first."""

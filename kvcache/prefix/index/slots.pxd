@@ -17,6 +17,10 @@ A `Claim` owns references, and returns them however a call ends. They are in one
 
 Deallocation may happen inside of another call (garbage collection), so it only moves the references to the end of the
 brief ring, which takes no memory. The next call returns all that is over, from that end on.
+
+A page that is looked up stays in the trie, with all pages before it (`page_t.pins`). An eviction that meets a pinned
+page at the end of a leaf parks the leaf, as a pin on its node, until the page is unpinned; so the victim is found in
+O(log n), and a claim costs one pin, however long it is.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -74,6 +78,7 @@ cdef class Slots:
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept
     cdef void unname(self, int32_t page) noexcept
+    cdef bint park(self, TokenTrie trie, int32_t leaf) noexcept    # if the leaf's last page is pinned; whether it is
     cdef void fill(self, int32_t page, int32_t other) noexcept    # move the slots that `page` lacks there from `other`
     cpdef void release_dropped(self, bint kept=*) noexcept
     # How many pages, from the first on, every group has what it needs of.

@@ -9,6 +9,7 @@ from libc.string cimport memcpy, memset
 from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
 from kvcache.core.tokens cimport int32s, uint32s
+from kvcache.trie.trie cimport TokenTrie
 
 import numpy as np
 
@@ -203,6 +204,13 @@ cdef class Slots:
     cdef void unname(self, int32_t page) noexcept:
         self.pages[page].named, self.pages[page].parked = False, -1
         end_wait(self, page)
+
+    cdef bint park(self, TokenTrie trie, int32_t leaf) noexcept:
+        cdef page_t *last = &self.pages[trie.table.values(leaf)[trie.table.pages(leaf) - 1]]
+        if last.pins:
+            self.trie, last.parked = trie, leaf
+            trie.table.pin(leaf, 1)
+        return last.pins > 0
 
     cdef void fill(self, int32_t page, int32_t other) noexcept:
         cdef Py_ssize_t group
