@@ -125,8 +125,8 @@ cdef class PrefixIndex:
 
     # -- match ----------------------------------------------------------------------------------------------
 
-    cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
-        """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
+    cdef Slots walked(self, cnp.ndarray ids, object name, match_t *found):
+        """Find the longest match, all but `usable`; the slots of its pages, None if there are none yet."""
         self.clean_up()
         cdef Space space = self.space(name)
         cdef Slots slots = self.slots if space is None else space.slots
@@ -137,23 +137,30 @@ cdef class PrefixIndex:
         if self.entries:
             found.entry = (<EntryTrie>self.trie).entry_before(found.at)
         found.cached = found.at.length // self.trie.table.page_size
-        if slots is None:
-            return None
-        cdef Claim claim = slots.claim_of(found.cached + 1)
-        self.trie.gather(found.at, claim.data.pages)
-        found.usable = slots.usable(claim.data.pages, found.cached)
-        found.tail = self.trie.partial(found.at) if slots.groups == 0 else -1
-        return claim
+        found.tail = -1 if slots is None or slots.groups else self.trie.partial(found.at)
+        return slots
 
     def find(self, tokens, name=None):
         """What is cached of `tokens`, a `Match`; counts as no use."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef match_t found
-        cdef Claim claim = self.matched(ids, name, &found)
-        if claim is None:
-            return Match(0, np.empty(0, np.int32), -1, False)
+        cdef Slots slots = self.walked(ids, name, &found)
+        cdef cnp.npy_intp n = found.cached
+        cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
+        self.trie.gather(found.at, int32s(pages))
+        found.usable = slots.usable(int32s(pages), n) if n else 0
         length = found.at.length if found.tail >= 0 else found.usable * self.trie.table.page_size
-        return Match(length, claim.first(found.usable), found.tail, found.entry.length == ids.shape[0] > 0)
+        is_entry = found.entry.length == ids.shape[0] > 0
+        return Match(length, pages if found.usable == n else pages[:found.usable], found.tail, is_entry)
+
+    cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
+        """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
+        cdef Slots slots = self.walked(ids, name, found)
+        cdef Claim claim = None if slots is None else slots.claim_of(found.cached + 1)
+        if claim is not None:
+            self.trie.gather(found.at, claim.data.pages)
+            found.usable = slots.usable(claim.data.pages, found.cached)
+        return claim
 
     def claim(self, tokens, name=None, bint whole=False):
         """Look up `tokens` and hold the match: a `Claim` on its full pages and on the page that it ends inside of.
@@ -298,11 +305,11 @@ cdef class PrefixIndex:
         if leaf < 0 or count <= 0:
             return None
         root, tokens, values = self.trie.path(leaf)
-        cdef Space space = self.by_root[root]
-        cdef Claim claim = space.slots.claim_of(len(values))
+        self.current = self.by_root[root]
+        cdef Claim claim = self.current.slots.claim_of(len(values))
         cdef const int32_t *last = int32s(values) + len(values) - 1
         cdef Py_ssize_t n = 0, i
-        claim.name, claim.tokens, self.current = space.name, tokens, space
+        claim.name, claim.tokens = self.current.name, tokens
         if self.entries:
             n = self.trie.cut(leaf, claim.data.pages)
         else:
@@ -312,7 +319,7 @@ cdef class PrefixIndex:
         claim.data.n = n
         self.evictions += 1 if self.entries else n
         for i in range(n if self.miss_reasons is not None else 0):
-            self.miss_reasons.remember(space.key, claim.data.pages[i])
+            self.miss_reasons.remember(self.current.key, claim.data.pages[i])
         self.unname_claimed(claim)
         return claim
 
@@ -323,33 +330,32 @@ cdef class PrefixIndex:
         for i in range(n // 2):
             pages[i], pages[n - 1 - i] = pages[n - 1 - i], pages[i]
         for i in range(n):
-            self.unname(claim.slots, pages[i])
-
-    cdef void unname(self, Slots slots, int32_t page) noexcept:
-        slots.unname(page)
-        if self.miss_reasons is not None:
-            self.miss_reasons.add(page, -1)
+            claim.slots.unname(pages[i])
+            if self.miss_reasons is not None:
+                self.miss_reasons.add(pages[i], -1)
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
         self.clean_up()
-        trie = self.new_trie()
+        trie, cached = self.new_trie(), IdMap()
         if self.miss_reasons is not None:
             self.miss_reasons.evicted, self.miss_reasons.before = IdMap(), IdMap()
-        self.empty(trie)
+        self.empty(trie, cached)
 
     cdef TokenTrie new_trie(self):
         return type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
 
-    cdef void empty(self, TokenTrie trie) noexcept:
-        """Forget every page; an empty trie takes the place of the old one."""
+    cdef void empty(self, TokenTrie trie, IdMap cached) noexcept:
+        """Forget every page; an empty trie and an empty map of cached texts take the place of the old ones."""
         cdef Slots slots
         cdef int32_t page
         for slots in self.kinds:
             for page in range(slots.pool.num_blocks):
                 if slots.pages[page].named:
-                    self.unname(slots, page)
+                    slots.unname(page)
                     slots.release_pages(&page, 1)
+        if self.miss_reasons is not None:
+            self.miss_reasons.cached = cached
         self.trie, self.current = trie, None
         self.by_name.clear()
         self.by_root.clear()    # last, since this runs the finalisers of names
@@ -362,12 +368,11 @@ cdef class PrefixIndex:
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         found = self.find(ids, name)
         cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
-        cdef int32_t root = self.current.root
         cdef Claim claim = self.current.slots.claim_of(self.trie.table.num_pages)
         cdef cnp.ndarray bad = np.concatenate([ids[:length], claim.slots.tokens_of([page])[0]])
-        cdef walk_t at = self.trie.walk(root, uint32s(bad), bad.shape[0])
+        cdef walk_t at = self.trie.walk(self.current.root, uint32s(bad), bad.shape[0])
         claim.data.n = prune(self.trie.table, self.trie.at_depth(at.node, at.length), claim.data.pages)
-        at = self.trie.walk(root, uint32s(bad), length)
+        at = self.trie.walk(self.current.root, uint32s(bad), length)
         cdef const node_t *last = &self.trie.table.nodes[at.node]
         if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
@@ -398,22 +403,19 @@ cdef class PrefixIndex:
 
 
 def load(parts):
-    """Name the pages that a file has in indices that are empty, all or none.
+    """Name the pages that a file has in indices that are empty. If anything fails, nothing has changed.
 
     Args:
         parts: of each index, `(index, texts)`; `texts` are `(name, tokens, slots, pages, source)`, the text used last
             at the end. The pages are claimed by the caller, and wait for their content.
-
-    Raises:
-        MemoryError: nothing has changed.
     """
     cdef PrefixIndex index
-    empty = [(part[0], (<PrefixIndex?>part[0]).new_trie()) for part in parts]
+    empty = [(part[0], (<PrefixIndex?>part[0]).new_trie(), IdMap()) for part in parts]
     try:
         for index, texts in parts:
             for name, tokens, slots, pages, source in texts:
                 index.insert(tokens, slots.share(pages), name, None, source)
     except BaseException:
-        for index, trie in empty:
-            index.empty(trie)
+        for index, trie, cached in empty:
+            index.empty(trie, cached)
         raise

@@ -91,5 +91,3 @@ cdef class Claim:
     cdef readonly object name, tokens      # of evicted pages: the namespace, and the text that ends with them
     cdef readonly Py_ssize_t tail_tokens   # first tokens of the last page that are part of the match, 0: all of it
     cdef readonly int32_t tail             # that page; -1: there is none
-
-    cdef object first(self, Py_ssize_t n)  # the first n pages, int32, a copy

@@ -339,24 +339,23 @@ cdef class Claim:
     def hold_each(self):
         """Hold each full page of the match until `Slots.release(page)` instead; the claim is empty then."""
         cdef Py_ssize_t i
-        self.cut(self.data.held)
-        for i in range(self.data.n):
-            self.slots.pages[self.data.pages[i]].lookups += 1
-            self.slots.pages[self.data.pages[i]].pins += 1
-        if self.data.pinned >= 0:
-            unpin(self.slots, self.data.pinned)
-        self.data.n, self.data.held, self.data.pinned = 0, 0, -1
-
-    cdef object first(self, Py_ssize_t n):
-        cdef cnp.npy_intp size = n
-        cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
-        memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
-        return out
+        cdef claim_t *data = self.data
+        cdef page_t *records = self.slots.pages
+        self.cut(data.held)
+        for i in range(data.n):
+            records[data.pages[i]].lookups += 1
+            records[data.pages[i]].pins += 1
+        if data.pinned >= 0:
+            unpin(self.slots, data.pinned)
+        data.n, data.held, data.pinned = 0, 0, -1
 
     @property
     def pages(self):
         """The pages, in the order of the text, int32, a copy."""
-        return self.first(self.data.n)
+        cdef cnp.npy_intp n = self.data.n
+        cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
+        memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
+        return out
 
     @property
     def num_held(self):
