@@ -82,8 +82,7 @@ cdef class PrefixIndex:
 
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
-        self.kinds = [] if slots is None else [slots]
-        self.by_name, self.by_root = {}, {}
+        self.kinds, self.by_name, self.by_root = [] if slots is None else [slots], {}, {}
         if most_ghosts is not None:
             self.miss_reasons = MissReasons(slots, most_ghosts)
 
