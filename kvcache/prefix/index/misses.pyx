@@ -49,20 +49,16 @@ cdef class MissReasons:
         elif 0 < n < size:
             self.counts[SHORTER] += 1
 
-    cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1:
-        cdef Py_ssize_t i
-        cdef uint64_t text = self.slots.pages[pages[old - 1]].text if old else 0
-        self.cached.reserve(self.cached.used + n - old)
-        for i in range(old, n):
-            text = extended(self, text, tokens + i * self.slots.page_size)
-            self.slots.pages[pages[i]].text = text
-        return 0
+    cdef void add(self, int32_t page, int32_t previous, const uint32_t *tokens) noexcept:
+        cdef uint64_t text = extended(self, self.slots.pages[previous].text if previous >= 0 else 0, tokens)
+        self.slots.pages[page].text = text
+        self.cached.put(text, max(self.cached.get(text), 0) + 1)
 
-    cdef void add(self, int32_t page, int32_t change) noexcept:
+    cdef void remove(self, int32_t page) noexcept:
         cdef uint64_t text = self.slots.pages[page].text
-        cdef int32_t count = max(self.cached.get(text), 0) + change
-        if count > 0:
-            self.cached.put(text, count)
+        cdef int32_t left = self.cached.get(text) - 1
+        if left > 0:
+            self.cached.put(text, left)
         else:
             self.cached.drop(text)
 

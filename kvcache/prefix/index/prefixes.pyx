@@ -272,10 +272,10 @@ cdef class PrefixIndex:
         for i in range(old, n):    # no prompt finds these pages yet
             memcpy(slots.tokens + values[i] * size, uint32s(ids) + i * size, size * sizeof(uint32_t))
         if self.miss_reasons is not None:
-            self.miss_reasons.prepare(uint32s(ids), values, old, n)
+            self.miss_reasons.cached.reserve(self.miss_reasons.cached.used + n - old)
         cdef int32_t node = self.trie.put(space.root, uint32s(ids), n * size, values, &existing)
         # Nothing fails from here on.
-        if slots.groups and existing > old:
+        if existing > old:
             self.trie.gather(walk_t(node=node, length=n * size), values)
             for i in range(old, existing):
                 slots.fill(values[i], fresh.data.pages[i - old])
@@ -283,7 +283,7 @@ cdef class PrefixIndex:
         for i in range(existing, n):
             slots.name_(values[i], self.clock, source is not None)
             if self.miss_reasons is not None:
-                self.miss_reasons.add(values[i], 1)
+                self.miss_reasons.add(values[i], values[i - 1] if i else -1, uint32s(ids) + i * size)
             if i < old:    # it had left the trie, and the claim has kept it
                 slots.pool.retain_(values[i])
         if source is not None and slots.num_waiting:
@@ -331,7 +331,7 @@ cdef class PrefixIndex:
         for i in range(n):
             claim.slots.unname(pages[i])
             if self.miss_reasons is not None:
-                self.miss_reasons.add(pages[i], -1)
+                self.miss_reasons.remove(pages[i])
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
