@@ -26,7 +26,7 @@ cdef class MissReasons:
     # Count a lookup of (n,) tokens that could use `found` of the `cached` pages. `inside`: a page begins like the next.
     cdef void count(self, uint64_t space, const uint32_t *tokens, Py_ssize_t n, const int32_t *pages, Py_ssize_t found,
                     Py_ssize_t cached, bint inside) noexcept
-    # A page of (page_size,) tokens is cached now, behind `previous`; -1: it is the first. `cached` must have room for it.
+    # A page of (page_size,) tokens is cached now, behind `previous`; -1: it is the first. `cached` has room for it.
     cdef void add(self, int32_t page, int32_t previous, const uint32_t *tokens) noexcept
     cdef void remove(self, int32_t page) noexcept    # it is not any more
     cdef void remember(self, uint64_t space, int32_t page) noexcept    # an evicted page, if there is memory
