@@ -11,7 +11,7 @@ from kvcache.core.arguments import as_bytes
 from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
 from kvcache.prefix.config import PrefixCacheConfig
-from kvcache.prefix.index.entries import EntryIndex
+from kvcache.prefix.index.prefixes import PrefixIndex
 from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.index.source import fetch_waiting
 from kvcache.prefix.row_slots import RowSlots
@@ -33,7 +33,7 @@ class CachedEntries:
     """
 
     def __init__(self, config: PrefixCacheConfig, lock: CallLock) -> None:
-        self.config, self.lock, self.index = config, lock, EntryIndex(EntryTrie())
+        self.config, self.lock, self.index = config, lock, PrefixIndex(EntryTrie())
         self.max_bytes = as_bytes(config.max_memory_bytes, "max_memory_bytes")
         # The undamaged head of an entry becomes an entry, if lookups may find it.
         self.least = config.min_prefix_len if config.partial_matches else -1
@@ -43,29 +43,31 @@ class CachedEntries:
         fetch_waiting(self.index, ids, name, self.least)
 
     def lease(self, ids: Tokens, name: Hashable) -> Claim | None:
-        """`EntryIndex.lease` by the settings, after `fetch`."""
+        """`PrefixIndex.lease` by the settings, after `fetch`."""
         self.fetch(ids, name)
         return self.index.lease(ids, name, self.config.min_prefix_len, not self.config.partial_matches)
 
     def store(self, ids: Tokens, keys: list[Float32], values: list[Float32], name: Hashable) -> None:
         """Cache an entry with rows `(len(ids), kv_dim)` of each layer; raises as `PrefixKvCache.store_snapshot`."""
         kind, index = self.kind(len(keys), keys[0].shape[1]), self.index
-        other = index.slots_of(name)
-        if other is not None and other is not kind:
+        space = index.space(name)
+        if space is not None and space.slots is not kind:
+            rows = space.slots.rows
             raise ValueError(
-                f"snapshot: expected {other.rows.num_layers} layers of kv_dim {other.rows.kv_dim} in this namespace, "
+                f"snapshot: expected {rows.num_layers} layers of kv_dim {rows.kv_dim} in this namespace, "
                 f"got {kind.rows.num_layers} of {kind.rows.kv_dim}"
             )
         for k, v in zip(keys, values, strict=True):
             kind.rows.check_values(k, v)
         self.fetch(ids, name)
-        self._refuse_what_never_fits(kind, len(ids), index.find(ids, name).pages)
+        found = index.find(ids, name)
+        self._refuse_what_never_fits(kind, len(ids), found.pages)
         head = index.head(ids, name)  # What the entry builds on is used, and stays in its slots.
         length = 0 if head is None else len(head)
-        self._make_room(kind, len(ids) - length, not index.has_entry(ids, name))
+        self._make_room(kind, len(ids) - length, not found.is_entry)
         claim = kind.take_rows(len(ids) - length, self.max_bytes)
         kind.rows.write(claim.pages, [k[length:] for k in keys], [v[length:] for v in values])
-        index.insert(ids, claim, name, head, kind)
+        index.insert(ids, claim, name, head)
 
     def kind(self, num_layers: int, kv_dim: int) -> RowSlots:
         """The slots for rows of this shape, in use or new."""

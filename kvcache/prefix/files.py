@@ -34,14 +34,14 @@ logger = logging.getLogger("kvcache")
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
-Text = tuple[Hashable, Slots, UInt32, Int32]
-Part = tuple[PrefixIndex, Iterator[Text], Sequence[Claim], Sequence[SavedPages]]  # of `load`
+Text = tuple[Hashable, UInt32, Slots, Int32, SavedPages]
+Part = tuple[PrefixIndex, Iterator[Text]]  # of `load`
 
 
 def fetch_all(index: PrefixIndex, least: int = -1) -> None:
     """Read all that waits in files, and forget what is damaged there."""
     if any(slots.num_waiting for slots in index.kinds):
-        names = {root: space.name for space, root in index.spaces.in_use()}
+        names = {space.root: space.name for space in index.spaces()}
         for root, tokens, _ in [index.trie.path(leaf) for leaf in index.trie.leaf_ids()]:
             fetch_waiting(index, tokens, names[root], least)
 
@@ -59,11 +59,11 @@ def _write(
     namespaces: list[tuple[int, Hashable]] = []
     segments, pages = Segments.none(), [np.empty(0, np.int32)]
     for index in indices:
-        spaces = index.spaces.in_use()
+        spaces = index.spaces()
         tokens_of = index.kinds[0].tokens_of if index.trie.page_size > 1 else None
-        added, named = segments_of(index.trie, [root for _, root in spaces], tokens_of)
+        added, named = segments_of(index.trie, [space.root for space in spaces], tokens_of)
         segments = segments.and_then(added, len(namespaces))
-        namespaces += [(kinds.index(space.slots), space.name) for space, _ in spaces]
+        namespaces += [(kinds.index(space.slots), space.name) for space in spaces]
         pages.append(named)
     arena_of = np.array([arena for arena, _ in namespaces], np.int64)[segments.namespaces]
     sizes = np.array([slots.page_size for slots in kinds], np.int64)
@@ -90,7 +90,7 @@ def _texts(
         slots = claims[arena].slots
         end = len(tokens) - int(snapshot.segments.lengths[i]) + kept[i] * slots.page_size
         pages = readers[arena].pages_at(places[: end : slots.page_size] // slots.page_size)
-        yield snapshot.names[space], slots, tokens[:end], pages
+        yield snapshot.names[space], tokens[:end], slots, pages, readers[arena]
 
 
 # -- blocks --------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
     places = ranges(snapshot.firsts // size, kept, chosen)
     claim = slots.take(len(places))
     reader = saved_blocks(snapshot, arena, claim, places, cache.store)
-    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept.tolist()), [claim], [reader]
+    return cache.index, _texts(snapshot, {arena: claim}, {arena: reader}, chosen, kept.tolist())
 
 
 # -- entries -------------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
 def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
     """Write every entry; raises as `PrefixKvCache.save`. To be called with the cache's lock held."""
     fetch_all(cache.index, cache.least)
-    spaces = cache.index.spaces.in_use()
-    kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space, _ in spaces)]
+    spaces = cache.index.spaces()
+    kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space in spaces)]
     _write(path, "entries", model, [cache.index], [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds])
     logger.info("%s: saved %d entries", os.fspath(path), len(cache.index))
 
@@ -258,5 +258,4 @@ def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: CachedEntries)
             places = ranges(snapshot.firsts, segments.lengths, mine)
             claims[i] = kind.take_rows(len(places), cache.max_bytes)
             readers[i] = saved_rows(snapshot, i, claims[i], places, kind.rows)
-    texts = _texts(snapshot, claims, readers, entries, segments.lengths.tolist())
-    return cache.index, texts, list(claims.values()), list(readers.values())
+    return cache.index, _texts(snapshot, claims, readers, entries, segments.lengths.tolist())

@@ -73,7 +73,7 @@ def namespace_tokens(cache: PrefixCache) -> dict[Hashable, int]:
     """How many tokens of each namespace are cached; takes time in proportion to their blocks."""
     with cache._lock:
         index = cache._index
-        held = [(space.name, len(index.trie.all_values(root))) for space, root in index.spaces.in_use()]
+        held = [(space.name, len(index.trie.all_values(space.root))) for space in index.spaces()]
     return {name: count * cache.block_size for name, count in held}
 
 

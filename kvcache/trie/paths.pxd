@@ -25,7 +25,8 @@ cdef int32_t put(NodeTable table, int32_t root, const uint32_t* tokens, Py_ssize
                  Py_ssize_t* existing) except -1 nogil
 # Free up to `count` pages, least recently used leaf first, each from its tail; returns how many.
 cdef Py_ssize_t free_pages(NodeTable table, Py_ssize_t count, int32_t* out) noexcept nogil
-# Free what only the leaf's sequence needs: up to the next fork, mark, pin or root; returns how many pages.
+# Unmark a node and, if it is a leaf, free what only its sequence needs: up to the next fork, mark, pin or root; returns
+# how many pages.
 cdef Py_ssize_t cut(NodeTable table, int32_t leaf, int32_t* out) noexcept nogil
 # The node that ends exactly at `depth`, which is the end of a full page on the way to `id`; split off if there is none.
 cdef int32_t at_depth(NodeTable table, int32_t id, Py_ssize_t depth) except -1 nogil

@@ -105,7 +105,8 @@ cdef Py_ssize_t free_pages(NodeTable table, Py_ssize_t count, int32_t* out) noex
 
 cdef Py_ssize_t cut(NodeTable table, int32_t leaf, int32_t* out) noexcept nogil:
     cdef Py_ssize_t freed = 0, pages
-    cdef bint keep = False
+    cdef bint keep = table.nodes[leaf].child >= 0
+    table.mark(leaf, False)
     while leaf >= 0 and not keep and table.nodes[leaf].pins == 0 and not table.nodes[leaf].marked:
         keep = table.completes_pin(leaf)
         pages = table.pages(leaf) - keep

@@ -172,10 +172,8 @@ cdef class TokenTrie:
     def cut_leaf(self, node):
         """Unmark `node` and, if it is a leaf, free what only its sequence needs; the values, last first."""
         cdef int32_t id = self._node(node)
-        cdef bint leaf = self.table.nodes[id].child < 0
-        cdef cnp.ndarray freed = new_values(self.table.nodes[id].end // self.table.page_size if leaf else 0)
-        self.table.mark(id, False)
-        return freed[: self.cut(id, int32s(freed))] if leaf else freed
+        cdef cnp.ndarray freed = new_values(self.table.nodes[id].end // self.table.page_size)
+        return freed[: self.cut(id, int32s(freed))]
 
     def prune(self, root, tokens):
         """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.

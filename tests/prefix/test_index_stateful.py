@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.prefixes import PrefixIndex, load
 from kvcache.prefix.index.slots import Slots
+from kvcache.prefix.index.source import waiting
 from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie
 
@@ -199,18 +200,19 @@ class IndexMachine(RuleBasedStateMachine):
         """Load texts. The content of all pages arrives but for one, which is forgotten with what continues it."""
         self.slots.release_dropped()
         claim = self.slots.take(self.slots.room(6))
-        free, page_of, order, named = claim.pages.tolist(), {}, [], []
+        free, page_of, order, named, source = claim.pages.tolist(), {}, [], [], object()
         for tokens in texts:
             parts = [(name, tokens[:n]) for n in range(SIZE, len(tokens) + 1, SIZE)]
             new = [text for text in parts if text not in page_of]
             if new and len(new) <= len(free):
                 page_of |= {text: free.pop(0) for text in new}
-                named.append((name, self.slots, parts[-1][1], np.array([page_of[text] for text in parts], np.int32)))
+                pages = np.array([page_of[text] for text in parts], np.int32)
+                named.append((name, parts[-1][1], self.slots, pages, source))
                 order.append(parts)
         claim.cut(len(page_of))
         if dropped or not page_of:
             return
-        load([(self.index, named, [claim], [object()])])
+        load([(self.index, named)])
         self.page_of = page_of
         self.present = {text: bool((self.slots.of(np.array([page])) >= 0).all()) for text, page in page_of.items()}
         for parts in order:
@@ -221,7 +223,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.slots.records(pages)["waits"].all()
         self.slots.arrived(pages[pages != page_of.get(damaged)])
         if damaged is not None:
-            assert self.index.waiting(order[0][-1][1], name).tolist() == [page_of[damaged]]
+            assert waiting(self.index, self.slots, order[0][-1][1], name).tolist() == [page_of[damaged]]
             self.index.forget(order[0][-1][1], name, page_of[damaged])
             for text in [text for text in page_of if text[1][: len(damaged[1])] == damaged[1]]:
                 self.leave(text)

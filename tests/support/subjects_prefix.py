@@ -32,10 +32,10 @@ class Prefix(Subject):
 
     def _state(self):
         it, content = self.it, {}
-        for space, root in it._index.spaces.in_use():
+        for space in it._index.spaces():
             for leaf in it._index.trie.leaf_ids():
                 top, tokens, slots = it._index.trie.path(leaf)
-                if top == root:
+                if top == space.root:
                     data = [space.slots.rows.read(s, layer, slots) for s in (0, 1) for layer in range(LAYERS)]
                     content[space.name, tokens.tobytes()] = plain([it._index.trie.is_marked(leaf), data])
         leases = sum(np.count_nonzero(kind.counts()) for kind in it._index.kinds)
@@ -86,10 +86,10 @@ def block_cache(cache):
     stats = dataclasses.replace(cache.stats(), bookkeeping_bytes=0)  # memory may be there, and not in use
     counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), cache._slots.counts())
     blocks = {}
-    for space, root in index.spaces.in_use():
+    for space in index.spaces():
         for leaf in index.trie.leaf_ids():
             top, tokens, values = index.trie.path(leaf)
-            if top == root:
+            if top == space.root:
                 data = [cache.get_block(int(value)).keys for value in values]
                 records = cache._slots.records(values)[["named", "born", "used"]].tolist()
                 blocks[space.name, tokens.tobytes()] = plain([values, records, data])

@@ -1,4 +1,4 @@
-"""Why a lookup missed; explained in misses.pxd."""
+"""Why lookups missed; explained in misses.pxd."""
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
@@ -11,79 +11,77 @@ __all__ = ["REASONS", "MissReasons"]
 
 REASONS = ("no_shared_prefix", "shorter_than_block", "evicted", "namespace")
 
+cdef enum:
+    NONE_SHARED, SHORTER, EVICTED, ELSEWHERE
+
+
+cdef inline uint64_t extended(MissReasons misses, uint64_t text, const uint32_t *page) noexcept:
+    """The hash of a text and one more page."""
+    cdef Py_ssize_t i
+    cdef uint64_t number = 1
+    for i in range(misses.factors.shape[0]):
+        number += misses.factors[i] * page[i]
+    return mix(text + number)
+
 
 cdef class MissReasons:
-    """The texts that are cached, and the last that were evicted, of at most `most_pages` pages."""
+    """The texts that are cached, and those evicted last, of at least `most` pages."""
 
-    def __init__(self, Slots slots, Py_ssize_t most_pages):
+    def __init__(self, Slots slots, Py_ssize_t most):
         cdef Py_ssize_t i
-        self.slots, self.factors = slots, np.empty(slots.page_size, np.uint64)
+        self.slots, self.factors, self.most = slots, np.empty(slots.page_size, np.uint64), most
         for i in range(slots.page_size):    # far from the hashes of short texts, which are `mix` of small numbers
             self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
-        self.counts, self.ghosts, self.ring = IdMap(), IdMap(), np.zeros(max(most_pages, 1), np.uint64)
+        self.cached, self.evicted, self.before = IdMap(), IdMap(), IdMap()
 
-    cdef uint64_t extended(self, uint64_t text, const uint32_t *tokens) noexcept nogil:
-        cdef Py_ssize_t i
-        cdef uint64_t page = 1
-        for i in range(self.factors.shape[0]):
-            page += self.factors[i] * tokens[i]
-        return mix(text + page)
+    cdef void count(self, uint64_t space, const uint32_t *tokens, Py_ssize_t n, const int32_t *pages, Py_ssize_t found,
+                    Py_ssize_t cached, bint inside) noexcept:
+        cdef uint64_t text = self.slots.pages[pages[found - 1]].text if found else 0
+        cdef Py_ssize_t size = self.slots.page_size
+        if (found + 1) * size <= n:
+            text = extended(self, text, tokens + found * size)
+            if found < cached or max(self.evicted.get(mix(space ^ text)), self.before.get(mix(space ^ text))) >= 0:
+                self.counts[EVICTED] += 1
+            elif self.cached.get(text) > 0:    # in this namespace it would have matched
+                self.counts[ELSEWHERE] += 1
+            else:
+                self.counts[SHORTER if inside else NONE_SHARED] += 1
+        elif 0 < n < size:
+            self.counts[SHORTER] += 1
 
-    cdef int why(self, uint64_t space, const uint32_t *tokens, const int32_t *pages, Py_ssize_t found,
-                 bint inside) noexcept:
-        cdef uint64_t before = self.slots.pages[pages[found - 1]].text if found else 0
-        cdef uint64_t text = self.extended(before, tokens + found * self.slots.page_size)
-        if self.ghosts.get(mix(space ^ text)) >= 0:
-            return EVICTED
-        if self.counts.get(text) > 0:
-            return ELSEWHERE    # in this namespace it would have matched
-        return SHORTER if inside else NONE_SHARED
+    cdef void add(self, int32_t page, int32_t previous, const uint32_t *tokens) noexcept:
+        cdef uint64_t text = extended(self, self.slots.pages[previous].text if previous >= 0 else 0, tokens)
+        self.slots.pages[page].text = text
+        self.cached.put(text, max(self.cached.get(text), 0) + 1)
 
-    cdef int prepare(self, const uint32_t *tokens, const int32_t *pages, Py_ssize_t old, Py_ssize_t n) except -1:
-        cdef Py_ssize_t i
-        cdef uint64_t text = self.slots.pages[pages[old - 1]].text if old else 0
-        self.counts.reserve(self.counts.used + n - old)
-        for i in range(old, n):
-            text = self.extended(text, tokens + i * self.slots.page_size)
-            self.slots.pages[pages[i]].text = text
-        return 0
-
-    cdef void count(self, int32_t page) noexcept:
+    cdef void remove(self, int32_t page) noexcept:
         cdef uint64_t text = self.slots.pages[page].text
-        self.counts.put(text, max(self.counts.get(text), 0) + 1)
-
-    cdef void uncount(self, int32_t page) noexcept:
-        cdef uint64_t text = self.slots.pages[page].text
-        cdef int32_t left = self.counts.get(text) - 1
+        cdef int32_t left = self.cached.get(text) - 1
         if left > 0:
-            self.counts.put(text, left)
+            self.cached.put(text, left)
         else:
-            self.counts.drop(text)
+            self.cached.drop(text)
 
     cdef void remember(self, uint64_t space, int32_t page) noexcept:
-        cdef uint64_t oldest = self.ring[self.place], ghost = mix(space ^ self.slots.pages[page].text)
         try:
-            self.ghosts.reserve(self.ghosts.used + 1)
+            if self.evicted.used >= self.most:
+                self.evicted, self.before = IdMap(), self.evicted
+            self.evicted.reserve(self.evicted.used + 1)
         except MemoryError:
             return
-        if self.ghosts.get(oldest) == self.place:
-            self.ghosts.drop(oldest)
-        self.ring[self.place] = ghost
-        self.ghosts.put(ghost, self.place)
-        self.place = (self.place + 1) % <int32_t>self.ring.shape[0]
+        self.evicted.put(mix(space ^ self.slots.pages[page].text), 0)
 
     @property
     def nbytes(self):
         """Bytes of memory that this holds."""
-        return 8 * self.ring.shape[0] + self.counts.nbytes + self.ghosts.nbytes
+        return self.cached.nbytes + self.evicted.nbytes + self.before.nbytes
 
-    def check(self, pages):
-        """Verify every invariant, given the records of the cached pages; AssertionError names the broken one."""
-        self.counts.check()
-        self.ghosts.check()
-        texts, counts = np.unique(pages["text"], return_counts=True)
-        assert self.counts.used == len(texts), f"misses: {self.counts.used} texts are counted, not {len(texts)}"
-        for text, count in zip(texts.tolist(), counts.tolist()):
-            assert self.counts.get(text) == count, f"misses: expected {count} pages, got {self.counts.get(text)}"
-        for key in self.ghosts.keys_list():
-            assert self.ring[<Py_ssize_t>self.ghosts[key]] == key, "misses: a ghost without a place"
+    def check(self, Py_ssize_t misses):
+        """Verify every invariant, given how many lookups missed; AssertionError names the broken one."""
+        for texts in (self.cached, self.evicted, self.before):
+            texts.check()
+        records = self.slots.records()
+        texts, counts = np.unique(records["text"][records["named"] != 0], return_counts=True)
+        assert self.cached.keys_list() == texts.tolist(), "misses: the texts that are counted are not those cached"
+        assert [self.cached.get(text) for text in texts] == counts.tolist(), "misses: the pages of a text do not add up"
+        assert sum(self.counts) >= misses, "misses: the reasons do not add up"

@@ -1,30 +1,59 @@
-"""The index of cached prefixes; explained in prefixes.pxd."""
+"""`PrefixIndex`: the cached pages of each text in each namespace, the claims on them, and the order of eviction.
+
+    name -> Space -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
+
+The index has integers only; the contents of slots belong to its owner. Each call checks and converts its arguments
+first, which may run the caller's code. It allocates next; then it changes everything in compiled code that cannot fail.
+So neither an interrupt nor a failed allocation divides a call, and the deallocation of a claim returns what it held.
+
+Over an `EntryTrie` the index has entries: texts that are stored, used, evicted and removed as a whole, one token to a
+page. An entry is evicted even if it is claimed; its pages keep their slots as long as the claim has them.
+"""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from kvcache.core.idmap cimport IdMap
 from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
-from kvcache.prefix.index.misses cimport EVICTED, SHORTER, MissReasons
+from kvcache.prefix.index.misses cimport MissReasons
 from kvcache.prefix.index.slots cimport Claim, Slots
-from kvcache.prefix.index.spaces cimport Space, Spaces
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport node_t
-from kvcache.trie.paths cimport walk_t
+from kvcache.trie.paths cimport prune, walk_t
 from kvcache.trie.trie cimport TokenTrie
 
 from collections import namedtuple
 
 import numpy as np
 
+from kvcache.prefix.index.checking import check_index
 from kvcache.prefix.index.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex", "load"]
+__all__ = ["Match", "PrefixIndex", "Space", "load"]
 
 cnp.import_array()
 
-# length: tokens matched; pages: the full ones, int32; tail: a page that holds the tokens after these, -1: none
-Match = namedtuple("Match", ("length", "pages", "tail"))
+# length: tokens matched; pages: the full ones, int32; tail: a page that holds the tokens after these, -1: none;
+# is_entry: whether there is an entry of exactly these tokens
+Match = namedtuple("Match", ("length", "pages", "tail", "is_entry"))
+
+
+cdef struct match_t:
+    walk_t at             # the end of the match, whatever groups of layers have it
+    walk_t entry          # of the longest entry that begins it
+    Py_ssize_t cached     # its full pages
+    Py_ssize_t usable     # how many of these, from the first on, every group has what it needs of
+    int32_t tail          # a page that holds the tokens after all these; -1: none
+
+
+cdef class Space:
+    """A namespace: its name, its slots and its root in the trie."""
+
+    cdef readonly object name
+    cdef readonly Slots slots
+    cdef readonly int32_t root
+    cdef uint64_t key      # hash of the name
 
 
 cdef class PrefixIndex:
@@ -32,24 +61,30 @@ cdef class PrefixIndex:
 
     Args:
         trie: empty. An `EntryTrie` keeps whole keys, with one token to a page.
-        slots: of every namespace; None: `insert` says which.
+        slots: of every namespace; None: the first pages that are inserted in one say which.
         most_ghosts: number of evicted pages to remember, for the reasons of misses; None: no reasons are counted.
     """
 
+    cdef readonly TokenTrie trie
+    cdef readonly list kinds          # the `Slots` in use; with `slots`, that one
+    cdef Slots slots                  # of all namespaces; None: they differ
+    cdef readonly dict by_name        # name -> Space
+    cdef readonly dict by_root        # root -> Space
+    cdef Space current                # the namespace of this call, or of the last one; None: there was none
+    cdef bint entries                 # whether the trie marks whole keys
+    cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
+    cdef readonly int64_t clock       # counts uses
+    cdef readonly int64_t hits        # pages found; of entries: lookups that found something
+    cdef readonly int64_t misses      # lookups that stopped before the last full page; that found nothing
+    cdef readonly int64_t hit_tokens       # of matches, the first ones of a page that a claim ends inside of included
+    cdef readonly int64_t lookup_tokens    # asked for
+    cdef readonly int64_t evictions   # pages; entries
+
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)
-        self.kinds = [] if slots is None else [slots]
-        self.spaces = Spaces(trie)
+        self.kinds, self.by_name, self.by_root = [] if slots is None else [slots], {}, {}
         if most_ghosts is not None:
             self.miss_reasons = MissReasons(slots, most_ghosts)
-
-    cdef PrefixIndex like(self):
-        """An empty index with the same settings."""
-        trie = type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
-        most_ghosts = None if self.miss_reasons is None else self.miss_reasons.ring.shape[0]
-        cdef PrefixIndex other = type(self)(trie, self.slots, most_ghosts)
-        other.kinds = list(self.kinds)
-        return other
 
     def __len__(self):
         """Pages, or entries, that are cached."""
@@ -58,40 +93,72 @@ cdef class PrefixIndex:
     # -- namespaces -----------------------------------------------------------------------------------------
 
     cdef int clean_up(self) except -1:
+        """End the claims that are over; forget the last call's namespace and the slots that have no pages any more.
+
+        A name is forgotten in the call after the one that took its last page, since that runs `__hash__` and `__eq__`
+        of the caller's name, which may raise.
+        """
         cdef Slots slots
         for slots in self.kinds:
-            slots.release_dropped_()
-        self.spaces.forget_vacant()
+            slots.release_dropped()
+        if self.current is not None and self.is_vacant(self.current):
+            self.by_name.pop(self.current.name, None)
+            self.by_root.pop(self.current.root, None)
+            self.trie.table.give(self.current.root)
+        self.current = None
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
         return 0
 
-    def slots_of(self, name):
-        """The `Slots` of a namespace; None if nothing of it is cached."""
-        cdef Space space = self.spaces.find(name)
-        return None if space is None else space.slots
+    cdef bint is_vacant(self, Space space) noexcept:
+        return self.trie.table.nodes[space.root].child < 0
+
+    cpdef Space space(self, object name):
+        """A namespace that has something cached, a `Space`; None: there is none of this name."""
+        cdef Space space = self.by_name.get(name)
+        return None if space is None or self.is_vacant(space) else space
+
+    def spaces(self):
+        """The `Space` of every namespace that has something cached."""
+        return [space for space in self.by_root.values() if not self.is_vacant(space)]
 
     # -- match ----------------------------------------------------------------------------------------------
 
-    def find(self, tokens, name=None):
-        """What is cached of `tokens`, a `Match`; changes nothing."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef Space space = self.spaces.find(name)
-        if space is None:
-            return Match(0, np.empty(0, np.int32), -1)
-        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        cdef cnp.npy_intp n = at.length // self.trie.table.page_size
-        cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
-        self.trie.gather(at, int32s(pages))
-        cdef Py_ssize_t usable = space.slots.usable(int32s(pages), n)
-        if usable < n or space.slots.table != NULL:
-            return Match(usable * self.trie.table.page_size, pages[:usable], -1)
-        return Match(at.length, pages, self.trie.partial(at))
+    cdef Slots walked(self, cnp.ndarray ids, object name, match_t *found):
+        """Find the longest match, all but `usable`; the slots of its pages, None if there are none yet."""
+        self.clean_up()
+        cdef Space space = self.space(name)
+        cdef Slots slots = self.slots if space is None else space.slots
+        self.current = space
+        found.at = found.entry = walk_t(node=-1, length=0)
+        if space is not None:
+            found.at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
+        if self.entries:
+            found.entry = (<EntryTrie>self.trie).entry_before(found.at)
+        found.cached = found.at.length // self.trie.table.page_size
+        found.tail = -1 if slots is None or slots.groups else self.trie.partial(found.at)
+        return slots
 
-    cdef Claim matched(self, Space space, cnp.ndarray ids, walk_t *at):
-        at[0] = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
-        cdef Claim claim = space.slots.claim_of(at.length // self.trie.table.page_size + 1)
-        self.trie.gather(at[0], claim.data.pages)
+    def find(self, tokens, name=None):
+        """What is cached of `tokens`, a `Match`; counts as no use."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef match_t found
+        cdef Slots slots = self.walked(ids, name, &found)
+        cdef cnp.npy_intp n = found.cached
+        cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
+        self.trie.gather(found.at, int32s(pages))
+        found.usable = slots.usable(int32s(pages), n) if n else 0
+        length = found.at.length if found.tail >= 0 else found.usable * self.trie.table.page_size
+        is_entry = found.entry.length == ids.shape[0] > 0
+        return Match(length, pages if found.usable == n else pages[:found.usable], found.tail, is_entry)
+
+    cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
+        """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
+        cdef Slots slots = self.walked(ids, name, found)
+        cdef Claim claim = None if slots is None else slots.claim_of(found.cached + 1)
+        if claim is not None:
+            self.trie.gather(found.at, claim.data.pages)
+            found.usable = slots.usable(claim.data.pages, found.cached)
         return claim
 
     def claim(self, tokens, name=None, bint whole=False):
@@ -101,89 +168,102 @@ cdef class PrefixIndex:
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef uint64_t key = <uint64_t>hash(name)
-        self.clean_up()
-        cdef Space space = self.spaces.find(name)
-        cdef Slots slots = self.slots
-        cdef walk_t at = walk_t(node=-1, length=0)
-        cdef Claim claim = slots.claim_of(1) if space is None else self.matched(space, ids, &at)
+        cdef match_t found
+        cdef Claim claim = self.matched(ids, name, &found)
         cdef int32_t *pages = claim.data.pages
-        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], walked = at.length // size, i
-        cdef Py_ssize_t held = slots.usable(pages, walked)
-        cdef int32_t tail = self.trie.partial(at) if held == walked and slots.table == NULL else -1, node = -1
-        cdef int reason = -1
-        if self.miss_reasons is not None and 0 < n < size:
-            reason = SHORTER
-        elif self.miss_reasons is not None and (held + 1) * size <= n:
-            reason = EVICTED if held < walked else self.miss_reasons.why(key, uint32s(ids), pages, held, tail >= 0)
+        cdef Py_ssize_t size = self.trie.table.page_size, n = ids.shape[0], held = found.usable, i
         if held:
-            node = self.trie.at_depth(at.node, held * size)
+            self.trie.table.stamp_path(self.trie.at_depth(found.at.node, held * size))
+            claim.slots.keep(claim, held)
         # Nothing fails from here on.
         self.clock += 1
-        if held:
-            self.trie.table.stamp_path(node)
         for i in range(held):
-            slots.pages[pages[i]].used = self.clock
-        claim.data.held = claim.data.n = held
-        if tail >= 0 and not whole:
-            pages[held] = tail
-            claim.data.n, claim.tail_tokens = held + 1, at.length - held * size
-        slots.keep(claim.data, held)
+            claim.slots.pages[pages[i]].used = self.clock
+        if self.miss_reasons is not None:
+            self.miss_reasons.count(key, uint32s(ids), n, pages, held, found.cached, found.tail >= 0)
+        claim.data.held = held
+        if found.tail >= 0 and not whole:
+            pages[held] = claim.tail = found.tail
+            claim.data.n, claim.tail_tokens = held + 1, found.at.length - held * size
+            claim.slots.pool.retain_(found.tail)
         self.hits += held
         self.hit_tokens += held * size + claim.tail_tokens
         self.lookup_tokens += n
-        if (held + 1) * size <= n:
-            self.misses += 1
-        elif 0 < n < size:    # neither a hit nor a miss, and yet nothing can be reused
-            self.short += 1
-        if reason >= 0:
-            self.counts[reason] += 1
+        self.misses += (held + 1) * size <= n    # a prompt shorter than a page is neither a hit nor a miss
         return claim
 
     def head(self, tokens, name=None):
         """A `Claim` on all cached pages of `tokens`, whatever groups have them; counts as a use. None: no page."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
-        self.clean_up()
-        cdef Space space = self.spaces.find(name)
-        if space is None:
+        cdef match_t found
+        cdef Claim claim = self.matched(uint32_tokens(tokens), name, &found)
+        if found.cached == 0:
             return None
-        cdef walk_t at
-        cdef Claim claim = self.matched(space, ids, &at)
-        cdef Py_ssize_t n = at.length // self.trie.table.page_size
-        if n == 0:
-            return None
-        cdef int32_t node = self.trie.at_depth(at.node, n * self.trie.table.page_size)
-        claim.data.n = n
-        self.trie.table.stamp_path(node)
-        space.slots.keep(claim.data, 0 if self.entries else n)
+        self.trie.table.stamp_path(self.trie.at_depth(found.at.node, found.cached * self.trie.table.page_size))
+        claim.slots.keep(claim, found.cached)
         return claim
 
-    # -- insert ---------------------------------------------------------------------------------------------
+    # -- entries --------------------------------------------------------------------------------------------
 
-    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, Slots slots=None, bint waits=False):
+    def lease(self, tokens, name=None, Py_ssize_t least=1, bint whole=False):
+        """Look up `tokens` and hold the match: a `Claim` on its tokens; None if fewer than `least` match.
+
+        The entry that serves the match counts as used. With `whole`, only entries that begin `tokens` match.
+        """
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef match_t found
+        cdef Claim claim = self.matched(ids, name, &found)
+        cdef walk_t at = found.entry if whole else found.at
+        self.lookup_tokens += ids.shape[0]
+        if at.length < max(1, least):
+            self.misses += 1
+            return None
+        claim.data.held = at.length
+        claim.slots.keep(claim, at.length)
+        self.trie.table.stamp_path((<EntryTrie>self.trie).serving(at.node))
+        self.hits += 1
+        self.hit_tokens += at.length
+        return claim
+
+    def remove(self, tokens, name=None):
+        """Forget the entry of exactly these tokens; a `Claim` on the slots that it alone needed, or None."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef match_t found
+        cdef Claim claim = self.matched(ids, name, &found)
+        if found.entry.length < max(1, ids.shape[0]):
+            return None
+        claim.data.n = self.trie.cut(found.entry.node, claim.data.pages)
+        self.unname_claimed(claim)
+        return claim
+
+    # -- insert, evict and forget ---------------------------------------------------------------------------
+
+    def insert(self, tokens, Claim fresh not None, name=None, Claim head=None, source=None):
         """Name the pages of `fresh`, which cover exactly what `tokens` have after those of `head`.
 
         A page that is cached already stays; it takes the slots of those groups that it has none in.
 
         Args:
             head: from `head` of the same tokens, or of the first of them; None: there is none.
-            slots: of a new namespace; by default those of all.
-            waits: the pages wait for their content.
-
-        Returns:
-            The trie's node that ends with the last page.
+            source: what the content of the pages is fetched from; None: they have it.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef uint64_t key = <uint64_t>hash(name)
+        cdef Slots slots = fresh.slots
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
         cdef Py_ssize_t size = self.trie.table.page_size
-        slots = self.slots if slots is None else slots
-        if fresh.slots is not slots or (head is not None and head.slots is not slots):
-            raise ValueError("fresh: expected pages of the namespace's slots, got others")
-        self.clean_up()
-        cdef Space space = self.spaces.open(name, slots)
-        if slots not in self.kinds:
-            self.kinds.append(slots)
         if ids.shape[0] != n * size or n == 0:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
+        self.clean_up()
+        cdef Space space = self.space(name)
+        if space is None:
+            space = Space.__new__(Space)
+            space.name, space.slots, space.key, space.root = name, slots, key, self.trie.table.new_root()
+            self.current = space    # if this call fails, the next one forgets it
+            self.by_root[space.root] = self.by_name[name] = space
+        if space.slots is not slots or slots is not (self.slots or slots) or (old and head.slots is not slots):
+            raise ValueError("fresh: expected pages of the namespace's slots, got others")
+        if slots not in self.kinds:
+            self.kinds.append(slots)
         cdef cnp.ndarray path = np.empty(n, np.int32)
         cdef int32_t *values = int32s(path)
         if old:
@@ -192,26 +272,25 @@ cdef class PrefixIndex:
         for i in range(old, n):    # no prompt finds these pages yet
             memcpy(slots.tokens + values[i] * size, uint32s(ids) + i * size, size * sizeof(uint32_t))
         if self.miss_reasons is not None:
-            self.miss_reasons.prepare(uint32s(ids), values, old, n)
+            self.miss_reasons.cached.reserve(self.miss_reasons.cached.used + n - old)
         cdef int32_t node = self.trie.put(space.root, uint32s(ids), n * size, values, &existing)
         # Nothing fails from here on.
-        if slots.table != NULL and existing > old:
-            self.trie.gather(walk_t(node=node, length=ids.shape[0]), values)
+        if existing > old:
+            self.trie.gather(walk_t(node=node, length=n * size), values)
             for i in range(old, existing):
                 slots.fill(values[i], fresh.data.pages[i - old])
         self.clock += 1
         for i in range(existing, n):
-            slots.name_(values[i], self.clock, waits)
+            slots.name_(values[i], self.clock, source is not None)
             if self.miss_reasons is not None:
-                self.miss_reasons.count(values[i])
+                self.miss_reasons.add(values[i], values[i - 1] if i else -1, uint32s(ids) + i * size)
             if i < old:    # it had left the trie, and the claim has kept it
                 slots.pool.retain_(values[i])
+        if source is not None and slots.num_waiting:
+            slots.source = source
         fresh.data.n = max(0, existing - old)
         if self.entries:
             self.trie.table.mark(node, True)
-        return node
-
-    # -- evict and forget -----------------------------------------------------------------------------------
 
     def evict(self, Py_ssize_t count=1):
         """Evict up to `count` pages, or one entry: a `Claim` on them with `name` and `tokens`; None: nothing to evict.
@@ -219,122 +298,94 @@ cdef class PrefixIndex:
         `tokens` is the text that ends with these pages. They are free once the claim is released, and readable before.
         """
         self.clean_up()
-        cdef Py_ssize_t pages = 0, i
-        cdef int32_t leaf = self.victim(count, &pages)
-        if leaf < 0:
+        cdef int32_t leaf = self.trie.table.leaves.top()
+        while leaf >= 0 and not self.entries and self.slots.park(self.trie, leaf):
+            leaf = self.trie.table.leaves.top()
+        if leaf < 0 or count <= 0:
             return None
         root, tokens, values = self.trie.path(leaf)
-        cdef Space space = self.spaces.of_root[root]
-        cdef Claim claim = space.slots.claim_of(len(values) if self.entries else pages)
-        claim.name, claim.tokens = space.name, tokens
+        self.current = self.by_root[root]
+        cdef Claim claim = self.current.slots.claim_of(len(values))
+        cdef const int32_t *last = int32s(values) + len(values) - 1
+        cdef Py_ssize_t n = 0, i
+        claim.name, claim.tokens = self.current.name, tokens
         if self.entries:
-            self.evictions += 1
-            self.cut_entry(leaf, claim)
+            n = self.trie.cut(leaf, claim.data.pages)
         else:
-            self.evictions += pages
-            claim.data.n = pages
-            self.trie.table.shrink(leaf, pages, claim.data.pages)
-            for i in range(pages if self.miss_reasons is not None else 0):
-                self.miss_reasons.remember(space.key, claim.data.pages[i])
-        self.unname_claimed(space, claim)
+            while n < min(count, self.trie.table.pages(leaf)) and self.slots.pages[(last - n)[0]].pins == 0:
+                n += 1
+            self.trie.table.shrink(leaf, n, claim.data.pages)
+        claim.data.n = n
+        self.evictions += 1 if self.entries else n
+        for i in range(n if self.miss_reasons is not None else 0):
+            self.miss_reasons.remember(self.current.key, claim.data.pages[i])
+        self.unname_claimed(claim)
         return claim
 
-    cdef int32_t victim(self, Py_ssize_t count, Py_ssize_t *pages) except -2:
-        """The leaf to take pages from, and how many its tail has of `count` that are not pinned; -1: none."""
-        cdef int32_t leaf = self.trie.table.leaves.top()
-        cdef Py_ssize_t n
-        cdef const int32_t *values
-        if self.entries or count <= 0:
-            return leaf if self.entries else -1
-        while leaf >= 0:
-            n, values = self.trie.table.pages(leaf), self.trie.table.values(leaf)
-            pages[0] = 0
-            while pages[0] < min(n, count) and self.slots.pages[values[n - 1 - pages[0]]].pins == 0:
-                pages[0] += 1
-            if pages[0]:
-                return leaf
-            self.slots.trie, self.slots.pages[values[n - 1]].parked = self.trie, leaf
-            self.trie.table.pin(leaf, 1)
-            leaf = self.trie.table.leaves.top()
-        return -1
-
-    cdef void cut_entry(self, int32_t node, Claim claim) noexcept:
-        self.trie.table.mark(node, False)
-        if self.trie.table.nodes[node].child < 0:
-            claim.data.n += self.trie.cut(node, claim.data.pages + claim.data.n)
-
-    cdef void unname_claimed(self, Space space, Claim claim) noexcept:
+    cdef void unname_claimed(self, Claim claim) noexcept:
+        """Note that the trie does not name the claim's pages any more, which it returned last first."""
         cdef Py_ssize_t i, n = claim.data.n
         cdef int32_t *pages = claim.data.pages
-        for i in range(n // 2):    # the trie returns the last page first; a claim has the order of the text
+        for i in range(n // 2):
             pages[i], pages[n - 1 - i] = pages[n - 1 - i], pages[i]
         for i in range(n):
-            space.slots.unname(pages[i])
+            claim.slots.unname(pages[i])
             if self.miss_reasons is not None:
-                self.miss_reasons.uncount(pages[i])
-        self.spaces.close(space)
+                self.miss_reasons.remove(pages[i])
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
         self.clean_up()
-        cdef PrefixIndex other = self.like()
-        self.swap(other)    # `other` now has the old names, whose finalisers run when it is dropped
+        trie, cached = self.new_trie(), IdMap()
+        if self.miss_reasons is not None:
+            self.miss_reasons.evicted, self.miss_reasons.before = IdMap(), IdMap()
+        self.empty(trie, cached)
 
-    cdef int swap(self, PrefixIndex other) except -1:
+    cdef TokenTrie new_trie(self):
+        return type(self.trie)(self.trie.table.page_size, self.trie.table.policy)
+
+    cdef void empty(self, TokenTrie trie, IdMap cached) noexcept:
+        """Forget every page; an empty trie and an empty map of cached texts take the place of the old ones."""
         cdef Slots slots
         cdef int32_t page
         for slots in self.kinds:
-            for page in range(<int32_t>slots.pool.num_blocks):
+            for page in range(slots.pool.num_blocks):
                 if slots.pages[page].named:
                     slots.unname(page)
                     slots.release_pages(&page, 1)
-        self.trie, other.trie = other.trie, self.trie
-        self.miss_reasons, other.miss_reasons = other.miss_reasons, self.miss_reasons
-        self.kinds, other.kinds = other.kinds, self.kinds
-        self.spaces, other.spaces = other.spaces, self.spaces
-        return 0
-
-    # -- pages that wait for their content ------------------------------------------------------------------
-
-    def waiting(self, tokens, name=None):
-        """The pages of a match, the one that it ends inside of included, that wait for their content, int32."""
-        cdef Space space = self.spaces.find(name)
-        if space is None or space.slots.num_waiting == 0:
-            return np.empty(0, np.int32)
-        found = self.find(tokens, name)
-        pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
-        return pages[space.slots.records(pages)["waits"] != 0]
+        if self.miss_reasons is not None:
+            self.miss_reasons.cached = cached
+        self.trie, self.current = trie, None
+        self.by_name.clear()
+        self.by_root.clear()    # last, since this runs the finalisers of names
 
     def forget(self, tokens, name, int32_t page, Py_ssize_t least=-1):
         """Forget a page of a match of `tokens`, and all that continues it.
 
         The tokens before it become an entry if they are at least `least` and in no other entry; -1: they are dropped.
         """
-        cdef cnp.ndarray ids = uint32_tokens(tokens), bad, values
-        self.clean_up()
-        cdef Space space = self.spaces.find(name)
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
         found = self.find(ids, name)
         cdef Py_ssize_t length = [*found.pages.tolist(), found.tail].index(page) * self.trie.table.page_size
-        cdef Claim claim = space.slots.claim_of(self.trie.table.num_pages)
-        bad = np.concatenate([ids[:length], space.slots.tokens_of(np.array([page]))[0]])
-        values = self.trie.prune(space.root, bad)
-        claim.data.n = values.shape[0]
-        memcpy(claim.data.pages, int32s(values), values.shape[0] * sizeof(int32_t))
-        cdef walk_t at = self.trie.walk(space.root, uint32s(ids), length)
+        cdef Claim claim = self.current.slots.claim_of(self.trie.table.num_pages)
+        cdef cnp.ndarray bad = np.concatenate([ids[:length], claim.slots.tokens_of([page])[0]])
+        cdef walk_t at = self.trie.walk(self.current.root, uint32s(bad), bad.shape[0])
+        claim.data.n = prune(self.trie.table, self.trie.at_depth(at.node, at.length), claim.data.pages)
+        at = self.trie.walk(self.current.root, uint32s(bad), length)
         cdef const node_t *last = &self.trie.table.nodes[at.node]
         if self.entries and length and last.end == length and last.child < 0 and not last.marked:
             if 0 <= least <= length:
                 self.trie.table.mark(at.node, True)
             else:
-                self.cut_entry(at.node, claim)
-        self.unname_claimed(space, claim)
+                claim.data.n += self.trie.cut(at.node, claim.data.pages + claim.data.n)
+        self.unname_claimed(claim)
 
     # -- reports --------------------------------------------------------------------------------------------
 
     @property
     def reasons(self):
-        """How many lookups stopped for each of `REASONS`."""
-        return {name: self.counts[i] for i, name in enumerate(REASONS)}
+        """How many lookups stopped for each of `REASONS`, if that is counted."""
+        return {} if self.miss_reasons is None else dict(zip(REASONS, self.miss_reasons.counts))
 
     @property
     def nbytes(self):
@@ -344,57 +395,26 @@ cdef class PrefixIndex:
 
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
-        cdef Slots slots
-        cdef Space space
-        cdef Py_ssize_t id, parked = 0, pins = 0
         self.clean_up()
-        self.trie.check()
-        self.spaces.check()
-        for slots in self.kinds:
-            slots.check()
-            named = [self.trie.all_values(root) for root, space in self.spaces.of_root.items() if space.slots is slots]
-            named = np.sort(np.concatenate([np.empty(0, np.int32), *named]))
-            records = slots.records()
-            assert named.tolist() == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
-            if self.miss_reasons is not None:
-                self.miss_reasons.check(records[named])
-            parked += np.count_nonzero(records["parked"] >= 0)
-        for id in range(self.trie.table.used):
-            pins += self.trie.table.nodes[id].pins if self.trie.table.nodes[id].begin >= 0 else 0
-        assert parked == pins, "prefix index: a parked leaf is in no page's record"
+        check_index(self)
         if self.miss_reasons is not None:
-            assert sum(self.counts) == self.misses + self.short, "prefix index: reasons do not add up"
-            assert self.hits * self.trie.table.page_size <= self.hit_tokens, "prefix index: hits do not add up"
-        assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
+            self.miss_reasons.check(self.misses)
 
 
 def load(parts):
-    """Name the pages that a file has in indices that are empty, all or none; the pages wait for their content.
+    """Name the pages that a file has in indices that are empty. If anything fails, nothing has changed.
 
     Args:
-        parts: of each index, `(index, texts, claims, sources)`. `texts` are `(name, slots, tokens, pages)`, the text
-            used last at the end; the `claims` are on all their pages, each on those of one `Slots`, and released
-            then; the `sources` are what to fetch the content of each from.
-
-    Raises:
-        MemoryError: nothing has changed.
+        parts: of each index, `(index, texts)`; `texts` are `(name, tokens, slots, pages, source)`, the text used last
+            at the end. The pages are claimed by the caller, and wait for their content.
     """
-    cdef PrefixIndex index, empty
-    cdef MissReasons before, after
-    empties = [(<PrefixIndex?>index).like() for index, *_ in parts]
+    cdef PrefixIndex index
+    empty = [(part[0], (<PrefixIndex?>part[0]).new_trie(), IdMap()) for part in parts]
     try:
-        for index, texts, _, _ in parts:
-            for name, slots, tokens, pages in texts:
-                index.insert(tokens, slots.share(pages), name, None, slots, True)
+        for index, texts in parts:
+            for name, tokens, slots, pages, source in texts:
+                index.insert(tokens, slots.share(pages), name, None, source)
     except BaseException:
-        for (index, *_), empty in zip(parts, empties):
-            before, after = index.miss_reasons, empty.miss_reasons
-            if before is not None:    # what was evicted earlier stays known
-                after.ghosts, after.ring, after.place = before.ghosts, before.ring, before.place
-            index.swap(empty)
+        for index, trie, cached in empty:
+            index.empty(trie, cached)
         raise
-    for *_, claims, sources in parts:
-        for claim, source in zip(claims, sources):
-            if claim.slots.num_waiting:
-                claim.slots.source = source
-            claim.release()

@@ -2,16 +2,14 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from kvcache.core.locks cimport CallLock
 from kvcache.core.pool cimport BlockPool
 from kvcache.core.tokens cimport int32s, uint32s
-from kvcache.prefix.index.claims cimport (
-    add_claim, claim_t, find_brief, keep_claim, remove_claim, take_dropped,
-)
+from kvcache.trie.trie cimport TokenTrie
 
 import numpy as np
 
@@ -28,6 +26,44 @@ RECORD = np.dtype([("born", "i8"), ("used", "i8"), ("text", "u8"), ("pins", "i4"
 assert RECORD.itemsize == sizeof(page_t)
 
 
+cdef inline void unlink(claim_t *claim) noexcept:
+    claim.next.before, claim.before.next = claim.before, claim.next
+    claim.next = claim.before = claim
+
+
+cdef inline void link(claim_t *claim, claim_t *before) noexcept:
+    claim.next, claim.before = before.next, before
+    claim.next.before = before.next = claim
+
+
+cdef inline int32_t *slot_of(Slots slots, Py_ssize_t group, int32_t page) noexcept:
+    return &slots.table[group * slots.pool.num_blocks + page]
+
+
+cdef void end_claim(Slots slots, claim_t *claim) noexcept:
+    """Return its references and its pin, unless that was done."""
+    if claim.next != claim:
+        unlink(claim)
+        if claim.pinned >= 0:
+            unpin(slots, claim.pinned)
+        slots.release_pages(claim.pages, claim.n)
+
+
+cdef void unpin(Slots slots, int32_t page) noexcept:
+    cdef page_t *record = &slots.pages[page]
+    record.pins -= 1
+    if record.parked >= 0 and record.pins == 0:
+        slots.trie.table.pin(record.parked, -1)
+        record.parked = -1
+
+
+cdef void end_wait(Slots slots, int32_t page) noexcept:
+    slots.num_waiting -= slots.pages[page].waits
+    slots.pages[page].waits = False
+    if slots.num_waiting == 0:
+        slots.source = None
+
+
 cdef class Slots:
     """Pages with their slots in one pool for each group of layers.
 
@@ -38,43 +74,44 @@ cdef class Slots:
         lock: held in every call; None: claims end only where they are released or dropped.
     """
 
+    def __cinit__(self):
+        cdef Py_ssize_t ring
+        for ring in range(NUM_RINGS):
+            self.rings[ring].next = self.rings[ring].before = &self.rings[ring]
+
     def __init__(self, pools, int32_t page_size=1, windows=(0,), CallLock lock=None):
-        cdef Py_ssize_t group
-        self.lock = lock
-        self.pools, self.windows, self.page_size = tuple(pools), tuple(windows), page_size
-        if not 1 <= len(self.pools) == len(self.windows) <= MOST_GROUPS:
-            raise ValueError(f"windows: expected {len(self.pools)}, one per group, got {len(self.windows)}")
-        for group in range(len(self.windows)):
-            self.window_of[group] = self.windows[group]
+        cdef Py_ssize_t group, window
+        self.lock, self.pools, self.page_size = lock, tuple(pools), page_size
+        if not 1 <= len(self.pools) == len(windows) <= MOST_GROUPS:
+            raise ValueError(f"windows: expected {len(self.pools)}, one per group, got {len(windows)}")
+        for group, window in enumerate(windows):
+            self.windows[group] = window or <Py_ssize_t>1 << 31    # more pages than a pool has
         self.pool = self.pools[0]
-        table = None
         if len(self.pools) > 1:
-            self.pool = BlockPool(max(pool.num_blocks for pool in self.pools))
-            table = np.full((len(self.pools), self.pool.num_blocks), -1, np.int32)
-            self.table = int32s(table)
+            self.pool, self.groups = BlockPool(max(pool.num_blocks for pool in self.pools)), len(self.pools)
+        table = np.full((self.groups, self.pool.num_blocks), -1, np.int32)
+        self.table = int32s(table)
         self.arrays = np.empty(0, RECORD), np.empty((0, page_size), np.uint32), table
         self.reserve(self.pool.num_blocks)
 
     def __dealloc__(self):
         cdef claim_t *claim
-        while (claim := take_dropped(&self.claims)) != NULL:
+        while (claim := self.rings[BRIEF].next) != &self.rings[BRIEF]:    # dropped: a `Claim` keeps its slots
+            unlink(claim)
             free(claim)
 
     def reserve(self, Py_ssize_t num_pages):
         """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
-        cdef Py_ssize_t page, n = len(self.arrays[0])
+        old_records, old_tokens, table = self.arrays
+        n = len(old_records)
         if num_pages <= n:
             return
-        cdef cnp.ndarray records = np.zeros(num_pages, RECORD)
-        cdef cnp.ndarray tokens = np.empty((num_pages, self.page_size), np.uint32)
-        cdef page_t *pages = <page_t *>cnp.PyArray_DATA(records)
-        if n:
-            memcpy(pages, self.pages, n * sizeof(page_t))
-            memcpy(uint32s(tokens), self.tokens, n * self.page_size * sizeof(uint32_t))
-        for page in range(n, num_pages):
-            pages[page].parked = -1
-        self.arrays = records, tokens, self.arrays[2]
-        self.pages, self.tokens = pages, uint32s(tokens)
+        records = np.zeros(num_pages, RECORD)
+        tokens = np.empty((num_pages, self.page_size), np.uint32)
+        records["parked"] = -1
+        records[:n], tokens[:n] = old_records, old_tokens
+        self.arrays = records, tokens, table
+        self.pages, self.tokens = <page_t *>cnp.PyArray_DATA(records), uint32s(tokens)
 
     # -- references -----------------------------------------------------------------------------------------
 
@@ -84,68 +121,46 @@ cdef class Slots:
         if data == NULL:
             raise MemoryError(f"no memory for a claim on {n} pages")
         data.pages, data.pinned, data.call = <int32_t *>(data + 1), -1, 0 if self.lock is None else self.lock.calls
-        add_claim(&self.claims, data)
-        claim.slots, claim.data = self, data
+        data.next = data.before = data
+        link(data, &self.rings[BRIEF])
+        claim.slots, claim.data, claim.tail = self, data, -1
         return claim
 
-    cdef void keep(self, claim_t *claim, Py_ssize_t pinned) noexcept:
-        if claim.n:
-            self.pool.retain_each(claim.pages, claim.n, 1)
-        if pinned:    # leaves are evicted from their tails, so the last one's pin keeps those before it
-            claim.pinned = claim.pages[pinned - 1]
-            self.pages[claim.pinned].pins += 1
+    cdef void keep(self, Claim claim, Py_ssize_t n) noexcept:
+        cdef claim_t *data = claim.data
+        self.pool.retain_each(data.pages, n, 1)
+        data.n, data.pinned = n, data.pages[n - 1]    # leaves are evicted from their tails, so its pin keeps all before
+        self.pages[data.pinned].pins += 1
 
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, group
         cdef int32_t *slot
-        if self.table == NULL:
-            if n:
-                self.pool.release_each(pages, n, 1)
-            return
-        for i in range(n):
-            if not self.pool.release_(pages[i]):
-                continue
-            for group in range(len(self.pools)):
-                slot = &self.table[group * self.pool.num_blocks + pages[i]]
-                if slot[0] >= 0:
+        for group in range(self.groups):
+            for i in range(n):
+                slot = slot_of(self, group, pages[i])
+                if slot[0] >= 0 and self.pool.refs[pages[i]] == 1:
                     (<BlockPool>self.pools[group]).release_(slot[0])
-                slot[0] = -1
+                    slot[0] = -1
+        if n:
+            self.pool.release_each(pages, n, 1)
 
-    cdef void end_claim(self, claim_t *claim) noexcept:
-        if claim.ended:
-            return
-        remove_claim(&self.claims, claim)
-        if claim.pinned >= 0:
-            self.unpin(claim.pinned)
-        self.release_pages(claim.pages, claim.n)
-
-    cdef void unpin(self, int32_t page) noexcept:
-        cdef page_t *record = &self.pages[page]
-        record.pins -= 1
-        if record.parked >= 0 and record.pins == 0:
-            self.trie.table.nodes[record.parked].pins -= 1
-            self.trie.table.list_leaf(record.parked)
-            record.parked = -1
-
-    cdef void release_dropped_(self) noexcept:
+    cpdef void release_dropped(self, bint kept=False) noexcept:
+        """Return the references of claims that are over; `kept`: and of those that callers keep."""
+        cdef int64_t call = 0 if self.lock is None else self.lock.calls
         cdef claim_t *claim
-        while (claim := take_dropped(&self.claims)) != NULL:
-            self.end_claim(claim)
-            free(claim)
-        while self.lock is not None and (claim := find_brief(&self.claims, self.lock.calls)) != NULL:
-            self.end_claim(claim)
-
-    def release_dropped(self, bint kept=False):
-        """Release the pages of claims that are over; `kept`: of all claims."""
-        self.release_dropped_()
-        while kept and self.claims.first != NULL:
-            self.end_claim(self.claims.first)
+        while (claim := self.rings[BRIEF].before) != &self.rings[BRIEF] and claim.call != call:
+            end_claim(self, claim)
+            if claim.call < 0:
+                free(claim)
+        while kept and (claim := self.rings[KEPT].next) != &self.rings[KEPT]:
+            end_claim(self, claim)
 
     def room(self, Py_ssize_t n):
         """How many of `n` more pages there are slots for in every group."""
+        cdef Py_ssize_t group
         n = min(n, self.pool.num_free)
-        for pool, window in zip(self.pools, self.windows):
-            if pool.num_free < (min(n, window) if window else n):
+        for group, pool in enumerate(self.pools):
+            if pool.num_free < min(n, self.windows[group]):
                 n = pool.num_free
         return n
 
@@ -157,27 +172,26 @@ cdef class Slots:
         """
         if n < 0:
             raise ValueError(f"n: expected a count of pages >= 0, got {n}")
-        cdef Py_ssize_t i, group, num_pages = self.pool.num_blocks, room = self.room(n)
+        cdef Py_ssize_t i, group, room = self.room(n)
         if room < n:
             raise OutOfMemoryError(n, room)
         cdef Claim claim = self.claim_of(n)
         claim.data.n = n
         if n:
             self.pool.take_each(claim.data.pages, n, 1)
-        for group in range(len(self.pools) if self.table != NULL else 0):
-            for i in range(n):
-                self.table[group * num_pages + claim.data.pages[i]] = -1
-                if not self.window_of[group] or i >= n - self.window_of[group]:
-                    self.table[group * num_pages + claim.data.pages[i]] = (<BlockPool>self.pools[group]).take()
+        for group in range(self.groups):
+            for i in range(max(0, n - self.windows[group]), n):
+                slot_of(self, group, claim.data.pages[i])[0] = (<BlockPool>self.pools[group]).take()
         return claim
 
     def share(self, pages):
         """A claim on pages that are in use (int32 `(n,)`, each once), as `BlockPool.retain`; raises as that."""
         cdef cnp.ndarray ids = self.pool.in_use(pages)
         cdef Claim claim = self.claim_of(ids.shape[0])
-        memcpy(claim.data.pages, int32s(ids), ids.shape[0] * sizeof(int32_t))
         claim.data.n = ids.shape[0]
-        self.keep(claim.data, 0)
+        if claim.data.n:
+            memcpy(claim.data.pages, int32s(ids), claim.data.n * sizeof(int32_t))
+            self.pool.retain_each(claim.data.pages, claim.data.n, 1)
         return claim
 
     # -- the trie's pages -----------------------------------------------------------------------------------
@@ -189,48 +203,42 @@ cdef class Slots:
 
     cdef void unname(self, int32_t page) noexcept:
         self.pages[page].named, self.pages[page].parked = False, -1
-        self.end_wait(page)
+        end_wait(self, page)
 
-    cdef void end_wait(self, int32_t page) noexcept:
-        self.num_waiting -= self.pages[page].waits
-        self.pages[page].waits = False
-        if self.num_waiting == 0:
-            self.source = None
+    cdef bint park(self, TokenTrie trie, int32_t leaf) noexcept:
+        cdef page_t *last = &self.pages[trie.table.values(leaf)[trie.table.pages(leaf) - 1]]
+        if last.pins:
+            self.trie, last.parked = trie, leaf
+            trie.table.pin(leaf, 1)
+        return last.pins > 0
 
     cdef void fill(self, int32_t page, int32_t other) noexcept:
         cdef Py_ssize_t group
-        cdef int32_t *slots
-        for group in range(len(self.pools)):
-            slots = self.table + group * self.pool.num_blocks
-            if slots[page] < 0:
-                slots[page], slots[other] = slots[other], -1
+        for group in range(self.groups):
+            if slot_of(self, group, page)[0] < 0:
+                slot_of(self, group, page)[0], slot_of(self, group, other)[0] = slot_of(self, group, other)[0], -1
 
     cdef Py_ssize_t usable(self, const int32_t *pages, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t page, group, groups = len(self.pools), num_pages = self.pool.num_blocks, best = 0
+        cdef Py_ssize_t page, group, best = 0
         cdef Py_ssize_t present[MOST_GROUPS]    # pages without a gap, up to the one that is looked at
         cdef bint fits
-        if self.table == NULL:
+        if self.groups == 0:
             return n
-        for group in range(groups):
-            present[group] = 0
+        memset(present, 0, sizeof(present))
         for page in range(n):
             fits = True
-            for group in range(groups):
-                present[group] = present[group] + 1 if self.table[group * num_pages + pages[page]] >= 0 else 0
-                fits &= present[group] >= min(self.window_of[group] or page + 1, page + 1)
+            for group in range(self.groups):
+                present[group] = present[group] + 1 if slot_of(self, group, pages[page])[0] >= 0 else 0
+                fits &= present[group] >= min(self.windows[group], page + 1)
             best = page + 1 if fits else best
         return best
 
     def arrived(self, pages):
         """Note that these pages, int32 `(n,)`, have their content now; those that do not wait do not change."""
-        cdef cnp.ndarray ids = np.ascontiguousarray(pages, np.int32)
+        cdef cnp.ndarray ids = self.pool.in_use(pages)
         cdef Py_ssize_t i
-        cdef int32_t page
         for i in range(ids.shape[0]):
-            page = int32s(ids)[i]
-            if not 0 <= page < self.pool.num_blocks:
-                raise IndexError(f"pages: expected pages below {self.pool.num_blocks}, got {page}")
-            self.end_wait(page)
+            end_wait(self, int32s(ids)[i])
 
     def release(self, Py_ssize_t page):
         """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
@@ -244,7 +252,7 @@ cdef class Slots:
         for i in range(pages.shape[0]):
             if self.is_looked_up(pages[i]):
                 self.pages[pages[i]].lookups -= 1
-                self.unpin(pages[i])
+                unpin(self, pages[i])
                 self.release_pages(&pages[i], 1)
             pages[i] = -1
 
@@ -261,61 +269,36 @@ cdef class Slots:
     def of(self, pages):
         """The slots of pages (int32 `(n,)`, in range), int32 `(groups, n)`; -1 where a group has none."""
         ids = np.asarray(pages, np.int32)
-        return ids[None].copy() if self.table == NULL else self.arrays[2][:, ids]
+        return self.arrays[2][:, ids] if self.groups else ids[None].copy()
 
     def tokens_of(self, pages):
         """The tokens that pages (int32 `(n,)`, in range) cover, uint32 `(n, page_size)`."""
         return self.arrays[1][pages]
 
-    def counts(self, *, bint references=False):
-        """How many callers hold each page; with `references`, all references of this, int32 `(num_pages,)`."""
-        cdef Py_ssize_t i
+    def counts(self, *, bint references=False, bint pins=False):
+        """How many callers hold each page; with `references`, all references of this; with `pins`, all pins.
+
+        int32 `(num_pages,)`.
+        """
+        cdef Py_ssize_t i, ring
         records = self.records()
         out = records["lookups"] + records["named"] if references else records["lookups"].copy()
         cdef int32_t *count = int32s(out)
-        cdef claim_t *claim = self.claims.first
-        while claim != NULL:
-            for i in range(claim.n if references else claim.held):
-                count[claim.pages[i]] += 1
-            claim = claim.next
+        cdef claim_t *claim
+        for ring in range(NUM_RINGS):
+            claim = self.rings[ring].next
+            while claim != &self.rings[ring]:
+                for i in range(claim.n if references else 0 if pins else claim.held):
+                    count[claim.pages[i]] += 1
+                if pins and claim.pinned >= 0:
+                    count[claim.pinned] += 1
+                claim = claim.next
         return out
 
     @property
     def nbytes(self):
         """Bytes of the records of all pages."""
-        return sum(array.nbytes for array in self.arrays if array is not None)
-
-    def check(self):
-        """Verify every invariant but those of the trie; AssertionError names the broken one."""
-        cdef Py_ssize_t page
-        cdef page_t *record
-        self.release_dropped()
-        held, pins = self.counts(), np.zeros(self.pool.num_blocks, np.int32)
-        cdef claim_t *claim = self.claims.first
-        while claim != NULL:
-            if claim.pinned >= 0:
-                pins[claim.pinned] += 1
-            claim = claim.next
-        for page in range(self.pool.num_blocks):
-            record = &self.pages[page]
-            assert record.pins == pins[page] + record.lookups, f"page {page}: pins do not add up"
-            assert record.lookups >= 0, f"page {page}: lookups do not add up"
-            assert record.named or not record.waits, f"page {page}: waits without a name"
-            assert not (record.waits and held[page]), f"page {page}: waits and is held"
-            assert record.parked < 0 or record.pins, f"page {page}: its leaf is parked, and nothing pins it"
-        assert np.count_nonzero(self.records()["waits"]) == self.num_waiting, "slots: pages that wait do not add up"
-        assert self.num_waiting or self.source is None, "slots: nothing waits, and there is a source"
-        assert (self.counts(references=True) <= self.pool.ref_counts()).all(), "slots: the pool counts fewer references"
-        if self.table != NULL:
-            self.check_table()
-
-    def check_table(self):
-        """Verify that every slot of every group belongs to one page in use."""
-        slots = self.of(np.arange(self.pool.num_blocks, dtype=np.int32))
-        for group, pool in enumerate(self.pools):
-            used = slots[group][slots[group] >= 0]
-            assert len(used) == len(set(used.tolist())) == pool.num_used, f"slots: group {group} has lost some"
-            assert self.pool.ref_counts()[slots[group] >= 0].all(), f"slots: group {group} has some of free pages"
+        return sum(array.nbytes for array in self.arrays)
 
 
 @cython.no_gc_clear
@@ -325,23 +308,27 @@ cdef class Claim:
     def __dealloc__(self):
         if self.data == NULL:
             return
-        if self.data.ended:
+        if self.data.next == self.data:
             free(self.data)
         else:
-            self.data.next_dropped, self.slots.claims.dropped = self.slots.claims.dropped, self.data
+            unlink(self.data)
+            self.data.call = -1
+            link(self.data, self.slots.rings[BRIEF].before)
 
     def release(self):
         """Give the references back; a second call does nothing. To be called with the cache's lock held."""
-        self.slots.end_claim(self.data)
+        end_claim(self.slots, self.data)
 
     @property
     def released(self):
         """Whether the references were given back."""
-        return self.data.ended
+        return self.data.next == self.data
 
     def keep(self):
         """Keep the references after the call that made this."""
-        keep_claim(&self.slots.claims, self.data)
+        if not self.released:
+            unlink(self.data)
+            link(self.data, &self.slots.rings[KEPT])
 
     def cut(self, Py_ssize_t n):
         """Release all pages but the first `n`, of a claim from `Slots.take`."""
@@ -353,12 +340,13 @@ cdef class Claim:
         """Hold each full page of the match until `Slots.release(page)` instead; the claim is empty then."""
         cdef Py_ssize_t i
         cdef claim_t *data = self.data
-        for i in range(data.held):
-            self.slots.pages[data.pages[i]].lookups += 1
-            self.slots.pages[data.pages[i]].pins += 1
+        cdef page_t *records = self.slots.pages
+        self.cut(data.held)
+        for i in range(data.n):
+            records[data.pages[i]].lookups += 1
+            records[data.pages[i]].pins += 1
         if data.pinned >= 0:
-            self.slots.unpin(data.pinned)
-        self.slots.release_pages(data.pages + data.held, data.n - data.held)
+            unpin(self.slots, data.pinned)
         data.n, data.held, data.pinned = 0, 0, -1
 
     @property
@@ -368,11 +356,6 @@ cdef class Claim:
         cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
         memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
         return out
-
-    @property
-    def tail(self):
-        """The page that a match ends inside of; -1: none."""
-        return self.data.pages[self.data.held] if self.tail_tokens else -1
 
     @property
     def num_held(self):
