@@ -22,6 +22,7 @@ cdef class MissReasons:
     cdef IdMap evicted, before   # hashes of a namespace's name and a text; `evicted` becomes `before` when it is full
     cdef Py_ssize_t most         # in `evicted`
     cdef int64_t[4] counts       # of `REASONS`
+    cdef int64_t short           # lookups of fewer tokens than a page has, which are no misses
 
     # Count a lookup of (n,) tokens that could use `found` of the `cached` pages. `inside`: a page begins like the next.
     cdef void count(self, uint64_t space, const uint32_t *tokens, Py_ssize_t n, const int32_t *pages, Py_ssize_t found,
