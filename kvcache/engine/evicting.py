@@ -301,13 +301,16 @@ class EvictingSequence(ModelSequence):
         return budgets.scoring.keep(alive, kept)
 
     def _compact(self) -> None:
-        """Compact the layers whose survivors occupy more than `most_blocks`."""
-        occupied = np.diff(self.cache.block_table(self._all).indptr).tolist()
-        for layer, alive, num_blocks in zip(self._layers, self._alive, occupied, strict=True):
-            if num_blocks > most_blocks(len(alive.positions), self.cache.block_size):
-                # Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
-                with suppress(MemoryError):
-                    self.cache.compact(layer)
+        """Compact the layers whose survivors occupy more than `most_blocks`.
+
+        Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
+        """
+        with suppress(MemoryError):
+            occupied = np.diff(self.cache.block_table(self._all).indptr).tolist()
+            for layer, alive, num_blocks in zip(self._layers, self._alive, occupied, strict=True):
+                if num_blocks > most_blocks(len(alive.positions), self.cache.block_size):
+                    with suppress(MemoryError):
+                        self.cache.compact(layer)
 
     def _refuse_going_back(self, pos: int) -> None:
         if pos == self.num_tokens:
@@ -342,7 +345,8 @@ class EvictingSequence(ModelSequence):
         self.version += 1
         self.num_tokens = end
         self._before = None  # the call has succeeded
-        cache.free_batch(self._forks)
+        for layer in self._layers:  # one by one, which takes no memory
+            cache.free(self._fork_id(layer))
 
 
 def _check_endless(model: Model, limit: int) -> None:
