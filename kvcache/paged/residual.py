@@ -366,27 +366,25 @@ class ResidualSequences:
         return next_position - count
 
     def _evict(self, seq_id: int, kept: Int64, evict: Callable[..., Any], *args: Any) -> Any:
-        """`evict(seq_id, *args)`, which keeps the tokens at `kept` alone, and their unpacked rows.
-
-        Where there is no memory to tell these apart, the tokens are read packed.
-        """
+        """`evict(seq_id, *args)`, which keeps the tokens at `kept` alone, and their unpacked rows."""
         uid = self._uid(seq_id)
+        old = self.spans[uid]
+        if len(kept) and not (kept[0] >= 0 and kept[-1] < old.stop and (kept[1:] > kept[:-1]).all()):
+            return evict(seq_id, *args)  # which refuses them
+        new, rows = old.thinned(kept, self.length, self.firsts)
+        if fewer := len(rows) < old.num_rows:
+            self.rows._sequences.fork(uid, PARTS)
+            self.rows._sequences.keep(PARTS, rows)
         self._moving = (uid,)
         try:
             result = evict(seq_id, *args)
         except Exception:
             self._moving = ()  # nothing has changed
             raise
-        old = self.spans[uid]
-        new, rows = old.thinned(kept, self.length, self.firsts)
-        self.spans[uid] = new
-        try:
-            if len(rows) < old.num_rows:
-                self.rows.keep_tokens(uid, rows)
-        except MemoryError:
-            self.rows.truncate(uid, 0)
-            self.spans[uid] = Span(0, new.stop, new.stop, new.gone)
-        self._moving = ()
+        if fewer:
+            self.rows._sequences.swap(uid, PARTS)  # takes no memory
+            self.rows._sequences.free(PARTS)
+        self.spans[uid], self._moving = new, ()
         return result
 
     def _blocks(self, num_tokens: int, num_texts: int = 1) -> int:

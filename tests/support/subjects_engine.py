@@ -110,6 +110,14 @@ class Evicting(Engine):
         return content, rest
 
 
+class EvictingResidual(Evicting):
+    """The same with the newest tokens in full."""
+
+    options: ClassVar[dict[str, object]] = Evicting.options | {"dtype": "q4", "residual_length": 12}
+    prefill = Engine.prefill
+    decode_step = Engine.decode_step
+
+
 class Served(Subject):
     """A request replaces the sequence before it. The prefix cache must stay, and the next answer must be right."""
 
