@@ -49,7 +49,7 @@ def stored_dtype(dtype: Any) -> Any:
     """The storage format of the library under `dtype`: "f32" for a `Format`, anything else as it is.
 
     Raises:
-        TypeError: a class in the place of its instance; one for a layer.
+        TypeError: a class in the place of its instance; a list that has a `Format`.
     """
     if isinstance(dtype, type) and callable(getattr(dtype, "encode", None)):
         raise TypeError(f"dtype: expected an object with `encode` and `decode`, got the class {dtype.__qualname__}")

@@ -58,8 +58,8 @@ class InferenceEngine:
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q4 or q3,
             128 if one is q2, else 0. With an eviction policy the default is 0, and a group is what is left of so many
-            tokens of the text; 16 take most of the loss of q4 off. Under StreamingLLM, or where layers keep a window
-            alone, it must be 0.
+            tokens of the text; beside a calibration, 16 take two thirds of q4's KL divergence off. Under StreamingLLM,
+            or where layers keep a window alone, it must be 0.
         eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
             PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
@@ -68,8 +68,8 @@ class InferenceEngine:
         calibrate: a `Calibration` of the network's keys, or tokens to measure one by; False: none. Quantised keys are
             then centred and rounded with feedback, every query reads the first 16 tokens of the text in f16, and
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
-            With an eviction policy that is so beside a `residual_length` alone. Under StreamingLLM, or where a layer
-            has a window, keys are rounded with feedback alone, and no tokens are in f16.
+            With an eviction policy, tokens are in f16 only if `residual_length` is not 0. Under StreamingLLM, or where
+            a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window

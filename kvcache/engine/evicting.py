@@ -301,7 +301,7 @@ class EvictingSequence(ModelSequence):
         return budgets.scoring.keep(alive, kept)
 
     def _compact(self) -> None:
-        """Compact the layers whose survivors occupy more than `most_blocks`.
+        """Compact each layer that has more blocks than `most_blocks` allows.
 
         Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
         """
@@ -309,8 +309,7 @@ class EvictingSequence(ModelSequence):
             occupied = np.diff(self.cache.block_table(self._all).indptr).tolist()
             for layer, alive, num_blocks in zip(self._layers, self._alive, occupied, strict=True):
                 if num_blocks > most_blocks(len(alive.positions), self.cache.block_size):
-                    with suppress(MemoryError):
-                        self.cache.compact(layer)
+                    self.cache.compact(layer)
 
     def _refuse_going_back(self, pos: int) -> None:
         if pos == self.num_tokens:

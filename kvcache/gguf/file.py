@@ -17,6 +17,7 @@ bytes keeps it busy for ever, and a mapped file that shrinks ends the process) a
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ __all__ = ["MAX_HEADER_BYTES", "GgufFile", "TensorInfo"]
 # GiB (short strings) and some seconds.
 MAX_HEADER_BYTES = 64 * 2**20
 _CHUNK = 1 << 20  # bytes of the header read at a time
+_LENGTH = struct.Struct("<Q")  # of a string
 _MAX_RANK = 4
 _MAX_VALUES = 2**48  # of one tensor: keeps sizes in bytes inside int64
 _MAX_ALIGNMENT = 1 << 20
@@ -198,7 +200,7 @@ class _Header:
         kind, count = self._u32(), self._u64()
         if kind == _STRING:
             self._need(8 * count)
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if kind == _BOOL:
             return self._bools(count)
         if kind not in _NUMBERS:
@@ -216,6 +218,24 @@ class _Header:
         if len(stored) and stored.max() > 1:
             raise CheckpointError(f"{self._file.path}: {self._what}: expected 0 or 1, got {stored.max()}")
         return stored.astype(np.bool_)
+
+    def _strings(self, count: int) -> list[str]:
+        """Vocabularies have hundreds of thousands of strings: one that was read as a whole takes no further call."""
+        found: list[str] = []
+        for _ in range(count):
+            start = stop = self._at + 8
+            if start <= len(self._data):
+                stop += _LENGTH.unpack_from(self._data, start - 8)[0]
+                if stop <= len(self._data):
+                    try:
+                        found.append(self._data[start:stop].decode())
+                    except UnicodeDecodeError:
+                        pass  # `_string` has the message
+                    else:
+                        self._at = stop
+                        continue
+            found.append(self._string())
+        return found
 
     def _string(self, most: int = MAX_HEADER_BYTES) -> str:
         size = self._u64()

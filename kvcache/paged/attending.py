@@ -131,7 +131,8 @@ def attention(
         window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
         softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
         sinks: logits that join the normaliser of the softmax, and the log-sum-exp, alone: `(num_query_heads,)`, or
-            `(total_queries, num_query_heads)`. What a query sees elsewhere may be one: its log-sum-exp.
+            `(total_queries, num_query_heads)`. Where two parts of a context are attended apart, each call may have the
+            log-sum-exp of the other part here: outputs and masses of the two calls then add up.
         starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
         causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
         mask: a tree: each query's parent, the index of an earlier query of its sequence, or -1. A query sees the

@@ -111,9 +111,8 @@ class ResidualAttention:
                 self._known = key, self._parts(groups), _forks_of(groups)
             _, parts, forks = self._known
             self._fork(forks)
-            mixed, lse = parts.attend(
-                layer, self._rows._attention, self._packed, rows, return_lse=return_lse, **options
-            )  # fmt: skip
+            ways = self._rows._attention, self._packed
+            mixed, lse = parts.attend(layer, *ways, rows, return_lse=return_lse, **options)
             self._end(forks)
         return (mixed, lse) if return_lse else mixed
 
@@ -187,9 +186,7 @@ class ResidualAttention:
         ):
             span = self._residual.spans[uid]
             if not 0 <= stop <= span.stop:
-                raise ValueError(
-                    f"context_lens: expected 0 to {span.stop} tokens of sequence {seq_id}, got {stop}"
-                )  # fmt: skip
+                raise ValueError(f"context_lens: expected 0 to {span.stop} tokens of sequence {seq_id}, got {stop}")
             most = max(0, stop - (span.base if self.length else 0))
             most = most if shown is None else min(most, 1)
             if not 0 <= count <= most:

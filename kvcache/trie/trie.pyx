@@ -226,6 +226,14 @@ cdef class TokenTrie:
         return self.table.nodes[self._node(node)].pins
 
     @property
+    def total_pins(self):
+        """Pins on all nodes."""
+        cdef Py_ssize_t id, total = 0
+        for id in range(self.table.used):
+            total += self.table.nodes[id].pins if self.table.nodes[id].begin >= 0 else 0
+        return total
+
+    @property
     def page_size(self):
         """Tokens per page."""
         return self.table.page_size

@@ -1,12 +1,12 @@
-"""Every file of false_snapshots.py is refused or gives a valid cache, in bounded time and memory."""
+"""Every file of false_snapshots.py is refused or gives a valid cache in bounded memory, before a signal ends its
+process.
+"""
 
 import false_snapshots
 import pytest
 from limited_process import outcomes_of
 
 pytestmark = pytest.mark.no_level
-
-SOON = 20  # seconds of CPU time
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,7 @@ def test_how_many():
 
 @pytest.mark.parametrize("name", false_snapshots.CASES)
 def test_refused_or_good(outcomes, name):
-    error, message, seconds = outcomes[name]
+    error, message = outcomes[name]
     may_load = false_snapshots.CASES[name][1]
     assert error in {True: ["loaded"], False: ["SnapshotError"], None: ["loaded", "SnapshotError"]}[may_load], message
     assert len(message) < 600
-    assert seconds < SOON

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -63,10 +64,16 @@ def with_rows_for_llama(rows, num_heads):
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
+@functools.cache
+def _names(model_type):
+    """The names of a network of at most 16 layers, by the gguf package, which takes 20 ms to list them."""
+    networks = {letters: arch for arch, letters in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(networks[_LETTERS[model_type]], 16)
+
+
 def name_of(name, model_type="llama"):
-    """The name in a GGUF file of a tensor of a Hugging Face checkpoint, by the gguf package."""
-    names = {letters: arch for arch, letters in gguf.MODEL_ARCH_NAMES.items()}
-    known = gguf.get_tensor_name_map(names[_LETTERS[model_type]], 16)
+    """The name in a GGUF file of a tensor of a Hugging Face checkpoint."""
+    known = _names(model_type)
     stem, _, kind = name.rpartition(".")
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return "output.weight"

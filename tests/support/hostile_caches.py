@@ -106,15 +106,6 @@ def unpacked():
     return cache
 
 
-def unpacked_works(cache):
-    cache.check()
-    cache.allocate(77, 4)
-    cache.write(1, 77, ROWS, ROWS)
-    assert np.isfinite(cache.attention(1, ROWS[:1], [77])).all()
-    cache.free(77)
-    cache.check()
-
-
 UNPACKED = Target(
     unpacked,
     dict(
@@ -141,7 +132,7 @@ UNPACKED = Target(
             keyword("attention", "out", None, 0, ROWS[:2], [1, 2]),
         ]
     ),
-    unpacked_works,
+    paged_works,
 )
 
 HANDLE = Target(

@@ -53,7 +53,7 @@ cdef struct claim_t:
     int32_t *pages        # (n,) referenced, in the order of the text
     int64_t n
     int64_t held          # how many of them, from the first on, count as held by a caller
-    int32_t pinned        # page whose pin is the claim's; -1: none
+    int32_t pinned        # the page that this claim pins; -1: none
 
 
 cdef class Slots:
