@@ -20,7 +20,7 @@ from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.demo import DIRECTORY
 from kvcache.engine.residual import default_length
 
-pytestmark = pytest.mark.one_build
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 @pytest.fixture(scope="module")

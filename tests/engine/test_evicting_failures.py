@@ -15,6 +15,8 @@ from kvcache.engine.evicting import Budgets
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy, EvictionStrategy
 
+pytestmark = pytest.mark.no_level
+
 
 @pytest.fixture(params=POLICIES, ids=str)
 def policies(request):

@@ -8,6 +8,8 @@ from oracle_snapshot import parse, texts
 from pace import FAST
 from saved_caches import SIZE, assert_true, blocks, entries, get, prompts, put
 
+pytestmark = pytest.mark.no_level
+
 
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_a_damaged_page_costs_what_needs_it_and_nothing_else(tmp_path, kind, caplog):

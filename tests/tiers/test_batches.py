@@ -12,7 +12,7 @@ from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.tiers import Tiers
 
-pytestmark = pytest.mark.one_build
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 def tiers_over(*stores, **options):
