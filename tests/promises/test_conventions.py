@@ -31,6 +31,8 @@ from kvcache import (
 )
 from kvcache.core.kernels import FORMATS
 
+pytestmark = pytest.mark.no_level
+
 
 class Capsule:
     """A tensor of another library, exported by DLPack."""

@@ -25,6 +25,8 @@ from kvcache.core.kernels import FORMATS
 from kvcache.core.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.linear import MatrixStack
 
+pytestmark = pytest.mark.no_level
+
 KEYS = {"kv", "bookkeeping", "scratch"}
 
 

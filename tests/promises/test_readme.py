@@ -9,7 +9,7 @@ from places import PROJECT
 import kvcache
 import kvcache.engine
 
-pytestmark = pytest.mark.one_build
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
 GUIDES = sorted(str(path.relative_to(PROJECT)) for path in (PROJECT / "kvcache" / "guides").glob("*.md"))
 DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *GUIDES)}

@@ -11,15 +11,14 @@ GOLDEN = SUPPORT.parent / "golden"
 PROJECT = SUPPORT.parent.parent
 
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
-# Together they call every kernel of a network; the builds with checks run these alone.
+# Together they call every kernel of a network; the builds with checks and the lower SIMD levels run these alone.
 CHECKED = {"llama", "llama_biases", "gemma3", "gpt_oss", "mistral_window", "phi3_longrope", "qwen3_moe"}
 
 
 def in_every_build(values, name_of=lambda value: value):
-    """Parameters of tests over golden networks: those of `CHECKED` for every build, the others for one."""
-    return [
-        value if name_of(value) in CHECKED else pytest.param(value, marks=pytest.mark.one_build) for value in values
-    ]
+    """Parameters of tests over golden networks: those of `CHECKED` for every build and level, the others for one."""
+    once = [pytest.mark.one_build, pytest.mark.no_level]
+    return [value if name_of(value) in CHECKED else pytest.param(value, marks=once) for value in values]
 
 
 def search_path() -> str:
