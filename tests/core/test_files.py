@@ -16,7 +16,7 @@ from kvcache import PrefixCacheConfig, PrefixKvCache
 from kvcache.core.descriptors import Replacement
 from kvcache.core.files import read_at, write_at
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 STEPS = ("open", "truncate", "pwritev", "fsync", "replace")
 

@@ -279,6 +279,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(tmp_path, case):
     change, message = REFUSED[case]
@@ -319,6 +320,7 @@ TENSORS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("case", TENSORS)
 def test_refused_tensors(tmp_path, case):
     change, message = TENSORS[case]

@@ -19,7 +19,7 @@ from kvcache.errors import CheckpointError, KvCacheError
 from kvcache.networks.files import MAX_JSON_BYTES
 from kvcache.networks.safetensors import SafetensorsFile
 
-pytestmark = pytest.mark.no_level
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 @pytest.fixture
