@@ -1,5 +1,5 @@
-"""Every folder of hostile_checkpoints.py is refused with a clear error in bounded memory, before a signal ends its
-process.
+"""Every folder of hostile_checkpoints.py is refused with a clear error in bounded memory; a signal ends a case
+that hangs.
 """
 
 import hostile_checkpoints

@@ -1,4 +1,4 @@
-"""Every file of hostile_gguf.py is refused with a clear error in bounded memory, before a signal ends its process."""
+"""Every file of hostile_gguf.py is refused with a clear error in bounded memory; a signal ends a case that hangs."""
 
 import hostile_gguf
 import pytest

@@ -1,5 +1,5 @@
-"""Every file of false_snapshots.py is refused or gives a valid cache in bounded memory, before a signal ends its
-process.
+"""Every file of false_snapshots.py is refused or gives a valid cache in bounded memory; a signal ends a case that
+hangs.
 """
 
 import false_snapshots
