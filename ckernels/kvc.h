@@ -19,6 +19,8 @@
 #include "kvc_formats.h"
 #include "kvc_matrix.h"
 
+#define INLINE static inline __attribute__((always_inline)) /* functions whose arguments are to be constants */
+
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 512 };
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */

@@ -32,6 +32,7 @@
     X(F16, "f16", 16, 0, 0, KVC_HALF_OVERFLOW, "65504")
 #define KVC_QUANTISED_FORMATS(X)                     \
     X(Q8, "q8", 8, 1, 0, KVC_HALF_OVERFLOW, "65504") \
+    X(Q6, "q6", 6, 1, 0, KVC_HALF_OVERFLOW, "65504") \
     X(Q4, "q4", 4, 1, 1, KVC_HALF_OVERFLOW, "65504") \
     X(Q3, "q3", 3, 1, 1, KVC_HALF_OVERFLOW, "65504") \
     X(Q2, "q2", 2, 1, 1, KVC_HALF_OVERFLOW, "65504")

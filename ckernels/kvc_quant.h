@@ -21,6 +21,10 @@
  *     q8   64 bytes of U0 | U1 | ...
  *     q4   64 bytes of (U1 << 4 | U0) | (U3 << 4 | U2) | ...
  *     q2   64 bytes of (U3 << 6 | U2 << 4 | U1 << 2 | U0) | ...
+ *
+ *   Codes of 6 and 3 bits lie in two parts, first the low 4 or 2 bits, then the others:
+ *
+ *     q6   low four bits of U0, U1 as q4 | of U2, U3 | high two bits of U0-U3 as q2
  *     q3   low two bits of U0-U3 as q2 | of U4-U7 | third bits: U7 << 7 | ... | U1 << 1 | U0
  *
  * ROWS, for all other sizes, slot by slot and unaligned:
@@ -66,74 +70,85 @@ static inline size_t kvc_row_bytes(kvc_rows rows) {
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
 
-/* Unpacks the codes of one tile to bytes, unit by unit: head_dim / 4 units. The loops run over 64 bytes from advancing
- * pointers: an index that might wrap around (-fwrapv, which Python builds with) prevents vectorisation. */
-static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
+/* The bits of the first part of a code; the second part has the others. */
+static inline int kvc_low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits; }
+
+/* The units that share bytes, and their bytes; those of the first parts. */
+static inline int kvc_units_together(int bits) {
+    return 8 / (kvc_low_bits(bits) < bits ? bits - kvc_low_bits(bits) : bits);
+}
+static inline int kvc_bytes_together(int bits) { return kvc_units_together(bits) * bits / 8 * KVC_UNIT; }
+static inline int kvc_low_bytes(int bits) { return kvc_units_together(bits) * kvc_low_bits(bits) / 8 * KVC_UNIT; }
+
+/* Where the first part of unit n is among those that share bytes, and its lowest bit there. */
+static inline int kvc_low_at(int bits, int n) { return n * kvc_low_bits(bits) / 8 * KVC_UNIT; }
+static inline int kvc_low_shift(int bits, int n) { return n * kvc_low_bits(bits) % 8; }
+
+/* Unpacks and packs the codes of one tile, unit by unit: head_dim / 4 units. bits is constant. The loops run over 64
+ * bytes from advancing pointers: an index that might wrap around (-fwrapv, which Python builds with) prevents
+ * vectorisation. */
+INLINE void kvc_unpack_parts(int bits, int dim, const unsigned char *restrict packed,
                                     unsigned char *restrict units) {
     const unsigned char *end = units + dim * KVC_TILE;
+    const int low = kvc_low_bits(bits), high = bits - low, together = kvc_units_together(bits);
+    for (; units < end; packed += kvc_bytes_together(bits)) {
+        const unsigned char *second = packed + kvc_low_bytes(bits);
+        _Pragma("GCC unroll 8") /* which makes shifts constant */
+        for (int n = 0; n < together; n++, units += KVC_UNIT) {
+            const unsigned char *first = packed + kvc_low_at(bits, n);
+            const int shift = kvc_low_shift(bits, n);
+            for (int i = 0; i < KVC_UNIT; i++) units[i] = first[i] >> shift & ((1 << low) - 1);
+            if (low == bits) continue;
+            for (int i = 0; i < KVC_UNIT; i++) units[i] |= (second[i] >> n * high & ((1 << high) - 1)) << low;
+        }
+    }
+}
+
+/* Packs `width` bits, from bit `from` on, of 8 / width units into 64 bytes. */
+INLINE void kvc_pack_part(int width, int from, const unsigned char *restrict units,
+                                 unsigned char *restrict packed) {
+    for (int i = 0; i < KVC_UNIT; i++) {
+        int byte = 0;
+        for (int n = 0; n < 8 / width; n++) {
+            const int part = units[n * KVC_UNIT + i] & ((1 << width) - 1) << from, left = n * width - from;
+            byte |= left < 0 ? part >> -left : part << left;
+        }
+        packed[i] = (unsigned char)byte;
+    }
+}
+
+INLINE void kvc_pack_parts(int bits, int dim, const unsigned char *restrict units,
+                                  unsigned char *restrict packed) {
+    const unsigned char *end = units + dim * KVC_TILE;
+    const int low = kvc_low_bits(bits), together = kvc_units_together(bits);
     if (bits == 8) {
-        memcpy(units, packed, (size_t)(dim * KVC_TILE));
-    } else if (bits == 4) {
-        for (; units < end; units += 2 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++)
-                units[i] = packed[i] & 15, units[KVC_UNIT + i] = packed[i] >> 4;
-        }
-    } else if (bits == 2) {
-        for (; units < end; packed += KVC_UNIT) {
-            for (int n = 0; n < 4; n++, units += KVC_UNIT) {
-                for (int i = 0; i < KVC_UNIT; i++) units[i] = packed[i] >> 2 * n & 3;
-            }
-        }
-    } else {
-        for (; units < end; packed += 3 * KVC_UNIT) {
-            const unsigned char *high = packed + 2 * KVC_UNIT;
-            for (int n = 0; n < 8; n++, units += KVC_UNIT) {
-                const unsigned char *low = packed + n / 4 * KVC_UNIT;
-                for (int i = 0; i < KVC_UNIT; i++)
-                    units[i] = (unsigned char)((low[i] >> n % 4 * 2 & 3) | (high[i] >> n & 1) << 2);
-            }
+        memcpy(packed, units, (size_t)(dim * KVC_TILE));
+        return;
+    }
+    for (; units < end; units += together * KVC_UNIT) {
+        for (int n = 0; n < together; n += 8 / low, packed += KVC_UNIT)
+            kvc_pack_part(low, 0, units + n * KVC_UNIT, packed);
+        if (low < bits) {
+            kvc_pack_part(bits - low, low, units, packed);
+            packed += KVC_UNIT;
         }
     }
 }
 
-/* Packs the low 2 bits of each of 4 units into 64 bytes. */
-static inline void kvc_pack_twos(const unsigned char *restrict units, unsigned char *restrict packed) {
-    for (int i = 0; i < KVC_UNIT; i++) {
-        packed[i] = (unsigned char)((units[i] & 3) | (units[KVC_UNIT + i] & 3) << 2 |
-                                    (units[2 * KVC_UNIT + i] & 3) << 4 | units[3 * KVC_UNIT + i] << 6);
-    }
-}
-
-/* Packs the third bit of each of 8 units into 64 bytes. */
-static inline void kvc_pack_thirds(const unsigned char *restrict units, unsigned char *restrict packed) {
-    for (int i = 0; i < KVC_UNIT; i++) {
-        const unsigned char *u = units + i;
-        packed[i] = (unsigned char)((u[0] & 4) >> 2 | (u[KVC_UNIT] & 4) >> 1 | (u[2 * KVC_UNIT] & 4) |
-                                    (u[3 * KVC_UNIT] & 4) << 1 | (u[4 * KVC_UNIT] & 4) << 2 |
-                                    (u[5 * KVC_UNIT] & 4) << 3 | (u[6 * KVC_UNIT] & 4) << 4 |
-                                    (u[7 * KVC_UNIT] & 4) << 5);
-    }
+static inline void kvc_unpack_units(int bits, int dim, const unsigned char *restrict packed,
+                                    unsigned char *restrict units) {
+#define KVC_UNPACK(symbol, name, bits, ...) \
+    case bits: kvc_unpack_parts(bits, dim, packed, units); break;
+    switch (bits) { KVC_QUANTISED_FORMATS(KVC_UNPACK) }
+#undef KVC_UNPACK
 }
 
 static inline void kvc_pack_units(int bits, int dim, const unsigned char *restrict units,
                                   unsigned char *restrict packed) {
-    const unsigned char *end = units + dim * KVC_TILE;
-    if (bits == 8) {
-        memcpy(packed, units, (size_t)(dim * KVC_TILE));
-    } else if (bits == 4) {
-        for (; units < end; units += 2 * KVC_UNIT, packed += KVC_UNIT) {
-            for (int i = 0; i < KVC_UNIT; i++)
-                packed[i] = (unsigned char)(units[i] | units[KVC_UNIT + i] << 4);
-        }
-    } else if (bits == 2) {
-        for (; units < end; units += 4 * KVC_UNIT, packed += KVC_UNIT) kvc_pack_twos(units, packed);
-    } else {
-        for (; units < end; units += 8 * KVC_UNIT, packed += 3 * KVC_UNIT) {
-            kvc_pack_twos(units, packed);
-            kvc_pack_twos(units + 4 * KVC_UNIT, packed + KVC_UNIT);
-            kvc_pack_thirds(units, packed + 2 * KVC_UNIT);
-        }
-    }
+#define KVC_PACK(symbol, name, bits, ...) \
+    case bits: kvc_pack_parts(bits, dim, units, packed); break;
+    switch (bits) { KVC_QUANTISED_FORMATS(KVC_PACK) }
+#undef KVC_PACK
 }
 
 /* Extracts the codes of token t, head_dim bytes, from units. */
@@ -193,18 +208,15 @@ static inline int kvc_get_bits(const unsigned char *byte, int shift, int bits) {
 /* Reads the codes of one token; for one or two tokens this is faster than unpacking the tile. */
 static inline void kvc_get_tile_codes(kvc_rows rows, const unsigned char *packed, int t,
                                       unsigned char *codes) {
+    const int bits = rows.bits, low = kvc_low_bits(bits);
     for (int d = 0; d < rows.dim; d++) {
         const int unit = kvc_code_unit(rows.side, d, t);
         const unsigned char *at = packed + kvc_code_byte(rows.side, d, t);
-        if (rows.bits == 3) {
-            at += unit / 8 * 3 * KVC_UNIT;
-            codes[d] = (unsigned char)(kvc_get_bits(at + unit % 8 / 4 * KVC_UNIT, unit % 4 * 2, 2) |
-                                       kvc_get_bits(at + 2 * KVC_UNIT, unit % 8, 1) << 2);
-        } else {
-            const int together = 8 / rows.bits;
-            at += unit / together * KVC_UNIT;
-            codes[d] = (unsigned char)kvc_get_bits(at, unit % together * rows.bits, rows.bits);
-        }
+        const int n = unit % kvc_units_together(bits);
+        at += unit / kvc_units_together(bits) * kvc_bytes_together(bits);
+        int code = kvc_get_bits(at + kvc_low_at(bits, n), kvc_low_shift(bits, n), low);
+        if (low < bits) code |= kvc_get_bits(at + kvc_low_bytes(bits), n * (bits - low), bits - low) << low;
+        codes[d] = (unsigned char)code;
     }
 }
 
@@ -233,25 +245,21 @@ static inline void kvc_put_fours(unsigned char *packed, int n, int bits, const u
 /* Writes the codes of one token: its 4 bytes of each unit (K) or its bits of each word (V). All other bits are kept. */
 static inline void kvc_put_tile_codes(kvc_rows rows, const unsigned char *codes, int t,
                                       unsigned char *packed) {
-    const int bits = rows.bits, together = bits == 3 ? 4 : 8 / bits,
-              group = 4 * together; /* codes of 64 bytes */
-    for (int d = 0; rows.side == KVC_KEYS && d < rows.dim; d += group, packed += KVC_UNIT) {
-        kvc_put_fours(packed + 4 * t, together, bits == 3 ? 2 : bits, codes + d, 0);
-        if (bits == 3 && d % 32 == 16) {
+    const int bits = rows.bits, low = kvc_low_bits(bits), high = bits - low, per_line = 8 / low,
+              together = kvc_units_together(bits);
+    for (int d = 0; rows.side == KVC_KEYS && d < rows.dim; d += 4 * together) {
+        for (int n = 0; n < together; n += per_line, packed += KVC_UNIT)
+            kvc_put_fours(packed + 4 * t, per_line, low, codes + d + 4 * n, 0);
+        if (high) {
+            kvc_put_fours(packed + 4 * t, together, high, codes + d, low);
             packed += KVC_UNIT;
-            kvc_put_fours(packed + 4 * t, 8, 1, codes + d - 16, 2);
         }
     }
     for (int d = 0; rows.side == KVC_VALUES && d < rows.dim; d += 16) {
-        const int unit = kvc_code_unit(KVC_VALUES, d, t), byte = t % 4 * 8;
-        if (bits == 3) {
-            unsigned char *at = packed + unit / 8 * 3 * KVC_UNIT;
-            kvc_put_words(at + unit % 8 / 4 * KVC_UNIT, byte + unit % 4 * 2, 2, codes + d, 0);
-            kvc_put_words(at + 2 * KVC_UNIT, byte + unit % 8, 1, codes + d, 2);
-        } else {
-            kvc_put_words(packed + unit / together * KVC_UNIT, byte + unit % together * bits, bits, codes + d,
-                          0);
-        }
+        const int unit = kvc_code_unit(KVC_VALUES, d, t), byte = t % 4 * 8, n = unit % together;
+        unsigned char *at = packed + unit / together * kvc_bytes_together(bits);
+        kvc_put_words(at + kvc_low_at(bits, n), byte + kvc_low_shift(bits, n), low, codes + d, 0);
+        if (high) kvc_put_words(at + kvc_low_bytes(bits), byte + n * high, high, codes + d, low);
     }
 }
 

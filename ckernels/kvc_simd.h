@@ -37,7 +37,6 @@
 #define KVC_STR2(x) #x
 #define KVC_STR(x) KVC_STR2(x)
 
-#define INLINE static inline __attribute__((always_inline))
 /* Keeps products in separate functions: several in one leave the compiler too few registers for their addresses. */
 #define NOINLINE static __attribute__((noinline))
 /* Loops over registers. The scalar level leaves them to the compiler: unrolled they take it ten times as long (15 s), and the

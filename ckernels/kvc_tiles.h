@@ -54,21 +54,20 @@ INLINE void fetch_lines(const unsigned char *p, int bytes) {
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
 }
 
-/* Codes of unit n among the units that share bytes: 1 at 8 bits, 2 at 4, 4 at 2, 8 at 3 (kvc_quant.h). */
+/* Codes of unit n among the units that share bytes (kvc_quant.h); bits and n are constant. */
 INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
-    const u8x64 x = u8x64_load(packed + (bits == 3 ? n / 4 * KVC_UNIT : 0));
-    if (bits == 8) return x;
-    if (bits == 4) return u8x64_and(n ? u8x64_shr(x, 4) : x, 15);
-    const u8x64 low = u8x64_and(n % 4 ? u8x64_shr(x, 2 * (n % 4)) : x, 3);
-    if (bits == 2) return low;
-    const u8x64 y = u8x64_load(packed + 2 * KVC_UNIT);
-    return u8x64_or(low, u8x64_and(n < 2 ? u8x64_shl(y, 2 - n) : u8x64_shr(y, n - 2), 4));
+    const int low = kvc_low_bits(bits), high = bits - low, shift = kvc_low_shift(bits, n);
+    const u8x64 first = u8x64_load(packed + kvc_low_at(bits, n));
+    if (bits == 8) return first;
+    const u8x64 codes = u8x64_and(shift ? u8x64_shr(first, shift) : first, (1 << low) - 1);
+    if (!high) return codes;
+    const u8x64 second = u8x64_load(packed + kvc_low_bytes(bits));
+    const int left = low - n * high;
+    return u8x64_or(codes, u8x64_and(left < 0 ? u8x64_shr(second, -left) : u8x64_shl(second, left), (1 << bits) - (1 << low)));
 }
-#define UNITS_TOGETHER(bits) ((bits) == 3 ? 8 : 8 / (bits))
-#define BYTES_TOGETHER(bits) ((bits) == 3 ? 3 * KVC_UNIT : KVC_UNIT)
 
-/* Digits have seven bits for codes of 8 bits and at levels whose dot products cannot take whole bytes. */
-INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits < 8; }
+/* Digits have seven bits for codes of 8 and 6 bits and at levels whose dot products cannot take whole bytes. */
+INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
 /* Splits x * inverse, rounded, into digits; n is a multiple of 32. Returns the sum of the rounded numbers. Numbers
@@ -136,13 +135,13 @@ INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
 /* rows (a constant) times one tile: 16 scores for each row, KVC_CHUNK apart. */
 INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile,
                           float *s, const unsigned char *ahead) {
-    const int together = UNITS_TOGETHER(bits);
+    const int together = kvc_units_together(bits);
     const unsigned char *packed = tile + KVC_TILE_HEADER;
     i32x16 high[4], low[4];
     UNROLL
     for (int r = 0; r < rows; r++) high[r] = low[r] = i32x16_zero();
-    for (int d = 0; d < dim; packed += BYTES_TOGETHER(bits)) {
-        if (ahead) fetch_lines(ahead + (packed - tile), BYTES_TOGETHER(bits));
+    for (int d = 0; d < dim; packed += kvc_bytes_together(bits)) {
+        if (ahead) fetch_lines(ahead + (packed - tile), kvc_bytes_together(bits));
         UNROLL
         for (int n = 0; n < together; n++, d += 4) {
             unit_pair codes = pair_codes(bits, packed, n);
@@ -241,8 +240,8 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
             unit_pair codes[2];
             UNROLL
             for (int c = 0; c < 2; c++) {
-                const int unit = 4 * c + tg, together = UNITS_TOGETHER(bits);
-                codes[c] = pair_codes(bits, packed + unit / together * BYTES_TOGETHER(bits), unit % together);
+                const int unit = 4 * c + tg, together = kvc_units_together(bits);
+                codes[c] = pair_codes(bits, packed + unit / together * kvc_bytes_together(bits), unit % together);
                 if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
             }
             UNROLL

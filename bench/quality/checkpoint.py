@@ -51,7 +51,7 @@ Tokens = npt.NDArray[np.uint32]
 
 CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
 OF_16, OF_128 = ", residual of 16", ", residual of 128"
-NAMES = ("q8", "q8/q4", "q4", "q4/q2", "q3", "q2")
+NAMES = ("q8", "q6", "q8/q4", "q4", "q4/q2", "q3", "q2")
 MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,

@@ -26,7 +26,7 @@ class KVCacheConfig:
             `max_memory_bytes` is given, and is then the number of entries that these hold.
         num_heads: KV heads.
         head_dim: channels per head, 1 to 512. They are padded to a multiple of 8 in storage.
-        quantization_bits: bits per value, those of a quantised format: 2, 3, 4 or 8.
+        quantization_bits: bits per value, those of a quantised format: 2, 3, 4, 6 or 8.
         eviction_policy: chooses the entries that stay, by default `EvictionPolicy.H2O()`.
         key_bits, value_bits: bits of K and bits of V, by default `quantization_bits` each.
         max_memory_bytes: the most bytes of packed K and V of the entries, an int or a text such as "4GiB". Memory comes

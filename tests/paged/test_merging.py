@@ -9,7 +9,7 @@ from kvcache import PagedKvCache, merge_attention
 from kvcache.core import kernelcalls
 from kvcache.paged.blending import blend
 
-FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
+FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 
 
 @pytest.mark.parametrize("hidden", [0, 1, 15, 16, 17, 40, 1000])

@@ -12,7 +12,7 @@ from kvcache.networks.fingerprint import fingerprint
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
-PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q2")]
+PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q6")]
 
 
 def engine(model, blocks=64, **options):

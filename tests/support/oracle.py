@@ -100,7 +100,7 @@ def quantise(row, bits):
     f32 = np.float32
     row = np.asarray(row, f32)
     codes, scale, minimum = quantise_range(row, bits)
-    if bits < 8 and scale and abs(minimum - row.min()) < scale / 2:
+    if bits in LEFT_OUT and scale and abs(minimum - row.min()) < scale / 2:
         minimum, scale = fit(row, bits, minimum, scale)
         codes = np.rint(np.clip((row - minimum) / scale, f32(0), f32(2**bits - 1))).astype(int)
     return codes, scale, minimum

@@ -60,7 +60,7 @@ class PagedCache(DynamicCache):
 
     Args:
         config: of the model.
-        dtype: storage format, "f32", "f16", "q8", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
+        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
         block_size: tokens per block, 1 to 256.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "1GiB"; None: they grow with the text.
         eviction_policy: which tokens of a layer with full attention stay: `EvictionPolicy.SlidingWindow`, `H2O` or
