@@ -19,9 +19,9 @@ __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "as_length", "default_length", "most_unpacked", "num_firsts", "residual_bytes",
 ]  # fmt: skip
 
-# Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. Fitted formats round
-# coarsely enough for a residual to pay.
-LENGTHS = {format.name: 64 if format.bits > 2 else 128 for format in FORMATS.values() if format.fitted}
+# Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. q8 rounds too finely
+# for a residual to pay.
+LENGTHS = {line.name: 64 if line.bits > 2 else 128 for line in FORMATS.values() if line.quantised and line.bits < 8}
 
 FIRSTS = 16  # first tokens that are read unpacked beside centred keys
 
