@@ -12,8 +12,9 @@ from kvcache.lists.token_list import BLOCK_SIZE
 
 __all__ = ["FORMAT_OF_BITS", "KVCacheConfig"]
 
-FORMAT_OF_BITS = {format.bits: format.name for format in FORMATS.values() if format.quantised}
-_BITS = ", ".join(map(str, sorted(FORMAT_OF_BITS)))
+_DOCUMENTED = (2, 3, 4, 8)  # bits that the interface has; caches and engines have more formats
+FORMAT_OF_BITS = {line.bits: name for name, line in FORMATS.items() if line.quantised and line.bits in _DOCUMENTED}
+_BITS = ", ".join(map(str, _DOCUMENTED))
 MAX_ENTRIES = 2**31 - 64
 
 
@@ -26,7 +27,7 @@ class KVCacheConfig:
             `max_memory_bytes` is given, and is then the number of entries that these hold.
         num_heads: KV heads.
         head_dim: channels per head, 1 to 512. They are padded to a multiple of 8 in storage.
-        quantization_bits: bits per value, those of a quantised format: 2, 3, 4, 6 or 8.
+        quantization_bits: bits per value: 2, 3, 4 or 8.
         eviction_policy: chooses the entries that stay, by default `EvictionPolicy.H2O()`.
         key_bits, value_bits: bits of K and bits of V, by default `quantization_bits` each.
         max_memory_bytes: the most bytes of packed K and V of the entries, an int or a text such as "4GiB". Memory comes

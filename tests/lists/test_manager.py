@@ -174,7 +174,7 @@ def test_one_layer_more_than_entries():
         ((8, 2, 513), ValueError, "head_dim: expected an int <= 512, got 513"),
         ((8.0, 2, 8), TypeError, "max_seq_len: expected an int, got float"),
         ((8, True, 8), TypeError, "num_heads: expected an int, got bool"),
-        ((8, 2, 8, 5), ValueError, "2, 3, 4, 6, 8, got 5"),
+        ((8, 2, 8, 5), ValueError, "2, 3, 4, 8, got 5"),
         ((8, 2, 8, 0), ValueError, "2, 3, 4, 8, got 0"),
         ((8, 2, 8, "4"), TypeError, "quantization_bits: expected an int, got str"),
         ((8, 2, 8, 4, "H2O"), TypeError, "EvictionPolicy, got str"),
