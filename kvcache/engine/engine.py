@@ -57,9 +57,9 @@ class InferenceEngine:
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q6, q4 or
-            q3, 128 if one is q2, else 0. With an eviction policy the default is 0, and a group is what is left of so many
-            tokens of the text; beside a calibration, 16 take two thirds of q4's KL divergence off. Under StreamingLLM,
-            or where layers keep a window alone, it must be 0.
+            q3, 128 if one is q2, else 0. With an eviction policy the default is 0, and a group is what is left of so
+            many tokens of the text; beside a calibration, 16 take two thirds of q4's KL divergence off. Under
+            StreamingLLM, or where layers keep a window alone, it must be 0.
         eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
             PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see

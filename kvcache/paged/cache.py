@@ -55,7 +55,7 @@ class PagedKvCache:
         num_layers: layers; every block holds its tokens' K and V of all of them.
         separate_layers: a sequence, and so a block, holds tokens of one layer. A text has a sequence for each layer, so
             its layers may keep different tokens. Every call names the sequence's layer. All layers have one format.
-        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype` and `value_dtype` name them apart.
+        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
             The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
             many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written, and
             stored in f32.

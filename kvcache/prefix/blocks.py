@@ -111,8 +111,6 @@ class PrefixCache(IndexedCache):
     def source(self, source: Source | None) -> None:
         self._cached.attach(source)
 
-    # -- sessions -------------------------------------------------------------------------------------------
-
     def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
         """The matched blocks as a session, which holds them until it is released or dropped."""
         ids = as_tokens(token_ids)
@@ -143,8 +141,6 @@ class PrefixCache(IndexedCache):
         with self._lock:
             self._slots.release_dropped(kept=True)
 
-    # -- insert ---------------------------------------------------------------------------------------------
-
     def insert(self, token_ids: Any, block_start: int, keys: Any, values: Any, namespace: Hashable = None) -> int:
         """Cache the block of tokens `block_start..block_start + block_size`, unless it is; its index.
 
@@ -159,10 +155,9 @@ class PrefixCache(IndexedCache):
             OutOfMemoryError: every block is held.
         """
         ids, start = as_tokens(token_ids), as_integer(block_start, "block_start")
-        end = start + self.block_size
-        if start < 0 or start % self.block_size or end > len(ids):
-            most = len(ids) - self.block_size
-            raise ValueError(f"block_start: expected a multiple of {self.block_size}, at most {most}, got {start}")
+        size, end = self.block_size, start + self.block_size
+        if start < 0 or start % size or end > len(ids):
+            raise ValueError(f"block_start: expected a multiple of {size}, at most {len(ids) - size}, got {start}")
         k, v = checked_rows(self._store, [(keys, values)], self._cached.dims, self._cached.formats)
         with self._lock:
             if not self._cached.store_rows(ids[:end], start // self.block_size, k, v, namespace):
@@ -215,11 +210,8 @@ class PrefixCache(IndexedCache):
         with self._lock:
             self._index.clear()
 
-    # -- lookups, saved caches and reports: see these files --------------------------------------------------
-
     lookup, release, get_block = lookups.lookup, lookups.release, lookups.get_block
-    save, load = saving.save, saving.load
-    block_ids, references = reports.block_ids, reports.references
+    save, load, block_ids, references = saving.save, saving.load, reports.block_ids, reports.references
     memory, stats, _repr_html_ = reports.memory, reports.stats, reports.as_html
     watch_evictions, namespace_tokens = reports.watch_evictions, reports.namespace_tokens
     num_free_and_idle = reports.num_free_and_idle

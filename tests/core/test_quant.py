@@ -122,7 +122,8 @@ def test_halves_between_two_codes_go_to_the_even_one(simd, name):
     top = 2 ** BITS[name] - 1
     codes = np.resize([0, top, 0.5, 1.5, 2.5, top - 0.5, top - 1.5, 1.4999999], 64)  # minimum 0, scale 1
     got, _ = write_read(codes[None], name)
-    expected = oracle.stored(codes, BITS[name], False)[0] if kernels.FORMATS[name].fitted else np.rint(codes.astype(np.float32))
+    fitted = kernels.FORMATS[name].fitted
+    expected = oracle.stored(codes, BITS[name], False)[0] if fitted else np.rint(codes.astype(np.float32))
     np.testing.assert_array_equal(got[0], expected)  # with fewer bits the row is fitted, then rounded in the same way
 
 

@@ -9,7 +9,8 @@ from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.core import kernels
 
 FORMATS = [
-    *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"), ("q4", "q8"),
+    *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
+    ("q4", "q8"),
 ]  # fmt: skip
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 3000]
 HEADS, GROUP = 2, 2

@@ -1,7 +1,5 @@
 """Saved caches: they load bit for bit, in every format, and save to the same file again."""
 
-import itertools
-
 import numpy as np
 import pytest
 from contents import rows, state
@@ -11,10 +9,13 @@ from saved_caches import DIM, assert_same, assert_true, blocks, entries, get, pr
 from kvcache import PrefixCacheConfig, SnapshotError
 from kvcache.core.kernels import FORMATS
 
+NAMES = list(FORMATS)
+PAIRS = [(key, NAMES[(i + step) % len(NAMES)]) for i, key in enumerate(NAMES) for step in (0, 1, 3)]
+
 
 @pytest.mark.parametrize("kind", [entries, blocks])
-@pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="-".join)
-def test_every_pair_of_formats_comes_back_bit_for_bit(tmp_path, kind, pair):
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_formats_of_keys_and_values_come_back_bit_for_bit(tmp_path, kind, pair):
     options = {"key_dtype": pair[0], "value_dtype": pair[1]}
     if kind is entries:
         options["head_dim"] = DIM
