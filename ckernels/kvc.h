@@ -19,7 +19,7 @@
 #include "kvc_formats.h"
 #include "kvc_matrix.h"
 
-#define INLINE static inline __attribute__((always_inline)) /* functions whose arguments are to be constants */
+#define INLINE static inline __attribute__((always_inline)) /* whose constant arguments are to fold */
 
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 512 };
 

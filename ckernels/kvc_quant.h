@@ -71,24 +71,24 @@ static inline size_t kvc_row_bytes(kvc_rows rows) {
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
 
 /* The bits of the first part of a code; the second part has the others. */
-static inline int kvc_low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits; }
+INLINE int kvc_low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits; }
 
 /* The units that share bytes, and their bytes; those of the first parts. */
-static inline int kvc_units_together(int bits) {
+INLINE int kvc_units_together(int bits) {
     return 8 / (kvc_low_bits(bits) < bits ? bits - kvc_low_bits(bits) : bits);
 }
-static inline int kvc_bytes_together(int bits) { return kvc_units_together(bits) * bits / 8 * KVC_UNIT; }
-static inline int kvc_low_bytes(int bits) { return kvc_units_together(bits) * kvc_low_bits(bits) / 8 * KVC_UNIT; }
+INLINE int kvc_bytes_together(int bits) { return kvc_units_together(bits) * bits / 8 * KVC_UNIT; }
+INLINE int kvc_low_bytes(int bits) { return kvc_units_together(bits) * kvc_low_bits(bits) / 8 * KVC_UNIT; }
 
 /* Where the first part of unit n is among those that share bytes, and its lowest bit there. */
-static inline int kvc_low_at(int bits, int n) { return n * kvc_low_bits(bits) / 8 * KVC_UNIT; }
-static inline int kvc_low_shift(int bits, int n) { return n * kvc_low_bits(bits) % 8; }
+INLINE int kvc_low_at(int bits, int n) { return n * kvc_low_bits(bits) / 8 * KVC_UNIT; }
+INLINE int kvc_low_shift(int bits, int n) { return n * kvc_low_bits(bits) % 8; }
 
 /* Unpacks and packs the codes of one tile, unit by unit: head_dim / 4 units. bits is constant. The loops run over 64
  * bytes from advancing pointers: an index that might wrap around (-fwrapv, which Python builds with) prevents
  * vectorisation. */
 INLINE void kvc_unpack_parts(int bits, int dim, const unsigned char *restrict packed,
-                                    unsigned char *restrict units) {
+                             unsigned char *restrict units) {
     const unsigned char *end = units + dim * KVC_TILE;
     const int low = kvc_low_bits(bits), high = bits - low, together = kvc_units_together(bits);
     for (; units < end; packed += kvc_bytes_together(bits)) {
@@ -106,7 +106,7 @@ INLINE void kvc_unpack_parts(int bits, int dim, const unsigned char *restrict pa
 
 /* Packs `width` bits, from bit `from` on, of 8 / width units into 64 bytes. */
 INLINE void kvc_pack_part(int width, int from, const unsigned char *restrict units,
-                                 unsigned char *restrict packed) {
+                          unsigned char *restrict packed) {
     for (int i = 0; i < KVC_UNIT; i++) {
         int byte = 0;
         for (int n = 0; n < 8 / width; n++) {
@@ -118,7 +118,7 @@ INLINE void kvc_pack_part(int width, int from, const unsigned char *restrict uni
 }
 
 INLINE void kvc_pack_parts(int bits, int dim, const unsigned char *restrict units,
-                                  unsigned char *restrict packed) {
+                           unsigned char *restrict packed) {
     const unsigned char *end = units + dim * KVC_TILE;
     const int low = kvc_low_bits(bits), together = kvc_units_together(bits);
     if (bits == 8) {

@@ -63,7 +63,8 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     if (!high) return codes;
     const u8x64 second = u8x64_load(packed + kvc_low_bytes(bits));
     const int left = low - n * high;
-    return u8x64_or(codes, u8x64_and(left < 0 ? u8x64_shr(second, -left) : u8x64_shl(second, left), (1 << bits) - (1 << low)));
+    const u8x64 rest = left < 0 ? u8x64_shr(second, -left) : u8x64_shl(second, left);
+    return u8x64_or(codes, u8x64_and(rest, (1 << bits) - (1 << low)));
 }
 
 /* Digits have seven bits for codes of 8 and 6 bits and at levels whose dot products cannot take whole bytes. */
