@@ -55,9 +55,8 @@ NAMES = ("q8", "q6", "q8/q4", "q4", "q4/q2", "q3", "q2")
 MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
-    "q4" + OF_16 + CALIBRATED, "q4" + OF_128 + CALIBRATED, *(name + CALIBRATED for name in MIXES),
-    MIXES[0] + OF_128 + CALIBRATED, "q8" + BIASED, "q4" + BIASED, "q8" + CALIBRATED + BIASED,
-    "q4" + CALIBRATED + BIASED,
+    "q4" + OF_16 + CALIBRATED, "q4" + OF_128 + CALIBRATED, *(name + CALIBRATED for name in MIXES), "q8" + BIASED,
+    "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
 )  # fmt: skip
 WINDOW = ", window of a fifth"  # what is left of a text that evicts; compared with the same window over f32
 EVICTING = (
