@@ -19,7 +19,8 @@
 #include "kvc_formats.h"
 #include "kvc_matrix.h"
 
-#define INLINE static inline __attribute__((always_inline)) /* whose constant arguments are to fold */
+/* Always inlined: what a caller gives as constants is constant inside. */
+#define INLINE static inline __attribute__((always_inline))
 
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 512 };
 

@@ -67,7 +67,8 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     return u8x64_or(codes, u8x64_and(rest, (1 << bits) - (1 << low)));
 }
 
-/* Digits have seven bits for codes of 8 and 6 bits and at levels whose dot products cannot take whole bytes. */
+/* Digits are shared if codes have 4 bits or fewer and the dot products of the level take whole bytes. Other digits have
+ * seven bits. */
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
