@@ -121,6 +121,10 @@ INLINE void dot_group(const unsigned char *const *codes, int bits, const unsigne
         }
         return;
     }
+    part16 parts[12];
+    _Static_assert(KVC_GROUP / 4 <= KVC_PART_UNITS(15, 127), "the units of a group are one part");
+    UNROLL
+    for (int i = 0; i < rows * panels; i++) parts[i] = part16_begin(dots[i]);
     UNROLL
     for (int unit = 0; unit < 4; unit++) {
         u8x64 low[2], high[2];
@@ -135,12 +139,14 @@ INLINE void dot_group(const unsigned char *const *codes, int bits, const unsigne
             const int32_t next = load_i32(numbers + 4 * ((unit + 4) * rows + i));
             UNROLL
             for (int p = 0; p < panels; p++) {
-                i32x16 *dot = &dots[i * panels + p];
-                *dot = i32x16_dot_q(*dot, low[p], x);
-                *dot = i32x16_dot_q(*dot, high[p], next);
+                part16 *part = &parts[i * panels + p];
+                *part = part16_dot_q(*part, low[p], x);
+                *part = part16_dot_q(*part, high[p], next);
             }
         }
     }
+    UNROLL
+    for (int i = 0; i < rows * panels; i++) dots[i] = part16_end(parts[i], dots[i]);
 }
 
 INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int digits, int rows, int panels,
@@ -213,6 +219,8 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     }
 #if defined(KVC_AVX512)
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8)
+#elif defined(KVC_AVX2)
+#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4)
 #else
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
 #endif

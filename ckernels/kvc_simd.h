@@ -12,8 +12,12 @@
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
  * Products with weights (kvc_matmul.c) take units of 64 codes, u8x64, and 16 sums, i32x16:
- *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x and dot_q (codes below 128) add the
- *   products of codes 4i .. 4i+3 with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats.
+ *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x adds the products of codes 4i .. 4i+3
+ *   with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats.
+ * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes
+ *   times signed bytes), dot_w (signed codes times bytes of 0 to 127; attention alone), and end(part, sums), the sums with
+ *   the part added. KVC_PART_UNITS(code, byte) units fit a part where no factor is larger than these. Only the AVX2 level
+ *   has a limit; at the others a part is the sums themselves.
  * Its type u64x8 has sums for kvc_digest.c: zero, sum_of, add_products(sums, u8x64, key).
  * It also defines the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows
@@ -46,6 +50,8 @@
 #else
 #define UNROLL
 #endif
+
+enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any call adds */
 
 #if defined(KVC_AVX512)
 #include "simd_avx512.h"

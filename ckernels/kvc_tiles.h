@@ -43,6 +43,9 @@
 
 enum { UNIT_VECS = 16 / KVC_LANES };
 
+/* Whether a part (kvc_simd.h) that holds `steps` steps takes step n: a constant where no call has so many. */
+#define PART_TAKES(n, steps) ((steps) >= KVC_MAX_HEAD_DIM || (n) < (steps))
+
 INLINE int32_t four_bytes(const void *p) {
     int32_t x;
     memcpy(&x, p, 4);
@@ -89,15 +92,18 @@ INLINE float split(int shared, int is_signed, int n, const float *x, float inver
     }
 #endif
     (void)shared;
-    const int32_t centre = is_signed ? 64 : 0;
+    const int16_t centre = is_signed ? 64 : 0;
+    int16_t whole[KVC_MAX_HEAD_DIM]; /* which is more than KVC_CHUNK */
     int32_t sum = 0;
     for (int i = 0; i < n; i++) {
         const float y = x[i] * inverse, low_y = y > -MOST ? y : -MOST, in = low_y < MOST ? low_y : MOST;
-        const int32_t whole = (int32_t)((in + 0x1.8p23f) - 0x1.8p23f);
-        const int32_t digit = (whole + centre) >> 7;
+        whole[i] = (int16_t)((in + 0x1.8p23f) - 0x1.8p23f);
+        sum += whole[i];
+    }
+    for (int i = 0; i < n; i++) { /* in 16 bits: twice as many at a time */
+        const int16_t digit = (int16_t)((int16_t)(whole[i] + centre) >> 7);
         high[i] = (int8_t)digit;
-        low[i] = (int8_t)(whole - 128 * digit);
-        sum += whole;
+        low[i] = (int8_t)(whole[i] - 128 * digit);
     }
     return (float)sum;
 }
@@ -139,22 +145,31 @@ INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, cons
                           float *s, const unsigned char *ahead) {
     const int together = kvc_units_together(bits);
     const unsigned char *packed = tile + KVC_TILE_HEADER;
+    const int steps = KVC_PART_UNITS((1 << bits) - 1, 64) / together; /* of a part */
     i32x16 high[4], low[4];
     UNROLL
     for (int r = 0; r < rows; r++) high[r] = low[r] = i32x16_zero();
-    for (int d = 0; d < dim; packed += kvc_bytes_together(bits)) {
-        if (ahead) fetch_lines(ahead + (packed - tile), kvc_bytes_together(bits));
+    for (int d = 0; d < dim;) {
+        part16 high_part[4], low_part[4];
         UNROLL
-        for (int n = 0; n < together; n++, d += 4) {
-            unit_pair codes = pair_codes(bits, packed, n);
-            if (bits == 8 && KVC_SIGNED_KEYS) codes.own = codes.both = u8x64_xor(codes.own, 0x80);
+        for (int r = 0; r < rows; r++) high_part[r] = part16_begin(high[r]), low_part[r] = part16_begin(low[r]);
+        for (int step = 0; PART_TAKES(step, steps) && d < dim; step++, packed += kvc_bytes_together(bits)) {
+            if (ahead) fetch_lines(ahead + (packed - tile), kvc_bytes_together(bits));
             UNROLL
-            for (int r = 0; r < rows; r++) {
-                if (!(are_shared(bits) && n % 2))
-                    high[r] = i32x16_dot_q(high[r], codes.own, four_bytes(q[r].high + d));
-                low[r] = i32x16_dot_q(low[r], codes.both, four_bytes(q[r].low + d));
+            for (int n = 0; n < together; n++, d += 4) {
+                unit_pair codes = pair_codes(bits, packed, n);
+                if (bits == 8 && KVC_SIGNED_KEYS) codes.own = codes.both = u8x64_xor(codes.own, 0x80);
+                UNROLL
+                for (int r = 0; r < rows; r++) {
+                    if (!(are_shared(bits) && n % 2))
+                        high_part[r] = part16_dot_q(high_part[r], codes.own, four_bytes(q[r].high + d));
+                    low_part[r] = part16_dot_q(low_part[r], codes.both, four_bytes(q[r].low + d));
+                }
             }
         }
+        UNROLL
+        for (int r = 0; r < rows; r++)
+            high[r] = part16_end(high_part[r], high[r]), low[r] = part16_end(low_part[r], low[r]);
     }
     const uint16_t *scales = (const uint16_t *)tile, *minima = scales + KVC_TILE;
     UNROLL
@@ -227,42 +242,62 @@ NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, co
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
-    i32x16 high[4][2], low[4][2];
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-        UNROLL
-        for (int c = 0; c < 2; c++) high[r][c] = low[r][c] = i32x16_zero();
+#define EACH_SUM(...)                            \
+    UNROLL                                       \
+    for (int r = 0; r < rows; r++) {             \
+        UNROLL                                   \
+        for (int c = 0; c < 2; c++) __VA_ARGS__; \
     }
-    for (int i = 0; i < tiles; i++) {
-        const unsigned char *packed =
-            tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
-        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
-        UNROLL
-        for (int tg = 0; tg < 4; tg++) {
-            unit_pair codes[2];
+#define BEGIN_PARTS EACH_SUM(high_part[r][c] = part16_begin(high[r][c]), low_part[r][c] = part16_begin(low[r][c]))
+#define END_PARTS \
+    EACH_SUM(high[r][c] = part16_end(high_part[r][c], high[r][c]), low[r][c] = part16_end(low_part[r][c], low[r][c]))
+    i32x16 high[4][2], low[4][2];
+    EACH_SUM(high[r][c] = low[r][c] = i32x16_zero())
+    /* A part is whole tiles, or some of the four units of one. */
+    const int units = KVC_PART_UNITS(bits == 8 ? 128 : (1 << bits) - 1, 127);
+    const int tiles_of_part = units < 4 ? 1 : units / 4;
+    for (int i = 0; i < tiles;) {
+        part16 high_part[4][2], low_part[4][2];
+        BEGIN_PARTS
+        for (int n = 0; PART_TAKES(n, tiles_of_part) && i < tiles; n++, i++) {
+            const unsigned char *packed =
+                tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
+            if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
             UNROLL
-            for (int c = 0; c < 2; c++) {
-                const int unit = 4 * c + tg, together = kvc_units_together(bits);
-                codes[c] = pair_codes(bits, packed + unit / together * kvc_bytes_together(bits), unit % together);
-                if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
-            }
-            UNROLL
-            for (int r = 0; r < rows; r++) {
-                const int32_t w_high = four_bytes(w[r].high + KVC_TILE * i + 4 * tg);
-                const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
+            for (int tg = 0; tg < 4; tg++) {
+                unit_pair codes[2];
+                if (tg && units < 4 && tg % units == 0) {
+                    END_PARTS
+                    BEGIN_PARTS
+                }
                 UNROLL
                 for (int c = 0; c < 2; c++) {
-                    if (!are_shared(bits)) {
-                        high[r][c] = i32x16_dot_w(high[r][c], codes[c].own, w_high);
-                        low[r][c] = i32x16_dot_w(low[r][c], codes[c].own, w_low);
-                        continue;
+                    const int unit = 4 * c + tg, together = kvc_units_together(bits);
+                    codes[c] = pair_codes(bits, packed + unit / together * kvc_bytes_together(bits), unit % together);
+                    if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
+                }
+                UNROLL
+                for (int r = 0; r < rows; r++) {
+                    const int32_t w_high = four_bytes(w[r].high + KVC_TILE * i + 4 * tg);
+                    const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
+                    UNROLL
+                    for (int c = 0; c < 2; c++) {
+                        if (!are_shared(bits)) {
+                            high_part[r][c] = part16_dot_w(high_part[r][c], codes[c].own, w_high);
+                            low_part[r][c] = part16_dot_w(low_part[r][c], codes[c].own, w_low);
+                            continue;
+                        }
+                        if (tg % 2 == 0) high_part[r][c] = part16_dot_q(high_part[r][c], codes[c].own, w_high);
+                        low_part[r][c] = part16_dot_q(low_part[r][c], codes[c].both, w_low);
                     }
-                    if (tg % 2 == 0) high[r][c] = i32x16_dot_q(high[r][c], codes[c].own, w_high);
-                    low[r][c] = i32x16_dot_q(low[r][c], codes[c].both, w_low);
                 }
             }
         }
+        END_PARTS
     }
+#undef BEGIN_PARTS
+#undef END_PARTS
+#undef EACH_SUM
     UNROLL
     for (int r = 0; r < rows; r++) {
         UNROLL

@@ -134,7 +134,8 @@ INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm256_add_epi32(sums, 
 INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). vpmaddubsw adds two
- * products in 16 bits: 2 * 255 * 64 = 32,640 and 2 * 128 * 127 = 32,512 just fit, which is why digits have 7 bits. */
+ * products in 16 bits: 2 * 255 * 64 = 32,640 and 2 * 128 * 127 = 32,512 just fit, which is why digits have 7 bits.
+ * Products of smaller codes leave room in these 16 bits for those of more units: a part. */
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
@@ -142,7 +143,7 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_MIX_ROWS 1
 #define KVC_UNSIGNED_WEIGHTS 0
-#define KVC_PACKED_ROWS(n) 2
+#define KVC_PACKED_ROWS(n) 4
 #define KVC_PACKED_PANELS(rows) 1
 #define KVC_FLOAT_ROWS 6
 #define KVC_FLOAT_SUMS 12
@@ -180,15 +181,29 @@ INLINE i32x16 i32x16_zero(void) { return (i32x16){_mm256_setzero_si256(), _mm256
 INLINE __m256i i32x8_dot(__m256i sums, __m256i u8, __m256i s8) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(u8, s8), _mm256_set1_epi16(1)));
 }
-/* sums[i] += the products of codes[4i .. 4i+3], unsigned, with 4 signed bytes of -64 to 63. */
-INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
-    const __m256i q_v = _mm256_set1_epi32(q);
-    return (i32x16){i32x8_dot(sums.a, codes.a, q_v), i32x8_dot(sums.b, codes.b, q_v)};
+typedef struct part16 {
+    __m256i a, b; /* 32 sums of 16 bits, of two products of each unit */
+} part16;
+
+#define KVC_PART_UNITS(code, byte) (INT16_MAX / (2 * (code) * (byte)))
+INLINE part16 part16_begin(i32x16 sums) {
+    (void)sums;
+    return (part16){_mm256_setzero_si256(), _mm256_setzero_si256()};
 }
-/* sums[i] += the products of codes[4i .. 4i+3], signed, with 4 bytes of 0 to 127. */
-INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
+INLINE i32x16 part16_end(part16 part, i32x16 sums) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return (i32x16){_mm256_add_epi32(sums.a, _mm256_madd_epi16(part.a, one)),
+                    _mm256_add_epi32(sums.b, _mm256_madd_epi16(part.b, one))};
+}
+INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
+    const __m256i q_v = _mm256_set1_epi32(q);
+    return (part16){_mm256_add_epi16(part.a, _mm256_maddubs_epi16(codes.a, q_v)),
+                    _mm256_add_epi16(part.b, _mm256_maddubs_epi16(codes.b, q_v))};
+}
+INLINE part16 part16_dot_w(part16 part, u8x64 codes, int32_t w) {
     const __m256i w_v = _mm256_set1_epi32(w);
-    return (i32x16){i32x8_dot(sums.a, w_v, codes.a), i32x8_dot(sums.b, w_v, codes.b)};
+    return (part16){_mm256_add_epi16(part.a, _mm256_maddubs_epi16(w_v, codes.a)),
+                    _mm256_add_epi16(part.b, _mm256_maddubs_epi16(w_v, codes.b))};
 }
 /* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes of -127 to 127. The sign goes to
  * the other factor: 2 * 128 * 127 just fits 16 bits. */

@@ -144,19 +144,23 @@ INLINE u8x64 u8x64_shr(u8x64 x, int n) { return u8x64_shl(x, -n); }
 INLINE i32x16 i32x16_zero(void) {
     return (i32x16){{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
 }
-/* sums[i] += the products of codes[4i .. 4i+3] with 4 bytes, all signed. */
-INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
+typedef i32x16 part16;
+#define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
+INLINE part16 part16_begin(i32x16 sums) { return sums; }
+INLINE i32x16 part16_end(part16 part, i32x16 sums) { return (void)sums, part; }
+/* Codes and bytes are signed, both. */
+INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
     const int8x16_t q_v = vreinterpretq_s8_s32(vdupq_n_s32(q));
     UNROLL
     for (int i = 0; i < 4; i++) {
-        sums.val[i] = vdotq_s32(sums.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
+        part.val[i] = vdotq_s32(part.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
     }
-    return sums;
+    return part;
 }
-INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
+INLINE part16 part16_dot_w(part16 part, u8x64 codes, int32_t w) { return part16_dot_q(part, codes, w); }
 /* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes. */
 INLINE u8x64 u8x64_weights(u8x64 codes) { return u8x64_xor(codes, 0x80); }
-INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_q(sums, codes, x); }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return part16_dot_q(sums, codes, x); }
 INLINE i32x16 i32x16_set1(int32_t x) {
     return (i32x16){{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}};
 }

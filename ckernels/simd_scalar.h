@@ -116,8 +116,13 @@ INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
     for (int i = 0; i < 64; i++) sums.sum[i / 4] += (int8_t)codes.byte[i] * (int8_t)((uint32_t)x >> 8 * (i % 4));
     return sums;
 }
-/* The same of codes below 128 as they are. */
-INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_x(sums, codes, x); }
+
+typedef i32x16 part16;
+#define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
+INLINE part16 part16_begin(i32x16 sums) { return sums; }
+INLINE i32x16 part16_end(part16 part, i32x16 sums) { return (void)sums, part; }
+INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) { return i32x16_dot_x(part, codes, q); }
+
 INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     for (int i = 0; i < 16; i++) high.sum[i] = high.sum[i] * 128 + more;
     return high;

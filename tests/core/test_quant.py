@@ -292,6 +292,23 @@ def test_the_bound_holds_for_any_score_spread(simd, rng, name, spread, tokens):
 
 
 @formats
+@pytest.mark.parametrize("dim", [32, 64, 96, 256, 512])
+def test_the_largest_sums_do_not_overflow(simd, rng, name, dim):
+    """All codes but one of a row at one end, all digits of queries and of weights at theirs, with either sign."""
+    s = Scattered(rng, [320], heads=1, dim=dim, key_format=name)
+    row = np.ones(dim, np.float32)
+    row[0] = -1
+    for side in (s.keys[0], s.values[0]):
+        side[:160], side[160:] = row, -row
+    kernelcalls.write(s.layout, s.arena, s.runs[0], s.keys[0], s.values[0])
+    kernelcalls.read(s.layout, s.arena, s.runs[0], s.read_keys[0], s.read_values[0])
+    queries = np.ones((1, 3, dim), np.float32) * np.float32([[1], [-1], [0]]) * np.float32(dim**-0.5)
+    out, _, expected, _ = attend(s, [1], 3, rng=rng, queries=queries)
+    np.testing.assert_allclose(out, expected, atol=0.01)
+    assert np.abs(expected[0, :2]).min() > 0.5
+
+
+@formats
 @pytest.mark.parametrize("rotate", [False, True])
 def test_outlier_channels_and_offsets(simd, rng, name, rotate):
     s = Scattered(rng, [500], heads=1, dim=128, key_format=name, rotate=rotate)

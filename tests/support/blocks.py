@@ -107,11 +107,12 @@ def guarded_attention(rng, name, dim, at_end, thread_counts):
                 yield s, queries, out, scores
 
 
-def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, spread=1.0):
-    """Output and scores of one call over all sequences of s, and those of the oracle."""
+def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, spread=1.0, queries=None):
+    """Output and scores of one call over all sequences of s, and those of the oracle; queries are drawn if not given."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
-    queries = (spread * rng.standard_normal((sum(num_queries), heads * group, dim))).astype(np.float32)
+    if queries is None:
+        queries = (spread * rng.standard_normal((sum(num_queries), heads * group, dim))).astype(np.float32)
     sink_queries = None if sinks is None else rng.standard_normal(queries.shape).astype(np.float32)
     sinks = sinks or [0] * len(num_queries)
     total = sum(map(len, s.keys))
