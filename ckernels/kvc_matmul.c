@@ -123,8 +123,7 @@ INLINE void dot_group(const unsigned char *const *codes, int bits, const unsigne
     }
     part16 parts[12];
     _Static_assert(KVC_GROUP / 4 <= KVC_PART_UNITS(15, 127), "the units of a group are one part");
-    UNROLL
-    for (int i = 0; i < rows * panels; i++) parts[i] = part16_begin(dots[i]);
+    begin_parts(rows * panels, dots, parts);
     UNROLL
     for (int unit = 0; unit < 4; unit++) {
         u8x64 low[2], high[2];
@@ -140,13 +139,11 @@ INLINE void dot_group(const unsigned char *const *codes, int bits, const unsigne
             UNROLL
             for (int p = 0; p < panels; p++) {
                 part16 *part = &parts[i * panels + p];
-                *part = part16_dot_q(*part, low[p], x);
-                *part = part16_dot_q(*part, high[p], next);
+                *part = part16_dot_q(part16_dot_q(*part, low[p], x), high[p], next);
             }
         }
     }
-    UNROLL
-    for (int i = 0; i < rows * panels; i++) dots[i] = part16_end(parts[i], dots[i]);
+    end_parts(rows * panels, parts, dots);
 }
 
 INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int digits, int rows, int panels,
@@ -308,8 +305,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
 }
 
 /* Panels of a tile of so many rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
-#define PANELS(rows) \
-    ((rows) * 4 * VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
+#define PANELS(rows) ((rows) * 4 * VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
 #define FLOAT(format, unused, rows)                                                                            \
     NOINLINE void float_##format##_##rows(const kvc_matrix *matrix, int64_t k, int64_t k_stop, const float *x, \
@@ -419,8 +415,6 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
 
 /* The results of panels [panel, panel_stop) for all rows. */
 void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
-    if (kvc_matrix_format_of(args->matrix->format)->packed)
-        multiply_packed(args, panel, panel_stop);
-    else
-        multiply_floats(args, panel, panel_stop);
+    const int packed = kvc_matrix_format_of(args->matrix->format)->packed;
+    (packed ? multiply_packed : multiply_floats)(args, panel, panel_stop);
 }

@@ -63,6 +63,16 @@ enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any c
 #include "simd_scalar.h"
 #endif
 
+/* Parts of n sums (a constant). */
+INLINE void begin_parts(int n, const i32x16 *sums, part16 *parts) {
+    UNROLL
+    for (int i = 0; i < n; i++) parts[i] = part16_begin(sums[i]);
+}
+INLINE void end_parts(int n, const part16 *parts, i32x16 *sums) {
+    UNROLL
+    for (int i = 0; i < n; i++) sums[i] = part16_end(parts[i], sums[i]);
+}
+
 /* Values [d, d + KVC_LANES) of a row of dim values, dim a multiple of 8. Only 16 lanes can exceed the row, by 8. */
 INLINE f32v load_dims(const float *row, int d, int dim) {
     return KVC_LANES > 8 && d + 8 == dim ? f32v_load8(row + d) : f32v_load(row + d);

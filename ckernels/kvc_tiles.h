@@ -151,8 +151,7 @@ INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, cons
     for (int r = 0; r < rows; r++) high[r] = low[r] = i32x16_zero();
     for (int d = 0; d < dim;) {
         part16 high_part[4], low_part[4];
-        UNROLL
-        for (int r = 0; r < rows; r++) high_part[r] = part16_begin(high[r]), low_part[r] = part16_begin(low[r]);
+        begin_parts(rows, high, high_part), begin_parts(rows, low, low_part);
         for (int step = 0; PART_TAKES(step, steps) && d < dim; step++, packed += kvc_bytes_together(bits)) {
             if (ahead) fetch_lines(ahead + (packed - tile), kvc_bytes_together(bits));
             UNROLL
@@ -167,9 +166,7 @@ INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, cons
                 }
             }
         }
-        UNROLL
-        for (int r = 0; r < rows; r++)
-            high[r] = part16_end(high_part[r], high[r]), low[r] = part16_end(low_part[r], low[r]);
+        end_parts(rows, high_part, high), end_parts(rows, low_part, low);
     }
     const uint16_t *scales = (const uint16_t *)tile, *minima = scales + KVC_TILE;
     UNROLL
@@ -242,23 +239,15 @@ NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, co
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
-#define EACH_SUM(...)                            \
-    UNROLL                                       \
-    for (int r = 0; r < rows; r++) {             \
-        UNROLL                                   \
-        for (int c = 0; c < 2; c++) __VA_ARGS__; \
-    }
-#define BEGIN_PARTS EACH_SUM(high_part[r][c] = part16_begin(high[r][c]), low_part[r][c] = part16_begin(low[r][c]))
-#define END_PARTS \
-    EACH_SUM(high[r][c] = part16_end(high_part[r][c], high[r][c]), low[r][c] = part16_end(low_part[r][c], low[r][c]))
-    i32x16 high[4][2], low[4][2];
-    EACH_SUM(high[r][c] = low[r][c] = i32x16_zero())
+    i32x16 high[8], low[8]; /* [row][of the two blocks of channels] */
+    UNROLL
+    for (int i = 0; i < 2 * rows; i++) high[i] = low[i] = i32x16_zero();
     /* A part is whole tiles, or some of the four units of one. */
     const int units = KVC_PART_UNITS(bits == 8 ? 128 : (1 << bits) - 1, 127);
     const int tiles_of_part = units < 4 ? 1 : units / 4;
     for (int i = 0; i < tiles;) {
-        part16 high_part[4][2], low_part[4][2];
-        BEGIN_PARTS
+        part16 high_part[8], low_part[8];
+        begin_parts(2 * rows, high, high_part), begin_parts(2 * rows, low, low_part);
         for (int n = 0; PART_TAKES(n, tiles_of_part) && i < tiles; n++, i++) {
             const unsigned char *packed =
                 tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
@@ -267,8 +256,8 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
             for (int tg = 0; tg < 4; tg++) {
                 unit_pair codes[2];
                 if (tg && units < 4 && tg % units == 0) {
-                    END_PARTS
-                    BEGIN_PARTS
+                    end_parts(2 * rows, high_part, high), end_parts(2 * rows, low_part, low);
+                    begin_parts(2 * rows, high, high_part), begin_parts(2 * rows, low, low_part);
                 }
                 UNROLL
                 for (int c = 0; c < 2; c++) {
@@ -282,28 +271,26 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
                     const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
                     UNROLL
                     for (int c = 0; c < 2; c++) {
+                        part16 *high_one = &high_part[2 * r + c], *low_one = &low_part[2 * r + c];
                         if (!are_shared(bits)) {
-                            high_part[r][c] = part16_dot_w(high_part[r][c], codes[c].own, w_high);
-                            low_part[r][c] = part16_dot_w(low_part[r][c], codes[c].own, w_low);
+                            *high_one = part16_dot_w(*high_one, codes[c].own, w_high);
+                            *low_one = part16_dot_w(*low_one, codes[c].own, w_low);
                             continue;
                         }
-                        if (tg % 2 == 0) high_part[r][c] = part16_dot_q(high_part[r][c], codes[c].own, w_high);
-                        low_part[r][c] = part16_dot_q(low_part[r][c], codes[c].both, w_low);
+                        if (tg % 2 == 0) *high_one = part16_dot_q(*high_one, codes[c].own, w_high);
+                        *low_one = part16_dot_q(*low_one, codes[c].both, w_low);
                     }
                 }
             }
         }
-        END_PARTS
+        end_parts(2 * rows, high_part, high), end_parts(2 * rows, low_part, low);
     }
-#undef BEGIN_PARTS
-#undef END_PARTS
-#undef EACH_SUM
     UNROLL
     for (int r = 0; r < rows; r++) {
         UNROLL
         for (int c = 0; c < 2; c++) {
             f32v sums[UNIT_VECS];
-            i32x16_floats(high[r][c], low[r][c], radix_bits(bits), sums);
+            i32x16_floats(high[2 * r + c], low[2 * r + c], radix_bits(bits), sums);
             UNROLL
             for (int v = 0; v < UNIT_VECS; v++) {
                 float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;

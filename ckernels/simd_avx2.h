@@ -181,6 +181,7 @@ INLINE i32x16 i32x16_zero(void) { return (i32x16){_mm256_setzero_si256(), _mm256
 INLINE __m256i i32x8_dot(__m256i sums, __m256i u8, __m256i s8) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(u8, s8), _mm256_set1_epi16(1)));
 }
+
 typedef struct part16 {
     __m256i a, b; /* 32 sums of 16 bits, of two products of each unit */
 } part16;
