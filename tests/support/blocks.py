@@ -108,7 +108,7 @@ def guarded_attention(rng, name, dim, at_end, thread_counts):
 
 
 def attend(s, num_queries, group=2, *, rng, sinks=None, scale=None, threads=1, spread=1.0, queries=None):
-    """Output and scores of one call over all sequences of s, and those of the oracle; queries are drawn if not given."""
+    """Output and scores of a call over all sequences of s, and those of the oracle; queries are drawn if not given."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
     if queries is None:
