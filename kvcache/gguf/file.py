@@ -36,7 +36,7 @@ __all__ = ["MAX_HEADER_BYTES", "GgufFile", "TensorInfo"]
 # GiB (short strings) and some seconds.
 MAX_HEADER_BYTES = 64 * 2**20
 _CHUNK = 1 << 20  # bytes of the header read at a time
-_LENGTH = struct.Struct("<Q")  # of a string
+_LENGTH = struct.Struct("<Q").unpack_from  # of a string
 _MAX_RANK = 4
 _MAX_VALUES = 2**48  # of one tensor: keeps sizes in bytes inside int64
 _MAX_ALIGNMENT = 1 << 20
@@ -199,8 +199,7 @@ class _Header:
     def _array(self) -> Any:
         kind, count = self._u32(), self._u64()
         if kind == _STRING:
-            self._need(8 * count)
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if kind == _BOOL:
             return self._bools(count)
         if kind not in _NUMBERS:
@@ -219,22 +218,36 @@ class _Header:
             raise CheckpointError(f"{self._file.path}: {self._what}: expected 0 or 1, got {stored.max()}")
         return stored.astype(np.bool_)
 
+    def _strings(self, count: int) -> list[str]:
+        """Like `_string` for each, in a third of the time: vocabularies have hundreds of thousands."""
+        self._need(8 * count)
+        found: list[str] = []
+        while len(found) < count:
+            data, at, there = self._data, self._at, len(self._data)
+            try:
+                for _ in range(count - len(found)):
+                    begin = at + 8
+                    stop = begin + _LENGTH(data, at)[0]
+                    if stop > there:
+                        break
+                    found.append(data[begin:stop].decode())
+                    at = stop
+            except (struct.error, UnicodeDecodeError):  # `data` ends inside of a length; `_string` tells what is wrong
+                pass
+            self._at = at
+            if len(found) < count:
+                found.append(self._string())
+        return found
+
     def _string(self, most: int = MAX_HEADER_BYTES) -> str:
-        if self._at + 8 > len(self._data):  # not `_u64` and `_take`: a vocabulary has hundreds of thousands of strings
-            self._need(8)
-        (size,) = _LENGTH.unpack_from(self._data, self._at)
-        self._at += 8
+        size = self._u64()
         if size > most:
             raise CheckpointError(
                 f"{self._file.path}: {self._what}: expected a string of at most {most} bytes, got {size}"
             )
-        stop = self._at + size
-        if stop > len(self._data):
-            self._need(size)
-        stored = self._data[self._at : stop]
-        self._at = stop
+        stored = self._take(size)
         try:
-            return stored.decode("utf-8")
+            return stored.decode()
         except UnicodeDecodeError:
             raise CheckpointError(
                 f"{self._file.path}: {self._what}: expected UTF-8, got {short(bytes(stored))}"
