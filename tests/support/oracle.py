@@ -38,36 +38,47 @@ def attend(
     count, query_heads, _ = queries.shape
     tokens, heads, _ = keys.shape
     shown = tokens if shown is None else shown
+    seen = np.array([seen_by(j, count, tokens, window, causal, parents)[:shown] for j in range(count)], bool)
+    seen = seen.reshape(count, shown)
+    values = np.where(seen.any(0)[:, None, None], values[:shown], 0)
     out, mass = np.zeros((count, query_heads, values.shape[2])), np.zeros((query_heads, shown))
     lse = np.full((count, query_heads), -np.inf)
     for h in range(query_heads):
-        k, v = keys[:shown, h // (query_heads // heads)], values[:shown, h // (query_heads // heads)]
+        k, v = keys[:shown, h // (query_heads // heads)], values[:, h // (query_heads // heads)]
         scores = queries[:, h] @ k.T * scale
         if sink_queries is not None and sink_tokens:
             scores[:, :sink_tokens] = np.asarray(sink_queries, np.float64)[:, h] @ k[:sink_tokens].T * scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
-        for j in range(count):
-            positions, own = np.arange(tokens), tokens - count + j
-            if parents is not None:
-                line = [j]
-                while parents[line[-1]] >= 0:
-                    line.append(parents[line[-1]])
-                positions[tokens - count :] = tokens  # after all
-                positions[[tokens - count + i for i in line]] = tokens - count + np.arange(len(line))[::-1]
-                own = positions[own]
-            seen = positions[:shown] <= (own if causal else tokens)
-            if window is not None:
-                seen &= positions[:shown] > own - window
-            sink = [] if sinks is None else np.broadcast_to(np.float64(sinks), lse.shape)[j, h]
-            logits = np.append(scores[j, seen], sink)
-            if len(logits) == 0:
-                continue
-            lse[j, h] = np.logaddexp.reduce(logits)
-            weights = np.exp(scores[j, seen] - lse[j, h])
-            out[j, h] = weights @ v[seen]
-            mass[h, seen] += weights
+        scores[~seen] = -np.inf
+        sink = -np.inf if sinks is None else np.broadcast_to(np.float64(sinks), lse.shape)[:, h]
+        lse[:, h] = np.logaddexp(log_of_sums(scores), sink)
+        weights = np.exp(scores - np.where(lse[:, h] > -np.inf, lse[:, h], 0)[:, None])
+        out[:, h] = weights @ v
+        mass[h] = weights.sum(0)
     return out, mass, lse
+
+
+def seen_by(query, count, tokens, window, causal, parents):
+    """Which tokens the query sees that is `query` of `count` at the last positions, `(tokens,)`; as of `attend`."""
+    positions, own = np.arange(tokens), tokens - count + query
+    if parents is not None:
+        line = [query]
+        while parents[line[-1]] >= 0:
+            line.append(parents[line[-1]])
+        positions[tokens - count :] = tokens  # after all
+        positions[[tokens - count + i for i in line]] = tokens - count + np.arange(len(line))[::-1]
+        own = positions[own]
+    seen = positions <= (own if causal else tokens)
+    return seen if window is None else seen & (positions > own - window)
+
+
+def log_of_sums(scores):
+    """The logarithm of each row's sum of exp(score); -inf where all scores are."""
+    largest = scores.max(1, initial=-np.inf)
+    largest = np.where(largest > -np.inf, largest, 0)
+    sums = np.exp(scores - largest[:, None]).sum(1)
+    return largest + np.log(sums, out=np.full(len(sums), -np.inf), where=sums > 0)
 
 
 def log_sum_exp(queries, keys, scale):
