@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import examples
 
 from kvcache import PrefixCache
 from kvcache.core.pool import BlockPool
@@ -159,7 +160,7 @@ def test_a_page_that_does_not_arrive_ends_the_match():
     cache.index.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=30)), max_size=12))
 def test_any_history_serves_the_right_content(history):
     cache = TwoGroupCache(7)

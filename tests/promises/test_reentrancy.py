@@ -24,7 +24,7 @@ SYSTEMS = [
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_nested_calls(tmp_path, long, system):
-    rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
+    rounds, seconds = (30, 20) if long else (0.5, 0.2) if FAST else (1, 0.4)
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "reentry.py"), system, str(rounds), str(seconds), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},
@@ -35,7 +35,8 @@ def test_nested_calls(tmp_path, long, system):
     counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", done.stdout)
     assert counts, "the process printed no counts"
     calls, inside, refused, handlers = map(int, counts.groups())
-    assert calls > 100
-    assert inside > 1000
-    assert refused > 100, "no call was made inside of a call"
+    least = 50 if FAST else 100  # without those of the timers, whose number is the machine's speed
+    assert calls > least
+    assert inside > 5 * least
+    assert refused > least, "no call was made inside of a call"
     assert handlers > 0

@@ -60,7 +60,7 @@ def test_interrupted_at_every_line(network, long, kind):
     with Lines() as lines:
         served.all()
     chosen = places(lines.seen, every=long)
-    chosen = chosen if long else chosen[:: (8 if FAST else 3) * (1 + (kind == "windows"))]
+    chosen = chosen if long else chosen[:: (8 if FAST else 5) * (1 + (kind == "windows"))]
     for stop in chosen:
         served, lines, kept = Served(network, **options), Lines(stop), []
         try:

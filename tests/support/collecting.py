@@ -45,10 +45,10 @@ class Watched:
 
 
 class Collecting:
-    """While entered, the collector runs at nearly every allocation of a container, and `action` in it."""
+    """While entered, the collector runs at nearly every n-th allocation of a container, and `action` in it."""
 
-    def __init__(self, action):
-        self.action = action
+    def __init__(self, action, every=1):
+        self.action, self.every = action, every
 
     def __enter__(self):
         gc.collect()
@@ -57,7 +57,7 @@ class Collecting:
         Finalised.action = self.action
         Finalised()
         Watched()
-        gc.set_threshold(1, 1, 1)
+        gc.set_threshold(self.every, 1, 1)
 
     def __exit__(self, *exception):
         gc.set_threshold(*self.before)

@@ -72,7 +72,8 @@ class Lines:
 
     def _handle(self, _, frame):
         self.handled_at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        sys.settrace(self._call)
+        if self.again is not None and self.count < self.again:
+            sys.settrace(self._call)
         self._late = frame.f_code is Lines.__exit__.__code__
         if not self._late:
             raise KeyboardInterrupt

@@ -41,7 +41,7 @@ class Run:
 
     Args:
         make: `make(seed)` gives a system.
-        rounds: how much of each.
+        rounds: how much of each; less than 1 for builds that run slowly.
     """
 
     def __init__(self, make, rounds):
@@ -88,9 +88,8 @@ class Run:
     def arguments(self, every):
         """Every call inside of the argument conversions of every other one, or of some."""
         for outer in self.names:
-            some = (
-                self.names if every else random.Random(outer).sample(self.names, min(3 * self.rounds, len(self.names)))
-            )
+            most = len(self.names) if every else min(max(1, int(3 * self.rounds)), len(self.names))
+            some = random.Random(outer).sample(self.names, most)
             for inner in some:
                 system = self.make(1)
                 wrap = system.wrap if system.wrap.action else ArgumentWrapper()
@@ -115,7 +114,7 @@ class Run:
 
     def lines(self):
         """Any call at every line."""
-        for number in range(self.rounds):
+        for number in range(max(1, int(self.rounds))):
             for outer in self.names:
                 system = self.make(number)
                 inner = InnerCalls(system, self.names, (outer, number).__repr__())
@@ -130,7 +129,7 @@ class Run:
             system = self.make(1)
             with Between(None, opcodes=True, stop=0) as between:
                 system._call(outer, ArgumentWrapper())
-            for stop in spread(range(1, between.count + 1), 4 * self.rounds):
+            for stop in spread(range(1, between.count + 1), int(4 * self.rounds)):
                 system = self.make(1)
                 inner = random.Random(f"{outer} {stop}").choice(self.names)
 
@@ -149,11 +148,11 @@ class Run:
                 self._end(system, f"{outer}, interrupted at {stop} of {between.count}")
 
     def collector(self):
-        for number in range(self.rounds):
+        for number in range(max(1, int(self.rounds))):
             for outer in self.names:
                 system = self.make(number)
                 inner = InnerCalls(system, self.names, f"{outer} {number}")
-                with Collecting(inner):
+                with Collecting(inner, every=1 if self.rounds >= 1 else 3):
                     self._outer(system, outer, ArgumentWrapper(), f"{outer} under the collector")
                 self._end(system, f"{outer} under the collector ({number})")
 
@@ -213,8 +212,8 @@ class Run:
 
 def main(system, rounds, seconds, path):
     logging.disable()
-    rounds, seconds = int(rounds), float(seconds)
-    faulthandler.dump_traceback_later(120 + 40 * seconds * 30 + 30 * rounds, exit=True)
+    rounds, seconds = float(rounds), float(seconds)
+    faulthandler.dump_traceback_later(150 + 40 * seconds * 30 + 30 * rounds, exit=True)
     module, name = system.split(".")
     kind = getattr(importlib.import_module(module), name)
     gc.freeze()  # gc.collect() then looks at what a system makes, not at all of NumPy
