@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", default=["1B:bfloat16", "1B:float32", "SmolLM2:float32"], help="SHAPE:DTYPE of models"
     )
+    parser.add_argument("--weights", nargs="+", default=["auto", "q8", "q4"], metavar="FORMAT",
+                        help="of pack_weights, each a row with a PagedCache of q4 (default auto q8 q4)")  # fmt: skip
     parser.add_argument("--caches", nargs="+", default=(), metavar="NAME", help="only caches with one of these in it")
     parser.add_argument("--only", choices=("decode", "prefill", "glue", "orders"), help="one of the tables")
 
@@ -80,18 +82,20 @@ def _of_model(
 ) -> list[tuple[Table, list[Result]]]:
     import torch
 
-    from bench.transformers.models import decode, fill, is_one, kv_bytes, make_model, makers, prefill
+    from bench.transformers.models import decode, fill, is_one, kv_bytes, make_model, makers, packed, prefill
 
     both = all(is_one(name, options.caches) for name in (DYNAMIC, OURS[-1]))  # what the claims compare
     model, done, prompt = make_model(shape, dtype), [], 256 if options.quick else PROMPT
+    rows = [(name, model, implementation, make) for name, implementation, make in makers(model.config, options.caches)]
+    rows += list(packed(model, options.weights, options.caches))
     ids = torch.randint(3, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(2))
 
     def decoding(context: int) -> list[Candidate]:
         found = []
-        for name, implementation, make in makers(model.config, options.caches):
+        for name, network, implementation, make in rows:
             cache = make()
-            fill(cache, model, context)
-            run = partial(decode, model, implementation, cache, STEPS)
+            fill(cache, network, context)
+            run = partial(decode, network, implementation, cache, STEPS)
             run()
 
             back = None if name.startswith("Quantized") else partial(_back, cache, context)  # those have no crop
@@ -100,8 +104,10 @@ def _of_model(
 
     def prefilling() -> list[Candidate]:
         return [
-            Candidate(name, lambda i=implementation, m=make: prefill(model, i, m(), ids), facts={"work": float(prompt)})
-            for name, implementation, make in makers(model.config, options.caches)
+            Candidate(
+                name, lambda n=network, i=implementation, m=make: prefill(n, i, m(), ids), facts={"work": float(prompt)}
+            )
+            for name, network, implementation, make in rows
         ]
 
     for threads in options.threads:

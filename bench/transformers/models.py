@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from typing import Any
@@ -17,9 +18,10 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvcache.integrations.transformers import PagedCache
+from kvcache.integrations.transformers import PagedCache, pack_weights
 
-__all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "is_one", "kv_bytes", "make_model", "makers", "prefill"]
+__all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "is_one", "kv_bytes", "make_model", "makers", "packed",
+           "prefill"]  # fmt: skip
 
 FORMATS = ("f32", "f16", "q8", "q4")
 BOUND = "attention left out"  # what the rest of a model takes, whatever the cache
@@ -93,6 +95,18 @@ def makers(config: Any, names: Collection[str] = ()) -> Iterator[tuple[str, str,
     for name, (implementation, make) in made.items():
         if is_one(name, names):
             yield name, implementation, make
+
+
+def packed(
+    model: Any, weights: Collection[str], names: Collection[str]
+) -> Iterator[tuple[str, Any, str, Callable[[], Any]]]:
+    """`(name, model, attn_implementation, new cache)` for each format of weights, with K and V in q4."""
+    for each in weights:
+        name = f"PagedCache q4, {'packed' if each == 'auto' else each} weights"
+        if is_one(name, names):
+            copied = copy.deepcopy(model)
+            pack_weights(copied, each)
+            yield name, copied, "kvcache", partial(PagedCache, model.config, dtype="q4")
 
 
 def is_one(name: str, names: Collection[str]) -> bool:

@@ -7,6 +7,8 @@ For example::
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")
     model.generate(**inputs, past_key_values=kvt.PagedCache(model.config, dtype="q4"))
 
+    kvt.pack_weights(model, "q8")  # linear layers multiply by packed weights: several times as fast
+
     store = kvt.PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
     cache = store.cache_for(inputs.input_ids)
     out = model.generate(**inputs, past_key_values=cache)
@@ -23,8 +25,9 @@ from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMa
 from kvcache.integrations.transformers.masks import make_mask
 from kvcache.integrations.transformers.pace import take_number
 from kvcache.integrations.transformers.prefixes import PrefixStore
+from kvcache.integrations.transformers.weights import PackedWeights, pack_weights
 
-__all__ = ["PagedCache", "PagedCacheStats", "PrefixStore"]
+__all__ = ["PackedWeights", "PagedCache", "PagedCacheStats", "PrefixStore", "pack_weights"]
 
 AttentionInterface.register("kvcache", attention)
 AttentionMaskInterface.register("kvcache", make_mask)

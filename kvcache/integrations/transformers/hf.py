@@ -36,6 +36,7 @@ try:
         causal_mask_function,
         sdpa_mask,
     )
+    from transformers.pytorch_utils import Conv1D
 except ImportError as error:
     raise ImportError(
         f"kvcache.integrations.transformers: expected torch and transformers 5, got: {error}; "
@@ -48,6 +49,7 @@ __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
     "CacheLayerMixin",
+    "Conv1D",
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
