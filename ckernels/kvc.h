@@ -193,4 +193,14 @@ void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const 
 size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *);
 void kvc_matmul(const kvc_kernels *, const kvc_matmul_args *, int num_threads);
 
+/* kvc_network_parallel.c: the functions of kvc_network.c on several threads. */
+void kvc_rms_norm(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride,
+                  const float *weight, float eps, float *out, int num_threads);
+void kvc_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
+void kvc_geglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
+void kvc_clamped_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out,
+                        int num_threads);
+void kvc_rotate(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
+                int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads);
+
 #endif

@@ -20,11 +20,13 @@ INLINE int32_t put_numbers(const float x[KVC_GROUP], int digits, int rows, unsig
     }
     const float magnitude = f32v_max_of(largest);
     const f32v per_step = f32v_set1(magnitude > 0x1p-100f ? most / magnitude : 0.0f);
-    unsigned char high[KVC_GROUP], low[KVC_GROUP];
+    unsigned char high[KVC_GROUP], low[KVC_GROUP]; /* bytes + 128, then signed */
+    f32v sum = f32v_zero();
     UNROLL
     for (int i = 0; i < VECTORS; i++) {
         f32v number = f32v_round(f32v_mul(v[i], per_step));
         number = f32v_min(f32v_max(number, f32v_set1(-most)), f32v_set1(most)); /* NaN becomes -most */
+        sum = f32v_add(sum, number);
         if (digits == 2) {
             const f32v above = f32v_round(f32v_mul(number, f32v_set1(1.0f / 128.0f)));
             f32v_store_bytes(low + i * KVC_LANES,
@@ -33,24 +35,16 @@ INLINE int32_t put_numbers(const float x[KVC_GROUP], int digits, int rows, unsig
         }
         f32v_store_bytes(high + i * KVC_LANES, f32v_add(number, f32v_set1(128.0f)));
     }
-    int32_t sum = 0, low_sum = 0;
     for (int k = 0; k < KVC_GROUP; k++) {
-        sum += high[k] - 128;
         high[k] ^= 128;
-    }
-    if (digits == 2) {
-        for (int k = 0; k < KVC_GROUP; k++) {
-            low_sum += low[k] - 128;
-            low[k] ^= 128;
-        }
-        sum = sum * 128 + low_sum;
+        if (digits == 2) low[k] ^= 128;
     }
     for (int unit = 0; unit < KVC_GROUP / 4; unit++) {
         memcpy(to + unit * rows * 4, high + 4 * unit, 4);
         if (digits == 2) memcpy(to + (KVC_GROUP / 4 + unit) * rows * 4, low + 4 * unit, 4);
     }
     *scale = magnitude / most + f32v_sum_of(finite);
-    return sum;
+    return (int32_t)f32v_sum_of(sum); /* exact: below 2^24 */
 }
 
 /* Levels whose dot products take signed weights subtract 128 from codes of 8 bits themselves (u8x64_weights). */

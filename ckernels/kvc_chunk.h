@@ -94,17 +94,23 @@ static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows,
     return p->block + values + (size_t)head * j->layout->value_head_bytes + tile;
 }
 
+/* The tiles of a head's rows in a chunk, and those of the next chunk to prefetch; where it has fewer, the same again.
+ * Returns whether there is a next chunk. */
+static int list_tiles(const job *j, const chunk *c, const chunk *next, kvc_rows rows, int head,
+                      const unsigned char **tile, const unsigned char **ahead) {
+    for (int i = 0; i < c->pieces; i++) {
+        tile[i] = ahead[i] = tile_of(j, &c->piece[i], rows, head);
+        if (next && i < next->pieces) ahead[i] = tile_of(j, &next->piece[i], rows, head);
+        fetch_lines(ahead[i], KVC_TILE_HEADER);
+    }
+    return next && next->pieces;
+}
+
 static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows,
                        const chunk *next) {
-    for (int i = 0; i < c->pieces; i++) {
-        const unsigned char *tile = tile_of(j, &c->piece[i], j->k_rows, head);
-        const unsigned char *ahead = NULL;
-        if (next && i < next->pieces) {
-            ahead = tile_of(j, &next->piece[i], j->k_rows, head);
-            fetch_lines(ahead, KVC_TILE_HEADER);
-        }
-        unit_dot(j->k_rows.bits, j->k_rows.dim, rows, q, tile, j->weights + KVC_TILE * i, ahead);
-    }
+    const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
+    const int more = list_tiles(j, c, next, j->k_rows, head, tile, ahead);
+    unit_dot(j->k_rows.bits, j->k_rows.dim, rows, c->pieces, q, tile, j->weights, more ? ahead : NULL);
     return c->lanes;
 }
 
@@ -128,16 +134,12 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
     float scales[KVC_CHUNK], middles[KVC_CHUNK];
     const float centre = centre_of(j->v_rows.bits);
-    for (int i = 0; i < c->pieces; i++) {
-        tile[i] = tile_of(j, &c->piece[i], j->v_rows, head);
+    const int more = list_tiles(j, c, next, j->v_rows, head, tile, ahead);
+    for (int i = 0; i < c->pieces; i++)
         load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
-        ahead[i] = tile[i];
-        if (next && i < next->pieces) ahead[i] = tile_of(j, &next->piece[i], j->v_rows, head);
-        fetch_lines(ahead[i], KVC_TILE_HEADER);
-    }
     quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
     unit_mix(j->v_rows.bits, j->v_rows.dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->v_padded,
-             next && next->pieces ? ahead : NULL);
+             more ? ahead : NULL);
 }
 #endif
 

@@ -9,13 +9,9 @@
  * At one row the panel's bytes are the limit, at many the arithmetic. The blocks of a call go over one panel while it is
  * in the cache, and the chunks of rows are so large that their prepared bytes stay in the second level.
  */
-#include <string.h>
-
-#include "kvc_matrix.h"
-#include "kvc_simd.h"
+#include "kvc_matmul_tile.h"
 
 enum {
-    VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
     CHUNK_BYTES = 2 << 20, /* of prepared rows that a panel meets while it is in the first levels of the cache */
     /* Bytes of a panel from what is read to what is prefetched, measured: for one or two rows, and for more, which wait a
      * fifth of their time with the shorter distance. Floats are read in up to four panels at a time. */
@@ -23,22 +19,7 @@ enum {
     PACKED_AHEAD = 8192,
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
-    COLD_ROWS = 16, /* a call of so many rows waits for memory; beyond, panels are read from the cache most of the time */
 };
-
-typedef struct sums16 {
-    f32v v[VECTORS];
-} sums16;
-
-/* The sums of a tile, [row][panel][16]: they go to `out` by way of memory, so that no address of `out` takes a register
- * from them. */
-typedef struct tile {
-    int rows, panels;
-    int64_t first;           /* row of x */
-    int64_t panel, existing; /* panels behind the existing ones repeat the last */
-    int cold;
-    float results[KVC_FLOAT_SUMS * KVC_LANES];
-} tile;
 
 /* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
  * `panels` further on. */
@@ -48,46 +29,6 @@ INLINE size_t ahead_of(size_t at, size_t ahead, size_t panel_bytes, int panels) 
 INLINE void prefetch(const unsigned char *p, size_t bytes) {
     UNROLL
     for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
-}
-
-INLINE void keep(tile *t, const sums16 *sums) {
-    UNROLL
-    for (int i = 0; i < t->rows * t->panels; i++) {
-        UNROLL
-        for (int v = 0; v < VECTORS; v++) f32v_store(t->results + i * KVC_PANEL + v * KVC_LANES, sums[i].v[v]);
-    }
-}
-
-/* All but the results, which an initialiser would fill with zeros for every tile. */
-INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int64_t panel, int64_t panel_stop) {
-    t->first = first, t->panel = panel, t->existing = panel_stop - panel, t->cold = args->n <= COLD_ROWS;
-}
-
-/* The lines of `out` that a tile will write: fetched while it computes. */
-INLINE void expect(const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels) {
-    for (int i = 0; i < rows; i++) {
-        const float *to = args->out + (first + i) * args->matrix->rows + panel * KVC_PANEL;
-        for (int64_t p = 0; p < panels; p++) __builtin_prefetch(to + p * KVC_PANEL, 1, 2);
-    }
-}
-
-/* Sets the results of a tile in `out`, or adds to them; then adds the bias, which may be NULL. */
-NOINLINE void give(const kvc_matmul_args *args, const tile *t, int add, const float *bias) {
-    for (int i = 0; i < t->rows; i++) {
-        for (int p = 0; p < t->panels && p < t->existing; p++) {
-            const int64_t column = (t->panel + p) * KVC_PANEL, left = args->matrix->rows - column;
-            const float *from = t->results + (i * t->panels + p) * KVC_PANEL;
-            float *to = args->out + (t->first + i) * args->matrix->rows + column;
-            const int count = left < KVC_PANEL ? (int)left : KVC_PANEL;
-            if (add)
-                for (int j = 0; j < count; j++) to[j] += from[j];
-            else if (count == KVC_PANEL)
-                memcpy(to, from, KVC_PANEL * sizeof(float));
-            else
-                memcpy(to, from, (size_t)count * sizeof(float));
-            for (int j = 0; bias && j < count; j++) to[j] += bias[column + j];
-        }
-    }
 }
 
 /* ---- Packed weights. */
@@ -206,8 +147,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             x = behind + 8 * rows;
         }
     }
-    t->rows = rows, t->panels = panels;
-    keep(t, sums);
+    keep(t, rows, panels, sums);
 }
 
 #define PACKED(format, digits, rows)                                                                              \
@@ -242,8 +182,7 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t;
-                    begin(&t, args, row, q, panel_stop);
-                    expect(args, row, rows, q, step);
+                    begin(&t, args, row, rows, q, step, panel_stop, !args->bias);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
                     give(args, &t, 0, args->bias);
                 }
@@ -300,8 +239,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
             }
         }
     }
-    t->rows = rows, t->panels = panels;
-    keep(t, sums);
+    keep(t, rows, panels, sums);
 }
 
 /* Panels of a tile of so many rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
@@ -333,14 +271,14 @@ static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
 INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix *matrix, int rows, int panels, int64_t k,
                                                                 int64_t k_stop, const uint32_t *x, tile *t) {
     const unsigned char *data[4];
-    f32v sums[24];
+    sums16 sums[24]; /* of one vector */
     UNROLL
     for (int p = 0; p < panels; p++) {
         const int64_t here = p < t->existing ? p : t->existing - 1;
         data[p] = matrix->data + (size_t)(t->panel + here) * matrix->panel_bytes;
     }
     UNROLL
-    for (int i = 0; i < rows * panels; i++) sums[i] = f32v_zero();
+    for (int i = 0; i < rows * panels; i++) sums[i].v[0] = f32v_zero();
     for (; k < k_stop; k += 2, x += rows) {
         bf16x2 w[4];
         UNROLL
@@ -356,12 +294,10 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix
         for (int i = 0; i < rows; i++) {
             const bf16x2 pair = bf16x2_set1(x[i]);
             UNROLL
-            for (int p = 0; p < panels; p++) sums[i * panels + p] = bf16x2_dot(sums[i * panels + p], w[p], pair);
+            for (int p = 0; p < panels; p++) sums[i * panels + p].v[0] = bf16x2_dot(sums[i * panels + p].v[0], w[p], pair);
         }
     }
-    t->rows = rows, t->panels = panels;
-    UNROLL
-    for (int i = 0; i < rows * panels; i++) f32v_store(t->results + i * KVC_PANEL, sums[i]);
+    keep(t, rows, panels, sums);
 }
 
 #define PAIRS(unused, also, rows)                                                                                     \
@@ -389,10 +325,10 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t p
         const int64_t step = PANELS(rows);
         for (int64_t q = panel; q < panel_stop; q += step) {
             tile t;
-            begin(&t, args, row, q, panel_stop);
-            expect(args, row, rows, q, step);
+            const float *bias = k + channels == columns ? args->bias : NULL;
+            begin(&t, args, row, rows, q, step, panel_stop, k == 0 && !bias);
             tiles[rows](args->matrix, k, k + channels, mine, &t);
-            give(args, &t, k > 0, k + channels == columns ? args->bias : NULL);
+            give(args, &t, k > 0, bias);
         }
         row += rows;
     }

@@ -90,7 +90,15 @@ INLINE float split(int shared, int is_signed, int n, const float *x, float inver
         }
         return f32v_sum_of(sum);
     }
-#endif
+    f32v sum_v = f32v_zero(); /* exact: all numbers together are below 2^24 */
+    for (int i = 0; i < n; i += KVC_LANES) {
+        const f32v least = f32v_set1(-MOST), y = f32v_max(f32v_mul(f32v_load(x + i), f32v_set1(inverse)), least);
+        const f32v whole = f32v_round(f32v_min(y, f32v_set1(MOST)));
+        f32v_seven_bits(whole, is_signed ? 64 : 0, high + i, low + i);
+        sum_v = f32v_add(sum_v, whole);
+    }
+    return f32v_sum_of(sum_v);
+#else
     (void)shared;
     const int16_t centre = is_signed ? 64 : 0;
     int16_t whole[KVC_MAX_HEAD_DIM]; /* which is more than KVC_CHUNK */
@@ -106,6 +114,7 @@ INLINE float split(int shared, int is_signed, int n, const float *x, float inver
         low[i] = (int8_t)(whole[i] - 128 * digit);
     }
     return (float)sum;
+#endif
 }
 
 /* The middle of the codes' range; at 8 bits, the offset that makes them signed. */
@@ -140,66 +149,91 @@ INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
     return x;
 }
 
-/* rows (a constant) times one tile: 16 scores for each row, KVC_CHUNK apart. */
-INLINE void unit_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile,
-                          float *s, const unsigned char *ahead) {
-    const int together = kvc_units_together(bits);
-    const unsigned char *packed = tile + KVC_TILE_HEADER;
+/* rows times tiles (constants): 16 scores for each row and tile. Rows are KVC_CHUNK scores apart. */
+INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
+                           const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
+    const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     const int steps = KVC_PART_UNITS((1 << bits) - 1, 64) / together; /* of a part */
-    i32x16 high[4], low[4];
+    i32x16 high[8], low[8]; /* [row][tile] */
+    int at = KVC_TILE_HEADER;
     UNROLL
-    for (int r = 0; r < rows; r++) high[r] = low[r] = i32x16_zero();
+    for (int i = 0; i < rows * tiles; i++) high[i] = low[i] = i32x16_zero();
     for (int d = 0; d < dim;) {
-        part16 high_part[4], low_part[4];
-        begin_parts(rows, high, high_part), begin_parts(rows, low, low_part);
-        for (int step = 0; PART_TAKES(step, steps) && d < dim; step++, packed += kvc_bytes_together(bits)) {
-            if (ahead) fetch_lines(ahead + (packed - tile), kvc_bytes_together(bits));
+        part16 high_part[8], low_part[8];
+        begin_parts(rows * tiles, high, high_part), begin_parts(rows * tiles, low, low_part);
+        for (int step = 0; PART_TAKES(step, steps) && d < dim; step++, at += bytes) {
+            UNROLL
+            for (int t = 0; t < tiles; t++) {
+                if (ahead) fetch_lines(ahead[t] + at, bytes);
+            }
             UNROLL
             for (int n = 0; n < together; n++, d += 4) {
-                unit_pair codes = pair_codes(bits, packed, n);
-                if (bits == 8 && KVC_SIGNED_KEYS) codes.own = codes.both = u8x64_xor(codes.own, 0x80);
+                unit_pair codes[2];
+                UNROLL
+                for (int t = 0; t < tiles; t++) {
+                    codes[t] = pair_codes(bits, tile[t] + at, n);
+                    if (bits == 8 && KVC_SIGNED_KEYS) codes[t].own = codes[t].both = u8x64_xor(codes[t].own, 0x80);
+                }
                 UNROLL
                 for (int r = 0; r < rows; r++) {
-                    if (!(are_shared(bits) && n % 2))
-                        high_part[r] = part16_dot_q(high_part[r], codes.own, four_bytes(q[r].high + d));
-                    low_part[r] = part16_dot_q(low_part[r], codes.both, four_bytes(q[r].low + d));
+                    const int32_t q_high = four_bytes(q[r].high + d), q_low = four_bytes(q[r].low + d);
+                    UNROLL
+                    for (int t = 0; t < tiles; t++) {
+                        part16 *high_one = &high_part[r * tiles + t], *low_one = &low_part[r * tiles + t];
+                        if (!(are_shared(bits) && n % 2)) *high_one = part16_dot_q(*high_one, codes[t].own, q_high);
+                        *low_one = part16_dot_q(*low_one, codes[t].both, q_low);
+                    }
                 }
             }
         }
-        end_parts(rows, high_part, high), end_parts(rows, low_part, low);
+        end_parts(rows * tiles, high_part, high), end_parts(rows * tiles, low_part, low);
     }
-    const uint16_t *scales = (const uint16_t *)tile, *minima = scales + KVC_TILE;
     UNROLL
-    for (int r = 0; r < rows; r++) {
-        f32v sums[UNIT_VECS];
-        i32x16_floats(high[r], low[r], radix_bits(bits), sums);
+    for (int t = 0; t < tiles; t++) {
+        const uint16_t *scales = (const uint16_t *)tile[t], *minima = scales + KVC_TILE;
+        f32v scale[UNIT_VECS], minimum[UNIT_VECS];
         UNROLL
         for (int v = 0; v < UNIT_VECS; v++) {
-            const f32v scale = f32v_load_half(scales + v * KVC_LANES),
-                       minimum = f32v_load_half(minima + v * KVC_LANES);
-            const f32v product = f32v_fma(sums[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
-            const f32v score = f32v_fma(minimum, f32v_set1(q[r].sum), f32v_mul(scale, product));
-            f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, score);
+            scale[v] = f32v_load_half(scales + v * KVC_LANES);
+            minimum[v] = f32v_load_half(minima + v * KVC_LANES);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            f32v sums[UNIT_VECS];
+            i32x16_floats(high[r * tiles + t], low[r * tiles + t], radix_bits(bits), sums);
+            UNROLL
+            for (int v = 0; v < UNIT_VECS; v++) {
+                const f32v product = f32v_fma(sums[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
+                const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
+                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
+            }
         }
     }
 }
 
-INLINE void unit_dot_rows(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile,
-                          float *s, const unsigned char *ahead) {
+INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_query *q,
+                          const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
     int r = 0;
 #define DOT_ROWS(n)                                                           \
     for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
-        unit_dot_tile(n, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
+        unit_dot_tiles(n, tiles, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
     DOT_ROWS(2)
     DOT_ROWS(1)
 #undef DOT_ROWS
 }
 
-NOINLINE void unit_dot(int bits, int dim, int rows, const unit_query *q, const unsigned char *tile, float *s,
-                       const unsigned char *ahead) {
-#define DOT(symbol, name, bits, ...) \
-    case bits: unit_dot_rows(bits, dim, rows, q, tile, s, ahead); break;
+/* All rows times `tiles` tiles, KVC_UNIT_DOT_TILES at a time, for which a row's digits are loaded once. */
+NOINLINE void unit_dot(int bits, int dim, int rows, int tiles, const unit_query *q, const unsigned char *const *tile,
+                       float *s, const unsigned char *const *ahead) {
+    int t = 0;
+#define DOT(symbol, name, bits, ...)                                                                             \
+    case bits:                                                                                                   \
+        for (; t + KVC_UNIT_DOT_TILES <= tiles; t += KVC_UNIT_DOT_TILES)                                         \
+            unit_dot_rows(KVC_UNIT_DOT_TILES, bits, dim, rows, q, tile + t, s + KVC_TILE * t, ahead ? ahead + t : NULL); \
+        for (; KVC_UNIT_DOT_TILES > 1 && t < tiles; t++)                                                         \
+            unit_dot_rows(1, bits, dim, rows, q, tile + t, s + KVC_TILE * t, ahead ? ahead + t : NULL);          \
+        break;
     switch (bits) { KVC_QUANTISED_FORMATS(DOT) }
 #undef DOT
 }

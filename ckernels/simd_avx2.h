@@ -141,6 +141,7 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_DOT_ROWS 2
+#define KVC_UNIT_DOT_TILES 1
 #define KVC_UNIT_MIX_ROWS 1
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS(n) 4

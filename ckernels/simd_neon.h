@@ -102,6 +102,7 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 #define KVC_SIGNED_KEYS 1
 #define KVC_SHARED_DIGITS 0
 #define KVC_UNIT_DOT_ROWS 2
+#define KVC_UNIT_DOT_TILES 1
 #define KVC_UNIT_MIX_ROWS 1
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS(n) 2

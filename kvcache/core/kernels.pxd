@@ -175,7 +175,7 @@ cdef kvc_bf16_rows rounded_rows() noexcept nogil    # the fastest way of the lev
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil
 cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
 
-# Rows between two products: kvc_network.c.
+# Rows between two products, divided among the threads: kvc_network_parallel.c.
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                    float eps, float *out) noexcept nogil
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil

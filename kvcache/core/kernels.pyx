@@ -28,14 +28,7 @@ cdef extern from "kvc.h" nogil:
         int64_t (*check_representable)(const float *, int64_t, kvc_format) noexcept nogil
         void (*quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                                  uint16_t *) noexcept nogil
-        void (*rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float,
-                         float *) noexcept nogil
-        void (*swiglu)(int64_t, int64_t, const float *, float *) noexcept nogil
-        void (*geglu)(int64_t, int64_t, const float *, float *) noexcept nogil
-        void (*clamped_swiglu)(int64_t, int64_t, const float *, float, float, float *) noexcept nogil
         void (*softcap)(int64_t, const float *, float, float *) noexcept nogil
-        void (*rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *,
-                       float *) noexcept nogil
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
 
     int kvc_num_levels() noexcept
@@ -56,6 +49,16 @@ cdef extern from "kvc.h" nogil:
                    float *out) noexcept
     size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) noexcept
     void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
+    void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, const float *x,
+                      int64_t x_stride, const float *weight, float eps, float *out, int num_threads) noexcept
+    void kvc_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
+                    int num_threads) noexcept
+    void kvc_geglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
+                   int num_threads) noexcept
+    void kvc_clamped_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float alpha,
+                            float limit, float *out, int num_threads) noexcept
+    void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
+                    int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads) noexcept
 
 cdef extern from "kvc_matrix.h" nogil:
     int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept
@@ -178,19 +181,19 @@ cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil:
 
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                    float eps, float *out) noexcept nogil:
-    _active.rms_norm(n, heads, dim, x, x_stride, weight, eps, out)
+    kvc_rms_norm(_active, n, heads, dim, x, x_stride, weight, eps, out, _threads)
 
 
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
-    _active.swiglu(n, dim, x, out)
+    kvc_swiglu(_active, n, dim, x, out, _threads)
 
 
 cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
-    _active.geglu(n, dim, x, out)
+    kvc_geglu(_active, n, dim, x, out, _threads)
 
 
 cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil:
-    _active.clamped_swiglu(n, dim, x, alpha, limit, out)
+    kvc_clamped_swiglu(_active, n, dim, x, alpha, limit, out, _threads)
 
 
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil:
@@ -199,7 +202,7 @@ cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nog
 
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                  const float *cos, const float *sin, float *out) noexcept nogil:
-    _active.rotate(n, heads, dim, turned, x, x_stride, cos, sin, out)
+    kvc_rotate(_active, n, heads, dim, turned, x, x_stride, cos, sin, out, _threads)
 
 
 cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvcache import get_num_threads, set_num_threads
 from kvcache.core.layers import clamped_swiglu, geglu, rms_norm, rotate, softcap, swiglu, top_experts
 
 SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
@@ -139,6 +140,30 @@ def test_top_experts(rng, experts, count, normalise):
     for row, ids, found, power in zip(logits, chosen, weights, powers, strict=True):
         assert ids.tolist() == sorted(range(experts), key=lambda i: (-row[i], i))[:count]
         np.testing.assert_allclose(found, power[ids] / (power[ids] if normalise else power).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_share_the_rows(rng, simd, threads):
+    """Rows in so many items that several threads compute them, the last item smaller: the bits of one thread."""
+    x = rng.standard_normal((301, 12, 64)).astype(np.float32)
+    weight = rng.standard_normal((9, 64)).astype(np.float32)
+    cos, sin = rng.standard_normal((2, 301, 24)).astype(np.float32)
+    calls = [
+        lambda: rms_norm(x[:, :9], weight, 1e-5),
+        lambda: rotate(x[:, 3:], cos, sin),
+        lambda: swiglu(x.reshape(301, -1)),
+        lambda: geglu(x.reshape(301, -1)),
+        lambda: clamped_swiglu(x.reshape(301, -1), 1.7, 7.0),
+    ]
+    before = get_num_threads()
+    try:
+        set_num_threads(1)
+        want = [call() for call in calls]
+        set_num_threads(threads)
+        for call, expected in zip(calls, want, strict=True):
+            np.testing.assert_array_equal(call(), expected)
+    finally:
+        set_num_threads(before)
 
 
 def test_mistakes():

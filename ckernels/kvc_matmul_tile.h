@@ -1,0 +1,75 @@
+/* kvc_matmul_tile.h - a tile of a product: which rows and panels it has, and the way of its sums into `out`. */
+#ifndef KVC_MATMUL_TILE_H
+#define KVC_MATMUL_TILE_H
+
+#include <string.h>
+
+#include "kvc_matrix.h"
+#include "kvc_simd.h"
+
+enum {
+    VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
+    COLD_ROWS = 16, /* a call of so many rows waits for memory; beyond, panels are read from the cache most of the time */
+};
+
+typedef struct sums16 {
+    f32v v[VECTORS];
+} sums16;
+
+/* The sums go straight into `out`, or by way of `results`, [row][panel][16], where they are not whole rows of results. */
+typedef struct tile {
+    int rows, panels;
+    int64_t first;           /* row of x */
+    int64_t panel, existing; /* panels behind the existing ones repeat the last */
+    int cold;
+    float *out;              /* of the first row; NULL: results */
+    int64_t out_stride;      /* floats between rows there */
+    float results[KVC_FLOAT_SUMS * KVC_LANES];
+} tile;
+
+/* All but the results, which an initialiser would fill with zeros for every tile. `plain`: the sums are results, neither
+ * added to others nor with a bias. The lines of `out` are fetched while the tile is computed. */
+INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels,
+                  int64_t panel_stop, int plain) {
+    const int64_t stride = args->matrix->rows;
+    float *out = args->out + first * stride + panel * KVC_PANEL;
+    t->rows = rows, t->panels = (int)panels, t->first = first, t->panel = panel, t->existing = panel_stop - panel;
+    t->cold = args->n <= COLD_ROWS;
+    t->out = plain && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL, t->out_stride = stride;
+    for (int i = 0; i < rows; i++, out += stride) {
+        for (int64_t p = 0; p < panels; p++) __builtin_prefetch(out + p * KVC_PANEL, 1, 2);
+    }
+}
+
+/* Rows and panels are constants. */
+INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
+    float *to = t->out ? t->out : t->results;
+    const int64_t stride = t->out ? t->out_stride : panels * KVC_PANEL;
+    UNROLL
+    for (int i = 0; i < rows; i++, to += stride) {
+        UNROLL
+        for (int p = 0; p < panels; p++) {
+            UNROLL
+            for (int v = 0; v < VECTORS; v++)
+                f32v_store(to + p * KVC_PANEL + v * KVC_LANES, sums[i * panels + p].v[v]);
+        }
+    }
+}
+
+/* Sets `out` to the results, or adds them to it; then adds the bias, which may be NULL. */
+NOINLINE void give(const kvc_matmul_args *args, const tile *t, int add, const float *bias) {
+    if (t->out) return;
+    for (int i = 0; i < t->rows; i++) {
+        for (int p = 0; p < t->panels && p < t->existing; p++) {
+            const int64_t column = (t->panel + p) * KVC_PANEL, left = args->matrix->rows - column;
+            const float *from = t->results + (i * t->panels + p) * KVC_PANEL;
+            float *to = args->out + (t->first + i) * args->matrix->rows + column;
+            const int count = left < KVC_PANEL ? (int)left : KVC_PANEL;
+            if (!add) memcpy(to, from, (size_t)count * sizeof(float));
+            for (int j = 0; add && j < count; j++) to[j] += from[j];
+            for (int j = 0; bias && j < count; j++) to[j] += bias[column + j];
+        }
+    }
+}
+
+#endif
