@@ -4,6 +4,8 @@ import inspect
 from itertools import pairwise
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 COMMON = {
@@ -80,16 +82,17 @@ PACKED = {
 # Models with an attention of their own, or with layers of other kinds: the same logits by dense K and V.
 DENSE = {
     "bloom": {"n_layer": 3},
-    "codegen": GPT,
     "deepseek_v3": MOE | ROUTED | MLA | {"num_key_value_heads": 4, "head_dim": 4},
     "diffllama": {},
     "falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
-    "gptj": GPT,
     "llama4_text": MOE | {"attention_chunk_size": 8, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "expansion_ratio": 2},
     "xglm": {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 40},
 }
+
+# Models whose attention transformers registers from 5.24 on.
+(PACKED if Version(transformers.__version__) >= Version("5.24") else DENSE).update(codegen=GPT, gptj=GPT)
 
 
 def make_model(kind, attention=None, dtype=torch.float32, seed=0, **settings):
