@@ -6,7 +6,6 @@ The object of a block that a lookup found is made when it is first asked for.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -134,9 +133,18 @@ def release(cache: PrefixCache, index: int) -> None:
         InvalidOperationError: no lookup holds it.
     """
     index, slots, lock = as_integer(index, "index"), cache._cached.slots, cache._cached.lock
-    if lock.inside and not slots.is_looked_up(index):
-        raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
-    lock.when_free(partial(slots.release, index))
+
+    def expect_held() -> None:
+        if not slots.is_looked_up(index):
+            raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
+
+    def end() -> None:
+        expect_held()
+        slots.release_each(np.array([index], np.int32))
+
+    if lock.inside:
+        expect_held()
+    lock.when_free(end)
 
 
 def get_block(cache: PrefixCache, index: int) -> CacheBlock | None:

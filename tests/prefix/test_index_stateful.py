@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.prefixes import PrefixIndex, load
 from kvcache.prefix.index.slots import Slots
-from kvcache.prefix.index.source import waiting
 from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie
 
@@ -141,7 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
         page = self.looked[choice % len(self.looked)][0]
         last = max(i for i, (other, _) in enumerate(self.looked) if other == page)
         del self.looked[last]
-        self.slots.release(page)
+        self.slots.release_each(np.array([page], np.int32))
 
     @rule(name=NAMES, tokens=TEXT, again=st.integers(0, 3))
     def insert(self, name, tokens, again):
@@ -223,7 +222,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.slots.records(pages)["waits"].all()
         self.slots.arrived(pages[pages != page_of.get(damaged)])
         if damaged is not None:
-            assert waiting(self.index, self.slots, order[0][-1][1], name).tolist() == [page_of[damaged]]
+            found = self.index.find(order[0][-1][1], name).pages
+            assert found[self.slots.records(found)["waits"] != 0].tolist() == [page_of[damaged]]
             self.index.forget(order[0][-1][1], name, page_of[damaged])
             for text in [text for text in page_of if text[1][: len(damaged[1])] == damaged[1]]:
                 self.leave(text)
@@ -247,7 +247,7 @@ class IndexMachine(RuleBasedStateMachine):
         if hasattr(self, "index"):
             self.claims.clear()
             for page, _ in self.looked:
-                self.slots.release(page)
+                self.slots.release_each(np.array([page], np.int32))
             self.index.clear()
             self.slots.release_dropped()
             assert all(pool.num_used == 0 for pool in self.pools), "a slot is lost"

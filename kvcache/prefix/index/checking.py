@@ -16,15 +16,15 @@ __all__ = ["check_index"]
 def check_index(index: PrefixIndex) -> None:
     """AssertionError names the broken invariant."""
     index.trie.check()
+    spaces = index.spaces()
+    assert index.by_root == {space.root: space for space in spaces}, "prefix index: a namespace without pages"
+    assert index.by_name == {space.name: space for space in spaces}, "prefix index: names differ"
     assert index.trie.roots() == sorted(index.by_root), "prefix index: roots differ"
-    roots = {space.name: root for root, space in index.by_root.items()}
-    assert roots == {name: space.root for name, space in index.by_name.items()}, "prefix index: names differ"
-    assert len(index.spaces()) == len(roots), "prefix index: a namespace without pages"
     parked = 0
     for slots in index.kinds:
         check_slots(slots)
         records = slots.records()
-        named = [page for space in index.spaces() if space.slots is slots for page in index.trie.all_values(space.root)]
+        named = [page for space in spaces if space.slots is slots for page in index.trie.all_values(space.root)]
         assert sorted(named) == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
         leaves = records["parked"][records["parked"] >= 0].tolist()
         assert [index.trie.num_pins(node) for node in leaves] == [1] * len(leaves), "prefix index: parked is unpinned"

@@ -108,7 +108,6 @@ cdef class PrefixIndex:
         self.current = None
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
-        return 0
 
     cdef bint is_vacant(self, Space space) noexcept:
         return self.trie.table.nodes[space.root].child < 0
@@ -124,8 +123,8 @@ cdef class PrefixIndex:
 
     # -- match ----------------------------------------------------------------------------------------------
 
-    cdef Slots walked(self, cnp.ndarray ids, object name, match_t *found):
-        """Find the longest match, all but `usable`; the slots of its pages, None if there are none yet."""
+    cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
+        """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
         self.clean_up()
         cdef Space space = self.space(name)
         cdef Slots slots = self.slots if space is None else space.slots
@@ -135,31 +134,22 @@ cdef class PrefixIndex:
             found.at = self.trie.walk(space.root, uint32s(ids), ids.shape[0])
         if self.entries:
             found.entry = (<EntryTrie>self.trie).entry_before(found.at)
-        found.cached = found.at.length // self.trie.table.page_size
+        found.cached, found.usable = found.at.length // self.trie.table.page_size, 0
         found.tail = -1 if slots is None or slots.groups else self.trie.partial(found.at)
-        return slots
-
-    def find(self, tokens, name=None):
-        """What is cached of `tokens`, a `Match`; counts as no use."""
-        cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef match_t found
-        cdef Slots slots = self.walked(ids, name, &found)
-        cdef cnp.npy_intp n = found.cached
-        cdef cnp.ndarray pages = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
-        self.trie.gather(found.at, int32s(pages))
-        found.usable = slots.usable(int32s(pages), n) if n else 0
-        length = found.at.length if found.tail >= 0 else found.usable * self.trie.table.page_size
-        is_entry = found.entry.length == ids.shape[0] > 0
-        return Match(length, pages if found.usable == n else pages[:found.usable], found.tail, is_entry)
-
-    cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
-        """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
-        cdef Slots slots = self.walked(ids, name, found)
         cdef Claim claim = None if slots is None else slots.claim_of(found.cached + 1)
         if claim is not None:
             self.trie.gather(found.at, claim.data.pages)
             found.usable = slots.usable(claim.data.pages, found.cached)
         return claim
+
+    def find(self, tokens, name=None):
+        """What is cached of `tokens`, a `Match`; counts as no use."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef match_t found
+        cdef Claim claim = self.matched(ids, name, &found)
+        pages = np.empty(0, np.int32) if claim is None else claim.first(found.usable)
+        length = found.at.length if found.tail >= 0 else found.usable * self.trie.table.page_size
+        return Match(length, pages, found.tail, found.entry.length == ids.shape[0] > 0)
 
     def claim(self, tokens, name=None, bint whole=False):
         """Look up `tokens` and hold the match: a `Claim` on its full pages and on the page that it ends inside of.

@@ -23,6 +23,7 @@ page at the end of a leaf parks the leaf, as a pin on its node, until the page i
 O(log n), and a claim costs one pin, however long it is.
 """
 
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvcache.core.locks cimport CallLock
@@ -40,7 +41,7 @@ cdef struct page_t:
     int64_t used          # and when it was last found
     uint64_t text         # hash of the text that ends with it, where reasons of misses are counted (misses.pxd)
     int32_t pins          # claims and lookups that keep it, and so all before it, in the trie
-    int32_t lookups       # lookups that hold it, each until `release`
+    int32_t lookups       # lookups that hold it, each until `release_each`
     int32_t parked        # the leaf that ends with this page, if an eviction has found the page pinned; -1: none
     uint8_t named
     uint8_t waits         # named, and its content is still in a file
@@ -91,3 +92,5 @@ cdef class Claim:
     cdef readonly object name, tokens      # of evicted pages: the namespace, and the text that ends with them
     cdef readonly Py_ssize_t tail_tokens   # first tokens of the last page that are part of the match, 0: all of it
     cdef readonly int32_t tail             # that page; -1: there is none
+
+    cdef cnp.ndarray first(self, cnp.npy_intp n)    # its first n pages, of those it has room for; int32, a copy

@@ -13,7 +13,7 @@ from kvcache.trie.trie cimport TokenTrie
 
 import numpy as np
 
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Claim", "Slots"]
 
@@ -240,14 +240,8 @@ cdef class Slots:
         for i in range(ids.shape[0]):
             end_wait(self, int32s(ids)[i])
 
-    def release(self, Py_ssize_t page):
-        """End one lookup's hold on a page; InvalidOperationError if no lookup holds it."""
-        if not self.is_looked_up(page):
-            raise InvalidOperationError(f"expected a block that a lookup holds, got {page}")
-        self.release_each(np.array([page], np.int32))
-
     def release_each(self, int32_t[::1] pages):
-        """`release` of every page that a lookup holds; each becomes -1 in `pages`, so a second call does nothing."""
+        """End one lookup's hold on each page that one holds; pages become -1, so a second call does nothing."""
         cdef Py_ssize_t i
         for i in range(pages.shape[0]):
             if self.is_looked_up(pages[i]):
@@ -337,7 +331,7 @@ cdef class Claim:
             self.data.n = n
 
     def hold_each(self):
-        """Hold each full page of the match until `Slots.release(page)` instead; the claim is empty then."""
+        """Hold each full page of the match until `Slots.release_each` instead; the claim is empty then."""
         cdef Py_ssize_t i
         cdef claim_t *data = self.data
         cdef page_t *records = self.slots.pages
@@ -349,13 +343,15 @@ cdef class Claim:
             unpin(self.slots, data.pinned)
         data.n, data.held, data.pinned = 0, 0, -1
 
-    @property
-    def pages(self):
-        """The pages, in the order of the text, int32, a copy."""
-        cdef cnp.npy_intp n = self.data.n
+    cdef cnp.ndarray first(self, cnp.npy_intp n):
         cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT32, 0)
         memcpy(int32s(out), self.data.pages, n * sizeof(int32_t))
         return out
+
+    @property
+    def pages(self):
+        """The pages, in the order of the text, int32, a copy."""
+        return self.first(self.data.n)
 
     @property
     def num_held(self):

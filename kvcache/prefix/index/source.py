@@ -14,7 +14,7 @@ from kvcache.prefix.index.slots import Slots
 if TYPE_CHECKING:
     from kvcache.prefix.cached_blocks import CachedBlocks
 
-__all__ = ["PageReader", "Source", "fetch_offered", "fetch_waiting", "waiting"]
+__all__ = ["PageReader", "Source", "fetch_offered", "fetch_waiting"]
 
 Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
@@ -46,26 +46,22 @@ class Source(PageReader, Protocol):
         """`tokens` end with `pages`, whose slots are free after this call."""
 
 
-def waiting(index: PrefixIndex, slots: Slots, tokens: Tokens, name: Hashable) -> Int32:
-    """The pages of a match, the one that it ends inside of included, that wait for their content."""
-    found = index.find(tokens, name)
-    pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
-    waits: Int32 = pages[slots.records(pages)["waits"] != 0]
-    return waits
-
-
 def fetch_waiting(index: PrefixIndex, tokens: Tokens, name: Hashable, least: int = -1) -> None:
     """Read the pages of a match of `tokens` that wait; forget damaged ones and all that continues them.
 
     Args:
         least: as of `PrefixIndex.forget`.
     """
-    space = index.space(name)
-    while space is not None and space.slots.num_waiting and len(pages := waiting(index, space.slots, tokens, name)):
-        if space.slots.source is not None:
-            space.slots.arrived(space.slots.source.fetch(pages))
-        if len(left := waiting(index, space.slots, tokens, name)):
-            index.forget(tokens, name, int(left[0]), least)
+    while (space := index.space(name)) is not None and space.slots.num_waiting:
+        found, slots = index.find(tokens, name), space.slots
+        pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
+        waiting = pages[slots.records(pages)["waits"] != 0]
+        if len(waiting) == 0:
+            return
+        if slots.source is not None:
+            slots.arrived(slots.source.fetch(waiting))
+        if len(damaged := waiting[slots.records(waiting)["waits"] != 0]):
+            index.forget(tokens, name, int(damaged[0]), least)
 
 
 def fetch_offered(
