@@ -13,12 +13,13 @@
 
 enum {
     CHUNK_BYTES = 2 << 20, /* of prepared rows that a panel meets while it is in the first levels of the cache */
-    /* Bytes of a panel from what is read to what is prefetched, measured: for one or two rows, and for more, which wait a
-     * fifth of their time with the shorter distance. Floats are read in up to four panels at a time. */
-    PACKED_AHEAD_OF_FEW = 4096,
-    PACKED_AHEAD = 8192,
+    /* Bytes of a panel from what is read to what is prefetched, measured: of packed weights for one or two rows, into the
+     * second level of the cache, and for more rows, into the first; of floats, up to four panels at a time. */
+    PACKED_AHEAD_OF_FEW = 2048,
+    PACKED_AHEAD = 4096,
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
+    FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
 };
 
 /* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
@@ -26,9 +27,14 @@ enum {
 INLINE size_t ahead_of(size_t at, size_t ahead, size_t panel_bytes, int panels) {
     return at + ahead < panel_bytes ? ahead : ahead + (size_t)(panels - 1) * panel_bytes;
 }
-INLINE void prefetch(const unsigned char *p, size_t bytes) {
+INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
     UNROLL
-    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
+    for (size_t line = 0; line < bytes; line += 64) {
+        if (near)
+            __builtin_prefetch(p + line, 0, 3);
+        else
+            __builtin_prefetch(p + line, 0, 2);
+    }
 }
 
 /* ---- Packed weights. */
@@ -110,7 +116,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             UNROLL
             for (int p = 0; p < panels; p++) {
                 codes[p] = records[p] + at + header + (size_t)half * code_bytes;
-                if (t->cold) prefetch(codes[p] + ahead_of(at, ahead, matrix->panel_bytes, panels), code_bytes);
+                if (t->cold) prefetch(rows > 2, codes[p] + ahead_of(at, ahead, matrix->panel_bytes, panels), code_bytes);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
@@ -223,7 +229,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
         for (int p = 0; p < panels; p++) {
             if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
                 const size_t at = (size_t)(k * KVC_PANEL * size);
-                prefetch(data[p] + at + ahead_of(at, ahead, matrix->panel_bytes, panels), 64);
+                prefetch(0, data[p] + at + ahead_of(at, ahead, matrix->panel_bytes, panels), 64);
             }
             UNROLL
             for (int v = 0; v < VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
@@ -285,7 +291,7 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix
         for (int p = 0; p < panels; p++) {
             const uint16_t *words = (const uint16_t *)data[p] + k * KVC_PANEL;
             if (t->cold)
-                prefetch((const unsigned char *)words +
+                prefetch(0, (const unsigned char *)words +
                              ahead_of((size_t)(2 * k * KVC_PANEL), rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD,
                                       matrix->panel_bytes, panels), 64);
             w[p] = k + 1 < k_stop ? bf16x2_load(words) : bf16x2_load_one(words);
@@ -337,7 +343,7 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t p
 /* Few rows read four panels from begin to end, at the speed of memory. With many rows all panels go over the prepared rows
  * of so many channels that they stay in the cache, then over the next ones, adding to their results. */
 static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
-    const int64_t columns = args->matrix->columns, few = args->n <= COLD_ROWS;
+    const int64_t columns = args->matrix->columns, few = args->n <= FEW_ROWS;
     const int64_t blocks = CHUNK_BYTES / 4 / KVC_CHANNEL_BLOCK / args->n, wide = few ? 4 : PANELS(KVC_FLOAT_ROWS);
     const int64_t turn = (blocks > 1 ? blocks : 1) * KVC_CHANNEL_BLOCK;
     for (int64_t start = 0; start < columns; start += turn) {

@@ -9,7 +9,6 @@
 
 enum {
     VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
-    COLD_ROWS = 16, /* a call of so many rows waits for memory; beyond, panels are read from the cache most of the time */
 };
 
 typedef struct sums16 {
@@ -21,7 +20,7 @@ typedef struct tile {
     int rows, panels;
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
-    int cold;
+    int cold; /* whether the first rows meet these panels: others find them in the cache */
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
     float results[KVC_FLOAT_SUMS * KVC_LANES];
@@ -34,7 +33,7 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
     const int64_t stride = args->matrix->rows;
     float *out = args->out + first * stride + panel * KVC_PANEL;
     t->rows = rows, t->panels = (int)panels, t->first = first, t->panel = panel, t->existing = panel_stop - panel;
-    t->cold = args->n <= COLD_ROWS;
+    t->cold = first == 0;
     t->out = plain && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL, t->out_stride = stride;
     for (int i = 0; i < rows; i++, out += stride) {
         for (int64_t p = 0; p < panels; p++) __builtin_prefetch(out + p * KVC_PANEL, 1, 2);
