@@ -20,6 +20,7 @@ enum {
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
+    LEAST_CHUNK = 8 * KVC_FLOAT_ROWS,
 };
 
 /* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
@@ -188,7 +189,7 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t;
-                    begin(&t, args, row, rows, q, step, panel_stop, !args->bias);
+                    begin(&t, args, row, rows, q, step, panel_stop, row == start, !args->bias);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
                     give(args, &t, 0, args->bias);
                 }
@@ -318,21 +319,22 @@ static float_fn *const pair_tiles[KVC_FLOAT_ROWS + 1] = {FLOAT_BLOCKS(PAIRS_LINE
 static float_fn *const *const pair_tiles = NULL;
 #endif
 
-/* Panels [panel, panel_stop), at most `wide`, times all rows, over one block of channels. */
-INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, int64_t k) {
+/* Panels [panel, panel_stop), at most `wide`, times rows [start, stop), over one block of channels. */
+INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t stop, int64_t panel, int64_t panel_stop,
+                           int64_t k) {
     const int64_t columns = args->matrix->columns, left = columns - k;
     const int64_t channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
     const int pairs = kvc_in_pairs(args);
     float_fn *const *tiles = pairs ? pair_tiles : float_tiles[args->matrix->format];
     const float *x = (const float *)args->prepared + (pairs ? k / 2 : k) * args->n;
-    for (int64_t row = 0; row < args->n;) {
-        const int rows = kvc_block_rows(KVC_FLOAT_ROWS, args->n - row);
+    for (int64_t row = start; row < stop;) {
+        const int rows = kvc_block_rows(KVC_FLOAT_ROWS, stop - row);
         const float *mine = x + row * (pairs ? (channels + 1) / 2 : channels);
         const int64_t step = PANELS(rows);
         for (int64_t q = panel; q < panel_stop; q += step) {
             tile t;
             const float *bias = k + channels == columns ? args->bias : NULL;
-            begin(&t, args, row, rows, q, step, panel_stop, k == 0 && !bias);
+            begin(&t, args, row, rows, q, step, panel_stop, row == start, k == 0 && !bias);
             tiles[rows](args->matrix, k, k + channels, mine, &t);
             give(args, &t, k > 0, bias);
         }
@@ -340,17 +342,18 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t panel, int64_t p
     }
 }
 
-/* Few rows read four panels from begin to end, at the speed of memory. With many rows all panels go over the prepared rows
- * of so many channels that they stay in the cache, then over the next ones, adding to their results. */
+/* Few rows read four panels from begin to end, at the speed of memory. Many rows meet each panel in chunks: their prepared
+ * bytes stay in the cache, and so do the results of a panel while its channels are added to them. */
 static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
-    const int64_t columns = args->matrix->columns, few = args->n <= FEW_ROWS;
-    const int64_t blocks = CHUNK_BYTES / 4 / KVC_CHANNEL_BLOCK / args->n, wide = few ? 4 : PANELS(KVC_FLOAT_ROWS);
-    const int64_t turn = (blocks > 1 ? blocks : 1) * KVC_CHANNEL_BLOCK;
-    for (int64_t start = 0; start < columns; start += turn) {
+    const int64_t wide = args->n <= FEW_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
+    const int64_t fitting = (int64_t)(CHUNK_BYTES / kvc_prepared_row_bytes(args)) / KVC_FLOAT_ROWS * KVC_FLOAT_ROWS;
+    const int64_t chunk = fitting > LEAST_CHUNK ? fitting : LEAST_CHUNK;
+    for (int64_t start = 0; start < args->n; start += chunk) {
+        const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
         for (int64_t p = panel; p < panel_stop; p += wide) {
             const int64_t p_stop = p + wide < panel_stop ? p + wide : panel_stop;
-            for (int64_t k = start; k < columns && k < start + turn; k += KVC_CHANNEL_BLOCK)
-                multiply_block(args, p, p_stop, k);
+            for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK)
+                multiply_block(args, start, stop, p, p_stop, k);
         }
     }
 }

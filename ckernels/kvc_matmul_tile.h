@@ -29,11 +29,11 @@ typedef struct tile {
 /* All but the results, which an initialiser would fill with zeros for every tile. `plain`: the sums are results, neither
  * added to others nor with a bias. The lines of `out` are fetched while the tile is computed. */
 INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels,
-                  int64_t panel_stop, int plain) {
+                  int64_t panel_stop, int cold, int plain) {
     const int64_t stride = args->matrix->rows;
     float *out = args->out + first * stride + panel * KVC_PANEL;
     t->rows = rows, t->panels = (int)panels, t->first = first, t->panel = panel, t->existing = panel_stop - panel;
-    t->cold = first == 0;
+    t->cold = cold;
     t->out = plain && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL, t->out_stride = stride;
     for (int i = 0; i < rows; i++, out += stride) {
         for (int64_t p = 0; p < panels; p++) __builtin_prefetch(out + p * KVC_PANEL, 1, 2);
