@@ -292,9 +292,11 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix
         for (int p = 0; p < panels; p++) {
             const uint16_t *words = (const uint16_t *)data[p] + k * KVC_PANEL;
             if (t->cold)
-                prefetch(0, (const unsigned char *)words +
+                prefetch(0,
+                         (const unsigned char *)words +
                              ahead_of((size_t)(2 * k * KVC_PANEL), rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD,
-                                      matrix->panel_bytes, panels), 64);
+                                      matrix->panel_bytes, panels),
+                         64);
             w[p] = k + 1 < k_stop ? bf16x2_load(words) : bf16x2_load_one(words);
         }
         UNROLL

@@ -208,6 +208,17 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
     np.testing.assert_array_equal(np.concatenate(found).view(np.uint32), want.view(np.uint32))
 
 
+@pytest.mark.parametrize(("format", "activations"), MEETINGS)
+def test_many_rows_meet_a_matrix_in_chunks(rng, simd, format, activations):
+    """More rows than a chunk of kvc_matmul.c has at any level, with so many channels: the bits of few at a time."""
+    n, shape = 131, (18, 16_000)
+    matrix, x, bias = matrix_of(normal(rng, *shape), format), normal(rng, n, shape[1]), normal(rng, shape[0])
+    for how in ({}, {"bias": bias}):
+        out = matrix.multiply(x, **how, activations=activations)
+        few = [matrix.multiply(x[i : i + 10], **how, activations=activations) for i in range(0, n, 10)]
+        np.testing.assert_array_equal(out.view(np.uint32), np.concatenate(few).view(np.uint32))
+
+
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
 @pytest.mark.parametrize("at_end", [False, True])
 def test_nothing_beside_the_arrays_is_touched(rng, simd, format, at_end):
