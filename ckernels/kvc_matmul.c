@@ -20,7 +20,7 @@ enum {
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
-    LEAST_CHUNK = 8 * KVC_FLOAT_ROWS,
+    LEAST_CHUNK = 8 * KVC_FLOAT_ROWS, /* rows that meet a panel of floats, however many channels they have */
 };
 
 /* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
@@ -28,6 +28,7 @@ enum {
 INLINE size_t ahead_of(size_t at, size_t ahead, size_t panel_bytes, int panels) {
     return at + ahead < panel_bytes ? ahead : ahead + (size_t)(panels - 1) * panel_bytes;
 }
+/* Into the first level of the cache (near), or into the second. */
 INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
     UNROLL
     for (size_t line = 0; line < bytes; line += 64) {

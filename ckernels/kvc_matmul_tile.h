@@ -20,7 +20,7 @@ typedef struct tile {
     int rows, panels;
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
-    int cold;                /* whether the first rows meet these panels: others find them in the cache */
+    int cold;                /* the first rows of a chunk: they prefetch, later ones find the panels in the cache */
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
     float results[KVC_FLOAT_SUMS * KVC_LANES];

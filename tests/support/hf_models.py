@@ -91,7 +91,7 @@ DENSE = {
     "xglm": {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 40},
 }
 
-# Models whose attention transformers registers from 5.24 on.
+# Since 5.24 transformers registers the attention of these two, so it reads packed blocks.
 (PACKED if Version(transformers.__version__) >= Version("5.24") else DENSE).update(codegen=GPT, gptj=GPT)
 
 
