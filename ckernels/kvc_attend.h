@@ -53,16 +53,27 @@ static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) 
     return rows * kvc_padded_dim(layout->value_head_dim) + 2 * ((rows + 15) / 16 * 16);
 }
 
-/* A query row in digits. */
+/* A query row in digits, or in whole numbers of 16 bits (kvc_tiles.h). */
 typedef struct unit_query {
     float scale, sum, centre; /* the step; the sum of q; the rounding error of that sum times the centre of codes */
-    int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
+    union {
+        struct {
+            int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
+        };
+        int16_t whole[KVC_MAX_HEAD_DIM];
+    };
 } unit_query;
 
-/* The weights of one row and chunk in digits. */
+/* The weights of one row and chunk, likewise. */
 typedef struct unit_weights {
-    int8_t high[KVC_CHUNK], low[KVC_CHUNK];
+    union {
+        struct {
+            int8_t high[KVC_CHUNK], low[KVC_CHUNK];
+        };
+        int16_t whole[KVC_CHUNK];
+    };
     float scale, base; /* base: the term of every channel, from the minima and the bias of signed codes */
+    int32_t rounded;   /* the sum of the numbers */
 } unit_weights;
 
 /* Most (head, row) pairs of one item. */

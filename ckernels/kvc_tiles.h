@@ -70,17 +70,17 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     return u8x64_or(codes, u8x64_and(rest, (1 << bits) - (1 << low)));
 }
 
-/* Digits are shared if codes have 4 bits or fewer and the dot products of the level take whole bytes. Other digits have
- * seven bits. */
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
+INLINE int are_whole(int bits) { return KVC_WHOLE_NUMBERS && bits > 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
-/* Splits x * inverse, rounded, into digits; n is a multiple of 32. Returns the sum of the rounded numbers. Numbers
- * exceed MOST only for NaN or infinite scales and queries; these are clamped. */
-INLINE float split(int shared, int is_signed, int n, const float *x, float inverse, int8_t *high,
-                   int8_t *low) {
+/* Rounds x * inverse to the numbers that codes of so many bits meet; n is a multiple of 32. Returns the sum of the numbers.
+ * They exceed MOST only for NaN or infinite scales and queries; these are clamped. */
+INLINE float split(int bits, int is_signed, int n, const float *x, float inverse, int8_t *high, int8_t *low,
+                   int16_t *whole) {
+    (void)bits, (void)whole;
 #if KVC_SHARED_DIGITS
-    if (shared) {
+    if (are_shared(bits)) {
         f32v sum = f32v_zero();
         for (int i = 0; i < n; i += 32) {
             const f32v x0 = f32v_round(f32v_mul(f32v_load(x + i), f32v_set1(inverse)));
@@ -90,31 +90,21 @@ INLINE float split(int shared, int is_signed, int n, const float *x, float inver
         }
         return f32v_sum_of(sum);
     }
+#endif
     f32v sum_v = f32v_zero(); /* exact: all numbers together are below 2^24 */
     for (int i = 0; i < n; i += KVC_LANES) {
         const f32v least = f32v_set1(-MOST), y = f32v_max(f32v_mul(f32v_load(x + i), f32v_set1(inverse)), least);
-        const f32v whole = f32v_round(f32v_min(y, f32v_set1(MOST)));
-        f32v_seven_bits(whole, is_signed ? 64 : 0, high + i, low + i);
-        sum_v = f32v_add(sum_v, whole);
+        const f32v number = f32v_round(f32v_min(y, f32v_set1(MOST)));
+        sum_v = f32v_add(sum_v, number);
+#if KVC_WHOLE_NUMBERS
+        if (are_whole(bits)) {
+            f32v_store_whole(whole + i, number);
+            continue;
+        }
+#endif
+        f32v_seven_bits(number, is_signed ? 64 : 0, high + i, low + i);
     }
     return f32v_sum_of(sum_v);
-#else
-    (void)shared;
-    const int16_t centre = is_signed ? 64 : 0;
-    int16_t whole[KVC_MAX_HEAD_DIM]; /* which is more than KVC_CHUNK */
-    int32_t sum = 0;
-    for (int i = 0; i < n; i++) {
-        const float y = x[i] * inverse, low_y = y > -MOST ? y : -MOST, in = low_y < MOST ? low_y : MOST;
-        whole[i] = (int16_t)((in + 0x1.8p23f) - 0x1.8p23f);
-        sum += whole[i];
-    }
-    for (int i = 0; i < n; i++) { /* in 16 bits: twice as many at a time */
-        const int16_t digit = (int16_t)((int16_t)(whole[i] + centre) >> 7);
-        high[i] = (int8_t)digit;
-        low[i] = (int8_t)(whole[i] - 128 * digit);
-    }
-    return (float)sum;
-#endif
 }
 
 /* The middle of the codes' range; at 8 bits, the offset that makes them signed. */
@@ -130,7 +120,7 @@ static void quantise_query(int bits, const float *q, int dim, unit_query *to) { 
     const int shared = are_shared(bits);
     const float limit = shared ? 1791.0f : 8127.0f, largest = f32v_max_of(largest_v);
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
-    const float rounded = split(shared, 1, dim, q, inverse, to->high, to->low);
+    const float rounded = split(bits, 1, dim, q, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
     to->sum = f32v_sum_of(sum_v);
     to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_KEYS ? 0.0f : to->scale * rounded));
@@ -149,9 +139,70 @@ INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
     return x;
 }
 
-/* rows times tiles (constants): 16 scores for each row and tile. Rows are KVC_CHUNK scores apart. */
+/* The sums of codes times numbers: of two digits, or `low` of whole numbers. */
+INLINE void floats_of(int bits, i32x16 high, i32x16 low, f32v out[UNIT_VECS]) {
+    if (are_whole(bits))
+        i32x16_to_floats(low, out);
+    else
+        i32x16_floats(high, low, radix_bits(bits), out);
+}
+
+/* These sums as scores of rows and tiles (constants). Rows are KVC_CHUNK scores apart. */
+INLINE void store_scores(int rows, int tiles, int bits, const i32x16 *high, const i32x16 *low, const unit_query *q,
+                         const unsigned char *const *tile, float *s) {
+    UNROLL
+    for (int t = 0; t < tiles; t++) {
+        const uint16_t *scales = (const uint16_t *)tile[t], *minima = scales + KVC_TILE;
+        f32v scale[UNIT_VECS], minimum[UNIT_VECS];
+        UNROLL
+        for (int v = 0; v < UNIT_VECS; v++) {
+            scale[v] = f32v_load_half(scales + v * KVC_LANES);
+            minimum[v] = f32v_load_half(minima + v * KVC_LANES);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            f32v sums[UNIT_VECS];
+            floats_of(bits, high[r * tiles + t], low[r * tiles + t], sums);
+            UNROLL
+            for (int v = 0; v < UNIT_VECS; v++) {
+                const f32v product = f32v_fma(sums[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
+                const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
+                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
+            }
+        }
+    }
+}
+
+#if KVC_WHOLE_NUMBERS
+/* rows (a constant) times one tile, in whole numbers. */
+INLINE void whole_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile, float *s,
+                           const unsigned char *ahead) {
+    const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
+    i32x16 sums[4];
+    UNROLL
+    for (int r = 0; r < rows; r++) sums[r] = i32x16_zero();
+    for (int d = 0, at = KVC_TILE_HEADER; d < dim; at += bytes) {
+        if (ahead) fetch_lines(ahead + at, bytes);
+        UNROLL
+        for (int n = 0; n < together; n++, d += 4) {
+            const i16x64 codes = i16x64_of(unit_codes(bits, tile + at, n));
+            UNROLL
+            for (int r = 0; r < rows; r++) sums[r] = i32x16_dot_whole(sums[r], codes, q[r].whole + d);
+        }
+    }
+    store_scores(rows, 1, bits, sums, sums, q, &tile, s);
+}
+#endif
+
+/* rows times tiles (constants): 16 scores for each row and tile. */
 INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
                            const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
+#if KVC_WHOLE_NUMBERS
+    if (are_whole(bits)) {
+        whole_dot_tile(rows, bits, dim, q, *tile, s, ahead ? *ahead : NULL);
+        return;
+    }
+#endif
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     const int steps = KVC_PART_UNITS((1 << bits) - 1, 64) / together; /* of a part */
     i32x16 high[8], low[8]; /* [row][tile] */
@@ -188,34 +239,14 @@ INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_qu
         }
         end_parts(rows * tiles, high_part, high), end_parts(rows * tiles, low_part, low);
     }
-    UNROLL
-    for (int t = 0; t < tiles; t++) {
-        const uint16_t *scales = (const uint16_t *)tile[t], *minima = scales + KVC_TILE;
-        f32v scale[UNIT_VECS], minimum[UNIT_VECS];
-        UNROLL
-        for (int v = 0; v < UNIT_VECS; v++) {
-            scale[v] = f32v_load_half(scales + v * KVC_LANES);
-            minimum[v] = f32v_load_half(minima + v * KVC_LANES);
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            f32v sums[UNIT_VECS];
-            i32x16_floats(high[r * tiles + t], low[r * tiles + t], radix_bits(bits), sums);
-            UNROLL
-            for (int v = 0; v < UNIT_VECS; v++) {
-                const f32v product = f32v_fma(sums[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
-                const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
-                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
-            }
-        }
-    }
+    store_scores(rows, tiles, bits, high, low, q, tile, s);
 }
 
 INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_query *q,
                           const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
     int r = 0;
 #define DOT_ROWS(n)                                                           \
-    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
+    for (; n <= KVC_UNIT_DOT_ROWS(bits) && r + (n) <= rows; r += (n), ahead = NULL) \
         unit_dot_tiles(n, tiles, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
     DOT_ROWS(2)
@@ -253,8 +284,8 @@ INLINE void quantise_row(int bits, int lanes, const float *w, const float *scale
     const int shared = are_shared(bits);
     const float limit = shared ? 1791.0f : 16383.0f, largest = f32v_max_of(largest_v);
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
-    const float sum = split(shared, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low);
-    to->scale = largest / limit;
+    const float sum = split(bits, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
+    to->scale = largest / limit, to->rounded = (int32_t)sum;
     to->base = f32v_sum_of(base_v) - (bits == 8 ? 0.0f : centre_of(bits) * to->scale * sum);
 }
 
@@ -269,16 +300,67 @@ NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, co
 #undef ROWS
 }
 
+/* acc = acc * alpha + the sums of codes times weights, for rows (a constant) and two blocks of 16 channels. */
+INLINE void store_mixed(int rows, int bits, int cb, const i32x16 *high, const i32x16 *low, const unit_weights *w,
+                        const float *alpha, float *acc, int acc_stride) {
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        UNROLL
+        for (int c = 0; c < 2; c++) {
+            f32v sums[UNIT_VECS];
+            floats_of(bits, high[2 * r + c], low[2 * r + c], sums);
+            UNROLL
+            for (int v = 0; v < UNIT_VECS; v++) {
+                float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
+                const f32v mixed = f32v_fma(sums[v], f32v_set1(w[r].scale), f32v_set1(w[r].base));
+                f32v_store(to, f32v_fma(f32v_load(to), f32v_set1(alpha[r]), mixed));
+            }
+        }
+    }
+}
+
+#if KVC_WHOLE_NUMBERS
+/* The same in whole numbers; codes of 8 bits count from 128. */
+INLINE void whole_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
+                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                           const unsigned char *const *ahead) {
+    const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
+    i32x16 sums[4];
+    UNROLL
+    for (int i = 0; i < 2 * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * w[i / 2].rounded : 0);
+    for (int i = 0; i < tiles; i++) {
+        const unsigned char *packed = tile[i] + KVC_TILE_HEADER + cb * bits * 32;
+        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
+        UNROLL
+        for (int tg = 0; tg < 4; tg++) {
+            UNROLL
+            for (int c = 0; c < 2; c++) {
+                const int unit = 4 * c + tg;
+                const i16x64 codes = i16x64_of(unit_codes(bits, packed + unit / together * bytes, unit % together));
+                UNROLL
+                for (int r = 0; r < rows; r++)
+                    sums[2 * r + c] = i32x16_dot_whole(sums[2 * r + c], codes, w[r].whole + KVC_TILE * i + 4 * tg);
+            }
+        }
+    }
+    store_mixed(rows, bits, cb, sums, sums, w, alpha, acc, acc_stride);
+}
+#endif
+
 /* rows (a constant) times 32 channels over all tiles of a chunk; cb is the first block of 16 channels, even. */
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
+#if KVC_WHOLE_NUMBERS
+    if (are_whole(bits)) {
+        whole_mix_tile(rows, bits, cb, tiles, w, tile, alpha, acc, acc_stride, ahead);
+        return;
+    }
+#endif
     i32x16 high[8], low[8]; /* [row][of the two blocks of channels] */
     UNROLL
     for (int i = 0; i < 2 * rows; i++) high[i] = low[i] = i32x16_zero();
-    /* A part is whole tiles, or some of the four units of one. */
-    const int units = KVC_PART_UNITS(bits == 8 ? 128 : (1 << bits) - 1, 127);
-    const int tiles_of_part = units < 4 ? 1 : units / 4;
+    const int tiles_of_part = KVC_PART_UNITS((1 << bits) - 1, 127) / 4; /* of four units */
     for (int i = 0; i < tiles;) {
         part16 high_part[8], low_part[8];
         begin_parts(2 * rows, high, high_part), begin_parts(2 * rows, low, low_part);
@@ -289,10 +371,6 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
             UNROLL
             for (int tg = 0; tg < 4; tg++) {
                 unit_pair codes[2];
-                if (tg && units < 4 && tg % units == 0) {
-                    end_parts(2 * rows, high_part, high), end_parts(2 * rows, low_part, low);
-                    begin_parts(2 * rows, high, high_part), begin_parts(2 * rows, low, low_part);
-                }
                 UNROLL
                 for (int c = 0; c < 2; c++) {
                     const int unit = 4 * c + tg, together = kvc_units_together(bits);
@@ -319,20 +397,7 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
         }
         end_parts(2 * rows, high_part, high), end_parts(2 * rows, low_part, low);
     }
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-        UNROLL
-        for (int c = 0; c < 2; c++) {
-            f32v sums[UNIT_VECS];
-            i32x16_floats(high[2 * r + c], low[2 * r + c], radix_bits(bits), sums);
-            UNROLL
-            for (int v = 0; v < UNIT_VECS; v++) {
-                float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
-                const f32v mixed = f32v_fma(sums[v], f32v_set1(w[r].scale), f32v_set1(w[r].base));
-                f32v_store(to, f32v_fma(f32v_load(to), f32v_set1(alpha[r]), mixed));
-            }
-        }
-    }
+    store_mixed(rows, bits, cb, high, low, w, alpha, acc, acc_stride);
 }
 
 INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_weights *w,
@@ -340,7 +405,7 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
                           const unsigned char *const *ahead) {
     int r = 0;
 #define MIX_ROWS(n)                                                                                     \
-    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n), ahead = NULL) {                         \
+    for (; n <= KVC_UNIT_MIX_ROWS(bits) && r + (n) <= rows; r += (n), ahead = NULL) {                         \
         for (int cb = 0; cb < dim / 16; cb += 2) {                                                      \
             unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, \
                           ahead);                                                                       \

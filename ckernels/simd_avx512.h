@@ -152,9 +152,10 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 1
-#define KVC_UNIT_DOT_ROWS 4
+#define KVC_WHOLE_NUMBERS 0
+#define KVC_UNIT_DOT_ROWS(bits) 4
 #define KVC_UNIT_DOT_TILES 2
-#define KVC_UNIT_MIX_ROWS 4
+#define KVC_UNIT_MIX_ROWS(bits) 4
 #define KVC_UNSIGNED_WEIGHTS 1
 #define KVC_PACKED_ROWS(n) ((n) <= 8 ? 8 : 6)
 #define KVC_PACKED_PANELS(rows) ((rows) == 6 ? 2 : 1)
@@ -213,7 +214,6 @@ INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) { out[0] = _mm5
 INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
     out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low));
 }
-/* Splits 16 rounded numbers x = 128 high + low; high is (x + centre) / 128, rounded down. */
 INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
     const __m512i whole = _mm512_cvtps_epi32(x);
     const __m512i digit = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(centre)), 7);

@@ -101,9 +101,10 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 1
 #define KVC_SHARED_DIGITS 0
-#define KVC_UNIT_DOT_ROWS 2
+#define KVC_WHOLE_NUMBERS 0
+#define KVC_UNIT_DOT_ROWS(bits) 2
 #define KVC_UNIT_DOT_TILES 1
-#define KVC_UNIT_MIX_ROWS 1
+#define KVC_UNIT_MIX_ROWS(bits) 1
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS(n) 2
 #define KVC_PACKED_PANELS(rows) 1
@@ -173,6 +174,14 @@ INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
     UNROLL
     for (int i = 0; i < 4; i++) out[i] = vcvtq_f32_s32(x.val[i]);
+}
+INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
+    const int32x4_t whole = vcvtq_s32_f32(x), digit = vshrq_n_s32(vaddq_s32(whole, vdupq_n_s32(centre)), 7);
+    const int16x4_t rest = vmovn_s32(vsubq_s32(whole, vshlq_n_s32(digit, 7)));
+    const int8x8_t both = vmovn_s16(vcombine_s16(vmovn_s32(digit), rest));
+    int8_t bytes[8];
+    vst1_s8(bytes, both);
+    memcpy(high, bytes, 4), memcpy(low, bytes + 4, 4);
 }
 /* high * 2^bits + low. */
 INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
