@@ -15,9 +15,13 @@
  *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x adds the products of codes 4i .. 4i+3
  *   with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats.
  * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes
- *   times signed bytes), dot_w (signed codes times bytes of 0 to 127; attention alone), and end(part, sums), the sums with
- *   the part added. KVC_PART_UNITS(code, byte) units fit a part where no factor is larger than these. Only the AVX2 level
- *   has a limit; at the others a part is the sums themselves.
+ *   times signed bytes), and end(part, sums), the sums with the part added. KVC_PART_UNITS(code, byte) units fit a part
+ *   where no factor is larger than these. Only the AVX2 level has a limit; at the others a part is the sums themselves.
+ * Attention (kvc_tiles.h) adds the products of a unit to sums at a level with KVC_HAVE_DOTS, in one of two ways:
+ *   i32x16_dot_q (codes times signed bytes), dot_w (signed codes times bytes of 0 to 127), joined(high, low, bits) =
+ *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): rounded x = 128 high + low, high is (x + centre) / 128,
+ *   rounded down; or, with KVC_WHOLE_NUMBERS, i16x64_of(u8x64) and i32x16_dot_whole: codes times four numbers of 16 bits,
+ *   in the order of f32v_store_whole.
  * Its type u64x8 has sums for kvc_digest.c: zero, sum_of, add_products(sums, u8x64, key).
  * It also defines the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows

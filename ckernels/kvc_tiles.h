@@ -10,9 +10,13 @@
  * Here u = weight * scale of V. The first q and u of each line are rounded, with one step per query and one per row and
  * chunk. The normaliser is the exact sum of the weights.
  *
- * SEVEN-BIT DIGITS, which fit the 16-bit sums of vpmaddubsw
+ * SEVEN-BIT DIGITS
  *
  *   x = 128 high + low       queries: digits in [-64, 63], |x| <= 8127; weights: in [0, 127], x <= 16383
+ *
+ * WHOLE NUMBERS (KVC_WHOLE_NUMBERS), where the level has no dot product of bytes but one of pairs of 16 bits: the same x
+ * and the same sums, undivided. vpmaddubsw would add bytes in 16 bits, which takes as many products for small codes, twice
+ * as many for 8 bits.
  *
  * SHARED DIGITS (KVC_SHARED_DIGITS), if a dot product takes whole bytes and codes have 4 bits or fewer. The codes a and
  * b of two neighbouring units share one byte a + 16 b, and one product with low_a serves both:
@@ -43,9 +47,6 @@
 
 enum { UNIT_VECS = 16 / KVC_LANES };
 
-/* Whether a part (kvc_simd.h) that holds `steps` steps takes step n: a constant where no call has so many. */
-#define PART_TAKES(n, steps) ((steps) >= KVC_MAX_HEAD_DIM || (n) < (steps))
-
 INLINE int32_t four_bytes(const void *p) {
     int32_t x;
     memcpy(&x, p, 4);
@@ -71,14 +72,13 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 }
 
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
-INLINE int are_whole(int bits) { return KVC_WHOLE_NUMBERS && bits > 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
 /* Rounds x * inverse to the numbers that codes of so many bits meet; n is a multiple of 32. Returns the sum of the numbers.
  * They exceed MOST only for NaN or infinite scales and queries; these are clamped. */
 INLINE float split(int bits, int is_signed, int n, const float *x, float inverse, int8_t *high, int8_t *low,
                    int16_t *whole) {
-    (void)bits, (void)whole;
+    (void)bits, (void)is_signed, (void)high, (void)low, (void)whole;
 #if KVC_SHARED_DIGITS
     if (are_shared(bits)) {
         f32v sum = f32v_zero();
@@ -97,12 +97,10 @@ INLINE float split(int bits, int is_signed, int n, const float *x, float inverse
         const f32v number = f32v_round(f32v_min(y, f32v_set1(MOST)));
         sum_v = f32v_add(sum_v, number);
 #if KVC_WHOLE_NUMBERS
-        if (are_whole(bits)) {
-            f32v_store_whole(whole + i, number);
-            continue;
-        }
-#endif
+        f32v_store_whole(whole + i, number);
+#else
         f32v_seven_bits(number, is_signed ? 64 : 0, high + i, low + i);
+#endif
     }
     return f32v_sum_of(sum_v);
 }
@@ -126,6 +124,52 @@ static void quantise_query(int bits, const float *q, int dim, unit_query *to) { 
     to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_KEYS ? 0.0f : to->scale * rounded));
 }
 
+/* Sums of codes times numbers as scores of rows and tiles (constants). Rows are KVC_CHUNK scores apart. */
+INLINE void store_scores(int rows, int tiles, const i32x16 *sums, const unit_query *q, const unsigned char *const *tile,
+                         float *s) {
+    UNROLL
+    for (int t = 0; t < tiles; t++) {
+        const uint16_t *scales = (const uint16_t *)tile[t], *minima = scales + KVC_TILE;
+        f32v scale[UNIT_VECS], minimum[UNIT_VECS];
+        UNROLL
+        for (int v = 0; v < UNIT_VECS; v++) {
+            scale[v] = f32v_load_half(scales + v * KVC_LANES);
+            minimum[v] = f32v_load_half(minima + v * KVC_LANES);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            f32v exact[UNIT_VECS];
+            i32x16_to_floats(sums[r * tiles + t], exact);
+            UNROLL
+            for (int v = 0; v < UNIT_VECS; v++) {
+                const f32v product = f32v_fma(exact[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
+                const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
+                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
+            }
+        }
+    }
+}
+
+#if KVC_WHOLE_NUMBERS
+/* rows (a constant) times one tile: 16 scores for each row. */
+INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
+                           const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
+    const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
+    i32x16 sums[4];
+    UNROLL
+    for (int r = 0; r < rows; r++) sums[r] = i32x16_zero();
+    for (int d = 0, at = KVC_TILE_HEADER; d < dim; at += bytes) {
+        if (ahead) fetch_lines(*ahead + at, bytes);
+        UNROLL
+        for (int n = 0; n < together; n++, d += 4) {
+            const i16x64 codes = i16x64_of(unit_codes(bits, *tile + at, n));
+            UNROLL
+            for (int r = 0; r < rows; r++) sums[r] = i32x16_dot_whole(sums[r], codes, q[r].whole + d);
+        }
+    }
+    store_scores(rows, tiles, sums, q, tile, s);
+}
+#else
 /* The codes of unit n and, with shared digits, the bytes a + 16 b of it and its neighbour. */
 typedef struct unit_pair {
     u8x64 own, both;
@@ -139,114 +183,49 @@ INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
     return x;
 }
 
-/* The sums of codes times numbers: of two digits, or `low` of whole numbers. */
-INLINE void floats_of(int bits, i32x16 high, i32x16 low, f32v out[UNIT_VECS]) {
-    if (are_whole(bits))
-        i32x16_to_floats(low, out);
-    else
-        i32x16_floats(high, low, radix_bits(bits), out);
-}
-
-/* These sums as scores of rows and tiles (constants). Rows are KVC_CHUNK scores apart. */
-INLINE void store_scores(int rows, int tiles, int bits, const i32x16 *high, const i32x16 *low, const unit_query *q,
-                         const unsigned char *const *tile, float *s) {
-    UNROLL
-    for (int t = 0; t < tiles; t++) {
-        const uint16_t *scales = (const uint16_t *)tile[t], *minima = scales + KVC_TILE;
-        f32v scale[UNIT_VECS], minimum[UNIT_VECS];
-        UNROLL
-        for (int v = 0; v < UNIT_VECS; v++) {
-            scale[v] = f32v_load_half(scales + v * KVC_LANES);
-            minimum[v] = f32v_load_half(minima + v * KVC_LANES);
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            f32v sums[UNIT_VECS];
-            floats_of(bits, high[r * tiles + t], low[r * tiles + t], sums);
-            UNROLL
-            for (int v = 0; v < UNIT_VECS; v++) {
-                const f32v product = f32v_fma(sums[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
-                const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
-                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
-            }
-        }
-    }
-}
-
-#if KVC_WHOLE_NUMBERS
-/* rows (a constant) times one tile, in whole numbers. */
-INLINE void whole_dot_tile(int rows, int bits, int dim, const unit_query *q, const unsigned char *tile, float *s,
-                           const unsigned char *ahead) {
-    const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
-    i32x16 sums[4];
-    UNROLL
-    for (int r = 0; r < rows; r++) sums[r] = i32x16_zero();
-    for (int d = 0, at = KVC_TILE_HEADER; d < dim; at += bytes) {
-        if (ahead) fetch_lines(ahead + at, bytes);
-        UNROLL
-        for (int n = 0; n < together; n++, d += 4) {
-            const i16x64 codes = i16x64_of(unit_codes(bits, tile + at, n));
-            UNROLL
-            for (int r = 0; r < rows; r++) sums[r] = i32x16_dot_whole(sums[r], codes, q[r].whole + d);
-        }
-    }
-    store_scores(rows, 1, bits, sums, sums, q, &tile, s);
-}
-#endif
-
 /* rows times tiles (constants): 16 scores for each row and tile. */
 INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
                            const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
-#if KVC_WHOLE_NUMBERS
-    if (are_whole(bits)) {
-        whole_dot_tile(rows, bits, dim, q, *tile, s, ahead ? *ahead : NULL);
-        return;
-    }
-#endif
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
-    const int steps = KVC_PART_UNITS((1 << bits) - 1, 64) / together; /* of a part */
     i32x16 high[8], low[8]; /* [row][tile] */
-    int at = KVC_TILE_HEADER;
     UNROLL
     for (int i = 0; i < rows * tiles; i++) high[i] = low[i] = i32x16_zero();
-    for (int d = 0; d < dim;) {
-        part16 high_part[8], low_part[8];
-        begin_parts(rows * tiles, high, high_part), begin_parts(rows * tiles, low, low_part);
-        for (int step = 0; PART_TAKES(step, steps) && d < dim; step++, at += bytes) {
+    for (int d = 0, at = KVC_TILE_HEADER; d < dim; at += bytes) {
+        UNROLL
+        for (int t = 0; t < tiles; t++) {
+            if (ahead) fetch_lines(ahead[t] + at, bytes);
+        }
+        UNROLL
+        for (int n = 0; n < together; n++, d += 4) {
+            unit_pair codes[2];
             UNROLL
             for (int t = 0; t < tiles; t++) {
-                if (ahead) fetch_lines(ahead[t] + at, bytes);
+                codes[t] = pair_codes(bits, tile[t] + at, n);
+                if (bits == 8 && KVC_SIGNED_KEYS) codes[t].own = codes[t].both = u8x64_xor(codes[t].own, 0x80);
             }
             UNROLL
-            for (int n = 0; n < together; n++, d += 4) {
-                unit_pair codes[2];
+            for (int r = 0; r < rows; r++) {
+                const int32_t q_high = four_bytes(q[r].high + d), q_low = four_bytes(q[r].low + d);
                 UNROLL
                 for (int t = 0; t < tiles; t++) {
-                    codes[t] = pair_codes(bits, tile[t] + at, n);
-                    if (bits == 8 && KVC_SIGNED_KEYS) codes[t].own = codes[t].both = u8x64_xor(codes[t].own, 0x80);
-                }
-                UNROLL
-                for (int r = 0; r < rows; r++) {
-                    const int32_t q_high = four_bytes(q[r].high + d), q_low = four_bytes(q[r].low + d);
-                    UNROLL
-                    for (int t = 0; t < tiles; t++) {
-                        part16 *high_one = &high_part[r * tiles + t], *low_one = &low_part[r * tiles + t];
-                        if (!(are_shared(bits) && n % 2)) *high_one = part16_dot_q(*high_one, codes[t].own, q_high);
-                        *low_one = part16_dot_q(*low_one, codes[t].both, q_low);
-                    }
+                    i32x16 *high_one = &high[r * tiles + t], *low_one = &low[r * tiles + t];
+                    if (!(are_shared(bits) && n % 2)) *high_one = i32x16_dot_q(*high_one, codes[t].own, q_high);
+                    *low_one = i32x16_dot_q(*low_one, codes[t].both, q_low);
                 }
             }
         }
-        end_parts(rows * tiles, high_part, high), end_parts(rows * tiles, low_part, low);
     }
-    store_scores(rows, tiles, bits, high, low, q, tile, s);
+    UNROLL
+    for (int i = 0; i < rows * tiles; i++) high[i] = i32x16_joined(high[i], low[i], radix_bits(bits));
+    store_scores(rows, tiles, high, q, tile, s);
 }
+#endif
 
 INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_query *q,
                           const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
     int r = 0;
 #define DOT_ROWS(n)                                                           \
-    for (; n <= KVC_UNIT_DOT_ROWS(bits) && r + (n) <= rows; r += (n), ahead = NULL) \
+    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
         unit_dot_tiles(n, tiles, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
     DOT_ROWS(2)
@@ -301,35 +280,36 @@ NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, co
 }
 
 /* acc = acc * alpha + the sums of codes times weights, for rows (a constant) and two blocks of 16 channels. */
-INLINE void store_mixed(int rows, int bits, int cb, const i32x16 *high, const i32x16 *low, const unit_weights *w,
-                        const float *alpha, float *acc, int acc_stride) {
+INLINE void store_mixed(int rows, int cb, const i32x16 *sums, const unit_weights *w, const float *alpha, float *acc,
+                        int acc_stride) {
     UNROLL
     for (int r = 0; r < rows; r++) {
         UNROLL
         for (int c = 0; c < 2; c++) {
-            f32v sums[UNIT_VECS];
-            floats_of(bits, high[2 * r + c], low[2 * r + c], sums);
+            f32v exact[UNIT_VECS];
+            i32x16_to_floats(sums[2 * r + c], exact);
             UNROLL
             for (int v = 0; v < UNIT_VECS; v++) {
                 float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
-                const f32v mixed = f32v_fma(sums[v], f32v_set1(w[r].scale), f32v_set1(w[r].base));
+                const f32v mixed = f32v_fma(exact[v], f32v_set1(w[r].scale), f32v_set1(w[r].base));
                 f32v_store(to, f32v_fma(f32v_load(to), f32v_set1(alpha[r]), mixed));
             }
         }
     }
 }
 
+/* rows (a constant) times 32 channels over all tiles of a chunk; cb is the first block of 16 channels, even. */
 #if KVC_WHOLE_NUMBERS
-/* The same in whole numbers; codes of 8 bits count from 128. */
-INLINE void whole_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
-                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
-                           const unsigned char *const *ahead) {
+INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
+                          const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
+                          const unsigned char *const *ahead) {
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
-    i32x16 sums[4];
+    i32x16 sums[4]; /* [row][of the two blocks of channels]; codes of 8 bits count from 128 */
     UNROLL
     for (int i = 0; i < 2 * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * w[i / 2].rounded : 0);
     for (int i = 0; i < tiles; i++) {
-        const unsigned char *packed = tile[i] + KVC_TILE_HEADER + cb * bits * 32;
+        const unsigned char *packed =
+            tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
         if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
@@ -343,69 +323,59 @@ INLINE void whole_mix_tile(int rows, int bits, int cb, int tiles, const unit_wei
             }
         }
     }
-    store_mixed(rows, bits, cb, sums, sums, w, alpha, acc, acc_stride);
+    store_mixed(rows, cb, sums, w, alpha, acc, acc_stride);
 }
-#endif
-
-/* rows (a constant) times 32 channels over all tiles of a chunk; cb is the first block of 16 channels, even. */
+#else
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
-#if KVC_WHOLE_NUMBERS
-    if (are_whole(bits)) {
-        whole_mix_tile(rows, bits, cb, tiles, w, tile, alpha, acc, acc_stride, ahead);
-        return;
-    }
-#endif
+    const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     i32x16 high[8], low[8]; /* [row][of the two blocks of channels] */
     UNROLL
     for (int i = 0; i < 2 * rows; i++) high[i] = low[i] = i32x16_zero();
-    const int tiles_of_part = KVC_PART_UNITS((1 << bits) - 1, 127) / 4; /* of four units */
-    for (int i = 0; i < tiles;) {
-        part16 high_part[8], low_part[8];
-        begin_parts(2 * rows, high, high_part), begin_parts(2 * rows, low, low_part);
-        for (int n = 0; PART_TAKES(n, tiles_of_part) && i < tiles; n++, i++) {
-            const unsigned char *packed =
-                tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
-            if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
+    for (int i = 0; i < tiles; i++) {
+        const unsigned char *packed =
+            tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
+        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
+        UNROLL
+        for (int tg = 0; tg < 4; tg++) {
+            unit_pair codes[2];
             UNROLL
-            for (int tg = 0; tg < 4; tg++) {
-                unit_pair codes[2];
+            for (int c = 0; c < 2; c++) {
+                const int unit = 4 * c + tg;
+                codes[c] = pair_codes(bits, packed + unit / together * bytes, unit % together);
+                if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
+            }
+            UNROLL
+            for (int r = 0; r < rows; r++) {
+                const int32_t w_high = four_bytes(w[r].high + KVC_TILE * i + 4 * tg);
+                const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
                 UNROLL
                 for (int c = 0; c < 2; c++) {
-                    const int unit = 4 * c + tg, together = kvc_units_together(bits);
-                    codes[c] = pair_codes(bits, packed + unit / together * kvc_bytes_together(bits), unit % together);
-                    if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
-                }
-                UNROLL
-                for (int r = 0; r < rows; r++) {
-                    const int32_t w_high = four_bytes(w[r].high + KVC_TILE * i + 4 * tg);
-                    const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
-                    UNROLL
-                    for (int c = 0; c < 2; c++) {
-                        part16 *high_one = &high_part[2 * r + c], *low_one = &low_part[2 * r + c];
-                        if (!are_shared(bits)) {
-                            *high_one = part16_dot_w(*high_one, codes[c].own, w_high);
-                            *low_one = part16_dot_w(*low_one, codes[c].own, w_low);
-                            continue;
-                        }
-                        if (tg % 2 == 0) *high_one = part16_dot_q(*high_one, codes[c].own, w_high);
-                        *low_one = part16_dot_q(*low_one, codes[c].both, w_low);
+                    i32x16 *high_one = &high[2 * r + c], *low_one = &low[2 * r + c];
+                    if (!are_shared(bits)) {
+                        *high_one = i32x16_dot_w(*high_one, codes[c].own, w_high);
+                        *low_one = i32x16_dot_w(*low_one, codes[c].own, w_low);
+                        continue;
                     }
+                    if (tg % 2 == 0) *high_one = i32x16_dot_q(*high_one, codes[c].own, w_high);
+                    *low_one = i32x16_dot_q(*low_one, codes[c].both, w_low);
                 }
             }
         }
-        end_parts(2 * rows, high_part, high), end_parts(2 * rows, low_part, low);
     }
-    store_mixed(rows, bits, cb, high, low, w, alpha, acc, acc_stride);
+    UNROLL
+    for (int i = 0; i < 2 * rows; i++) high[i] = i32x16_joined(high[i], low[i], radix_bits(bits));
+    store_mixed(rows, cb, high, w, alpha, acc, acc_stride);
 }
+#endif
 
 INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
     int r = 0;
 #define MIX_ROWS(n)                                                                                     \
-    for (; n <= KVC_UNIT_MIX_ROWS(bits) && r + (n) <= rows; r += (n), ahead = NULL) {                         \
+    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n), ahead = NULL) {                         \
         for (int cb = 0; cb < dim / 16; cb += 2) {                                                      \
             unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, \
                           ahead);                                                                       \

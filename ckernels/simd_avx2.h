@@ -133,16 +133,16 @@ INLINE i32v i32v_zero(void) { return _mm256_setzero_si256(); }
 INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 
-/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). vpmaddubsw adds two products in 16
- * bits, where those of small codes leave room for more units: a part. Larger codes meet numbers of 16 bits, whole. */
+/* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_matmul.c). vpmaddubsw adds two products in 16
+ * bits, where those of small codes leave room for more units: a part. */
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 0
 #define KVC_WHOLE_NUMBERS 1
-#define KVC_UNIT_DOT_ROWS(bits) ((bits) <= 4 ? 2 : 4)
+#define KVC_UNIT_DOT_ROWS 4
 #define KVC_UNIT_DOT_TILES 1
-#define KVC_UNIT_MIX_ROWS(bits) ((bits) <= 4 ? 1 : 2)
+#define KVC_UNIT_MIX_ROWS 2
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS(n) 4
 #define KVC_PACKED_PANELS(rows) 1
@@ -208,11 +208,6 @@ INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
     return (part16){added(_mm256_add_epi16(part.a, _mm256_maddubs_epi16(codes.a, q_v))),
                     added(_mm256_add_epi16(part.b, _mm256_maddubs_epi16(codes.b, q_v)))};
 }
-INLINE part16 part16_dot_w(part16 part, u8x64 codes, int32_t w) {
-    const __m256i w_v = _mm256_set1_epi32(w);
-    return (part16){added(_mm256_add_epi16(part.a, _mm256_maddubs_epi16(w_v, codes.a))),
-                    added(_mm256_add_epi16(part.b, _mm256_maddubs_epi16(w_v, codes.b)))};
-}
 /* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes of -127 to 127. The sign goes to
  * the other factor: 2 * 128 * 127 just fits 16 bits. */
 INLINE u8x64 u8x64_weights(u8x64 codes) { return u8x64_xor(codes, 0x80); }
@@ -231,7 +226,7 @@ INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
     out[0] = _mm256_cvtepi32_ps(x.a), out[1] = _mm256_cvtepi32_ps(x.b);
 }
 
-/* 64 codes in 16 bits: of each four, the first and third, and the second and fourth. */
+/* 64 codes in 16 bits: of each four, the first and third, and the second and fourth. Numbers are stored in this order. */
 typedef struct i16x64 {
     u8x64 even, odd;
 } i16x64;
@@ -250,25 +245,11 @@ INLINE i32x16 i32x16_dot_whole(i32x16 sums, i16x64 codes, const int16_t *x) {
     sums.b = added(_mm256_add_epi32(sums.b, _mm256_madd_epi16(codes.odd.b, odd)));
     return sums;
 }
-INLINE __m128i i16x8_of(f32v x) {
-    const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
-    return _mm_packs_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
-}
 INLINE void f32v_store_whole(int16_t *p, f32v x) {
     enum { EVEN_FIRST = _MM_SHUFFLE(3, 1, 2, 0) };
-    const __m128i x_i16x8 = i16x8_of(x);
+    const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
+    const __m128i x_i16x8 = _mm_packs_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
     _mm_storeu_si128((__m128i *)p, _mm_shufflehi_epi16(_mm_shufflelo_epi16(x_i16x8, EVEN_FIRST), EVEN_FIRST));
-}
-INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
-    const __m128i whole = i16x8_of(x), digit = _mm_srai_epi16(_mm_add_epi16(whole, _mm_set1_epi16((int16_t)centre)), 7);
-    const __m128i both = _mm_packs_epi16(digit, _mm_sub_epi16(whole, _mm_slli_epi16(digit, 7)));
-    _mm_storel_epi64((__m128i *)high, both);
-    _mm_storel_epi64((__m128i *)low, _mm_unpackhi_epi64(both, both));
-}
-/* high * 2^bits + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
-    out[0] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.a, bits), low.a));
-    out[1] = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.b, bits), low.b));
 }
 
 typedef struct u64x8 {

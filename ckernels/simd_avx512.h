@@ -153,9 +153,9 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 #define KVC_SIGNED_KEYS 0
 #define KVC_SHARED_DIGITS 1
 #define KVC_WHOLE_NUMBERS 0
-#define KVC_UNIT_DOT_ROWS(bits) 4
+#define KVC_UNIT_DOT_ROWS 4
 #define KVC_UNIT_DOT_TILES 2
-#define KVC_UNIT_MIX_ROWS(bits) 4
+#define KVC_UNIT_MIX_ROWS 4
 #define KVC_UNSIGNED_WEIGHTS 1
 #define KVC_PACKED_ROWS(n) ((n) <= 8 ? 8 : 6)
 #define KVC_PACKED_PANELS(rows) ((rows) == 6 ? 2 : 1)
@@ -192,27 +192,27 @@ INLINE u8x64 u8x64_shr(u8x64 x, int n) { return _mm512_srli_epi16(x, (unsigned)n
 INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n); }
 
 INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
+INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
+    return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(q));
+}
+INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
+    return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(w), codes);
+}
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
 INLINE part16 part16_begin(i32x16 sums) { return sums; }
 INLINE i32x16 part16_end(part16 part, i32x16 sums) { return (void)sums, part; }
-INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
-    return _mm512_dpbusd_epi32(part, codes, _mm512_set1_epi32(q));
-}
-INLINE part16 part16_dot_w(part16 part, u8x64 codes, int32_t w) {
-    return _mm512_dpbusd_epi32(part, _mm512_set1_epi32(w), codes);
-}
+INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) { return i32x16_dot_q(part, codes, q); }
 /* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes of -127 to 127. */
 INLINE u8x64 u8x64_weights(u8x64 codes) { return codes; }
-INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return part16_dot_q(sums, codes, x); }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_q(sums, codes, x); }
 INLINE i32x16 i32x16_set1(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, 7), _mm512_set1_epi32(more));
 }
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) { out[0] = _mm512_cvtepi32_ps(x); }
-/* high * 2^bits + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
-    out[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low));
+INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
+    return _mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low);
 }
 INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
     const __m512i whole = _mm512_cvtps_epi32(x);

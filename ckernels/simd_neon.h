@@ -102,9 +102,9 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 #define KVC_SIGNED_KEYS 1
 #define KVC_SHARED_DIGITS 0
 #define KVC_WHOLE_NUMBERS 0
-#define KVC_UNIT_DOT_ROWS(bits) 2
+#define KVC_UNIT_DOT_ROWS 2
 #define KVC_UNIT_DOT_TILES 1
-#define KVC_UNIT_MIX_ROWS(bits) 1
+#define KVC_UNIT_MIX_ROWS 1
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS(n) 2
 #define KVC_PACKED_PANELS(rows) 1
@@ -146,23 +146,24 @@ INLINE u8x64 u8x64_shr(u8x64 x, int n) { return u8x64_shl(x, -n); }
 INLINE i32x16 i32x16_zero(void) {
     return (i32x16){{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
 }
+/* Codes and bytes are signed, both. */
+INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
+    const int8x16_t q_v = vreinterpretq_s8_s32(vdupq_n_s32(q));
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        sums.val[i] = vdotq_s32(sums.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
+    }
+    return sums;
+}
+INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
 INLINE part16 part16_begin(i32x16 sums) { return sums; }
 INLINE i32x16 part16_end(part16 part, i32x16 sums) { return (void)sums, part; }
-/* Codes and bytes are signed, both. */
-INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
-    const int8x16_t q_v = vreinterpretq_s8_s32(vdupq_n_s32(q));
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        part.val[i] = vdotq_s32(part.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
-    }
-    return part;
-}
-INLINE part16 part16_dot_w(part16 part, u8x64 codes, int32_t w) { return part16_dot_q(part, codes, w); }
+INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) { return i32x16_dot_q(part, codes, q); }
 /* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes. */
 INLINE u8x64 u8x64_weights(u8x64 codes) { return u8x64_xor(codes, 0x80); }
-INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return part16_dot_q(sums, codes, x); }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return i32x16_dot_q(sums, codes, x); }
 INLINE i32x16 i32x16_set1(int32_t x) {
     return (i32x16){{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}};
 }
@@ -183,12 +184,10 @@ INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
     vst1_s8(bytes, both);
     memcpy(high, bytes, 4), memcpy(low, bytes + 4, 4);
 }
-/* high * 2^bits + low. */
-INLINE void i32x16_floats(i32x16 high, i32x16 low, int bits, f32v out[16 / KVC_LANES]) {
+INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     UNROLL
-    for (int i = 0; i < 4; i++) {
-        out[i] = vcvtq_f32_s32(vaddq_s32(vshlq_s32(high.val[i], vdupq_n_s32(bits)), low.val[i]));
-    }
+    for (int i = 0; i < 4; i++) high.val[i] = vaddq_s32(vshlq_s32(high.val[i], vdupq_n_s32(bits)), low.val[i]);
+    return high;
 }
 
 typedef struct u64x8 {
