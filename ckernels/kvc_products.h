@@ -223,7 +223,7 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
         UNROLL
         for (int i = 0; i < vecs; i++) sums[r][i] = f32v_zero();
     }
-    for (int t = 0; t < tokens; t++) {
+    for (int t = 0; t < tokens; t++, s++) { /* s[r * KVC_CHUNK + t] would be computed in 32 bits, which may wrap */
         f32v v_v[8];
         UNROLL
         for (int i = 0; i < vecs; i++) {
@@ -234,7 +234,7 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
-            const f32v s_v = f32v_set1(s[r * KVC_CHUNK + t]);
+            const f32v s_v = f32v_set1(s[r * KVC_CHUNK]);
             UNROLL
             for (int i = 0; i < vecs; i++) sums[r][i] = f32v_fma(s_v, v_v[i], sums[r][i]);
         }
