@@ -151,7 +151,7 @@ INLINE void store_scores(int rows, int tiles, const i32x16 *sums, const unit_que
 }
 
 #if KVC_WHOLE_NUMBERS
-/* rows (a constant) times one tile: 16 scores for each row. */
+/* rows (a constant) times one tile, `tiles` is 1: 16 scores for each row. */
 INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
                            const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
@@ -264,7 +264,7 @@ INLINE void quantise_row(int bits, int lanes, const float *w, const float *scale
     const float limit = shared ? 1791.0f : 16383.0f, largest = f32v_max_of(largest_v);
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
     const float sum = split(bits, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
-    to->scale = largest / limit, to->rounded = (int32_t)sum;
+    to->scale = largest / limit, to->rounded = sum;
     to->base = f32v_sum_of(base_v) - (bits == 8 ? 0.0f : centre_of(bits) * to->scale * sum);
 }
 
@@ -306,7 +306,7 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     i32x16 sums[4]; /* [row][of the two blocks of channels]; codes of 8 bits count from 128 */
     UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * w[i / 2].rounded : 0);
+    for (int i = 0; i < 2 * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * (int32_t)w[i / 2].rounded : 0);
     for (int i = 0; i < tiles; i++) {
         const unsigned char *packed =
             tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */

@@ -110,6 +110,28 @@ def test_equal_extreme_scores_share_the_weight(simd, sign):
     np.testing.assert_allclose(out, 55.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in kernels.FORMATS if kernels.FORMATS[name].quantised])
+def test_the_largest_sums_of_integers_fit(simd, name):
+    # Codes, query and weights are the largest there are, in heads of the largest size and in a whole chunk.
+    n, dim = 128, 512
+    layout = kernels.Layout(16, 1, dim, name, name)
+    arena = np.zeros(n // 16 * layout.block_bytes, np.uint8)
+    runs = [(i, 0, 16) for i in range(n // 16)]
+    rows = np.ones((n, 1, dim), np.float32)
+    rows[:, :, 0] = 0.0
+    for lengths in (np.ones(n), np.linspace(0.5, 1.5, n)):
+        keys = rows * lengths.astype(np.float32)[:, None, None]
+        read_keys, read_values = np.empty_like(keys), np.empty_like(keys)
+        kernelcalls.write(layout, arena, runs, keys, rows)
+        kernelcalls.read(layout, arena, runs, read_keys, read_values)
+        for sign in (-0.01, 0.01):
+            out = kernelcalls.attend(layout, arena, [(runs, 1, 0)], np.full((1, 1, dim), sign, np.float32), 1.0)
+            scores = sign * read_keys[:, 0].sum(-1, dtype=np.float64)
+            weights = np.exp(scores - scores.max())
+            expected = weights @ read_values[:, 0].astype(np.float64) / weights.sum()
+            np.testing.assert_allclose(out[0, 0], expected, atol=0.01)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing_but_rounding_and_each_count_repeats(simd, rng, threads):
     s = Scattered(rng, [2500, 300, 700], heads=2, dim=64)
