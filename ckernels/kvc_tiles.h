@@ -1,8 +1,9 @@
 /* kvc_tiles.h - the two products of attention on packed codes, in integers.
  *
- * A float (a query value, or a weight times a scale) is rounded to a whole number of two digits, and a sum of products
- * is two sums of products of bytes. Centring the codes reduces the effect of this rounding: codes are counted from the
- * middle of their range, and the term of the middle is added in floats, from the exact sums of queries and weights.
+ * A float (a query value, or a weight times a scale) is rounded to a whole number, which most levels split into two digits:
+ * a sum of products is then two sums of products of bytes. Centring the codes reduces the effect of this rounding: codes
+ * are counted from the middle of their range, and the term of the middle is added in floats, from the exact sums of queries
+ * and weights.
  *
  *   score  =  k_scale * sum(q (code - centre))  +  (k_minimum + centre * k_scale) * sum(q)
  *   mixed  =  sum(u (code - centre))  +  sum(weight * v_minimum + u * centre)
@@ -14,9 +15,8 @@
  *
  *   x = 128 high + low       queries: digits in [-64, 63], |x| <= 8127; weights: in [0, 127], x <= 16383
  *
- * WHOLE NUMBERS (KVC_WHOLE_NUMBERS), where the level has no dot product of bytes but one of pairs of 16 bits: the same x
- * and the same sums, undivided. vpmaddubsw would add bytes in 16 bits, which takes as many products for small codes, twice
- * as many for 8 bits.
+ * WHOLE NUMBERS (KVC_WHOLE_NUMBERS), if the level multiplies pairs of 16 bits, but bytes only into 16 bits (AVX2): the same
+ * x and the same sums without digits. Digits would take as many products for codes of few bits, and twice as many for 8.
  *
  * SHARED DIGITS (KVC_SHARED_DIGITS), if a dot product takes whole bytes and codes have 4 bits or fewer. The codes a and
  * b of two neighbouring units share one byte a + 16 b, and one product with low_a serves both:
@@ -71,11 +71,12 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     return u8x64_or(codes, u8x64_and(rest, (1 << bits) - (1 << low)));
 }
 
+/* Whether codes of so many bits are multiplied by shared digits. */
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
-/* Rounds x * inverse to the numbers that codes of so many bits meet; n is a multiple of 32. Returns the sum of the numbers.
- * They exceed MOST only for NaN or infinite scales and queries; these are clamped. */
+/* Rounds x * inverse to the numbers that codes of so many bits are multiplied by; n is a multiple of 32. Returns their sum.
+ * Numbers exceed MOST only for NaN or infinite scales and queries; these are clamped. */
 INLINE float split(int bits, int is_signed, int n, const float *x, float inverse, int8_t *high, int8_t *low,
                    int16_t *whole) {
     (void)bits, (void)is_signed, (void)high, (void)low, (void)whole;
@@ -233,7 +234,7 @@ INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_que
 #undef DOT_ROWS
 }
 
-/* All rows times `tiles` tiles, KVC_UNIT_DOT_TILES at a time, for which a row's digits are loaded once. */
+/* All rows times `tiles` tiles, KVC_UNIT_DOT_TILES at a time, for which a row's numbers are loaded once. */
 NOINLINE void unit_dot(int bits, int dim, int rows, int tiles, const unit_query *q, const unsigned char *const *tile,
                        float *s, const unsigned char *const *ahead) {
     int t = 0;
@@ -248,7 +249,7 @@ NOINLINE void unit_dot(int bits, int dim, int rows, int tiles, const unit_query 
 #undef DOT
 }
 
-/* One row's weights times the scales of V, in digits. */
+/* One row's weights times the scales of V, in digits or whole. */
 INLINE void quantise_row(int bits, int lanes, const float *w, const float *scales, const float *middles,
                          unit_weights *to) {
     float u[KVC_CHUNK];
@@ -298,6 +299,14 @@ INLINE void store_mixed(int rows, int cb, const i32x16 *sums, const unit_weights
     }
 }
 
+/* The codes of a tile from block `cb` of 16 channels on, of which a block has 32 * bits bytes. Prefetches two blocks of the
+ * tile `ahead`; NULL: nothing. */
+INLINE const unsigned char *channels_of(int bits, int cb, const unsigned char *tile, const unsigned char *ahead) {
+    const int at = KVC_TILE_HEADER + cb * bits * 32;
+    if (ahead) fetch_lines(ahead + at, bits * 64);
+    return tile + at;
+}
+
 /* rows (a constant) times 32 channels over all tiles of a chunk; cb is the first block of 16 channels, even. */
 #if KVC_WHOLE_NUMBERS
 INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
@@ -308,9 +317,7 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
     UNROLL
     for (int i = 0; i < 2 * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * (int32_t)w[i / 2].rounded : 0);
     for (int i = 0; i < tiles; i++) {
-        const unsigned char *packed =
-            tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
-        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
+        const unsigned char *packed = channels_of(bits, cb, tile[i], ahead ? ahead[i] : NULL);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
             UNROLL
@@ -334,9 +341,7 @@ INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weig
     UNROLL
     for (int i = 0; i < 2 * rows; i++) high[i] = low[i] = i32x16_zero();
     for (int i = 0; i < tiles; i++) {
-        const unsigned char *packed =
-            tile[i] + KVC_TILE_HEADER + cb * bits * 32; /* 16 channels are 32 * bits bytes */
-        if (ahead) fetch_lines(ahead[i] + (packed - tile[i]), bits * 64);
+        const unsigned char *packed = channels_of(bits, cb, tile[i], ahead ? ahead[i] : NULL);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
             unit_pair codes[2];

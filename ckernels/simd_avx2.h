@@ -178,7 +178,7 @@ INLINE u8x64 u8x64_shl(u8x64 x, int n) {
     return (u8x64){_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)};
 }
 
-/* `sum` in a register: otherwise GCC adds products in pairs, or all of them at the end of a loop, and stores them until then. */
+/* Keeps `sum` in a register. Without it GCC adds all products at the end of a loop, and stores them until then. */
 INLINE __m256i added(__m256i sum) {
     __asm__("" : "+x"(sum));
     return sum;
