@@ -229,11 +229,17 @@ cdef class BlockPool:
         Raises:
             AssertionError: naming the broken one.
         """
-        refs = np.asarray(self.refs)
-        free = np.asarray(self.ring)[(self.head + np.arange(self.num_free)) % max(self.num_blocks, 1)]
-        assert (refs >= 0).all(), "a reference count is negative"
-        assert len(np.unique(free)) == self.num_free, "the free list names a block twice"
-        assert (refs[free] == 0).all(), "a block on the free list has references"
-        assert np.count_nonzero(refs) + self.num_free == self.num_blocks, "free + used != total"
+        cdef int64_t i, block, used = 0
+        cdef char[::1] is_free = np.zeros(self.num_blocks, np.int8)
+        for i in range(self.num_free):
+            block = self.ring[(self.head + i) % self.num_blocks]
+            assert 0 <= block < self.num_blocks, "the free list names a block that there is not"
+            assert self.refs[block] == 0, "a block on the free list has references"
+            assert not is_free[block], "the free list names a block twice"
+            is_free[block] = True
+        for block in range(self.num_blocks):
+            assert self.refs[block] >= 0, "a reference count is negative"
+            used += self.refs[block] > 0
+        assert used + self.num_free == self.num_blocks, "free + used != total"
         assert self.total_allocations - self.total_frees == self.num_used, "allocations - frees != used"
         assert self.num_used <= self.peak_used <= self.num_blocks, "peak is below what is used, or above all"

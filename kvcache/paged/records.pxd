@@ -41,6 +41,21 @@ cdef inline int64_t position_of(const Sequence *seq, int64_t run, int64_t block_
     return run * block_size if seq.positions == NULL else seq.positions[run]
 
 
+# Whether a run is the first one of its block.
+cdef inline bint begins_block(const Sequence *seq, int64_t run) noexcept nogil:
+    return run == 0 or seq.runs[run].block != seq.runs[run - 1].block
+
+
+# Write the blocks, each once, to `out`, (>= num_runs,); returns how many.
+cdef inline int64_t blocks_in_order(const Sequence *seq, int32_t *out) noexcept nogil:
+    cdef int64_t run, count = 0
+    for run in range(seq.num_runs):
+        if begins_block(seq, run):
+            out[count] = seq.runs[run].block
+            count += 1
+    return count
+
+
 # Slots left in the last block.
 cdef inline int64_t room_in_tail(const Sequence *seq, int64_t block_size) noexcept nogil:
     return block_size - seq.runs[seq.num_runs - 1].stop if seq.num_runs else 0

@@ -1,6 +1,6 @@
 """Every change of a sequence's runs, and what is read from them, in integers alone; see paged/run_lists.pxd."""
 
-from cython cimport wraparound
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy
@@ -8,7 +8,10 @@ from libc.string cimport memcpy
 from kvcache.core.counts cimport blocks_of
 from kvcache.core.kernels cimport kvc_run
 from kvcache.core.pool cimport BlockPool
-from kvcache.paged.records cimport RUN_STRIDE, Sequence, SequenceRecords, position_of, room_in_tail, run_length
+from kvcache.core.tokens cimport int32s
+from kvcache.paged.records cimport (
+    RUN_STRIDE, Sequence, SequenceRecords, blocks_in_order, position_of, room_in_tail, run_length,
+)
 
 import numpy as np
 
@@ -16,6 +19,8 @@ from kvcache.core.runs import RUN
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["RunLists"]
+
+cnp.import_array()
 
 
 cdef class RunLists:
@@ -86,42 +91,45 @@ cdef class RunLists:
         return 0
 
     cdef object copy_runs(self, const Sequence *seq):
-        out = np.empty(seq.num_runs, RUN)
-        cdef kvc_run[::1] view = out
+        cdef cnp.ndarray out = np.empty(seq.num_runs, RUN)
         if seq.num_runs:
-            memcpy(&view[0], seq.runs, seq.num_runs * sizeof(kvc_run))
+            memcpy(cnp.PyArray_DATA(out), seq.runs, seq.num_runs * sizeof(kvc_run))
         return out
 
     cdef object copy_positions(self, const Sequence *seq):
-        out = np.empty(seq.num_runs, np.int64)
-        cdef int64_t[::1] view = out
+        cdef cnp.ndarray out = np.empty(seq.num_runs, np.int64)
+        cdef int64_t *positions = <int64_t *>cnp.PyArray_DATA(out)
         cdef int64_t i
         for i in range(seq.num_runs):
-            view[i] = position_of(seq, i, self.block_size)
+            positions[i] = position_of(seq, i, self.block_size)
         return out
 
-    @wraparound(True)
     cdef object distinct_blocks(self, const Sequence *seq):
-        block = self.copy_runs(seq)["block"]
-        return np.ascontiguousarray(block[np.r_[True, block[1:] != block[:-1]]] if len(block) else block)
+        cdef cnp.ndarray out = np.empty(seq.num_runs, np.int32)
+        cdef int64_t num_blocks = blocks_in_order(seq, int32s(out))
+        return out if num_blocks == seq.num_runs else out[:num_blocks].copy()
 
-    @wraparound(True)
     cdef int check_(self, const Sequence *seq) except -1:
-        runs, positions, blocks = self.copy_runs(seq), self.copy_positions(seq), self.distinct_blocks(seq)
-        where, lengths = f"sequence {seq.seq_id}", runs["stop"].astype(np.int64) - runs["first"]
-        whole = (lengths > 0).all() and (runs["stop"] <= self.block_size).all()
-        assert whole, f"{where}: a run is empty or too long"
-        assert lengths.sum() == seq.num_tokens, f"{where}: runs hold {lengths.sum()} tokens, not {seq.num_tokens}"
-        ends = np.r_[0, positions + lengths]
-        assert (np.r_[positions, seq.next_position] >= ends).all(), f"{where}: positions do not ascend"
-        assert len(np.unique(blocks)) == len(blocks), f"{where}: runs of one block are apart"
-        same = runs["block"][1:] == runs["block"][:-1]
-        assert (runs["first"][1:][same] >= runs["stop"][:-1][same]).all(), f"{where}: slots overlap"
+        cdef int64_t i, position, end = 0, num_tokens = 0
+        cdef kvc_run run, before
+        where, blocks = f"sequence {seq.seq_id}", self.distinct_blocks(seq).tolist()
+        assert len(set(blocks)) == len(blocks), f"{where}: runs of one block are apart"
+        for i in range(seq.num_runs):
+            run, position = seq.runs[i], position_of(seq, i, self.block_size)
+            assert run.first < run.stop <= self.block_size, f"{where}: a run is empty or too long"
+            assert position >= end, f"{where}: positions do not ascend"
+            if i:
+                before = seq.runs[i - 1]
+                assert run.block != before.block or run.first >= before.stop, f"{where}: slots overlap"
+                assert not seq.dense or before.stop == self.block_size, f"{where}: not dense"
+            assert not seq.dense or run.first == 0, f"{where}: not dense"
+            num_tokens += run_length(run)
+            end = position + run_length(run)
+        assert seq.next_position >= end, f"{where}: positions do not ascend"
+        assert num_tokens == seq.num_tokens, f"{where}: runs hold {num_tokens} tokens, not {seq.num_tokens}"
         assert 0 <= seq.sink_tokens <= seq.num_tokens, f"{where}: more sinks than tokens"
         if seq.positions == NULL:
             assert seq.dense and seq.next_position == seq.num_tokens, f"{where}: holes and no positions"
-        if seq.dense:
-            assert (lengths[:-1] == self.block_size).all() and (runs["first"] == 0).all(), f"{where}: not dense"
         return 0
 
     # -- more tokens ----------------------------------------------------------------------------------------

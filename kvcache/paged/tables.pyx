@@ -10,7 +10,8 @@ from libc.stdlib cimport free, realloc
 from kvcache.core.counts cimport blocks_of, saturating_sum
 from kvcache.core.idmap cimport IdMap
 from kvcache.core.pool cimport BlockPool
-from kvcache.paged.records cimport RUN_STRIDE, Sequence, SequenceRecords, room_in_tail
+from kvcache.core.tokens cimport int32s
+from kvcache.paged.records cimport RUN_STRIDE, Sequence, SequenceRecords, begins_block, blocks_in_order, room_in_tail
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
 from kvcache.paged.victims cimport VictimOrder
@@ -98,30 +99,31 @@ cdef class BlockTables:
     def csr(self, seq_ids):
         """`(indptr, indices, last_page_len)`, int32: the block tables one after another, each block once."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        cdef int64_t i, j, n = ids.shape[0], total = 0
+        cdef int64_t i, n = ids.shape[0], total = 0
         cdef Sequence *seq
         self.find_(numbers(ids), n)
         for i in range(n):
             total += self.records.seqs[self.picked[i]].num_runs
-        indptr, blocks, lengths = np.zeros(n + 1, np.int32), np.empty(total, np.int32), np.zeros(n, np.int32)
-        cdef int32_t[::1] begin = indptr, block = blocks, last = lengths
+        cdef cnp.ndarray indptr = np.zeros(n + 1, np.int32), lengths = np.zeros(n, np.int32)
+        cdef cnp.ndarray blocks = np.empty(total, np.int32)
         total = 0
         for i in range(n):
             seq = &self.records.seqs[self.picked[i]]
-            for j in range(seq.num_runs):
-                if j == 0 or seq.runs[j].block != seq.runs[j - 1].block:
-                    block[total] = seq.runs[j].block
-                    total += 1
-            begin[i + 1] = <int32_t>total
+            total += blocks_in_order(seq, int32s(blocks) + total)
+            int32s(indptr)[i + 1] = <int32_t>total
             if seq.num_runs:
-                last[i] = seq.runs[seq.num_runs - 1].stop
+                int32s(lengths)[i] = seq.runs[seq.num_runs - 1].stop
         return indptr, blocks[:total], lengths
 
     def references(self):
         """References that the sequences hold on each block, int32 `(num_blocks,)`."""
-        counts = np.zeros(self.pool.num_blocks, np.int32)
-        for seq_id in self.seq_ids():
-            np.add.at(counts, self.blocks(seq_id), 1)
+        cdef cnp.ndarray counts = np.zeros(self.pool.num_blocks, np.int32)
+        cdef int64_t row, run
+        cdef Sequence *seq
+        for row in range(self.records.capacity):
+            seq = &self.records.seqs[row]
+            for run in range(seq.num_runs if seq.uid >= 0 else 0):
+                int32s(counts)[seq.runs[run].block] += begins_block(seq, run)
         return counts
 
     @property
