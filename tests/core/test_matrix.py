@@ -6,6 +6,7 @@ from blocks import copy_guarded, guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle_matrix import product, rounded
+from pace import FAST
 
 from kvcache import get_num_threads, set_num_threads, simd_levels, use_simd
 from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
@@ -213,7 +214,7 @@ def test_many_rows_meet_a_matrix_in_chunks(rng, simd, format, activations):
     """More rows than a chunk of kvc_matmul.c has at any level, with so many channels: the bits of few at a time."""
     n, shape = 131, (18, 16_000)
     matrix, x, bias = matrix_of(normal(rng, *shape), format), normal(rng, n, shape[1]), normal(rng, shape[0])
-    for how in ({}, {"bias": bias}):
+    for how in ({"bias": bias},) if FAST else ({}, {"bias": bias}):
         out = matrix.multiply(x, **how, activations=activations)
         few = [matrix.multiply(x[i : i + 10], **how, activations=activations) for i in range(0, n, 10)]
         np.testing.assert_array_equal(out.view(np.uint32), np.concatenate(few).view(np.uint32))

@@ -81,6 +81,7 @@ def few(*cases):
 
 def check(rng, tokens, num_queries, *, dim, group=2, heads=2, sinks=0, spread=1.0, **keywords):
     """Compare a chunk of queries with single queries, splits, batches with others, and other numbers of threads."""
+    num_queries = max(1, num_queries // 2) if FAST else num_queries
     s = Scattered(rng, [tokens, 70, 600], dim=dim, heads=heads, **keywords)
     rows = Rows(s, num_queries, heads * group, rng, sinks, spread)
     whole = rows.call([range(num_queries)])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from recording_network import DIM, KV_HEADS, VOCABULARY, RecordingNetwork
+from recording_network import DIM, KV_HEADS, VOCABULARY, RecordingNetwork, same_outputs
 from windowed_networks import FOUR, FULL, KINDS, NONE, network, window
 
 from kvcache import EvictionPolicy
@@ -37,12 +37,6 @@ def dense(model, layer, pos):
     sinks = 0 if attention.sinks is None else np.exp(attention.sinks.reshape(KV_HEADS, -1) - scores.max(axis=-1))
     weights /= (weights.sum(axis=-1) + sinks)[..., None]
     return np.einsum("hgn,nhd->hgd", weights, values).reshape(-1, DIM)
-
-
-def compare(engine, want):
-    assert engine.model.outputs.keys() == want.keys()
-    for place, row in engine.model.outputs.items():
-        np.testing.assert_array_equal(row, want[place], err_msg=str(place))
 
 
 def kept(engine):
@@ -81,7 +75,8 @@ def test_any_pieces_give_the_same_bits(rng, kind, dtype):
         for piece in np.split(np.arange(len(tokens)), cuts):
             it.prefill_from_pos(tokens[piece], int(piece[0]))
             it.check()
-        compare(it, whole.model.outputs)
+        assert it.model.outputs.keys() == whole.model.outputs.keys()
+        same_outputs(it.model, whole.model)
 
 
 def test_layers_with_a_window_keep_little_more(kind):
@@ -123,8 +118,7 @@ def test_a_text_can_be_cut_within_the_spare_tokens(rng, kind):
         alone = engine(kind)
         alone.model.expect(tokens, None)
         alone.prefill_from_pos(tokens, 0)
-        for place, row in it.model.outputs.items():
-            np.testing.assert_array_equal(row, alone.model.outputs[place])
+        same_outputs(it.model, alone.model)
 
 
 def test_a_cut_before_the_window_is_refused(kind):
@@ -163,8 +157,7 @@ def test_a_failing_call_changes_nothing(kind, count, back):
     alone = engine(kind)
     alone.model.expect(more, None)
     alone.prefill_from_pos(more, 0)
-    for place, row in it.model.outputs.items():
-        np.testing.assert_array_equal(row, alone.model.outputs[place])
+    same_outputs(it.model, alone.model)
 
 
 def test_what_cannot_keep_windows_says_so():

@@ -11,6 +11,7 @@ import zlib
 import numpy as np
 import pytest
 from contents import LAYERS, pairs, rows, state
+from pace import FAST
 
 from kvcache import PagedKvCache, PrefixCache, PrefixCacheConfig, PrefixKvCache
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
@@ -250,7 +251,7 @@ def test_the_search_finds_what_collided_in_the_original():
 def test_blocks_of_one_hash_are_two_blocks(tmp_path, tier, hashes):
     """A block stored behind one of a pair is found behind that one, not behind the other."""
     cache, after = tier(tmp_path), [1, 2, 3, 4]
-    found = [*colliding(hashes), ORIGINAL]
+    found = [*colliding(hashes)[: 8 if FAST else 50], ORIGINAL]
     for one, _ in found:
         cache.put("n", one + after)
     for one, other in found:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from engines import Failing
 from interrupts import Lines, places
-from pace import FAST
 from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
 from windowed_networks import Windowed
 
@@ -60,7 +59,7 @@ def test_interrupted_at_every_line(network, long, kind):
     with Lines() as lines:
         served.all()
     chosen = places(lines.seen, every=long)
-    chosen = chosen if long else chosen[:: (8 if FAST else 5) * (1 + (kind == "windows"))]
+    chosen = chosen if long else chosen[:: 8 * (1 + (kind != "plain"))]
     for stop in chosen:
         served, lines, kept = Served(network, **options), Lines(stop), []
         try:

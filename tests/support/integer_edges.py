@@ -18,7 +18,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 from integer_calls import ARRAYS, PAGED, SCALARS
@@ -80,8 +79,11 @@ def negatives(it):
     return found
 
 
+STATM = os.open("/proc/self/statm", os.O_RDONLY)
+
+
 def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(os.pread(STATM, 100, 0).split()[1]) * resource.getpagesize()
 
 
 class TooLong(BaseException):
@@ -97,7 +99,10 @@ class Tries:
         self.outcomes, self.problems = Counter(), []
 
     def one(self, make, label, call, number):
-        what = f"{label} with {number!r} ({getattr(number, 'dtype', type(number).__name__)}) on {make.__name__}"
+        def wrong(text):
+            kind = getattr(number, "dtype", type(number).__name__)
+            self.problems.append(f"{label} with {number!r} ({kind}) on {make.__name__}{text}")
+
         it = make()
         started = time.process_time()
         peak = resident()
@@ -106,29 +111,29 @@ class Tries:
             result = call(it, number)
             self.outcomes["results"] += 1
             if type(result) is int and result < 0:
-                self.problems.append(f"{what} gave {result}")
+                wrong(f" gave {result}")
         except DOCUMENTED as error:
             self.outcomes["refused"] += 1
             message = str(error)
             if "-" in message and isinstance(error, MemoryError):
-                self.problems.append(f"{what}: a negative count: {message}")
+                wrong(f": a negative count: {message}")
             del error
         except BaseException as error:
             place = traceback.format_exc(limit=-2)
-            self.problems.append(f"{what}: {type(error).__name__}: {str(error)[:200]}\n{place}")
+            wrong(f": {type(error).__name__}: {str(error)[:200]}\n{place}")
             del error
         signal.setitimer(signal.ITIMER_PROF, 0)
         took, grown = time.process_time() - started, resident() - peak
         if took > SECONDS * (10 if SANITIZED else 1):
-            self.problems.append(f"{what} took {took:.1f} s")
+            wrong(f" took {took:.1f} s")
         if grown > RESIDENT and not SANITIZED:
-            self.problems.append(f"{what} took {grown >> 20} MiB")
+            wrong(f" took {grown >> 20} MiB")
         if it is not None:
             try:
                 it.check()
-                assert not (wrong := negatives(it)), wrong
+                assert not (below := negatives(it)), below
             except Exception:
-                self.problems.append(f"{what} leaves: {traceback.format_exc(limit=-2)}")
+                wrong(f" leaves: {traceback.format_exc(limit=-2)}")
 
 
 def main(_, only=""):

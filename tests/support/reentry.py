@@ -152,7 +152,7 @@ class Run:
             for outer in self.names:
                 system = self.make(number)
                 inner = InnerCalls(system, self.names, f"{outer} {number}")
-                with Collecting(inner, every=1 if self.rounds >= 1 else 3):
+                with Collecting(inner, every=1 if self.rounds > 1 else 2 if self.rounds == 1 else 3):
                     self._outer(system, outer, ArgumentWrapper(), f"{outer} under the collector")
                 self._end(system, f"{outer} under the collector ({number})")
 
