@@ -186,7 +186,7 @@ def threads_kept():
     set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q4"])
+@pytest.mark.parametrize("dtype", few("f16", "q8", "q4", "f32"))
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_a_prompt_in_chunks_through_the_paged_cache(simd, threads_kept, rng, dtype, block_size):
     """Two prompts as a whole, and the same prompts in chunks of other sizes while the other one decodes."""

@@ -62,6 +62,7 @@ def test_a_cache_that_is_too_small_changes_nothing(golden):
             settled(cached)
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 def test_formats_share_too(golden, formats):
     """Cold, warm and without a cache are the same: attention always reads the stored codes, also of new tokens."""

@@ -131,6 +131,7 @@ def test_logits_of_every_position_by_decoding(golden, engine_class, length):
     np.testing.assert_allclose(rows[positions[same]], expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_greedy_continuation(golden, engine_class, length, chunk):

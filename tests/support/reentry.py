@@ -101,7 +101,7 @@ class Run:
 
     def unchanged(self, twins):
         """Calls that change nothing, at every line of another one, whose result stays the same."""
-        for outer in self.names:
+        for outer in self.names[:: 1 if self.rounds >= 1 else 2]:
             system = self.make(1)
             inner = InnerCalls(system, self.pure, outer)
             system.wrap.action = inner
@@ -115,7 +115,7 @@ class Run:
     def lines(self):
         """Any call at every line."""
         for number in range(max(1, int(self.rounds))):
-            for outer in self.names:
+            for outer in self.names if self.rounds >= 1 else self.names[1::2]:
                 system = self.make(number)
                 inner = InnerCalls(system, self.names, (outer, number).__repr__())
                 system.wrap.action = inner
