@@ -163,9 +163,10 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
         packed_tile(matrix, KVC_MATRIX_##format, digits, rows, KVC_PACKED_PANELS(rows), x, t);                           \
     }
 #if defined(KVC_AVX512)
-#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8)
+#define BLOCKS(X, ...) \
+    X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8)
 #elif defined(KVC_AVX2)
-#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 4)
+#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4)
 #else
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
 #endif
@@ -260,9 +261,9 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
     }
 #if KVC_FLOAT_ROWS == 12
 #define FLOAT_BLOCKS(X, format) \
-    X(format, , 1) X(format, , 2) X(format, , 4) X(format, , 6) X(format, , 8) X(format, , 12)
+    X(format, , 1) X(format, , 2) X(format, , 3) X(format, , 4) X(format, , 6) X(format, , 8) X(format, , 12)
 #elif KVC_FLOAT_ROWS == 6
-#define FLOAT_BLOCKS(X, format) X(format, , 1) X(format, , 2) X(format, , 4) X(format, , 6)
+#define FLOAT_BLOCKS(X, format) X(format, , 1) X(format, , 2) X(format, , 3) X(format, , 4) X(format, , 6)
 #else
 #define FLOAT_BLOCKS(X, format) X(format, , 1) X(format, , 2)
 #endif

@@ -146,9 +146,9 @@ static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     return (size_t)args->matrix->groups * (size_t)(KVC_GROUP * args->digits + 8);
 }
 
-/* Rows of the next block: the largest of 12, 8, 6, 4, 2, 1 that is at most `most` and `left`. */
+/* Rows of the next block: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */
 static inline int kvc_block_rows(int most, int64_t left) {
-    static const int sizes[] = {12, 8, 6, 4, 2, 1};
+    static const int sizes[] = {12, 8, 6, 4, 3, 2, 1};
     int i = 0;
     while (sizes[i] > most || sizes[i] > left) i++;
     return sizes[i];
