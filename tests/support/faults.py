@@ -21,17 +21,17 @@ import sys
 import traceback
 
 import numpy as np
+from interrupts import first_and_last
 
 MOST = 100_000  # allocations of an operation
 
 
 def chosen(seen, step):
-    """Numbers of the allocations that fail, of those whose places are `seen`."""
+    """Which allocations fail, counted from 1; `seen` has the place of each allocation."""
     if step == 0:
         return range(1, len(seen) + 1)
-    first = {place: n for n, place in reversed(list(enumerate(seen, 1)))}
-    last = {place: n for n, place in enumerate(seen, 1)}
-    return sorted((first, last)[i % 2][place] for i, place in enumerate(list(first)[::step]))
+    both = first_and_last(seen)
+    return sorted(both[i % 2][place] for i, place in enumerate(list(both[0])[::step]))
 
 
 def run(subject, name, shim, width, step):

@@ -96,12 +96,17 @@ class Lines:
         return self._line
 
 
+def first_and_last(seen):
+    """Two dicts: the count at which each place is seen first, and last."""
+    first = {place: n for n, place in reversed(list(enumerate(seen, 1)))}
+    return first, {place: n for n, place in enumerate(seen, 1)}
+
+
 def places(seen, every):
     """Counts at which to interrupt: all, or of each line the first and the last time that it runs."""
     if every:
         return range(1, len(seen) + 1)
-    first = {place: n for n, place in reversed(list(enumerate(seen, 1)))}
-    last = {place: n for n, place in enumerate(seen, 1)}
+    first, last = first_and_last(seen)
     return sorted({*first.values(), *last.values()})
 
 
