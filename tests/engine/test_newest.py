@@ -1,11 +1,14 @@
 """Unpacked groups of cached prefixes: the tokens that run, the groups that are kept, and saved files."""
 
 import gc
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from between_lines import Between
 from recording_network import DIM, KV_HEADS, LAYERS, VOCABULARY, RecordingNetwork
 
+from kvcache import InvalidOperationError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine.newest import NewestGroups
 from kvcache.paged.cache import PagedKvCache
@@ -229,6 +232,27 @@ def test_clearing_drops_the_groups():
     cached.clear_cache()
     assert len(cached.newest.cache) == 0
     assert new_tokens(cached, prompt(0, 100)) == 100
+    settled(cached)
+
+
+def test_check_holds_whatever_is_cleared_meanwhile():
+    """A signal handler drops all groups at each instruction of `check` in turn."""
+    cached = engine(residual_length=12)
+
+    def check(act=None, stop=0):
+        cached.generate(prompt(0, 24), NONE)
+        assert len(cached.newest.cache) > 0
+        with Between(act, opcodes=True, stop=stop) as between:
+            cached.newest.check()
+        return between.count
+
+    def clear():
+        with suppress(InvalidOperationError):  # the cache is at work
+            cached.clear_cache()
+
+    for stop in range(1, check() + 1):
+        check(clear, stop)
+    cached.clear_cache()
     settled(cached)
 
 
