@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from blocks import Scattered
-from pace import FAST
+from pace import FAST, half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.core import kernelcalls, kernels
@@ -110,7 +110,7 @@ def test_formats(simd, rng, formats):
     check(rng, 1300, 110, dim=64, key_format=formats[0], value_format=formats[1])
 
 
-@pytest.mark.parametrize("dim", [8, 16, 24, 40, 80, 128, 256, 512])
+@pytest.mark.parametrize("dim", half([8, 16, 24, 40, 80, 128, 256, 512]))
 @pytest.mark.parametrize("name", ["f32", "f16", "q8", "q3"])
 def test_head_dims(simd, rng, dim, name):
     rotate = dim & (dim - 1) == 0 and kernels.FORMATS[name].quantised
@@ -127,13 +127,13 @@ def test_values_of_another_head_dim(simd, rng, dims, formats):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", half(range(1, 9)))
 @pytest.mark.parametrize("name", ["f32", "q8", "q4"])
 def test_groups(simd, rng, group, name):
     check(rng, 600, 20, dim=32, heads=1, group=group, key_format=name)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 64, 256])
+@pytest.mark.parametrize("block_size", half([1, 5, 16, 64, 256]))
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("name", ["f32", "q4"])
 def test_blocks_and_holes(simd, rng, block_size, holes, name):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pace import half
 from recording_network import DIM, KV_HEADS, VOCABULARY, RecordingNetwork, same_outputs
 from windowed_networks import FOUR, FULL, KINDS, NONE, network, window
 
@@ -43,7 +44,7 @@ def kept(engine):
     return [engine.kept_positions(layer).tolist() for layer in range(engine.config.num_layers)]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 100, 512])
+@pytest.mark.parametrize("chunk", half([1, 100, 7, 16, 512]))
 def test_every_query_sees_its_window(kind, chunk):
     it, tokens = engine(kind, prefill_chunk=chunk), prompt(0, 200)
     it.model.expect(tokens, None)
@@ -63,7 +64,7 @@ def test_scale_caps_and_sinks_reach_the_layers():
         np.testing.assert_allclose(row, dense(model, layer, pos), atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q4", "q2"])
+@pytest.mark.parametrize("dtype", half(["f32", "f16", "q4", "q8", "q2"]))
 def test_any_pieces_give_the_same_bits(rng, kind, dtype):
     whole, tokens = engine(kind, dtype=dtype, prefill_chunk=512), prompt(2, 300)
     whole.model.expect(tokens, None)

@@ -257,5 +257,5 @@ def test_unwritten_slots_read_zero(tmp_path, request, dtype, block_size):
     from hypothesis.stateful import run_state_machine_as_test
 
     machine = type("Machine", (ZerosMachine,), {"dtype": dtype, "block_size": block_size, "folder": tmp_path})
-    most = 900 if request.config.getoption("--long") else examples(40)
+    most = 900 if request.config.getoption("--long") else examples(28)
     run_state_machine_as_test(machine, settings=settings(max_examples=most, stateful_step_count=30, deadline=None))

@@ -1,6 +1,7 @@
 """Requests that evict tokens, at once: each gives what an `InferenceEngine` of the same policy gives it alone."""
 
 from contextlib import suppress
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -47,8 +48,9 @@ def gone(engine):
     assert (stats.waiting, stats.running, stats.claimed_blocks) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip(POLICIES, cycle(["f32", "q8", "q4"])), *zip(POLICIES, cycle(["q4", "f32", "q8"]))]
+)
 def test_every_policy(network, kind, dtype):
     """Prompts of one piece and of several, and samples; more requests than may run."""
     alone = Alone(network, dtype=dtype, **POLICIES[kind])

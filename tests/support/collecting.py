@@ -45,14 +45,16 @@ class Watched:
 
 
 class Collecting:
-    """While entered, the collector runs at nearly every n-th allocation of a container, and `action` in it."""
+    """While entered, the collector runs at nearly every n-th allocation of a container, and `action` in it.
+
+    After a `gc.freeze` it looks at few objects, and is quick.
+    """
 
     def __init__(self, action, every=1):
         self.action, self.every = action, every
 
     def __enter__(self):
         gc.collect()
-        gc.freeze()
         self.before = gc.get_threshold()
         Finalised.action = self.action
         Finalised()
@@ -63,4 +65,3 @@ class Collecting:
         gc.set_threshold(*self.before)
         Finalised.action = None
         gc.collect()
-        gc.unfreeze()

@@ -33,7 +33,7 @@ SECONDS = 2.0  # of a call, in its own time
 RESIDENT = 600 << 20  # bytes that one call may touch
 
 ALL = sys.argv[1:2] == ["all"]  # else fewer types and states
-BITS = (31, 32, 63, 64) if sys.argv[1:2] == ["few"] else (7, 8, 15, 16, 31, 32, 62, 63, 64)
+BITS = {"few": (31, 63, 64), "some": (8, 16, 31, 32, 63, 64)}.get(sys.argv[1], (7, 8, 15, 16, 31, 32, 62, 63, 64))
 
 KINDS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 EDGES = sorted(

@@ -8,3 +8,8 @@ FAST = os.environ.get("KVCACHE_TESTS") == "fast"
 def examples(most):
     """How many random examples of a test that names their number; the profiles of conftest.py have the others."""
     return max(1, most // 10) if FAST else most
+
+
+def half(values):
+    """The values of a parameter; every second one for builds that run slowly."""
+    return values[::2] if FAST else values
