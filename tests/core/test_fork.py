@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.no_level
+
 PROGRAM = """
 import multiprocessing, os, tempfile
 import numpy as np

@@ -310,6 +310,7 @@ ACTS = {
 }
 
 
+@pytest.mark.no_level
 @pytest.mark.parametrize("length", [32, 0])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @pytest.mark.parametrize("stops", [KeyboardInterrupt, MemoryError])
