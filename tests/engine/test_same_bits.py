@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from pace import FAST
+from pace import FAST, half
 from places import GOLDEN
 
 from kvcache import get_num_threads, set_num_threads
@@ -33,7 +33,7 @@ def pieces_of(rng, tokens):
     ("weights", "activations"),
     [*((weights, "int8") for weights in WEIGHTS), ("q8", "exact"), ("q4", "exact"), ("bf16", "bf16")],
 )
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", half(NETWORKS))
 def test_pieces_and_threads(rng, simd, name, weights, activations):
     model = Transformer.from_pretrained(GOLDEN / name, weights=weights, activations=activations)
     tokens = rng.integers(0, model.config.vocab_size, 45).astype(np.uint32)

@@ -263,7 +263,7 @@ def test_random_faults_change_no_answer(name, long, monkeypatch, head_start):
     store = ObjectStore()
     options = {"secret": SECRET, "after_uses": 1, "head_start": head_start, "queue_bytes": 1 << 18}
     with Tiers([Faulty(ObjectStore(), 1), Faulty(store, 2, 0.1)], **options) as tiers:
-        run_random(Transformer.from_pretrained(GOLDEN / name), tiers, 3, 10_000 if long else 20 if FAST else 150)
+        run_random(Transformer.from_pretrained(GOLDEN / name), tiers, 3, 10_000 if long else 20 if FAST else 100)
         first, second = tiers.stats()
         if head_start and not FAST:
             assert first.errors
