@@ -251,12 +251,12 @@ def test_what_was_measured_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = ["quality", "--model", str(DIRECTORY), "--quick", "--context", "100", "--keep", str(tmp_path / "kept")]
     figures = []
-    for tokens in ("300", "600"):
+    for tokens in ("200", "400"):
         assert main([*command, "--tokens", tokens, "--json", str(tmp_path / "json")]) == 0
         figures.append(json.loads((tmp_path / "json").read_text())["figures"])
     files = sorted((tmp_path / "kept").iterdir())
     assert len(files) == 6
     monkeypatch.setattr(checkpoint._Run, "__call__", lambda *_: pytest.fail("all of it was kept"))
-    assert main([*command, "--tokens", "600", "--json", str(tmp_path / "json")]) == 0
+    assert main([*command, "--tokens", "400", "--json", str(tmp_path / "json")]) == 0
     assert json.loads((tmp_path / "json").read_text())["figures"] == figures[1]
     assert figures[0]["q4"]["kl"] != figures[1]["q4"]["kl"]

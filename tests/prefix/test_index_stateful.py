@@ -254,4 +254,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

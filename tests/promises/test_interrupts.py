@@ -133,7 +133,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
     assert name not in ("generate", "stream") or answer == reference
     chosen = places(seen, every=long)
     if not long:
-        chosen = chosen[:: max(1, len(chosen) // (3 if FAST else 10))]
+        chosen = chosen[:: max(1, len(chosen) // (3 if FAST else 8))]
     problems = []
     for stop in chosen:
         served = Served(kind, network)

@@ -21,7 +21,7 @@ from kvcache.serving.request import Pending
 from kvcache.serving.work import Scoring
 from kvcache.tiers import DirectoryTier, Tiers
 
-pytestmark = pytest.mark.one_build
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 class Every:
@@ -108,7 +108,6 @@ def test_scores(network, kind, monkeypatch):
         gone(engine)
 
 
-@pytest.mark.no_level
 def test_a_text_without_end(network):
     """Under StreamingLLM it grows past the network's positions, beside others."""
     options = POLICIES["streaming"]
@@ -121,7 +120,6 @@ def test_a_text_without_end(network):
     assert second.result() == alone(np.array([4, 5]), LONG).tokens
 
 
-@pytest.mark.no_level
 def test_memory_is_bounded_and_used_again(network):
     """As many texts run as fit; each has its budget, however long it grows."""
     one = BatchEngine(network, max_running=1, **POLICIES["h2o"])
@@ -142,7 +140,6 @@ def test_memory_is_bounded_and_used_again(network):
         BatchEngine(network, num_blocks=1, **POLICIES["h2o"])
 
 
-@pytest.mark.no_level
 def test_interrupted_and_failing(network, long):
     """After Ctrl-C between two lines, and beside requests that fail, texts are those of the engine alone."""
     asked = [(prompt, sampled(i, 12, logprobs=1)) for i, prompt in enumerate(prompts(22, 3, 60))]
@@ -182,7 +179,6 @@ def test_interrupted_and_failing(network, long):
         gone(engine)
 
 
-@pytest.mark.no_level
 def test_what_does_not_go_together(network, tmp_path):
     h2o = POLICIES["h2o"]
     engine = BatchEngine(network, **h2o)
