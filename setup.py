@@ -74,7 +74,7 @@ UNITS = [(source, "once", [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS])
 for level, flags in LEVELS.items():
     defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
     checks = []
-    if SANITIZE:  # with vectors -O2 compiles for four times as long; the pointers are the same at every level
+    if SANITIZE:  # -O2 compiles kernels with vectors for four times as long; one level checks pointer arithmetic
         checks = ["-O2"] if level == "scalar" else ["-fno-sanitize=null,object-size,pointer-overflow"]
     UNITS += [(source, level, defines + flags + checks) for source in sorted(set(glob("ckernels/kvc_*.c")) - set(ONCE))]
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one

@@ -140,7 +140,8 @@ class NewestGroups:
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
         self.cache.check()
-        # One report alone: between two of them a signal handler may clear the cache.
+        # An interrupted call may leave the temporary sequence. A signal handler may clear the cache between two reads,
+        # so no two numbers are compared here.
         assert self._paged.num_sequences <= 1, "sequences are left beside the temporary one"
 
     @contextmanager

@@ -61,4 +61,5 @@ def _add(digest: Any, array: Any) -> None:
         return
     starts = np.linspace(0, size - _PIECE, _PIECES).astype(np.int64)
     for rows, *columns in zip(*np.unravel_index(starts[:, None] + np.arange(_PIECE), array.shape), strict=True):
+        # The values of a piece follow each other, and so do their rows.
         digest.update(array[np.arange(rows[0], rows[-1] + 1)][(rows - rows[0], *columns)].tobytes())

@@ -1,5 +1,7 @@
-"""Every place that allocates fails, alone and with all later ones, in a process with `failing_malloc.c` loaded before
-libc; faults.py runs the subjects. With --long every single allocation fails.
+"""Allocations fail, in a process with `failing_malloc.c` loaded before libc; faults.py runs the subjects.
+
+At every place that allocates one fails alone (of engines at every second place), and at every fifth place all later
+ones fail too. With --long every single allocation fails.
 """
 
 import os

@@ -11,5 +11,5 @@ def examples(most):
 
 
 def half(values):
-    """The values of a parameter; every second one for builds that run slowly."""
+    """The values of a parameter; every second one with KVCACHE_TESTS=fast."""
     return values[::2] if FAST else values
