@@ -70,16 +70,25 @@ def test_smollm2_answers_as_with_dynamic_cache(smollm2):
         cache.check()
 
 
-def test_smollm2_with_a_system_prompt_that_is_kept(smollm2):
+@pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("q8", 0.02)])
+def test_smollm2_with_a_system_prompt_that_is_kept(smollm2, dtype, bound):
+    """Logits are those of a cold run, but for the bits of products of another number of rows, which q8 makes larger."""
     model, tokenizer = smollm2
     system = "You are a careful assistant. Answer in one short sentence. " * 6
-    store = PrefixStore(model.config, dtype="q8")
+    store = PrefixStore(model.config, dtype=dtype)
     for turn, question in enumerate(QUESTIONS):
         inputs = tokenizer(system + question, return_tensors="pt")
         cache = store.cache_for(inputs.input_ids)
         assert (cache.get_seq_length() > 48) == (turn > 0)
         out = answers(model, cache, inputs)
-        cold = answers(model, PagedCache(model.config, dtype="q8"), inputs)
-        assert torch.equal(out.sequences, cold.sequences)
+        cold = answers(model, PagedCache(model.config, dtype=dtype), inputs)
+        tokens = inputs.input_ids.shape[1]
+        for step, (got, want) in enumerate(zip(out.logits, cold.logits, strict=True)):
+            allowed = bound * float(want.max() - want.min())
+            assert float((got - want).abs().max()) < allowed
+            if out.sequences[0, tokens + step] != cold.sequences[0, tokens + step]:
+                first, second = want[0].topk(2).values
+                assert first - second < 2 * allowed
+                break  # from here on the texts differ
         store.keep(cache, out)
         store.check()
