@@ -6,7 +6,7 @@
 #include "kvc_simd.h"
 
 /* The numbers of one group of a row: its digits unit by unit, `stride` bytes between two units. Returns their sum. With
- * a value that is not finite the scale is NaN. */
+ * a value that is not finite the scale is NaN. With one digit the scale has 22 bits. */
 INLINE int32_t put_numbers(const float x[KVC_GROUP], int digits, int rows, unsigned char *to, float *scale) {
     enum { VECTORS = KVC_GROUP / KVC_LANES };
     const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
@@ -44,6 +44,7 @@ INLINE int32_t put_numbers(const float x[KVC_GROUP], int digits, int rows, unsig
         if (digits == 2) memcpy(to + (KVC_GROUP / 4 + unit) * rows * 4, low + 4 * unit, 4);
     }
     *scale = magnitude / most + f32v_sum_of(finite);
+    if (digits == 1) *scale = kvc_float_of_bits(kvc_float_bits(*scale) & ~3u);
     return (int32_t)f32v_sum_of(sum); /* exact: below 2^24 */
 }
 
@@ -53,7 +54,7 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
     const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
     const int zero = info->bits == 8 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
     const size_t numbers = (size_t)(KVC_GROUP * digits * rows);
-    for (int64_t g = 0; g < matrix->groups; g++, to += numbers + 8 * (size_t)rows) {
+    for (int64_t g = 0; g < matrix->groups; g++, to += numbers + kvc_behind_numbers(digits) * (size_t)rows) {
         const int64_t left = matrix->columns - g * KVC_GROUP;
         for (int i = 0; i < rows; i++) {
             const float *row = args->x + (first + i) * matrix->columns, *x;
@@ -66,10 +67,15 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
                 x = row + g * KVC_GROUP;
             }
             float scale, correction;
-            const int32_t sum = put_numbers(x, digits, rows, to + 4 * i, &scale), shift = -zero * sum;
+            const int32_t sum = put_numbers(x, digits, rows, to + 4 * i, &scale);
+            const int32_t shift = (digits == 1 ? KVC_SUM_START : 0) - zero * sum;
             correction = scale * (float)sum;
             memcpy(to + numbers + 4 * (size_t)i, &scale, 4);
             memcpy(to + numbers + 4 * (size_t)(rows + i), info->has_minima ? (const void *)&correction : &shift, 4);
+            if (digits == 1) {
+                const float less = -0x1.8p23f * scale;
+                memcpy(to + numbers + 4 * (size_t)(2 * rows + i), &less, 4);
+            }
         }
     }
 }

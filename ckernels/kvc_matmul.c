@@ -20,7 +20,8 @@ enum {
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
-    LEAST_CHUNK = 8 * KVC_FLOAT_ROWS, /* rows that meet a panel of floats, however many channels they have */
+    CHUNK_ROWS = 240,  /* of floats, a multiple of every size of a block */
+    GROUP_PANELS = 16,
 };
 
 /* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
@@ -122,8 +123,9 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
-                const i32x16 start =
-                    minima || digits == 2 ? i32x16_zero() : i32x16_set1(load_i32(behind + 4 * (rows + i)));
+                const i32x16 start = digits == 2 ? i32x16_zero()
+                                     : minima    ? i32x16_set1(KVC_SUM_START)
+                                                 : i32x16_set1(load_i32(behind + 4 * (rows + i)));
                 UNROLL
                 for (int p = 0; p < panels; p++) dots[i * panels + p] = start;
             }
@@ -140,19 +142,25 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
                 UNROLL
                 for (int i = 0; i < rows; i++) {
                     sums16 *sum = &sums[i * panels + p];
-                    f32v exact[VECTORS];
-                    i32x16_to_floats(dots[i * panels + p], exact);
+                    const float scale = load_f32(behind + 4 * i);
+                    f32v scaled[VECTORS];
+                    if (digits == 1) {
+                        i32x16_scaled(dots[i * panels + p], scale, load_f32(behind + 4 * (2 * rows + i)), scaled);
+                    } else {
+                        i32x16_to_floats(dots[i * panels + p], scaled);
+                        UNROLL
+                        for (int v = 0; v < VECTORS; v++) scaled[v] = f32v_mul(scaled[v], f32v_set1(scale));
+                    }
                     UNROLL
                     for (int v = 0; v < VECTORS; v++) {
-                        const f32v scaled = f32v_mul(exact[v], f32v_set1(load_f32(behind + 4 * i)));
-                        sum->v[v] = f32v_fma(scaled, f32v_load_half(scales + v * KVC_LANES), sum->v[v]);
+                        sum->v[v] = f32v_fma(scaled[v], f32v_load_half(scales + v * KVC_LANES), sum->v[v]);
                         if (minima)
                             sum->v[v] = f32v_fma(f32v_load_half(scales + 2 * KVC_PANEL + v * KVC_LANES),
                                                  f32v_set1(load_f32(behind + 4 * (rows + i))), sum->v[v]);
                     }
                 }
             }
-            x = behind + 8 * rows;
+            x = behind + kvc_behind_numbers(digits) * (size_t)rows;
         }
     }
     keep(t, rows, panels, sums);
@@ -191,9 +199,9 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t;
-                    begin(&t, args, row, rows, q, step, panel_stop, row == start, !args->bias);
+                    begin(&t, args, row, rows, q, step, panel_stop, row == start, 0, !args->bias);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
-                    give(args, &t, 0, args->bias);
+                    give(args, &t, args->bias);
                 }
                 row += rows;
             }
@@ -338,26 +346,28 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
         for (int64_t q = panel; q < panel_stop; q += step) {
             tile t;
             const float *bias = k + channels == columns ? args->bias : NULL;
-            begin(&t, args, row, rows, q, step, panel_stop, row == start, k == 0 && !bias);
+            begin(&t, args, row, rows, q, step, panel_stop, row == start, k > 0, !bias);
             tiles[rows](args->matrix, k, k + channels, mine, &t);
-            give(args, &t, k > 0, bias);
+            give(args, &t, bias);
         }
         row += rows;
     }
 }
 
-/* Few rows read four panels from begin to end, at the speed of memory. Many rows meet each panel in chunks: their prepared
- * bytes stay in the cache, and so do the results of a panel while its channels are added to them. */
+/* Few rows read four panels from begin to end, at the speed of memory. Many rows go through groups of panels in chunks, one
+ * block of channels after another: this block of the chunk's prepared rows and the chunk's results of the group stay in
+ * the second level of the cache, this block of `wide` panels in the first. */
 static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
     const int64_t wide = args->n <= FEW_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
-    const int64_t fitting = (int64_t)(CHUNK_BYTES / kvc_prepared_row_bytes(args)) / KVC_FLOAT_ROWS * KVC_FLOAT_ROWS;
-    const int64_t chunk = fitting > LEAST_CHUNK ? fitting : LEAST_CHUNK;
-    for (int64_t start = 0; start < args->n; start += chunk) {
-        const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
-        for (int64_t p = panel; p < panel_stop; p += wide) {
-            const int64_t p_stop = p + wide < panel_stop ? p + wide : panel_stop;
-            for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK)
-                multiply_block(args, start, stop, p, p_stop, k);
+    const int64_t group = args->n <= FEW_ROWS ? 4 : GROUP_PANELS;
+    for (int64_t start = 0; start < args->n; start += CHUNK_ROWS) {
+        const int64_t stop = start + CHUNK_ROWS < args->n ? start + CHUNK_ROWS : args->n;
+        for (int64_t first = panel; first < panel_stop; first += group) {
+            const int64_t last = first + group < panel_stop ? first + group : panel_stop;
+            for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {
+                for (int64_t p = first; p < last; p += wide)
+                    multiply_block(args, start, stop, p, p + wide < last ? p + wide : last, k);
+            }
         }
     }
 }

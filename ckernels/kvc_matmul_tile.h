@@ -21,19 +21,20 @@ typedef struct tile {
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
     int cold;                /* the first rows of a chunk: they prefetch, later ones find the panels in the cache */
+    int add;                 /* the sums to what `out` has */
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
     float results[KVC_FLOAT_SUMS * KVC_LANES];
 } tile;
 
-/* All but the results, which an initialiser would fill with zeros for every tile. `plain`: the sums are results, neither
- * added to others nor with a bias. The lines of `out` are fetched while the tile is computed. */
+/* All but the results, which an initialiser would fill with zeros for every tile. `plain`: without a bias. The lines of
+ * `out` are fetched while the tile is computed. */
 INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels,
-                  int64_t panel_stop, int cold, int plain) {
+                  int64_t panel_stop, int cold, int add, int plain) {
     const int64_t stride = args->matrix->rows;
     float *out = args->out + first * stride + panel * KVC_PANEL;
     t->rows = rows, t->panels = (int)panels, t->first = first, t->panel = panel, t->existing = panel_stop - panel;
-    t->cold = cold;
+    t->cold = cold, t->add = add;
     t->out = plain && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL, t->out_stride = stride;
     for (int i = 0; i < rows; i++, out += stride) {
         for (int64_t p = 0; p < panels; p++) __builtin_prefetch(out + p * KVC_PANEL, 1, 2);
@@ -44,19 +45,23 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
 INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
     float *to = t->out ? t->out : t->results;
     const int64_t stride = t->out ? t->out_stride : panels * KVC_PANEL;
+    const int add = t->out && t->add;
     UNROLL
     for (int i = 0; i < rows; i++, to += stride) {
         UNROLL
         for (int p = 0; p < panels; p++) {
             UNROLL
-            for (int v = 0; v < VECTORS; v++)
-                f32v_store(to + p * KVC_PANEL + v * KVC_LANES, sums[i * panels + p].v[v]);
+            for (int v = 0; v < VECTORS; v++) {
+                float *at = to + p * KVC_PANEL + v * KVC_LANES;
+                const f32v sum = sums[i * panels + p].v[v];
+                f32v_store(at, add ? f32v_add(f32v_load(at), sum) : sum);
+            }
         }
     }
 }
 
 /* Sets `out` to the results, or adds them to it; then adds the bias, which may be NULL. */
-NOINLINE void give(const kvc_matmul_args *args, const tile *t, int add, const float *bias) {
+NOINLINE void give(const kvc_matmul_args *args, const tile *t, const float *bias) {
     if (t->out) return;
     for (int i = 0; i < t->rows; i++) {
         for (int p = 0; p < t->panels && p < t->existing; p++) {
@@ -64,8 +69,8 @@ NOINLINE void give(const kvc_matmul_args *args, const tile *t, int add, const fl
             const float *from = t->results + (i * t->panels + p) * KVC_PANEL;
             float *to = args->out + (t->first + i) * args->matrix->rows + column;
             const int count = left < KVC_PANEL ? (int)left : KVC_PANEL;
-            if (!add) memcpy(to, from, (size_t)count * sizeof(float));
-            for (int j = 0; add && j < count; j++) to[j] += from[j];
+            if (!t->add) memcpy(to, from, (size_t)count * sizeof(float));
+            for (int j = 0; t->add && j < count; j++) to[j] += from[j];
             for (int j = 0; bias && j < count; j++) to[j] += bias[column + j];
         }
     }

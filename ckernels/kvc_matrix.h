@@ -137,13 +137,20 @@ static inline int kvc_in_pairs(const kvc_matmul_args *args) {
  *   floats     | channel 0 of each row of the block | channel 1 | ...
  *   pairs      | channels 0 and 1 of each row of the block, 16 bits each | 2 and 3 | ...    zero behind the last channel
  *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | correction of each row |
+ *              with one digit    less of each row, f32 |
  *
  * The correction is what the offset of codes adds to the sum: -zero * (sum of the row's numbers), i32; with minima it is
- * scale * sum, f32. */
+ * scale * sum, f32.
+ *
+ * Sums of one digit start at KVC_SUM_START, which the correction has in it, and stay within 2^22 of it. There the bits of
+ * 1.5 * 2^23 + n, as a float, are KVC_SUM_START + n: read as a float, a sum times the scale plus less, in one fma, is
+ * n * scale with one rounding, without a conversion. For less = -1.5 * 2^23 * scale is exact: scales have 22 bits. */
+enum { KVC_SUM_START = 0x4b400000 };
+static inline size_t kvc_behind_numbers(int digits) { return digits == 1 ? 12 : 8; } /* bytes of a row */
 static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     if (kvc_in_pairs(args)) return (size_t)(args->matrix->columns + 1) / 2 * sizeof(uint32_t);
     if (!kvc_matrix_format_of(args->matrix->format)->packed) return (size_t)args->matrix->columns * sizeof(float);
-    return (size_t)args->matrix->groups * (size_t)(KVC_GROUP * args->digits + 8);
+    return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(args->digits));
 }
 
 /* Rows of the next block: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */

@@ -13,7 +13,8 @@
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
  * Products with weights (kvc_matmul.c) take units of 64 codes, u8x64, and 16 sums, i32x16:
  *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x adds the products of codes 4i .. 4i+3
- *   with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats.
+ *   with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats,
+ *   scaled(x, scale, less): (x - KVC_SUM_START) * scale as floats (kvc_matrix.h).
  * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes
  *   times signed bytes), and end(part, sums), the sums with the part added. KVC_PART_UNITS(code, byte) units fit a part
  *   where no factor is larger than these. Only the AVX2 level has a limit; at the others a part is the sums themselves.

@@ -222,6 +222,11 @@ INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     return (i32x16){_mm256_add_epi32(_mm256_slli_epi32(high.a, 7), more_v),
                     _mm256_add_epi32(_mm256_slli_epi32(high.b, 7), more_v)};
 }
+INLINE void i32x16_scaled(i32x16 x, float scale, float less, f32v out[16 / KVC_LANES]) {
+    const __m256 scale_v = _mm256_set1_ps(scale), less_v = _mm256_set1_ps(less);
+    out[0] = _mm256_fmadd_ps(_mm256_castsi256_ps(x.a), scale_v, less_v);
+    out[1] = _mm256_fmadd_ps(_mm256_castsi256_ps(x.b), scale_v, less_v);
+}
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
     out[0] = _mm256_cvtepi32_ps(x.a), out[1] = _mm256_cvtepi32_ps(x.b);
 }

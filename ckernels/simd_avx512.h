@@ -210,6 +210,9 @@ INLINE i32x16 i32x16_set1(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, 7), _mm512_set1_epi32(more));
 }
+INLINE void i32x16_scaled(i32x16 x, float scale, float less, f32v out[16 / KVC_LANES]) {
+    out[0] = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_set1_ps(scale), _mm512_set1_ps(less));
+}
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) { out[0] = _mm512_cvtepi32_ps(x); }
 INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low);

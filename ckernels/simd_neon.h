@@ -172,6 +172,11 @@ INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     for (int i = 0; i < 4; i++) high.val[i] = vaddq_s32(vshlq_n_s32(high.val[i], 7), vdupq_n_s32(more));
     return high;
 }
+INLINE void i32x16_scaled(i32x16 x, float scale, float less, f32v out[16 / KVC_LANES]) {
+    UNROLL
+    for (int i = 0; i < 4; i++)
+        out[i] = vfmaq_f32(vdupq_n_f32(less), vreinterpretq_f32_s32(x.val[i]), vdupq_n_f32(scale));
+}
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
     UNROLL
     for (int i = 0; i < 4; i++) out[i] = vcvtq_f32_s32(x.val[i]);

@@ -127,6 +127,10 @@ INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     for (int i = 0; i < 16; i++) high.sum[i] = high.sum[i] * 128 + more;
     return high;
 }
+INLINE void i32x16_scaled(i32x16 x, float scale, float less, f32v out[16]) {
+    (void)less;
+    for (int i = 0; i < 16; i++) out[i] = (float)(x.sum[i] - KVC_SUM_START) * scale;
+}
 INLINE void i32x16_to_floats(i32x16 x, f32v out[16]) {
     for (int i = 0; i < 16; i++) out[i] = (float)x.sum[i];
 }

@@ -307,7 +307,8 @@ static void round_row(const float *x, int64_t columns, int digits, double *to) {
         const int64_t stop = first + KVC_GROUP < columns ? first + KVC_GROUP : columns;
         float largest = 0;
         for (int64_t k = first; k < stop; k++) largest = fmaxf(largest, fabsf(x[k]));
-        const float step = largest / most, per_step = largest > 0x1p-100f ? most / largest : 0.0f;
+        const float all = largest / most, per_step = largest > 0x1p-100f ? most / largest : 0.0f;
+        const float step = digits == 1 ? kvc_float_of_bits(kvc_float_bits(all) & ~3u) : all;
         for (int64_t k = first; k < stop; k++) {
             to[k] = fminf(fmaxf(rintf(x[k] * per_step), -most), most) * (double)step;
             if (!(fabs(to[k] - x[k]) <= 0.505 * step + 0x1p-100)) fail("the twin rounds %a to %a", x[k], to[k]);
