@@ -6,13 +6,13 @@
  *     packed     a unit of codes         dots[row] += unit . 4 numbers of the row, broadcast
  *     floats     a channel of 16 rows    sums[row] += weights * the row's value, broadcast
  *
- * At one row the panel's bytes are the limit, at many the arithmetic. The blocks of a call go over one panel while it is
- * in the cache, and the chunks of rows are so large that their prepared bytes stay in the second level.
+ * At one row the panel's bytes are the limit, at many the arithmetic. Chunks of many rows, whose prepared bytes stay in the
+ * second level of the cache, go over a panel (packed) or 256 channels of it (floats) while that is in the first levels.
  */
 #include "kvc_matmul_tile.h"
 
 enum {
-    CHUNK_BYTES = 2 << 20, /* of prepared rows that a panel meets while it is in the first levels of the cache */
+    CHUNK_BYTES = 2 << 20, /* of prepared rows that a packed panel meets */
     /* Bytes of a panel from what is read to what is prefetched, measured: of packed weights for one or two rows, into the
      * second level of the cache, and for more rows, into the first; of floats, up to four panels at a time. */
     PACKED_AHEAD_OF_FEW = 2048,
@@ -20,14 +20,13 @@ enum {
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
-    CHUNK_ROWS = 240,  /* of floats, a multiple of every size of a block */
-    GROUP_PANELS = 16,
+    CHUNK_ROWS = 240,  /* of floats; a multiple of every size of a block */
+    GROUP_PANELS = 16, /* of floats, which a chunk meets with one block of channels after another */
 };
 
-/* From byte `at` of each of `panels` panels to the byte `ahead` in the same stream, which goes on with the panel that is
- * `panels` further on. */
-INLINE size_t ahead_of(size_t at, size_t ahead, size_t panel_bytes, int panels) {
-    return at + ahead < panel_bytes ? ahead : ahead + (size_t)(panels - 1) * panel_bytes;
+/* From byte `at` of a panel to the byte `ahead` in the order in which a chunk of rows reads the weights. */
+INLINE size_t ahead_of(const tile *t, size_t at, size_t ahead) {
+    return at + ahead < t->read_stop ? ahead : ahead + t->skipped;
 }
 /* Into the first level of the cache (near), or into the second. */
 INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
@@ -119,7 +118,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             UNROLL
             for (int p = 0; p < panels; p++) {
                 codes[p] = records[p] + at + header + (size_t)half * code_bytes;
-                if (t->cold) prefetch(rows > 2, codes[p] + ahead_of(at, ahead, matrix->panel_bytes, panels), code_bytes);
+                if (t->cold) prefetch(rows > 2, codes[p] + ahead_of(t, at, ahead), code_bytes);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
@@ -240,7 +239,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
         for (int p = 0; p < panels; p++) {
             if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
                 const size_t at = (size_t)(k * KVC_PANEL * size);
-                prefetch(0, data[p] + at + ahead_of(at, ahead, matrix->panel_bytes, panels), 64);
+                prefetch(0, data[p] + at + ahead_of(t, at, ahead), 64);
             }
             UNROLL
             for (int v = 0; v < VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
@@ -287,6 +286,7 @@ static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
 #if KVC_BF16_TARGET
 INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix *matrix, int rows, int panels, int64_t k,
                                                                 int64_t k_stop, const uint32_t *x, tile *t) {
+    const size_t ahead = rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
     const unsigned char *data[4];
     sums16 sums[24]; /* of one vector */
     UNROLL
@@ -302,11 +302,7 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix
         for (int p = 0; p < panels; p++) {
             const uint16_t *words = (const uint16_t *)data[p] + k * KVC_PANEL;
             if (t->cold)
-                prefetch(0,
-                         (const unsigned char *)words +
-                             ahead_of((size_t)(2 * k * KVC_PANEL), rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD,
-                                      matrix->panel_bytes, panels),
-                         64);
+                prefetch(0, (const unsigned char *)words + ahead_of(t, (size_t)(2 * k * KVC_PANEL), ahead), 64);
             w[p] = k + 1 < k_stop ? bf16x2_load(words) : bf16x2_load_one(words);
         }
         UNROLL
@@ -347,6 +343,11 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
             tile t;
             const float *bias = k + channels == columns ? args->bias : NULL;
             begin(&t, args, row, rows, q, step, panel_stop, row == start, k > 0, !bias);
+            if (args->n > FEW_ROWS) {
+                const size_t channel = (size_t)(KVC_PANEL * kvc_matrix_format_of(args->matrix->format)->bits / 8);
+                t.read_stop = (size_t)(k + channels) * channel;
+                t.skipped += args->matrix->panel_bytes - (size_t)channels * channel;
+            }
             tiles[rows](args->matrix, k, k + channels, mine, &t);
             give(args, &t, bias);
         }

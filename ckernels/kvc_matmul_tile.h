@@ -22,6 +22,8 @@ typedef struct tile {
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
     int cold;                /* the first rows of a chunk: they prefetch, later ones find the panels in the cache */
     int add;                 /* the sums to what `out` has */
+    size_t read_stop;        /* the byte of a panel where the reading goes on in other panels, */
+    size_t skipped;          /* behind so many bytes that are not read */
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
     float results[KVC_FLOAT_SUMS * KVC_LANES];
@@ -35,6 +37,7 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
     float *out = args->out + first * stride + panel * KVC_PANEL;
     t->rows = rows, t->panels = (int)panels, t->first = first, t->panel = panel, t->existing = panel_stop - panel;
     t->cold = cold, t->add = add;
+    t->read_stop = args->matrix->panel_bytes, t->skipped = (size_t)(panels - 1) * t->read_stop;
     t->out = plain && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL, t->out_stride = stride;
     for (int i = 0; i < rows; i++, out += stride) {
         for (int64_t p = 0; p < panels; p++) __builtin_prefetch(out + p * KVC_PANEL, 1, 2);

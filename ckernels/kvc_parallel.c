@@ -17,8 +17,10 @@ enum {
     PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
     MIN_PIECE_WORK = 1 << 11,  /* minimum key-row products of an item: fewer do not pay for its start */
     MIN_SCORE_TOKENS = 256,    /* minimum tokens of an item of scores */
-    MIN_THREAD_WORK = 1 << 14, /* minimum key-row products (3 to 11 ns each) of a call with threads: several times the
-                                  cost of waking one */
+    /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one, or of
+     * calling one that spins. */
+    MIN_THREAD_WORK = 1 << 14,
+    MIN_SPUN_WORK = 1 << 12,
 };
 
 typedef struct plan {
@@ -120,7 +122,7 @@ static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num
             p.work += unit_work(&u);
         }
     }
-    if (num_threads > 1 && p.work >= MIN_THREAD_WORK) { /* otherwise units are not divided */
+    if (num_threads > 1 && p.work >= MIN_SPUN_WORK) { /* otherwise units are not divided */
         p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
         if (p.fair_share < MIN_PIECE_WORK) p.fair_share = MIN_PIECE_WORK;
     }
@@ -247,7 +249,7 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     c.own = (unsigned char *)results + results_bytes(&c.plan);
     c.own_bytes = thread_bytes(&c.plan);
     list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
-    const int threads = c.plan.work >= MIN_THREAD_WORK ? num_threads : 1;
+    const int threads = c.plan.work >= (kvc_helper_spins() ? MIN_SPUN_WORK : MIN_THREAD_WORK) ? num_threads : 1;
     kvc_run_items(c.plan.num_items, threads, attend_at, &c);
     if (c.plan.result_floats) kvc_run_items(c.plan.num_items, threads, combine_at, &c);
     if (!args->scores) return;

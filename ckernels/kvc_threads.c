@@ -26,9 +26,9 @@
 enum {
     MAX_WORKERS = 1023,
     STACK_BYTES = 1 << 21, /* kernels use less than 128 KiB, under the sanitizers several times that */
-    /* How long a thread spins before it sleeps: longer than from one product of a network to the next, which take some 10 us
-     * in Python. Waking takes 5 to 50 us. */
-    SPIN_NS = 50000,
+    /* How long a thread spins before it sleeps: longer than a network needs in Python from one product to the next, 10 to
+     * 60 us. Waking takes 5 to 50 us. */
+    SPIN_NS = 100000,
     SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
 };
 
@@ -50,6 +50,7 @@ static pthread_cond_t posted = PTHREAD_COND_INITIALIZER, left = PTHREAD_COND_INI
 static job *first_job, **last_link = &first_job;
 static int num_workers, num_sleeping, num_busy; /* num_busy: inside of jobs */
 static atomic_uint num_posted; /* jobs, ever: what a spinning worker watches */
+static atomic_int num_spinning; /* workers, about to join what is posted */
 
 static void pause_briefly(void) {
 #if defined(__x86_64__)
@@ -119,7 +120,9 @@ static job *next_job(void) {
         if (j) return j;
         const unsigned seen = atomic_load(&num_posted);
         pthread_mutex_unlock(&lock);
+        atomic_fetch_add(&num_spinning, 1);
         const int soon = spin_until(is_posted, &seen);
+        atomic_fetch_sub(&num_spinning, 1);
         pthread_mutex_lock(&lock);
         if (soon || (j = job_that_wants())) continue;
         num_sleeping++;
@@ -159,6 +162,7 @@ static void after_fork_in_child(void) {
     posted = left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     first_job = NULL, last_link = &first_job;
     num_workers = num_sleeping = num_busy = 0;
+    atomic_store(&num_spinning, 0);
 }
 static void handle_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
@@ -217,6 +221,8 @@ void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *cont
     run(&j, 0, 0);
     if (helpers > 0) withdraw(&j);
 }
+
+int kvc_helper_spins(void) { return atomic_load(&num_spinning) > 0; }
 
 int kvc_num_cpus(void) {
 #if defined(__linux__)
