@@ -40,7 +40,7 @@ static int cpu_runs_avx512(void) {
 }
 
 /* Whether products of pairs are the faster ones. Intel's cores do them at half the rate of multiplications of floats (family
- * 6, model 207; AMD's at twice that rate), and leave many rows to another unit. */
+ * 6, model 207; AMD's at twice that rate), and leave many rows to AMX. */
 static int cpu_has_fast_bf16_pairs(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx == signature_INTEL_ebx) return 0;
