@@ -39,8 +39,8 @@ static int cpu_runs_avx512(void) {
     return has_all(ebx, AVX512F | AVX512DQ | AVX512BW | AVX512VL) && has_all(ecx, AVX512VNNI);
 }
 
-/* Whether products of pairs are the faster ones. Intel's cores do them at half the rate of multiplications of floats (family
- * 6, model 207; AMD's at twice that rate), and leave many rows to AMX. */
+/* Whether products of pairs are faster than those of floats: on AMD's CPUs they have twice the rate, on Intel's half of it
+ * (measured on family 6, model 207). */
 static int cpu_has_fast_bf16_pairs(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx == signature_INTEL_ebx) return 0;

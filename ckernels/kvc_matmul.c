@@ -6,8 +6,9 @@
  *     packed     a unit of codes         dots[row] += unit . 4 numbers of the row, broadcast
  *     floats     a channel of 16 rows    sums[row] += weights * the row's value, broadcast
  *
- * At one row the panel's bytes are the limit, at many the arithmetic. Chunks of many rows, whose prepared bytes stay in the
- * second level of the cache, go over a panel (packed) or 256 channels of it (floats) while that is in the first levels.
+ * With one row the reading of the panel is the limit, with many rows the arithmetic. Many rows go in chunks, whose prepared
+ * bytes stay in the second level of the cache. A chunk is multiplied with a panel (packed), or with 256 channels of it
+ * (floats), while these are in the first level or the second.
  */
 #include "kvc_matmul_tile.h"
 
@@ -24,7 +25,7 @@ enum {
     GROUP_PANELS = 16, /* of floats, which a chunk meets with one block of channels after another */
 };
 
-/* From byte `at` of a panel to the byte `ahead` in the order in which a chunk of rows reads the weights. */
+/* The distance from byte `at` of a panel to the byte that is read `ahead` bytes later. */
 INLINE size_t ahead_of(const tile *t, size_t at, size_t ahead) {
     return at + ahead < t->read_stop ? ahead : ahead + t->skipped;
 }
@@ -355,9 +356,9 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
     }
 }
 
-/* Few rows read four panels from begin to end, at the speed of memory. Many rows go through groups of panels in chunks, one
- * block of channels after another: this block of the chunk's prepared rows and the chunk's results of the group stay in
- * the second level of the cache, this block of `wide` panels in the first. */
+/* Few rows read four panels from begin to end, at the speed of memory. Many rows go in chunks. A chunk is multiplied with
+ * one group of panels after another, and with each group block by block of channels. Meanwhile the second level of the
+ * cache keeps the chunk's prepared rows of this block and its results of the group, the first keeps `wide` panels of it. */
 static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
     const int64_t wide = args->n <= FEW_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
     const int64_t group = args->n <= FEW_ROWS ? 4 : GROUP_PANELS;

@@ -21,9 +21,9 @@ typedef struct tile {
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
     int cold;                /* the first rows of a chunk: they prefetch, later ones find the panels in the cache */
-    int add;                 /* the sums to what `out` has */
-    size_t read_stop;        /* the byte of a panel where the reading goes on in other panels, */
-    size_t skipped;          /* behind so many bytes that are not read */
+    int add;                 /* `out` has sums already, and these are added to them */
+    size_t read_stop;        /* of a panel: behind this byte the same rows read the next panels */
+    size_t skipped;          /* bytes from there to where these begin */
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
     float results[KVC_FLOAT_SUMS * KVC_LANES];

@@ -131,6 +131,14 @@ static inline int kvc_in_pairs(const kvc_matmul_args *args) {
     return args->matrix->format == KVC_MATRIX_BF16 && args->bf16_rows == KVC_BF16_PAIRS;
 }
 
+/* Sums n of one digit are read as floats without a conversion. They start at KVC_SUM_START, the bits of the float 1.5 * 2^23,
+ * and |n| is below 2^22, so that KVC_SUM_START + n has the bits of the float 1.5 * 2^23 + n. One fma, this float times the
+ * scale plus `less`, gives n * scale with one rounding: less = -1.5 * 2^23 * scale is exact, for scales have 22 bits. */
+enum { KVC_SUM_START = 0x4b400000 };
+
+/* Bytes of a row behind its numbers of a group: scale and correction, and less with one digit. */
+static inline size_t kvc_behind_numbers(int digits) { return digits == 1 ? 12 : 8; }
+
 /* Bytes of one prepared row of x. Blocks of rows lie one behind another, as kvc_block_rows divides them; floats do so for
  * each block of 256 channels, packed rows for all channels:
  *
@@ -140,13 +148,7 @@ static inline int kvc_in_pairs(const kvc_matmul_args *args) {
  *              with one digit    less of each row, f32 |
  *
  * The correction is what the offset of codes adds to the sum: -zero * (sum of the row's numbers), i32; with minima it is
- * scale * sum, f32.
- *
- * Sums of one digit start at KVC_SUM_START, which the correction has in it, and stay within 2^22 of it. There the bits of
- * 1.5 * 2^23 + n, as a float, are KVC_SUM_START + n: read as a float, a sum times the scale plus less, in one fma, is
- * n * scale with one rounding, without a conversion. For less = -1.5 * 2^23 * scale is exact: scales have 22 bits. */
-enum { KVC_SUM_START = 0x4b400000 };
-static inline size_t kvc_behind_numbers(int digits) { return digits == 1 ? 12 : 8; } /* bytes of a row */
+ * scale * sum, f32. With one digit an i32 correction is KVC_SUM_START more, and less is -1.5 * 2^23 * scale. */
 static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     if (kvc_in_pairs(args)) return (size_t)(args->matrix->columns + 1) / 2 * sizeof(uint32_t);
     if (!kvc_matrix_format_of(args->matrix->format)->packed) return (size_t)args->matrix->columns * sizeof(float);

@@ -17,10 +17,9 @@ enum {
     PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
     MIN_PIECE_WORK = 1 << 11,  /* minimum key-row products of an item: fewer do not pay for its start */
     MIN_SCORE_TOKENS = 256,    /* minimum tokens of an item of scores */
-    /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one, or of
-     * calling one that spins. */
+    /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one... */
     MIN_THREAD_WORK = 1 << 14,
-    MIN_SPUN_WORK = 1 << 12,
+    MIN_SPUN_WORK = 1 << 12, /* ... or of handing work to one that spins */
 };
 
 typedef struct plan {
