@@ -7,7 +7,7 @@ enum {
     ROWS_PER_ITEM = 24,       /* to prepare; a multiple of every block size */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
-    PANELS_PER_STEP = 4,      /* that one tile may read together */
+    PANELS_PER_STEP = 2,      /* that one tile may read together */
 };
 
 typedef struct call {

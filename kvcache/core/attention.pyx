@@ -12,6 +12,7 @@ from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_attend_args, kvc_head_ke
     kvc_tensor
 from kvcache.core.knownkeys cimport is_centred
 from kvcache.core.kvrows cimport tensor_of, together
+from kvcache.core.recycled cimport new_floats
 from kvcache.core.store cimport BlockStore
 
 import numpy as np
@@ -95,7 +96,7 @@ cdef class Attention:
         cdef cnp.npy_intp shape[3]
         shape[0], shape[1], shape[2] = queries.shape[0], queries.shape[1], self.store.layout.value_head_dim
         if out is None:
-            return cnp.PyArray_EMPTY(3, shape, cnp.NPY_FLOAT32, 0)
+            return new_floats((shape[0], shape[1], shape[2]))
         if is_plain(out, cnp.NPY_FLOAT32, 3) and cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) \
                 and memcmp(cnp.PyArray_DIMS(<cnp.ndarray>out), shape, sizeof(shape)) == 0:
             return out

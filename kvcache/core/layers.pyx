@@ -9,6 +9,7 @@ from libc.math cimport exp
 from libc.stdint cimport int64_t
 
 from kvcache.core cimport kernels
+from kvcache.core.recycled cimport new_floats
 
 __all__ = ["clamped_swiglu", "geglu", "rms_norm", "rotate", "softcap", "swiglu", "top_experts"]
 
@@ -30,7 +31,7 @@ def rms_norm(x, weight, double eps):
     cdef int64_t n = c_x.shape[0], heads = c_x.shape[1], dim = c_x.shape[2]
     if c_weight.shape[0] != heads or c_weight.shape[1] != dim:
         raise ValueError(f"weight: expected {tuple(shape[1:])}, got {weight.shape}")
-    out = np.empty(shape, np.float32)
+    out = new_floats(shape)
     cdef float[:, :, ::1] c_out = out.reshape((n, heads, dim))
     if out.size:
         with nogil:
@@ -58,7 +59,7 @@ def rotate(x, cos, sin):
     for name, angles in (("cos", c_cos), ("sin", c_sin)):
         if angles.shape[0] != n or angles.shape[1] != half:
             raise ValueError(f"{name}: expected {(n, half)}, got {(angles.shape[0], angles.shape[1])}")
-    out = np.empty((n, heads, dim), np.float32)
+    out = new_floats((n, heads, dim))
     cdef float[:, :, ::1] c_out = out
     if out.size and not half:
         out[...] = x
@@ -112,7 +113,7 @@ def clamped_swiglu(x, float alpha, float limit):
 def softcap(x, float cap):
     """`cap * tanh(x / cap)` of a contiguous float32 array, as a new one. `cap` is positive."""
     cdef const float[::1] c_x = x.reshape(-1)
-    out = np.empty(x.shape, np.float32)
+    out = new_floats(x.shape)
     cdef float[::1] c_out = out.reshape(-1)
     if out.size:
         with nogil:
@@ -162,7 +163,7 @@ cdef float[:, ::1] _halves(const float[:, ::1] x):
     """A new array `(n, dim)` for x `(n, 2 * dim)`."""
     if x.shape[1] % 2:
         raise ValueError(f"x: expected an even number of columns, got {x.shape[1]}")
-    return np.empty((x.shape[0], x.shape[1] // 2), np.float32)
+    return new_floats((x.shape[0], x.shape[1] // 2))
 
 
 cdef object _rows(object x):

@@ -13,7 +13,6 @@ import numpy as np
 
 cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t
-from libc.stdlib cimport free, malloc
 
 from kvcache.core.arguments import as_count, as_instance, described, short
 from kvcache.core.arguments cimport is_plain, overlap
@@ -22,6 +21,7 @@ from kvcache.core.kernels cimport (
     matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words,
     num_threads, quantise_weights, rounded_rows,
 )
+from kvcache.core.recycled cimport Piece, new_floats
 
 __all__ = ["ACTIVATIONS", "MATRIX_FORMATS", "Matrix", "MatrixFormat"]
 
@@ -213,7 +213,7 @@ cdef class Matrix:
             IndexError: no such row.
         """
         cdef const int64_t[::1] at = np.ascontiguousarray(rows, dtype=np.int64)
-        out = np.empty((at.shape[0], self.c.columns), np.float32)
+        out = new_floats((at.shape[0], self.c.columns))
         cdef float[:, ::1] c_out = out
         cdef int64_t i
         for i in range(at.shape[0]):
@@ -255,7 +255,7 @@ cdef class Matrix:
                 raise ValueError(f"bias: expected ({self.c.rows},), got ({c_bias.shape[0]},)")
         shape = (c_x.shape[0], self.c.rows)
         if out is None:
-            out = np.empty(shape, np.float32)
+            out = new_floats(shape)
         elif not is_plain(out, cnp.NPY_FLOAT32, 2) or out.shape != shape or not cnp.PyArray_ISWRITEABLE(out):
             raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {shape}, got {described(out)}")
         else:
@@ -276,13 +276,11 @@ cdef class Matrix:
         args.digits = 2 if activations == "exact" else 1
         args.bf16_rows = rounded_rows() if activations == "bf16" else KVC_BF16_FLOATS
         cdef size_t size = matmul_scratch_bytes(&args)
-        args.prepared = <unsigned char *>malloc(size)
-        if args.prepared == NULL:
-            raise MemoryError(f"no memory for {size} bytes of prepared rows")
+        scratch = Piece(size)
+        args.prepared = scratch.bytes
         self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
             matmul(&args, num_threads())
-            free(args.prepared)
         return out
 
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:

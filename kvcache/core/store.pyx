@@ -14,6 +14,7 @@ from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.layouts cimport Layouts
 from kvcache.core.mapped cimport MappedMemory
+from kvcache.core.recycled cimport new_floats
 
 import numpy as np
 
@@ -292,7 +293,7 @@ cdef class BlockStore:
         return self.layout.value_head_dim if side else self.layout.head_dim
 
     cdef object new_rows(self, int64_t n, int side):
-        return np.empty((n, self.layout.num_heads, self.dim_(side)), np.float32)
+        return new_floats((n, self.layout.num_heads, self.dim_(side)))
 
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots):
         if runs.dtype != RUN or runs.ndim != 1:
