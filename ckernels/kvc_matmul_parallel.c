@@ -7,7 +7,8 @@ enum {
     ROWS_PER_ITEM = 24,       /* to prepare; a multiple of every block size */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
-    PANELS_PER_STEP = 2,      /* that one tile may read together */
+    ITEMS_OF_MANY_ROWS = 16,  /* the same: what is left of them at the end is longer than to take more items */
+    MANY_ROWS = 64,
 };
 
 typedef struct call {
@@ -15,6 +16,11 @@ typedef struct call {
     const kvc_matmul_args *args;
     int64_t items;
 } call;
+
+/* The most panels that one tile reads together. */
+static int64_t panels_per_step(const kvc_matmul_args *args) {
+    return kvc_matrix_format_of(args->matrix->format)->packed ? 2 : 4;
+}
 
 static void prepare_item(void *context, int64_t index, int thread) {
     const call *c = context;
@@ -25,9 +31,9 @@ static void prepare_item(void *context, int64_t index, int thread) {
 
 static void multiply_item(void *context, int64_t index, int thread) {
     const call *c = context;
-    const int64_t panels = c->args->matrix->panels, steps = (panels + PANELS_PER_STEP - 1) / PANELS_PER_STEP;
-    const int64_t first = steps * index / c->items * PANELS_PER_STEP,
-                  stop = steps * (index + 1) / c->items * PANELS_PER_STEP;
+    const int64_t panels = c->args->matrix->panels, step = panels_per_step(c->args);
+    const int64_t steps = (panels + step - 1) / step;
+    const int64_t first = steps * index / c->items * step, stop = steps * (index + 1) / c->items * step;
     (void)thread;
     c->kernels->multiply_panels(c->args, first, stop < panels ? stop : panels);
 }
@@ -38,10 +44,10 @@ size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) {
 
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
     const int64_t blocks = (args->n + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
-    const int64_t steps = (args->matrix->panels + PANELS_PER_STEP - 1) / PANELS_PER_STEP;
+    const int64_t step = panels_per_step(args), steps = (args->matrix->panels + step - 1) / step;
     const int64_t weight = args->n < 4 ? 1 : args->n / 4; /* from 4 rows on a byte takes longer than its reading */
     const int64_t worth = (int64_t)args->matrix->panel_bytes * args->matrix->panels / BYTES_PER_ITEM * weight;
-    int64_t items = (int64_t)num_threads * ITEMS_PER_THREAD;
+    int64_t items = (int64_t)num_threads * (args->n < MANY_ROWS ? ITEMS_PER_THREAD : ITEMS_OF_MANY_ROWS);
     if (items > worth) items = worth > 1 ? worth : 1;
     if (items > steps) items = steps;
     if (num_threads == 1) items = 1;
