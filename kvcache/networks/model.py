@@ -28,6 +28,7 @@ __all__ = ["Transformer"]
 Float32 = NDArray[np.float32]
 
 _MOST_TOGETHER = 192  # rows that an MLP takes at a time: what is between its products then stays in the CPU's cache
+_TILE_ROWS = 24  # a multiple of the rows that a product computes together
 
 
 class Transformer:
@@ -230,5 +231,6 @@ class Transformer:
 
 
 def _rows_together(n: int) -> int:
-    """The rows of each of the fewest pieces of `n` rows, of about the same size."""
-    return -(-n // max(1, -(-n // _MOST_TOGETHER)))
+    """The rows of each of the fewest pieces of `n` rows: about as many in each, in whole tiles of a product."""
+    pieces = max(1, -(-n // _MOST_TOGETHER))
+    return -(-n // (pieces * _TILE_ROWS)) * _TILE_ROWS
