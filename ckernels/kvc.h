@@ -124,13 +124,19 @@ typedef struct kvc_item {
     float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
 } kvc_item;
 
+/* Float rows (tokens, heads, channels of one side): heads and channels lie together. */
+typedef struct kvc_float_rows {
+    const float *data; /* NULL: no rows */
+    int64_t stride;    /* floats from token to token */
+} kvc_float_rows;
+
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    /* Float rows (sum of run lengths, heads, dim of the side) into the slots of the runs; NULL: not written. Of each head
-     * what is known of its keys, or NULL. */
-    void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
-                       const float *keys, const float *values, const kvc_head_keys *);
+    /* Rows, as many as the runs have slots, into these; NULL: not written. Of each head what is known of its keys, or
+     * NULL. */
+    void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs, kvc_float_rows keys,
+                       kvc_float_rows values, const kvc_head_keys *);
     /* Tokens [first, first + count) of a tensor as float rows (count, heads, dim); doubles are rounded. */
     void (*gather_rows)(const kvc_tensor *, int64_t first, int64_t count, int heads, int dim, float *rows);
     /* The inverse of write_runs: slots of the runs into float rows, strides in floats apart. */
@@ -188,6 +194,10 @@ void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int
 /* kvc_blend.c: out = b + share (a - b), share = 1 / (1 + exp(-log_odds)), for `rows` rows of `dim` floats, each with a
  * log_odds that is not NaN. Of outputs over two parts of a context: the first's log-sum-exp less the second's. */
 void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds, float *out);
+
+/* kvc_rows_parallel.c: write_runs on several threads. With more than one, runs of one block follow one another. */
+void kvc_write_runs(const kvc_kernels *, const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
+                    kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *, int num_threads);
 
 /* kvc_matmul_parallel.c: the product on several threads. */
 size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *);

@@ -8,7 +8,7 @@
 /* kvc_quant.c: write_runs of the quantised sides, rotated first if the layout has rotation. dequantise_head reads slots
  * [slot, slot + count) of one head and leaves the rows rotated. */
 void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                           int64_t num_runs, const float *keys, const float *values, const kvc_head_keys *known);
+                           int64_t num_runs, kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *known);
 void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
                              size_t row_stride);
 /* kvc_rows.c: tokens [first, first + count) of a tensor as float rows. */

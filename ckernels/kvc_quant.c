@@ -162,11 +162,12 @@ static int in_tile(int slot, int count) {
 
 /* Writes one side of all runs; the last rows may remain in the queue. */
 static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char *arena, const kvc_run *runs,
-                          int64_t num_runs, const float *x, const kvc_head_keys *known, row_queue *queue) {
+                          int64_t num_runs, kvc_float_rows of, const kvc_head_keys *known, row_queue *queue) {
     const kvc_rows rows = kvc_rows_of(layout, side);
-    const size_t heads = (size_t)layout->num_heads, dim = (size_t)rows.dim, row_stride = heads * dim;
+    const size_t heads = (size_t)layout->num_heads, dim = (size_t)rows.dim, row_stride = (size_t)of.stride;
     const size_t head_bytes = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
     unsigned char *first_head = arena + (side == KVC_KEYS ? 0 : heads * layout->key_head_bytes);
+    const float *x = of.data;
     for (int64_t i = 0; i < num_runs; i++) {
         unsigned char *head = first_head + (size_t)runs[i].block * layout->block_bytes;
         const int stop = runs[i].stop;
@@ -193,11 +194,11 @@ static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char
 }
 
 void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                           int64_t num_runs, const float *keys, const float *values, const kvc_head_keys *known) {
+                           int64_t num_runs, kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *known) {
     row_queue queue;
     queue.count = 0;
-    if (keys) quantise_side(layout, KVC_KEYS, arena, runs, num_runs, keys, known, &queue);
-    if (values) quantise_side(layout, KVC_VALUES, arena, runs, num_runs, values, NULL, &queue);
+    if (keys.data) quantise_side(layout, KVC_KEYS, arena, runs, num_runs, keys, known, &queue);
+    if (values.data) quantise_side(layout, KVC_VALUES, arena, runs, num_runs, values, NULL, &queue);
     if (queue.count) write_queue(&queue);
 }
 

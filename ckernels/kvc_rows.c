@@ -8,11 +8,12 @@
 /* Writes the rows of count tokens, each of all heads, to consecutive slots, token by token in their memory order. Head
  * by head, every row would be read from another page, and the processor does not prefetch across pages. */
 static void write_floats(kvc_rows rows, unsigned char *block, size_t head_bytes, int num_heads, int slot,
-                         int count, const float *x, const kvc_head_keys *known) {
+                         int count, kvc_float_rows of, const kvc_head_keys *known) {
     const int dim = rows.dim;
     kvc_centred centred;
     const size_t row_bytes = kvc_row_bytes(rows);
-    for (int i = slot; i < slot + count; i++) {
+    for (int i = slot; i < slot + count; i++, of.data += of.stride) {
+        const float *x = of.data;
         for (int h = 0; h < num_heads; h++, x += dim) {
             unsigned char *row = block + (size_t)h * head_bytes + (size_t)i * row_bytes;
             const float *from = x;
@@ -70,22 +71,23 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
 }
 
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
-                        const float *keys, const float *values, const kvc_head_keys *known) {
+                        kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *known) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
-    const float *k = k_rows.quantised ? NULL : keys, *v = v_rows.quantised ? NULL : values;
-    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k ? NULL : keys, v ? NULL : values, known);
+    const kvc_float_rows none = {NULL, 0};
+    kvc_float_rows k = k_rows.quantised ? none : keys, v = v_rows.quantised ? none : values;
+    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k.data ? none : keys, v.data ? none : values, known);
     const size_t heads = (size_t)layout->num_heads;
-    for (int64_t i = 0; (k || v) && i < num_runs; i++) {
+    for (int64_t i = 0; (k.data || v.data) && i < num_runs; i++) {
         unsigned char *block = arena + (size_t)runs[i].block * layout->block_bytes;
         const int first = runs[i].first, count = runs[i].stop - first, num_heads = layout->num_heads;
-        if (k) {
+        if (k.data) {
             write_floats(k_rows, block, layout->key_head_bytes, num_heads, first, count, k, known);
-            k += (size_t)count * heads * (size_t)k_rows.dim;
+            k.data += count * k.stride;
         }
-        if (v) {
+        if (v.data) {
             write_floats(v_rows, block + heads * layout->key_head_bytes, layout->value_head_bytes, num_heads,
                          first, count, v, NULL);
-            v += (size_t)count * heads * (size_t)v_rows.dim;
+            v.data += count * v.stride;
         }
     }
 }

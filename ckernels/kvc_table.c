@@ -1,8 +1,8 @@
 /* kvc_table.c - the function table of the level that is being compiled. */
 #include "kvc_simd.h"
 
-void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
-                        const float *, const kvc_head_keys *);
+void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, kvc_float_rows,
+                        kvc_float_rows, const kvc_head_keys *);
 void KVC_FN(gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *);
 void KVC_FN(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
                        size_t, size_t, const kvc_head_keys *);

@@ -8,7 +8,7 @@ from libc.string cimport memset
 
 from kvcache.core cimport kernels
 from kvcache.core.kernels cimport (
-    KVC_ELEMENT_F32, Layout, kvc_attend_args, kvc_format, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor,
+    KVC_ELEMENT_F32, Layout, kvc_attend_args, kvc_float_rows, kvc_format, kvc_head_keys, kvc_run, kvc_seq, kvc_tensor,
 )
 
 
@@ -101,17 +101,19 @@ cdef kvc_head_keys *_known(Layout layout, object centres, object factors) except
     return known
 
 
-def write(Layout layout, arena, runs, keys, values, centres=None, factors=None):
+def write(Layout layout, arena, runs, keys, values, centres=None, factors=None, int threads=1):
     """keys and values, either of which may be None; of each head a centre and a factor of the encoder."""
+    cdef kvc_float_rows k, v
     cdef int64_t tokens = 0
     cdef unsigned char *to = _bytes(arena)
     cdef kvc_head_keys *known = NULL
     cdef kvc_run *c_runs = _runs_of(layout, arena, runs, &tokens)
     try:
         known = _known(layout, centres, factors)
-        kernels.write_runs(&layout.c, to, c_runs, len(runs),
-                           _floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim)),
-                           _floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim)), known)
+        k.data = _floats(keys, (tokens, layout.c.num_heads, layout.c.head_dim))
+        v.data = _floats(values, (tokens, layout.c.num_heads, layout.c.value_head_dim))
+        k.stride, v.stride = layout.c.num_heads * layout.c.head_dim, layout.c.num_heads * layout.c.value_head_dim
+        kernels.write_runs(&layout.c, to, c_runs, len(runs), k, v, known, threads)
     finally:
         free(known)
         free(c_runs)

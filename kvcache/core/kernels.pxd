@@ -54,6 +54,10 @@ cdef extern from "kvc.h" nogil:
         int64_t head_stride
         kvc_element element
 
+    ctypedef struct kvc_float_rows: # rows (tokens, heads, channels) of K or V: heads and channels together
+        const float *data           # NULL: no rows
+        int64_t stride              # in floats, from token to token
+
     ctypedef struct kvc_seq:        # one sequence of an attention call
         const kvc_run *runs
         int64_t num_runs
@@ -131,10 +135,10 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
                      int rotate_values) noexcept nogil
 
 # Float rows (tokens of the runs in order, num_heads, head_dim of the side) into slots and back. NULL: that side is left
-# alone. Strides are in floats, those of contiguous rows where none are given. known: of each head, or NULL.
+# alone. Strides are in floats. known: of each head, or NULL. On several threads runs of one block follow one another.
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                     int64_t num_runs, const float *keys, const float *values,
-                     const kvc_head_keys *known) noexcept nogil
+                     int64_t num_runs, kvc_float_rows keys, kvc_float_rows values,
+                     const kvc_head_keys *known, int threads) noexcept nogil
 # Tokens of a tensor of any element kind and strides as float rows.
 cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,
                       float *rows) noexcept nogil

@@ -20,8 +20,6 @@ from kvcache.core.cpus import available_cpus
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
         const char *name
-        void (*write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, const float *,
-                           const float *, const kvc_head_keys *) noexcept nogil
         void (*gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *) noexcept nogil
         void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
                           size_t, size_t, const kvc_head_keys *) noexcept nogil
@@ -45,6 +43,9 @@ cdef extern from "kvc.h" nogil:
                                     int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
+    void kvc_write_runs(const kvc_kernels *kernels, const kvc_layout *layout, unsigned char *arena,
+                        const kvc_run *runs, int64_t num_runs, kvc_float_rows keys, kvc_float_rows values,
+                        const kvc_head_keys *known, int num_threads) noexcept
     void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
                    float *out) noexcept
     size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) noexcept
@@ -101,9 +102,9 @@ cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head
 
 
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
-                     int64_t num_runs, const float *keys, const float *values,
-                     const kvc_head_keys *known) noexcept nogil:
-    _active.write_runs(layout, arena, runs, num_runs, keys, values, known)
+                     int64_t num_runs, kvc_float_rows keys, kvc_float_rows values,
+                     const kvc_head_keys *known, int threads) noexcept nogil:
+    kvc_write_runs(_active, layout, arena, runs, num_runs, keys, values, known, threads)
 
 
 cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,

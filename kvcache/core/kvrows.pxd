@@ -3,7 +3,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int64_t
 
-from kvcache.core.kernels cimport kvc_format, kvc_tensor
+from kvcache.core.kernels cimport kvc_float_rows, kvc_format, kvc_tensor
 
 
 cdef class KvRows:
@@ -11,12 +11,14 @@ cdef class KvRows:
     cdef int num_heads
     cdef int dims[2]                      # head_dim of K and of V
     cdef cnp.ndarray keys, values         # (count, num_heads, dims[side]) each
-    cdef bint plain                       # both are C-contiguous float32
+    cdef bint plain                       # both are float32, with the heads of a token one behind another
     cdef kvc_tensor tensors[2]            # of K and of V
     cdef float *staged                    # not plain: (STEP, num_heads, dims[0]) of K, then the same of V
 
     # K (side 0) or V of tokens [first, first + n) as float32 rows; n is at most STEP, unless `plain`.
-    cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil
+    cdef kvc_float_rows rows(self, int side, int64_t first, int64_t n) noexcept nogil
+    # How many of these, from any first one on, lie one behind another.
+    cdef int64_t joined(self, int side) noexcept nogil
     # The first value, counted from the first of the first row, that the format cannot hold; -1: it can hold all.
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil
     # The first key beyond +-most, counted in the same way, or -1.

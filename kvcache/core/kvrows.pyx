@@ -5,9 +5,8 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 
 from kvcache.core cimport kernels
-from kvcache.core.arguments cimport is_plain
 from kvcache.core.kernels cimport (
-    KVC_ELEMENT_BF16, KVC_ELEMENT_F16, KVC_ELEMENT_F32, KVC_ELEMENT_F64, kvc_format, kvc_tensor,
+    KVC_ELEMENT_BF16, KVC_ELEMENT_F16, KVC_ELEMENT_F32, KVC_ELEMENT_F64, kvc_float_rows, kvc_format, kvc_tensor,
 )
 
 import numpy as np
@@ -35,9 +34,10 @@ cdef class KvRows:
                              f"got {np.shape(values)}")
         self.count, self.num_heads = keys.shape[0], <int>keys.shape[1]
         self.dims[0], self.dims[1] = <int>keys.shape[2], <int>values.shape[2]
-        self.plain = is_plain(keys, cnp.NPY_FLOAT32, 3) and is_plain(values, cnp.NPY_FLOAT32, 3)
         self.keys, self.values = together(keys), together(values)
         self.tensors[0], self.tensors[1] = tensor_of(self.keys), tensor_of(self.values)
+        self.plain = _is_plain(&self.tensors[0], self.num_heads, self.dims[0]) \
+            and _is_plain(&self.tensors[1], self.num_heads, self.dims[1])
         if self.plain:
             return
         cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * (<size_t>self.dims[0] + <size_t>self.dims[1])
@@ -52,22 +52,29 @@ cdef class KvRows:
         """The rows [start, stop)."""
         return KvRows(self.keys[start:stop], self.values[start:stop])
 
-    cdef const float *rows(self, int side, int64_t first, int64_t n) noexcept nogil:
-        cdef int64_t row = <int64_t>self.num_heads * self.dims[side]
+    cdef kvc_float_rows rows(self, int side, int64_t first, int64_t n) noexcept nogil:
+        cdef kvc_float_rows rows
         cdef float *staged = self.staged + side * STEP * <int64_t>self.num_heads * self.dims[0]
         if self.plain:
-            return <const float *>self.tensors[side].data + first * row
-        kernels.gather_rows(&self.tensors[side], first, n, self.num_heads, self.dims[side], staged)
-        return staged
+            rows.stride = self.tensors[side].token_stride // <int64_t>sizeof(float)
+            rows.data = <const float *>self.tensors[side].data + first * rows.stride
+        else:
+            kernels.gather_rows(&self.tensors[side], first, n, self.num_heads, self.dims[side], staged)
+            rows.data, rows.stride = staged, <int64_t>self.num_heads * self.dims[side]
+        return rows
+
+    cdef int64_t joined(self, int side) noexcept nogil:
+        if not self.plain:
+            return STEP
+        return self.count if self.rows(side, 0, 1).stride == <int64_t>self.num_heads * self.dims[side] else 1
 
     cdef int64_t first_bad(self, int side, kvc_format format) noexcept nogil:
         cdef const kvc_tensor *tensor = &self.tensors[side]
         cdef int64_t row = <int64_t>self.num_heads * self.dims[side], bad = -1, first = 0, n
         cdef int head, dim = self.dims[side]
-        if self.plain:
-            return kernels.check_representable(self.rows(side, 0, self.count), self.count * row, format)
+        cdef int64_t most = self.joined(side)
         while first < self.count:
-            if tensor.element == KVC_ELEMENT_F32:    # as it lies there
+            if tensor.element == KVC_ELEMENT_F32 and not self.plain:    # as it lies there
                 n = 1
                 for head in range(self.num_heads):
                     bad = kernels.check_representable(<const float *>(
@@ -75,24 +82,30 @@ cdef class KvRows:
                     if bad >= 0:
                         return first * row + head * dim + bad
             else:
-                n = min(<int64_t>STEP, self.count - first)
-                bad = kernels.check_representable(self.rows(side, first, n), n * row, format)
+                n = min(most, self.count - first)
+                bad = kernels.check_representable(self.rows(side, first, n).data, n * row, format)
                 if bad >= 0:
                     return first * row + bad
             first += n
         return -1
 
     cdef int64_t first_above(self, float most) noexcept nogil:
-        cdef int64_t row = <int64_t>self.num_heads * self.dims[0], first = 0, n, i
+        cdef int64_t row = <int64_t>self.num_heads * self.dims[0], most_rows = self.joined(0), first = 0, n, i
         cdef const float *x
         while first < self.count:
-            n = min(<int64_t>STEP, self.count - first)
-            x = self.rows(0, first, n)
+            n = min(most_rows, self.count - first)
+            x = self.rows(0, first, n).data
             for i in range(n * row):
                 if not -most <= x[i] <= most:
                     return first * row + i
             first += n
         return -1
+
+
+cdef bint _is_plain(const kvc_tensor *tensor, int num_heads, int dim) noexcept:
+    cdef int64_t size = sizeof(float)
+    return tensor.element == KVC_ELEMENT_F32 and (tensor.head_stride == dim * size or num_heads == 1) \
+        and tensor.token_stride % size == 0 and tensor.token_stride >= 0
 
 
 cdef cnp.ndarray together(cnp.ndarray x):

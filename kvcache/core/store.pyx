@@ -152,7 +152,7 @@ cdef class BlockStore:
         self.check_values_(rows, number)
         if view.shape[0]:
             with nogil:
-                self.write_(number, &view[0], view.shape[0], rows)
+                self.write_(number, &view[0], view.shape[0], rows, 1)
 
     def read(self, layer, runs):
         """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32, of the shapes that `write` takes.
@@ -366,7 +366,7 @@ cdef class BlockStore:
                     bad = rows.first_above(self.known.most_key)
             if bad >= 0:
                 row = bad // (self.layout.num_heads * self.dim_(side))
-                value = rows.rows(side, row, 1)[bad % (self.layout.num_heads * self.dim_(side))]
+                value = rows.rows(side, row, 1).data[bad % (self.layout.num_heads * self.dim_(side))]
                 name, dtype = "values" if side else "keys", kernels.kvc_format_of(format).name.decode()
                 most = kernels.kvc_format_of(format).largest.decode()
                 if side == 0 and 0 < self.known.most_key < 65504 and kernels.kvc_format_of(format).bits != 32:
@@ -375,7 +375,7 @@ cdef class BlockStore:
                                  f"got {np.float32(value)} in row {row}")
         return 0
 
-    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows) noexcept nogil:
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int threads) noexcept nogil:
         cdef kvc_run part
         cdef int64_t i, n, row = 0
         cdef unsigned char *base = self.base_(layer)
@@ -384,14 +384,14 @@ cdef class BlockStore:
         self.note_written_(runs, num_runs)
         if rows.plain:
             kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
-                               rows.rows(1, 0, rows.count), known)
+                               rows.rows(1, 0, rows.count), known, threads)
             return
         for i in range(num_runs):    # in pieces that end with tiles
             part = runs[i]
             while part.first < runs[i].stop:
                 part.stop = <uint16_t>min(<int>runs[i].stop, (part.first // STEP + 1) * STEP)
                 n = part.stop - part.first
-                kernels.write_runs(layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n), known)
+                kernels.write_runs(layout, base, &part, 1, rows.rows(0, row, n), rows.rows(1, row, n), known, 1)
                 row += n
                 part.first = part.stop
 

@@ -5,6 +5,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.core.locks cimport CallLock
+from kvcache.core.kernels cimport num_threads
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.mapped cimport MappedMemory
 from kvcache.core.pool cimport BlockPool
@@ -301,7 +302,7 @@ cdef class PagedSequences:
                 lists.slice_(seq, start, start + count_at(counts, i))
         if lists.num_cut:
             with nogil:
-                store.write_(layer, lists.cut, lists.num_cut, rows)
+                store.write_(layer, lists.cut, lists.num_cut, rows, num_threads())
         for i in range(n):
             table.victims.touched(table.picked[i])
         return 0

@@ -200,11 +200,12 @@ static void step_write(source *s, world *w) {
     const int steered = checked == 3;
     kvc_head_keys *all = malloc((size_t)w->layout.num_heads * sizeof *all), *known = steered ? all : NULL;
     memory of_known = draw_known(w, all);
-    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, given[0], given[1], known);
+    const kvc_float_rows keys = {given[0], (int64_t)w->row[0]}, values = {given[1], (int64_t)w->row[1]};
+    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, keys, values, known);
     for (int level = 0; level < num_levels(); level++) {
         memory arena = take(w->arena_bytes, 64, draw(s, 2));
         memcpy(arena.at, before.at, w->arena_bytes);
-        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, given[0], given[1], known);
+        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, keys, values, known);
         if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
             fail("%s: other bytes stored", level_at(level)->name);
         give_back(&arena);
