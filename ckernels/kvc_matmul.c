@@ -199,7 +199,7 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t;
-                    begin(&t, args, row, rows, q, step, panel_stop, row == start, 0, !args->bias);
+                    begin(&t, args, row, rows, q, step, panel_stop, row == start, args->add, !args->bias);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
                     give(args, &t, args->bias);
                 }
@@ -343,7 +343,7 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
         for (int64_t q = panel; q < panel_stop; q += step) {
             tile t;
             const float *bias = k + channels == columns ? args->bias : NULL;
-            begin(&t, args, row, rows, q, step, panel_stop, row == start, k > 0, !bias);
+            begin(&t, args, row, rows, q, step, panel_stop, row == start, args->add || k > 0, !bias);
             if (args->n > FEW_ROWS) {
                 const size_t channel = (size_t)(KVC_PANEL * kvc_matrix_format_of(args->matrix->format)->bits / 8);
                 t.read_stop = (size_t)(k + channels) * channel;

@@ -115,13 +115,15 @@ void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 /* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, two channels in 32 bits. */
 typedef enum kvc_bf16_rows { KVC_BF16_FLOATS, KVC_BF16_ROUNDED, KVC_BF16_PAIRS } kvc_bf16_rows;
 
-/* The product of a call: out (n, matrix->rows) = x (n, matrix->columns) times the matrix transposed, plus bias. */
+/* The product of a call: out (n, matrix->rows) = x (n, matrix->columns) times the matrix transposed, plus bias; or, with add,
+ * plus what `out` has, to which each sum (of floats: of a block of channels) is added, then the bias. */
 typedef struct kvc_matmul_args {
     const kvc_matrix *matrix;
     const float *x;
     const float *bias; /* (matrix->rows), or NULL */
     float *out;
     int64_t n;
+    int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
     kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4 */

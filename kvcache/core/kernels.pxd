@@ -115,11 +115,13 @@ cdef extern from "kvc_matrix.h" nogil:
         KVC_BF16_PAIRS
 
     ctypedef struct kvc_matmul_args:    # out (n, rows) = x (n, columns) times the matrix transposed, plus bias
+                                        # and, with add, plus what it has
         const kvc_matrix *matrix
         const float *x
         const float *bias
         float *out
         int64_t n
+        int add
         int digits                      # of activations that meet packed weights: 1 or 2
         kvc_bf16_rows bf16_rows
         unsigned char *prepared

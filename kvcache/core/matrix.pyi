@@ -34,5 +34,11 @@ class Matrix:
     def __getitem__(self, rows: npt.NDArray[Any]) -> Float32: ...
     def to_float32(self) -> Float32: ...
     def multiply(
-        self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8", out: Float32 | None = None
+        self,
+        x: Float32,
+        bias: Float32 | None = None,
+        *,
+        activations: str = "int8",
+        out: Float32 | None = None,
+        add: bool = False,
     ) -> Float32: ...

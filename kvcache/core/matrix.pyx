@@ -228,7 +228,7 @@ cdef class Matrix:
         """All weights as a float32 array `(rows, columns)`."""
         return self[np.arange(self.c.rows)]
 
-    def multiply(self, x, bias=None, *, activations="int8", out=None):
+    def multiply(self, x, bias=None, *, activations="int8", out=None, bint add=False):
         """`x` `(n, columns)` times the weights transposed, plus `bias` `(rows,)`: float32 `(n, rows)`.
 
         Args:
@@ -239,28 +239,33 @@ cdef class Matrix:
             activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
                 float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": as "int8", but
                 weights in bf16 with x rounded to bf16, twice as fast on AMD CPUs that multiply pairs of them.
+            add: to what `out` has, not in its place.
 
         Raises:
-            ValueError: another shape; other activations; an `out` of another kind, or that overlaps what is read.
+            ValueError: another shape; other activations; an `out` of another kind, or that overlaps what is read; `add`
+                without it.
         """
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
-        cdef const float[:, ::1] c_x = np.ascontiguousarray(x, dtype=np.float32)
+        cdef cnp.ndarray rows = np.ascontiguousarray(x, dtype=np.float32), biases = None
+        cdef const float[:, ::1] c_x = rows
         cdef const float[::1] c_bias = None
         if c_x.shape[1] != self.c.columns:
             raise ValueError(f"x: expected (n, {self.c.columns}), got {(c_x.shape[0], c_x.shape[1])}")
         if bias is not None:
-            c_bias = np.ascontiguousarray(bias, dtype=np.float32)
+            c_bias = biases = np.ascontiguousarray(bias, dtype=np.float32)
             if c_bias.shape[0] != self.c.rows:
                 raise ValueError(f"bias: expected ({self.c.rows},), got ({c_bias.shape[0]},)")
         shape = (c_x.shape[0], self.c.rows)
         if out is None:
+            if add:
+                raise ValueError("out: expected an array to add to, got None")
             out = new_floats(shape)
         elif not is_plain(out, cnp.NPY_FLOAT32, 2) or out.shape != shape or not cnp.PyArray_ISWRITEABLE(out):
             raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {shape}, got {described(out)}")
         else:
-            for name, other in (("x", c_x), ("bias", c_bias), ("the weights", self.memory)):
-                if other is not None and overlap(out, np.asarray(other)):
+            for name, other in (("x", rows), ("bias", biases), ("the weights", self.memory)):
+                if other is not None and overlap(out, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
         cdef float[:, ::1] c_out = out
         cdef kvc_matmul_args args
@@ -273,6 +278,7 @@ cdef class Matrix:
         if c_bias is not None:
             args.bias = &c_bias[0]
         args.out = &c_out[0, 0]
+        args.add = add
         args.digits = 2 if activations == "exact" else 1
         args.bf16_rows = rounded_rows() if activations == "bf16" else KVC_BF16_FLOATS
         cdef size_t size = matmul_scratch_bytes(&args)

@@ -60,9 +60,18 @@ class MatrixStack:
         """All weights as a float32 array `(rows, columns)`."""
         return np.concatenate([part.to_float32() for part in self.parts])
 
-    def multiply(self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8") -> Float32:
+    def multiply(
+        self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8", out: Float32 | None = None,
+        add: bool = False,
+    ) -> Float32:  # fmt: skip
         """What `Matrix.multiply` does."""
-        out = np.concatenate([part.multiply(x, activations=activations) for part in self.parts], axis=1)
+        product = np.concatenate([part.multiply(x, activations=activations) for part in self.parts], axis=1)
+        if out is None:
+            out = product
+        elif add:
+            out += product
+        else:
+            out[...] = product
         if bias is not None:
             out += bias
         return out

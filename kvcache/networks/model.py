@@ -161,8 +161,8 @@ class Transformer:
             together = _rows_together(len(x)) if layer.router is None else len(x)  # an expert has few rows in any case
             for start in range(0, len(x), max(1, together)):
                 part, own = x[start : start + together], mixed[start : start + together]
-                self._add(part, self._times(own, layer.output, layer.output_bias), layer.output_norm)
-                self._add(part, self._mlps(self._normed(part, layer.mlp_norm), layer), layer.down_norm)
+                self._add_times(part, own, layer.output, layer.output_bias, layer.output_norm)
+                self._add_mlps(part, layer)
         if not len(x):
             return np.empty((0, config.vocab_size), np.float32)
         scores = self._times(self._normed(x, self.weights.norm), self.weights.head)
@@ -170,11 +170,23 @@ class Transformer:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
 
-    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None) -> Float32:
-        return weight.multiply(x, bias, activations=self.activations)
+    def _times(
+        self, x: Float32, weight: Weight, bias: Float32 | None = None, onto: Float32 | None = None
+    ) -> Float32:  # fmt: skip
+        """A product, new or added to `onto`."""
+        return weight.multiply(x, bias, activations=self.activations, out=onto, add=onto is not None)
 
     def _normed(self, x: Float32, norm: Float32 | None) -> Float32:
         return x if norm is None else rms_norm(x, norm, self.config.rms_norm_eps)
+
+    def _add_times(
+        self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None
+    ) -> None:  # fmt: skip
+        """Add a product to the residual stream `x`."""
+        if norm is None and self.config.residual_scale == 1:
+            self._times(rows, weight, bias, onto=x)
+        else:
+            self._add(x, self._times(rows, weight, bias), norm)
 
     def _add(self, x: Float32, part: Float32, norm: Float32 | None) -> None:
         """Add what a part of a layer computes to the residual stream `x`."""
@@ -211,23 +223,30 @@ class Transformer:
         more = [table.rotate(heads[:, :count], each) for each in turns[1:]]
         return turned[:, :count], turned[:, count:], values, *more
 
-    def _mlps(self, x: Float32, layer: LayerWeights) -> Float32:
-        """The MLP, or the experts of each row."""
+    def _add_mlps(self, x: Float32, layer: LayerWeights) -> None:
+        """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it."""
+        normed = self._normed(x, layer.mlp_norm)
         if layer.router is None:
-            return self._mlp(x, layer.mlps[0])
-        config, logits = self.config, self._times(x, layer.router, layer.router_bias)
+            (mlp,) = layer.mlps
+            self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
+            return
+        config, logits = self.config, self._times(normed, layer.router, layer.router_bias)
         chosen, weights = top_experts(logits, config.experts_per_token, config.normalise_experts)
-        return mix_experts(x, chosen, weights, lambda i, rows: self._mlp(rows, layer.mlps[i]))
 
-    def _mlp(self, x: Float32, mlp: MlpWeights) -> Float32:
+        def expert(i: int, rows: Float32) -> Float32:
+            mlp = layer.mlps[i]
+            return self._times(self._gated(rows, mlp), mlp.down, mlp.down_bias)
+
+        self._add(x, mix_experts(normed, chosen, weights, expert), layer.down_norm)
+
+    def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
+        """The rows that the last matrix of an MLP takes."""
         config, both = self.config, self._times(x, mlp.gate_up, mlp.gate_up_bias)
         if config.activation == "silu":
-            inner = swiglu(both)
-        elif config.activation == "gelu_tanh":
-            inner = geglu(both)
-        else:
-            inner = clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
-        return self._times(inner, mlp.down, mlp.down_bias)
+            return swiglu(both)
+        if config.activation == "gelu_tanh":
+            return geglu(both)
+        return clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
 
 
 def _rows_together(n: int) -> int:
