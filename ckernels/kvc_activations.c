@@ -5,47 +5,53 @@
 #include "kvc_matrix.h"
 #include "kvc_simd.h"
 
-/* The numbers of one group of a row: its digits unit by unit, `stride` bytes between two units. Returns their sum. With
- * a value that is not finite the scale is NaN. With one digit the scale has 22 bits. */
-INLINE int32_t put_numbers(const float x[KVC_GROUP], int digits, int rows, unsigned char *to, float *scale) {
-    enum { VECTORS = KVC_GROUP / KVC_LANES };
+enum { GROUP_VECTORS = KVC_GROUP / KVC_LANES, MOST_ROWS = 16 /* of a block */ };
+
+/* One group of the rows of a block, of which row i is at x[i]. With a value that is not finite the scale is NaN. With one
+ * digit the scale has 22 bits. The steps of all rows come first: so the processor divides for some rows while it looks for
+ * the largest of others. */
+INLINE void put_group(const float *const *x, int rows, int digits, int zero, int has_minima, unsigned char *to) {
     const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
-    f32v v[VECTORS], largest = f32v_zero(), finite = f32v_zero();
-    UNROLL
-    for (int i = 0; i < VECTORS; i++) v[i] = f32v_load(x + i * KVC_LANES);
-    UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        largest = f32v_max(largest, f32v_abs(v[i]));
-        finite = f32v_fma(v[i], f32v_zero(), finite); /* 0, or NaN from infinities and NaN */
+    unsigned char *behind = to + (size_t)(KVC_GROUP * digits * rows);
+    float steps[MOST_ROWS], scales[MOST_ROWS];
+    for (int i = 0; i < rows; i++) {
+        f32v largest_v = f32v_zero();
+        UNROLL
+        for (int v = 0; v < GROUP_VECTORS; v++) largest_v = f32v_max(largest_v, f32v_abs(f32v_load(x[i] + v * KVC_LANES)));
+        const float largest = f32v_max_of(largest_v);
+        steps[i] = largest > 0x1p-100f ? most / largest : 0.0f;
+        scales[i] = largest / most;
     }
-    const float magnitude = f32v_max_of(largest);
-    const f32v per_step = f32v_set1(magnitude > 0x1p-100f ? most / magnitude : 0.0f);
-    unsigned char high[KVC_GROUP], low[KVC_GROUP]; /* bytes + 128, then signed */
-    f32v sum = f32v_zero();
-    UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        f32v number = f32v_round(f32v_mul(v[i], per_step));
-        number = f32v_min(f32v_max(number, f32v_set1(-most)), f32v_set1(most)); /* NaN becomes -most */
-        sum = f32v_add(sum, number);
-        if (digits == 2) {
-            const f32v above = f32v_round(f32v_mul(number, f32v_set1(1.0f / 128.0f)));
-            f32v_store_bytes(low + i * KVC_LANES,
-                             f32v_add(f32v_fma(above, f32v_set1(-128.0f), number), f32v_set1(128.0f)));
-            number = above;
+    for (int i = 0; i < rows; i++) {
+        unsigned char high[KVC_GROUP], low[KVC_GROUP]; /* signed */
+        f32v sum = f32v_zero(), finite = f32v_zero();
+        UNROLL
+        for (int v = 0; v < GROUP_VECTORS; v++) {
+            const f32v x_v = f32v_load(x[i] + v * KVC_LANES);
+            f32v number = f32v_round(f32v_mul(x_v, f32v_set1(steps[i])));
+            number = f32v_min(f32v_max(number, f32v_set1(-most)), f32v_set1(most)); /* NaN becomes -most */
+            finite = f32v_fma(x_v, f32v_zero(), finite); /* 0, or NaN from infinities and NaN */
+            sum = f32v_add(sum, number);
+            if (digits == 2) {
+                const f32v above = f32v_round(f32v_mul(number, f32v_set1(1.0f / 128.0f)));
+                f32v_store_signed_bytes(low + v * KVC_LANES, f32v_fma(above, f32v_set1(-128.0f), number));
+                number = above;
+            }
+            f32v_store_signed_bytes(high + v * KVC_LANES, number);
         }
-        f32v_store_bytes(high + i * KVC_LANES, f32v_add(number, f32v_set1(128.0f)));
+        for (int unit = 0; unit < KVC_GROUP / 4; unit++) {
+            memcpy(to + (unit * rows + i) * 4, high + 4 * unit, 4);
+            if (digits == 2) memcpy(to + ((KVC_GROUP / 4 + unit) * rows + i) * 4, low + 4 * unit, 4);
+        }
+        const int32_t numbers = (int32_t)f32v_sum_of(sum); /* exact: below 2^24 */
+        const int32_t shift = (digits == 1 ? KVC_SUM_START : 0) - zero * numbers;
+        float scale = scales[i] + f32v_sum_of(finite);
+        if (digits == 1) scale = kvc_float_of_bits(kvc_float_bits(scale) & ~3u);
+        const float correction = scale * (float)numbers, less = -0x1.8p23f * scale;
+        memcpy(behind + 4 * (size_t)i, &scale, 4);
+        memcpy(behind + 4 * (size_t)(rows + i), has_minima ? (const void *)&correction : &shift, 4);
+        if (digits == 1) memcpy(behind + 4 * (size_t)(2 * rows + i), &less, 4);
     }
-    for (int k = 0; k < KVC_GROUP; k++) {
-        high[k] ^= 128;
-        if (digits == 2) low[k] ^= 128;
-    }
-    for (int unit = 0; unit < KVC_GROUP / 4; unit++) {
-        memcpy(to + unit * rows * 4, high + 4 * unit, 4);
-        if (digits == 2) memcpy(to + (KVC_GROUP / 4 + unit) * rows * 4, low + 4 * unit, 4);
-    }
-    *scale = magnitude / most + f32v_sum_of(finite);
-    if (digits == 1) *scale = kvc_float_of_bits(kvc_float_bits(*scale) & ~3u);
-    return (int32_t)f32v_sum_of(sum); /* exact: below 2^24 */
 }
 
 /* Levels whose dot products take signed weights subtract 128 from codes of 8 bits themselves (u8x64_weights). */
@@ -53,30 +59,19 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
     const kvc_matrix *matrix = args->matrix;
     const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
     const int zero = info->bits == 8 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
-    const size_t numbers = (size_t)(KVC_GROUP * digits * rows);
-    for (int64_t g = 0; g < matrix->groups; g++, to += numbers + kvc_behind_numbers(digits) * (size_t)rows) {
+    const size_t group_bytes = ((size_t)(KVC_GROUP * digits) + kvc_behind_numbers(digits)) * (size_t)rows;
+    float padded[MOST_ROWS][KVC_GROUP];
+    const float *x[MOST_ROWS];
+    for (int64_t g = 0; g < matrix->groups; g++, to += group_bytes) {
         const int64_t left = matrix->columns - g * KVC_GROUP;
         for (int i = 0; i < rows; i++) {
-            const float *row = args->x + (first + i) * matrix->columns, *x;
-            float padded[KVC_GROUP];
-            if (left < KVC_GROUP) {
-                memset(padded, 0, sizeof padded);
-                if (left > 0) memcpy(padded, row + g * KVC_GROUP, (size_t)left * sizeof(float));
-                x = padded;
-            } else {
-                x = row + g * KVC_GROUP;
-            }
-            float scale, correction;
-            const int32_t sum = put_numbers(x, digits, rows, to + 4 * i, &scale);
-            const int32_t shift = (digits == 1 ? KVC_SUM_START : 0) - zero * sum;
-            correction = scale * (float)sum;
-            memcpy(to + numbers + 4 * (size_t)i, &scale, 4);
-            memcpy(to + numbers + 4 * (size_t)(rows + i), info->has_minima ? (const void *)&correction : &shift, 4);
-            if (digits == 1) {
-                const float less = -0x1.8p23f * scale;
-                memcpy(to + numbers + 4 * (size_t)(2 * rows + i), &less, 4);
-            }
+            x[i] = args->x + (first + i) * matrix->columns + g * KVC_GROUP;
+            if (left >= KVC_GROUP) continue;
+            memset(padded[i], 0, sizeof padded[i]);
+            if (left > 0) memcpy(padded[i], x[i], (size_t)left * sizeof(float));
+            x[i] = padded[i];
         }
+        put_group(x, rows, digits, zero, info->has_minima, to);
     }
 }
 

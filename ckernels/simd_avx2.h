@@ -51,6 +51,11 @@ INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
         _mm_packus_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(x_u16x8, x_u16x8));
 }
+INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) {
+    const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
+    const __m128i x_i16x8 = _mm_packs_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(x_i16x8, x_i16x8));
+}
 
 /* Within each 2n lanes: first half + second half, then first half - second half. */
 INLINE f32v f32v_butterfly1(f32v x) {

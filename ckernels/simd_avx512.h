@@ -53,6 +53,7 @@ INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
+INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) { f32v_store_bytes(p, x); }
 
 /* Within each 2n lanes: first half + second half, then first half - second half. */
 INLINE f32v f32v_butterfly1(f32v x) {

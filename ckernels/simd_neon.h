@@ -44,6 +44,11 @@ INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(x_u16x4, x_u16x4))), 0);
     __builtin_memcpy(p, &four, sizeof four);
 }
+INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) {
+    const int16x4_t x_i16x4 = vmovn_s32(vcvtnq_s32_f32(x));
+    const uint32_t four = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(x_i16x4, x_i16x4))), 0);
+    __builtin_memcpy(p, &four, sizeof four);
+}
 
 INLINE float f32v_max_of(f32v x) { return vmaxvq_f32(x); }
 INLINE float f32v_sum_of(f32v x) { return vaddvq_f32(x); }

@@ -41,6 +41,7 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) { return x < limit ? 0.0f : r; }
 INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) { return x < limit ? below : other; }
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) { *p = (unsigned char)(int)f32v_round(x); }
+INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) { f32v_store_bytes(p, x); }
 
 INLINE float f32v_max_of(f32v x) { return x; }
 INLINE float f32v_sum_of(f32v x) { return x; }
