@@ -19,6 +19,7 @@ def write(
     values: _Floats | None,
     centres: _Floats | None = None,
     factors: _Floats | None = None,
+    threads: int = 1,
 ) -> None: ...
 def read(
     layout: Layout,

@@ -10,6 +10,7 @@ from blocks import copy_guarded
 from tensors import Bfloat16, floats_of, words_of
 
 from kvcache import PagedKvCache
+from kvcache.core import kernelcalls, kernels
 from kvcache.core.kernels import FORMATS
 from kvcache.core.kvrows import KvRows
 from kvcache.core.runs import RUN
@@ -57,6 +58,22 @@ def test_rows_of_any_kind_store_the_bytes_of_their_floats(simd, rng, type_, layo
         want = bytes_after((key_floats, value_floats), runs, dtypes)
         np.testing.assert_array_equal(bytes_after(rows, runs, dtypes), want)
         np.testing.assert_array_equal(bytes_after(mixed, runs, dtypes), want)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q3"])
+def test_threads_write_the_same_bytes(simd, rng, dtype, threads):
+    """Runs of one block stay together: some here share a tile, others are empty; few rows and many."""
+    layout = kernels.Layout(SIZE, HEADS, DIM, dtype, dtype, value_head_dim=VALUE_DIM)
+    some = [(4, 3, 5), (4, 5, 6), (4, 30, 31), (1, 0, SIZE), (0, 15, 18), (0, 18, 18), (5, 39, 40), (2, 7, 33)]
+    many = [(block, first, first + 10) for block in rng.permutation(90).tolist() for first in (0, 10, 25)]
+    for runs in (some, many, [(7, 0, SIZE)], [(7, 0, 0)]):
+        n = sum(stop - first for _, first, stop in runs)
+        keys, values = (rng.standard_normal((n, HEADS, dim)).astype(np.float32) for dim in (DIM, VALUE_DIM))
+        one, several = (np.zeros(90 * layout.block_bytes, np.uint8) for _ in range(2))
+        kernelcalls.write(layout, one, runs, keys, values)
+        kernelcalls.write(layout, several, runs, keys, values, threads=threads)
+        np.testing.assert_array_equal(several, one)
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -136,6 +153,22 @@ def test_queries_of_any_kind_have_the_bits_of_their_floats(simd, rng, type_, lay
         for got in (attended(cache, *given, out=out), attended(cache, floats[0], given[1])):
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q3"])
+def test_threads_write_the_same_bytes(simd, rng, dtype, threads):
+    """Runs of one block stay together: some here share a tile, others are empty; few rows and many."""
+    layout = kernels.Layout(SIZE, HEADS, DIM, dtype, dtype, value_head_dim=VALUE_DIM)
+    some = [(4, 3, 5), (4, 5, 6), (4, 30, 31), (1, 0, SIZE), (0, 15, 18), (0, 18, 18), (5, 39, 40), (2, 7, 33)]
+    many = [(block, first, first + 10) for block in rng.permutation(90).tolist() for first in (0, 10, 25)]
+    for runs in (some, many, [(7, 0, SIZE)], [(7, 0, 0)]):
+        n = sum(stop - first for _, first, stop in runs)
+        keys, values = (rng.standard_normal((n, HEADS, dim)).astype(np.float32) for dim in (DIM, VALUE_DIM))
+        one, several = (np.zeros(90 * layout.block_bytes, np.uint8) for _ in range(2))
+        kernelcalls.write(layout, one, runs, keys, values)
+        kernelcalls.write(layout, several, runs, keys, values, threads=threads)
+        np.testing.assert_array_equal(several, one)
 
 
 @pytest.mark.parametrize("at_end", [False, True])

@@ -30,6 +30,11 @@ def test_a_stack_is_its_parts(rng, parts):
         want = np.concatenate([part.multiply(x, activations=activations) for part in parts], axis=1)
         np.testing.assert_array_equal(stack.multiply(x, activations=activations), want)
         np.testing.assert_array_equal(stack.multiply(x, bias, activations=activations), want + bias)
+        for add in (False, True):
+            before = rng.standard_normal(want.shape).astype(np.float32)
+            out = before.copy()
+            assert stack.multiply(x, bias, activations=activations, out=out, add=add) is out
+            np.testing.assert_array_equal(out, (before + want if add else want) + bias)
 
 
 def test_one_part_needs_no_stack(parts):
