@@ -180,6 +180,15 @@ static memory draw_known(const world *w, kvc_head_keys *known) {
     return m;
 }
 
+/* Rows of one side with some floats between them; none where they are NULL. */
+static kvc_float_rows apart_rows(source *s, const world *w, const sequence *q, int side, const float *x, memory *to) {
+    const size_t row = w->row[side], stride = row + (size_t)draw(s, 3);
+    *to = take(q->num_tokens ? ((size_t)(q->num_tokens - 1) * stride + row) * sizeof(float) : 0, 4, draw(s, 2));
+    for (int64_t t = 0; x && t < q->num_tokens; t++)
+        memcpy((float *)to->at + (size_t)t * stride, x + (size_t)t * row, row * sizeof(float));
+    return (kvc_float_rows){x ? to->at : NULL, (int64_t)stride};
+}
+
 static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
     const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
@@ -200,12 +209,14 @@ static void step_write(source *s, world *w) {
     const int steered = checked == 3;
     kvc_head_keys *all = malloc((size_t)w->layout.num_heads * sizeof *all), *known = steered ? all : NULL;
     memory of_known = draw_known(w, all);
-    const kvc_float_rows keys = {given[0], (int64_t)w->row[0]}, values = {given[1], (int64_t)w->row[1]};
-    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, keys, values, known);
+    memory apart[2];
+    const kvc_float_rows rows[2] = {apart_rows(s, w, &q, 0, given[0], &apart[0]), apart_rows(s, w, &q, 1, given[1], &apart[1])};
+    scalar->write_runs(&w->layout, w->arena, q.runs.at, q.num_runs, rows[0], rows[1], known);
     for (int level = 0; level < num_levels(); level++) {
         memory arena = take(w->arena_bytes, 64, draw(s, 2));
         memcpy(arena.at, before.at, w->arena_bytes);
-        level_at(level)->write_runs(&w->layout, arena.at, q.runs.at, q.num_runs, keys, values, known);
+        kvc_write_runs(level_at(level), &w->layout, arena.at, q.runs.at, q.num_runs, rows[0], rows[1], known,
+                       1 + draw(s, 4));
         if (checked && memcmp(arena.at, w->arena, w->arena_bytes))
             fail("%s: other bytes stored", level_at(level)->name);
         give_back(&arena);
@@ -224,7 +235,7 @@ static void step_write(source *s, world *w) {
     for (int64_t t = 0; t < q.num_tokens; t++)
         w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1] && !steered;
     give_back(&of_known), free(all);
-    give_back(&before), give_back(&x[0]), give_back(&x[1]);
+    give_back(&before), give_back(&x[0]), give_back(&x[1]), give_back(&apart[0]), give_back(&apart[1]);
     drop_runs(&q);
 }
 
