@@ -155,7 +155,7 @@ typedef struct kvc_kernels {
     void (*quantise_weights)(kvc_matrix_format, int64_t count, int64_t columns, const float *x, unsigned char *codes,
                              uint16_t *scales, uint16_t *minima);
     void (*prepare_rows)(const kvc_matmul_args *, int64_t first, int64_t stop);
-    void (*multiply_panels)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop);
+    void (*multiply_panels)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop, float *sums);
     /* kvc_network.c */
     void (*rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                      float eps, float *out);
@@ -200,7 +200,7 @@ void kvc_write_runs(const kvc_kernels *, const kvc_layout *, unsigned char *aren
                     kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *, int num_threads);
 
 /* kvc_matmul_parallel.c: the product on several threads. */
-size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *);
+size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *, int num_threads); /* at `prepared` */
 void kvc_matmul(const kvc_kernels *, const kvc_matmul_args *, int num_threads);
 
 /* kvc_network_parallel.c: the functions of kvc_network.c on several threads. */

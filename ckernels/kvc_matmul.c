@@ -21,8 +21,6 @@ enum {
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
-    CHUNK_ROWS = 240,  /* of floats; a multiple of every size of a block */
-    GROUP_PANELS = 16, /* of floats, which a chunk meets with one block of channels after another */
 };
 
 /* The distance from byte `at` of a panel to the byte that is read `ahead` bytes later. */
@@ -199,9 +197,9 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t;
-                    begin(&t, args, row, rows, q, step, panel_stop, row == start, args->add, !args->bias);
+                    begin(&t, args, row, rows, q, step, panel_stop, row == start, NULL, NULL);
                     tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
-                    give(args, &t, args->bias);
+                    give(args, &t);
                 }
                 row += rows;
             }
@@ -328,9 +326,10 @@ static float_fn *const pair_tiles[KVC_FLOAT_ROWS + 1] = {FLOAT_BLOCKS(PAIRS_LINE
 static float_fn *const *const pair_tiles = NULL;
 #endif
 
-/* Panels [panel, panel_stop), at most `wide`, times rows [start, stop), over one block of channels. */
+/* Panels [panel, panel_stop), at most `wide`, times rows [start, stop), over one block of channels. `sums`: of these panels and
+ * rows, tile by tile, over the blocks before. */
 INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t stop, int64_t panel, int64_t panel_stop,
-                           int64_t k) {
+                           int64_t k, float *sums) {
     const int64_t columns = args->matrix->columns, left = columns - k;
     const int64_t channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
     const int pairs = kvc_in_pairs(args);
@@ -340,17 +339,17 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
         const int rows = kvc_block_rows(KVC_FLOAT_ROWS, stop - row);
         const float *mine = x + row * (pairs ? (channels + 1) / 2 : channels);
         const int64_t step = PANELS(rows);
-        for (int64_t q = panel; q < panel_stop; q += step) {
+        for (int64_t q = panel; q < panel_stop; q += step, sums += rows * step * KVC_PANEL) {
             tile t;
-            const float *bias = k + channels == columns ? args->bias : NULL;
-            begin(&t, args, row, rows, q, step, panel_stop, row == start, args->add || k > 0, !bias);
+            begin(&t, args, row, rows, q, step, panel_stop, row == start, k > 0 ? sums : NULL,
+                  k + channels < columns ? sums : NULL);
             if (args->n > FEW_ROWS) {
                 const size_t channel = (size_t)(KVC_PANEL * kvc_matrix_format_of(args->matrix->format)->bits / 8);
                 t.read_stop = (size_t)(k + channels) * channel;
                 t.skipped += args->matrix->panel_bytes - (size_t)channels * channel;
             }
             tiles[rows](args->matrix, k, k + channels, mine, &t);
-            give(args, &t, bias);
+            give(args, &t);
         }
         row += rows;
     }
@@ -358,24 +357,27 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
 
 /* Few rows read four panels from begin to end, at the speed of memory. Many rows go in chunks. A chunk is multiplied with
  * one group of panels after another, and with each group block by block of channels. Meanwhile the second level of the
- * cache keeps the chunk's prepared rows of this block and its results of the group, the first keeps `wide` panels of it. */
-static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
+ * cache keeps the chunk's prepared rows of this block and its sums of the group, the first keeps `wide` panels of it. */
+static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *sums) {
     const int64_t wide = args->n <= FEW_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
-    const int64_t group = args->n <= FEW_ROWS ? 4 : GROUP_PANELS;
-    for (int64_t start = 0; start < args->n; start += CHUNK_ROWS) {
-        const int64_t stop = start + CHUNK_ROWS < args->n ? start + CHUNK_ROWS : args->n;
+    const int64_t group = args->n <= FEW_ROWS ? 4 : KVC_GROUP_PANELS;
+    for (int64_t start = 0; start < args->n; start += KVC_CHUNK_ROWS) {
+        const int64_t stop = start + KVC_CHUNK_ROWS < args->n ? start + KVC_CHUNK_ROWS : args->n;
         for (int64_t first = panel; first < panel_stop; first += group) {
             const int64_t last = first + group < panel_stop ? first + group : panel_stop;
             for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {
                 for (int64_t p = first; p < last; p += wide)
-                    multiply_block(args, start, stop, p, p + wide < last ? p + wide : last, k);
+                    multiply_block(args, start, stop, p, p + wide < last ? p + wide : last, k,
+                                   sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL);
             }
         }
     }
 }
 
 /* The results of panels [panel, panel_stop) for all rows. */
-void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
-    const int packed = kvc_matrix_format_of(args->matrix->format)->packed;
-    (packed ? multiply_packed : multiply_floats)(args, panel, panel_stop);
+void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *sums) {
+    if (kvc_matrix_format_of(args->matrix->format)->packed)
+        multiply_packed(args, panel, panel_stop);
+    else
+        multiply_floats(args, panel, panel_stop, sums);
 }

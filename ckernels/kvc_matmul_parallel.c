@@ -7,7 +7,8 @@ enum {
     ROWS_PER_ITEM = 24,       /* to prepare; a multiple of every block size */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
-    ITEMS_OF_MANY_ROWS = 16,  /* the same: what is left of them at the end is longer than to take more items */
+    FINE_ITEMS = 16,          /* of many rows of packed weights: what one thread has left at the end is shorter; floats read
+                               * the rows from memory once for each item */
     MANY_ROWS = 64,
 };
 
@@ -16,6 +17,11 @@ typedef struct call {
     const kvc_matmul_args *args;
     int64_t items;
 } call;
+
+/* From `prepared` to the sums of the first thread, which begin at a cache line if it does. */
+static size_t prepared_bytes(const kvc_matmul_args *args) {
+    return ((size_t)args->n * kvc_prepared_row_bytes(args) + 63) / 64 * 64;
+}
 
 /* The most panels that one tile reads together. */
 static int64_t panels_per_step(const kvc_matmul_args *args) {
@@ -34,12 +40,14 @@ static void multiply_item(void *context, int64_t index, int thread) {
     const int64_t panels = c->args->matrix->panels, step = panels_per_step(c->args);
     const int64_t steps = (panels + step - 1) / step;
     const int64_t first = steps * index / c->items * step, stop = steps * (index + 1) / c->items * step;
-    (void)thread;
-    c->kernels->multiply_panels(c->args, first, stop < panels ? stop : panels);
+    c->kernels->multiply_panels(c->args, first, stop < panels ? stop : panels,
+                                (float *)(void *)(c->args->prepared + prepared_bytes(c->args)) +
+                                    (size_t)thread * kvc_sum_floats(c->args));
 }
 
-size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) {
-    return (size_t)args->n * kvc_prepared_row_bytes(args);
+size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) {
+    const size_t sums = (size_t)num_threads * kvc_sum_floats(args) * sizeof(float);
+    return sums ? prepared_bytes(args) + sums : (size_t)args->n * kvc_prepared_row_bytes(args);
 }
 
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
@@ -47,7 +55,8 @@ void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num
     const int64_t step = panels_per_step(args), steps = (args->matrix->panels + step - 1) / step;
     const int64_t weight = args->n < 4 ? 1 : args->n / 4; /* from 4 rows on a byte takes longer than its reading */
     const int64_t worth = (int64_t)args->matrix->panel_bytes * args->matrix->panels / BYTES_PER_ITEM * weight;
-    int64_t items = (int64_t)num_threads * (args->n < MANY_ROWS ? ITEMS_PER_THREAD : ITEMS_OF_MANY_ROWS);
+    const int fine = args->n >= MANY_ROWS && kvc_matrix_format_of(args->matrix->format)->packed;
+    int64_t items = (int64_t)num_threads * (fine ? FINE_ITEMS : ITEMS_PER_THREAD);
     if (items > worth) items = worth > 1 ? worth : 1;
     if (items > steps) items = steps;
     if (num_threads == 1) items = 1;

@@ -15,13 +15,16 @@ typedef struct sums16 {
     f32v v[VECTORS];
 } sums16;
 
-/* The sums go straight into `out`, or by way of `results`, [row][panel][16], where they are not whole rows of results. */
+/* The sums go straight into `out`, or by way of `results`, [row][panel][16], where they are not whole rows of results; those
+ * of floats, as long as blocks of channels follow, go to `partial`, in the order of `results`. */
 typedef struct tile {
     int rows, panels;
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
     int cold;                /* the first rows of a chunk: they prefetch, later ones find the panels in the cache */
-    int add;                 /* `out` has sums already, and these are added to them */
+    int add;                 /* to what `out` has */
+    const float *before;     /* the sums of the blocks of channels before this one, or NULL */
+    float *partial;          /* NULL: this is the last block */
     size_t read_stop;        /* of a panel: behind this byte the same rows read the next panels */
     size_t skipped;          /* bytes from there to where these begin */
     float *out;              /* of the first row; NULL: results */
@@ -29,16 +32,18 @@ typedef struct tile {
     float results[KVC_FLOAT_SUMS * KVC_LANES];
 } tile;
 
-/* All but the results, which an initialiser would fill with zeros for every tile. `plain`: without a bias. The lines of
- * `out` are fetched while the tile is computed. */
+/* All but the results, which an initialiser would fill with zeros for every tile. The lines of `out` are fetched while the
+ * tile is computed. */
 INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels,
-                  int64_t panel_stop, int cold, int add, int plain) {
+                  int64_t panel_stop, int cold, const float *before, float *partial) {
     const int64_t stride = args->matrix->rows;
     float *out = args->out + first * stride + panel * KVC_PANEL;
     t->rows = rows, t->panels = (int)panels, t->first = first, t->panel = panel, t->existing = panel_stop - panel;
-    t->cold = cold, t->add = add;
+    t->cold = cold, t->add = args->add, t->before = before, t->partial = partial;
     t->read_stop = args->matrix->panel_bytes, t->skipped = (size_t)(panels - 1) * t->read_stop;
-    t->out = plain && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL, t->out_stride = stride;
+    t->out = !args->bias && panels <= t->existing && (panel + panels) * KVC_PANEL <= stride ? out : NULL;
+    t->out_stride = stride;
+    if (partial) return;
     for (int i = 0; i < rows; i++, out += stride) {
         for (int64_t p = 0; p < panels; p++) __builtin_prefetch(out + p * KVC_PANEL, 1, 2);
     }
@@ -46,9 +51,10 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
 
 /* Rows and panels are constants. */
 INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
-    float *to = t->out ? t->out : t->results;
-    const int64_t stride = t->out ? t->out_stride : panels * KVC_PANEL;
-    const int add = t->out && t->add;
+    const int straight = t->out && !t->partial, add = straight && t->add;
+    float *to = straight ? t->out : t->partial ? t->partial : (float *)t->results;
+    const int64_t stride = straight ? t->out_stride : panels * KVC_PANEL;
+    const float *before = t->before;
     UNROLL
     for (int i = 0; i < rows; i++, to += stride) {
         UNROLL
@@ -56,16 +62,19 @@ INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
             UNROLL
             for (int v = 0; v < VECTORS; v++) {
                 float *at = to + p * KVC_PANEL + v * KVC_LANES;
-                const f32v sum = sums[i * panels + p].v[v];
+                const f32v own = sums[i * panels + p].v[v];
+                const f32v sum =
+                    before ? f32v_add(f32v_load(before + (i * panels + p) * KVC_PANEL + v * KVC_LANES), own) : own;
                 f32v_store(at, add ? f32v_add(f32v_load(at), sum) : sum);
             }
         }
     }
 }
 
-/* Sets `out` to the results, or adds them to it; then adds the bias, which may be NULL. */
-NOINLINE void give(const kvc_matmul_args *args, const tile *t, const float *bias) {
-    if (t->out) return;
+/* Sets `out` to the results, or adds them to it; then adds the bias. */
+NOINLINE void give(const kvc_matmul_args *args, const tile *t) {
+    const float *bias = args->bias;
+    if (t->out || t->partial) return;
     for (int i = 0; i < t->rows; i++) {
         for (int p = 0; p < t->panels && p < t->existing; p++) {
             const int64_t column = (t->panel + p) * KVC_PANEL, left = args->matrix->rows - column;

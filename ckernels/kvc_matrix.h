@@ -51,6 +51,9 @@ enum {
     KVC_GROUP = 32,       /* channels that share a scale */
     KVC_RECORD = 64,      /* channels of a record */
     KVC_CHANNEL_BLOCK = 256,
+    KVC_CHUNK_ROWS = 240,  /* of floats, which meet the panels of a group together; a multiple of every size of a block */
+    KVC_GROUP_PANELS = 16,
+    KVC_SPARE_ROWS = 12,   /* of sums: tiles of few rows also have sums of panels that are not there */
     KVC_UNIT_BYTES = 64,
 };
 
@@ -116,7 +119,7 @@ void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 typedef enum kvc_bf16_rows { KVC_BF16_FLOATS, KVC_BF16_ROUNDED, KVC_BF16_PAIRS } kvc_bf16_rows;
 
 /* The product of a call: out (n, matrix->rows) = x (n, matrix->columns) times the matrix transposed, plus bias; or, with add,
- * plus what `out` has, to which each sum (of floats: of a block of channels) is added, then the bias. */
+ * what `out` has plus the product, plus bias. */
 typedef struct kvc_matmul_args {
     const kvc_matrix *matrix;
     const float *x;
@@ -126,7 +129,7 @@ typedef struct kvc_matmul_args {
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
     kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
-    unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4 */
+    unsigned char *prepared; /* rows, at any alignment of 4 */
 } kvc_matmul_args;
 
 static inline int kvc_in_pairs(const kvc_matmul_args *args) {
@@ -155,6 +158,14 @@ static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     if (kvc_in_pairs(args)) return (size_t)(args->matrix->columns + 1) / 2 * sizeof(uint32_t);
     if (!kvc_matrix_format_of(args->matrix->format)->packed) return (size_t)args->matrix->columns * sizeof(float);
     return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(args->digits));
+}
+
+/* Floats that a thread needs for the sums of a chunk and a group: of the blocks of channels before the last one. */
+static inline size_t kvc_sum_floats(const kvc_matmul_args *args) {
+    const kvc_matrix *m = args->matrix;
+    if (kvc_matrix_format_of(m->format)->packed || m->columns <= KVC_CHANNEL_BLOCK) return 0;
+    const int64_t rows = args->n < KVC_CHUNK_ROWS ? args->n : KVC_CHUNK_ROWS;
+    return (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL;
 }
 
 /* Rows of the next block: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */

@@ -13,7 +13,7 @@ void KVC_FN(score_item)(const kvc_attend_args *, const kvc_item *, void *);
 void KVC_FN(quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                               uint16_t *);
 void KVC_FN(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
-void KVC_FN(multiply_panels)(const kvc_matmul_args *, int64_t, int64_t);
+void KVC_FN(multiply_panels)(const kvc_matmul_args *, int64_t, int64_t, float *);
 void KVC_FN(rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float, float *);
 void KVC_FN(swiglu)(int64_t, int64_t, const float *, float *);
 void KVC_FN(geglu)(int64_t, int64_t, const float *, float *);

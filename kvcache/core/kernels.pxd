@@ -178,7 +178,7 @@ cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) n
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
 cdef kvc_bf16_rows rounded_rows() noexcept nogil    # the fastest way of the level in use
-cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil
+cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil
 cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
 
 # Rows between two products, divided among the threads: kvc_network_parallel.c.

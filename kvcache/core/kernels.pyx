@@ -48,7 +48,7 @@ cdef extern from "kvc.h" nogil:
                         const kvc_head_keys *known, int num_threads) noexcept
     void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
                    float *out) noexcept
-    size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args) noexcept
+    size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) noexcept
     void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
     void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, const float *x,
                       int64_t x_stride, const float *weight, float eps, float *out, int num_threads) noexcept
@@ -172,8 +172,8 @@ cdef kvc_bf16_rows rounded_rows() noexcept nogil:
     return _rounded_rows
 
 
-cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args) noexcept nogil:
-    return kvc_matmul_scratch_bytes(args)
+cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil:
+    return kvc_matmul_scratch_bytes(args, threads)
 
 
 cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil:

@@ -239,7 +239,7 @@ cdef class Matrix:
             activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
                 float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": as "int8", but
                 weights in bf16 with x rounded to bf16, twice as fast on AMD CPUs that multiply pairs of them.
-            add: to what `out` has, not in its place.
+            add: to what `out` has, then the bias, not in its place.
 
         Raises:
             ValueError: another shape; other activations; an `out` of another kind, or that overlaps what is read; `add`
@@ -281,12 +281,13 @@ cdef class Matrix:
         args.add = add
         args.digits = 2 if activations == "exact" else 1
         args.bf16_rows = rounded_rows() if activations == "bf16" else KVC_BF16_FLOATS
-        cdef size_t size = matmul_scratch_bytes(&args)
+        cdef int threads = num_threads()
+        cdef size_t size = matmul_scratch_bytes(&args, threads)
         scratch = Piece(size)
         args.prepared = scratch.bytes
         self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
-            matmul(&args, num_threads())
+            matmul(&args, threads)
         return out
 
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:

@@ -3,7 +3,7 @@
 Memory that comes from the system costs a page fault for each 4 KiB when it is first written, and `malloc` may give large
 pieces back to the system as soon as they are free: then each layer of a forward pass pays for its arrays again.
 
-So large pieces, of 128 KiB and more, are kept when they are free: 16 at most, of 64 MiB in all. Of more, those go that
+So large pieces, of 128 KiB and more, are kept when they are free: 16 at most, of 128 MiB in all. Of more, those go that
 were freed first.
 """
 

@@ -260,7 +260,7 @@ static memory multiply(const kvc_kernels *kernels, const product *p, int64_t fir
     kvc_matmul_args args = {.matrix = m, .x = (float *)p->x.at + first * m->columns,
                             .bias = p->has_bias ? p->bias.at : NULL, .out = out.at, .n = n, .digits = p->digits};
     if (p->rounded) args.bf16_rows = kvc_bf16_rows_of(kernels);
-    memory scratch = take(kvc_matmul_scratch_bytes(&args) + (size_t)p->offset, 16, p->at_end);
+    memory scratch = take(kvc_matmul_scratch_bytes(&args, threads ? threads : 1) + (size_t)p->offset, 16, p->at_end);
     args.prepared = (unsigned char *)scratch.at + p->offset;
     if (threads) {
         kvc_matmul(kernels, &args, threads);
@@ -268,8 +268,9 @@ static memory multiply(const kvc_kernels *kernels, const product *p, int64_t fir
         const int64_t cut = m->panels / 3, step = 24; /* a multiple of every size of a block */
         for (int64_t at = (n - 1) / step * step; at >= 0; at -= step)
             kernels->prepare_rows(&args, at, at + step < n ? at + step : n);
-        kernels->multiply_panels(&args, cut, m->panels);
-        if (cut) kernels->multiply_panels(&args, 0, cut);
+        float *sums = (float *)(void *)(args.prepared + (size_t)n * kvc_prepared_row_bytes(&args));
+        kernels->multiply_panels(&args, cut, m->panels, sums);
+        if (cut) kernels->multiply_panels(&args, 0, cut, sums);
     }
     give_back(&scratch);
     return out;

@@ -18,7 +18,7 @@ from kvcache.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.no_level
 
-LEAST, MOST, MOST_PIECES = 1 << 17, 64 << 20, 16
+LEAST, MOST, MOST_PIECES = 1 << 17, 128 << 20, 16
 
 
 class PieceMachine(RuleBasedStateMachine):
