@@ -4,6 +4,7 @@
  *   load, store, load_half, store_half, load_bf16, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
+ *   store_signed_bytes: -128 to 127,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
  *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, adding
  *   neighbours, then neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
@@ -20,7 +21,7 @@
  *   where no factor is larger than these. Only the AVX2 level has a limit; at the others a part is the sums themselves.
  * Attention (kvc_tiles.h) adds the products of a unit to sums at a level with KVC_HAVE_DOTS, in one of two ways:
  *   i32x16_dot_q (codes times signed bytes), dot_w (signed codes times bytes of 0 to 127), joined(high, low, bits) =
- *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): rounded x = 128 high + low, high is (x + centre) / 128,
+ *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): 32 rounded x = 128 high + low, high is (x + centre) / 128,
  *   rounded down; or, with KVC_WHOLE_NUMBERS, i16x64_of(u8x64) and i32x16_dot_whole: codes times four numbers of 16 bits,
  *   in the order of f32v_store_whole.
  * Its type u64x8 has sums for kvc_digest.c: zero, sum_of, add_products(sums, u8x64, key).

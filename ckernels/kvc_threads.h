@@ -13,10 +13,10 @@ typedef void kvc_item_fn(void *context, int64_t index, int thread);
  * of threads may call at once. A child of fork() has a new pool. Items must not call this function. */
 void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context);
 
-/* CPUs that the scheduler may give to this process, at least 1. */
 /* Whether a thread of the pool spins, so that it would help at once; it may be asleep a moment later. */
 int kvc_helper_spins(void);
 
+/* CPUs that the scheduler may give to this process, at least 1. */
 int kvc_num_cpus(void);
 
 #endif

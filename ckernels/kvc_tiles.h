@@ -93,13 +93,18 @@ INLINE float split(int bits, int is_signed, int n, const float *x, float inverse
     }
 #endif
     f32v sum_v = f32v_zero(); /* exact: all numbers together are below 2^24 */
-    for (int i = 0; i < n; i += KVC_LANES) {
-        const f32v least = f32v_set1(-MOST), y = f32v_max(f32v_mul(f32v_load(x + i), f32v_set1(inverse)), least);
-        const f32v number = f32v_round(f32v_min(y, f32v_set1(MOST)));
-        sum_v = f32v_add(sum_v, number);
+    for (int i = 0; i < n; i += 32) {
+        f32v number[32 / KVC_LANES];
+        UNROLL
+        for (int v = 0; v < 32 / KVC_LANES; v++) {
+            const f32v y = f32v_max(f32v_mul(f32v_load(x + i + v * KVC_LANES), f32v_set1(inverse)), f32v_set1(-MOST));
+            number[v] = f32v_round(f32v_min(y, f32v_set1(MOST)));
+            sum_v = f32v_add(sum_v, number[v]);
 #if KVC_WHOLE_NUMBERS
-        f32v_store_whole(whole + i, number);
-#else
+            f32v_store_whole(whole + i + v * KVC_LANES, number[v]);
+#endif
+        }
+#if !KVC_WHOLE_NUMBERS
         f32v_seven_bits(number, is_signed ? 64 : 0, high + i, low + i);
 #endif
     }

@@ -218,11 +218,15 @@ INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) { out[0] = _mm5
 INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low);
 }
-INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
-    const __m512i whole = _mm512_cvtps_epi32(x);
-    const __m512i digit = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(centre)), 7);
-    _mm_storeu_si128((__m128i *)high, _mm512_cvtepi32_epi8(digit));
-    _mm_storeu_si128((__m128i *)low, _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(digit, 7))));
+/* Packing interleaves the fours of the four vectors, and `in_order` restores their order. */
+INLINE void f32v_seven_bits(const f32v x[2], int centre, int8_t *high, int8_t *low) {
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i whole = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const __m512i digit = _mm512_srai_epi16(_mm512_add_epi16(whole, _mm512_set1_epi16((short)centre)), 7);
+    const __m512i both = _mm512_packs_epi16(digit, _mm512_sub_epi16(whole, _mm512_slli_epi16(digit, 7)));
+    const __m512i bytes = _mm512_permutexvar_epi32(in_order, both);
+    _mm256_storeu_si256((__m256i *)high, _mm512_castsi512_si256(bytes));
+    _mm256_storeu_si256((__m256i *)low, _mm512_extracti64x4_epi64(bytes, 1));
 }
 /* Splits 32 rounded numbers, |x| <= 1791, into shared digits (kvc_tiles.h): of 8, the first four are x_a, the others
  * x_b. With r the low digit of x_a alone, low_a = r + 16 m for the m that makes x_b - 16 low_a a byte. Computed in

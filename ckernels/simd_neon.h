@@ -186,13 +186,16 @@ INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
     UNROLL
     for (int i = 0; i < 4; i++) out[i] = vcvtq_f32_s32(x.val[i]);
 }
-INLINE void f32v_seven_bits(f32v x, int centre, int8_t *high, int8_t *low) {
-    const int32x4_t whole = vcvtq_s32_f32(x), digit = vshrq_n_s32(vaddq_s32(whole, vdupq_n_s32(centre)), 7);
-    const int16x4_t rest = vmovn_s32(vsubq_s32(whole, vshlq_n_s32(digit, 7)));
-    const int8x8_t both = vmovn_s16(vcombine_s16(vmovn_s32(digit), rest));
-    int8_t bytes[8];
-    vst1_s8(bytes, both);
-    memcpy(high, bytes, 4), memcpy(low, bytes + 4, 4);
+INLINE void f32v_seven_bits(const f32v x[8], int centre, int8_t *high, int8_t *low) {
+    UNROLL
+    for (int i = 0; i < 8; i++) {
+        const int32x4_t whole = vcvtq_s32_f32(x[i]), digit = vshrq_n_s32(vaddq_s32(whole, vdupq_n_s32(centre)), 7);
+        const int16x4_t rest = vmovn_s32(vsubq_s32(whole, vshlq_n_s32(digit, 7)));
+        const int8x8_t both = vmovn_s16(vcombine_s16(vmovn_s32(digit), rest));
+        int8_t bytes[8];
+        vst1_s8(bytes, both);
+        memcpy(high + 4 * i, bytes, 4), memcpy(low + 4 * i, bytes + 4, 4);
+    }
 }
 INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     UNROLL

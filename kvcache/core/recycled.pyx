@@ -13,7 +13,7 @@ __all__ = ["Piece", "free_pieces"]
 cnp.import_array()
 
 cdef Py_ssize_t _LEAST = 1 << 17        # bytes of a piece that is kept
-cdef Py_ssize_t _MOST = 128 << 20        # bytes of all free pieces
+cdef Py_ssize_t _MOST = 128 << 20       # bytes of all free pieces
 cdef Py_ssize_t _MOST_PIECES = 16
 cdef list _free = []                    # MappedMemory, in the order in which it was freed
 cdef Py_ssize_t _free_bytes = 0
