@@ -54,9 +54,9 @@ cdef extern from "kvc.h" nogil:
         int64_t head_stride
         kvc_element element
 
-    ctypedef struct kvc_float_rows: # rows (tokens, heads, channels) of K or V: heads and channels together
-        const float *data           # NULL: no rows
-        int64_t stride              # in floats, from token to token
+    ctypedef struct kvc_float_rows:     # rows (tokens, heads, channels) of K or V: heads and channels together
+        const float *data               # NULL: no rows
+        int64_t stride                  # in floats, from token to token
 
     ctypedef struct kvc_seq:        # one sequence of an attention call
         const kvc_run *runs
@@ -114,8 +114,8 @@ cdef extern from "kvc_matrix.h" nogil:
         KVC_BF16_ROUNDED
         KVC_BF16_PAIRS
 
-    ctypedef struct kvc_matmul_args:    # out (n, rows) = x (n, columns) times the matrix transposed, plus bias
-                                        # and, with add, plus what it has
+    # out (n, rows) = x (n, columns) times the matrix transposed, plus bias and, with add, what it has
+    ctypedef struct kvc_matmul_args:
         const kvc_matrix *matrix
         const float *x
         const float *bias

@@ -54,8 +54,8 @@ cdef class Matrix:
 
     Attributes:
         format: the name of the format.
-        scratch_bytes: the most bytes of prepared rows and partial sums that a product has taken so far, and freed when it
-            ended.
+        scratch_bytes: the most bytes of prepared rows and partial sums that a product has taken so far, and freed when
+            it ended.
     """
 
     def __cinit__(self, rows, columns, format, memory=None):

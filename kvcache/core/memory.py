@@ -8,8 +8,8 @@
     scratch      work memory of the kernels: what attention keeps from call to call, as much as its largest call took,
                  and of engines the rows that the largest product so far prepared, which it freed when it ended
 
-Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory that
-they leave, the process keeps up to 128 MiB for the next ones (core/recycled.pxd).
+Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory
+that they leave, the process keeps up to 128 MiB for the next ones (core/recycled.pxd).
 """
 
 from __future__ import annotations

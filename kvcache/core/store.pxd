@@ -38,7 +38,8 @@ cdef class BlockStore:
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1   # shape and values, or ValueError
     # Store rows of values that were checked, as many as the runs have slots.
     # On several threads runs of one block follow one another.
-    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int threads) noexcept nogil
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows,
+                     int threads) noexcept nogil
 
     cdef int dim_(self, int side) noexcept nogil                          # head_dim of K (0) or of V (1)
     # Into float32 (n, num_heads, dim_), channels together, no negative strides; None: that side is not read.

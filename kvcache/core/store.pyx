@@ -375,7 +375,8 @@ cdef class BlockStore:
                                  f"got {np.float32(value)} in row {row}")
         return 0
 
-    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int threads) noexcept nogil:
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows,
+                     int threads) noexcept nogil:
         cdef kvc_run part
         cdef int64_t i, n, row = 0
         cdef unsigned char *base = self.base_(layer)

@@ -155,22 +155,6 @@ def test_queries_of_any_kind_have_the_bits_of_their_floats(simd, rng, type_, lay
                 np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("threads", [2, 3, 8])
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q3"])
-def test_threads_write_the_same_bytes(simd, rng, dtype, threads):
-    """Runs of one block stay together: some here share a tile, others are empty; few rows and many."""
-    layout = kernels.Layout(SIZE, HEADS, DIM, dtype, dtype, value_head_dim=VALUE_DIM)
-    some = [(4, 3, 5), (4, 5, 6), (4, 30, 31), (1, 0, SIZE), (0, 15, 18), (0, 18, 18), (5, 39, 40), (2, 7, 33)]
-    many = [(block, first, first + 10) for block in rng.permutation(90).tolist() for first in (0, 10, 25)]
-    for runs in (some, many, [(7, 0, SIZE)], [(7, 0, 0)]):
-        n = sum(stop - first for _, first, stop in runs)
-        keys, values = (rng.standard_normal((n, HEADS, dim)).astype(np.float32) for dim in (DIM, VALUE_DIM))
-        one, several = (np.zeros(90 * layout.block_bytes, np.uint8) for _ in range(2))
-        kernelcalls.write(layout, one, runs, keys, values)
-        kernelcalls.write(layout, several, runs, keys, values, threads=threads)
-        np.testing.assert_array_equal(several, one)
-
-
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("type_", TYPES)
 def test_nothing_beside_the_queries_is_read(simd, rng, type_, at_end):

@@ -337,7 +337,7 @@ def test_a_product_is_added(rng, simd, format, n):
             assert matrix.multiply(x, one, out=out, add=True) is out
             want = before + matrix.multiply(x) + (0 if one is None else one)
             np.testing.assert_array_equal(out, want)
-    with pytest.raises(ValueError, match="^out: expected an array to add to, got None$"):
+    with pytest.raises(ValueError, match=r"^out: expected an array to add to, got None$"):
         matrix.multiply(x, add=True)
 
 
