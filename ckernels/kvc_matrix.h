@@ -129,7 +129,7 @@ typedef struct kvc_matmul_args {
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
     kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
-    unsigned char *prepared; /* rows, at any alignment of 4 */
+    unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then sums of each thread */
 } kvc_matmul_args;
 
 static inline int kvc_in_pairs(const kvc_matmul_args *args) {
