@@ -6,9 +6,9 @@
  *     packed     a unit of codes         dots[row] += unit . 4 numbers of the row, broadcast
  *     floats     a channel of 16 rows    sums[row] += weights * the row's value, broadcast
  *
- * With one row the reading of the panel is the limit, with many rows the arithmetic. Many rows go in chunks, whose prepared
- * bytes stay in the second level of the cache. A chunk is multiplied with a panel (packed), or with 256 channels of it
- * (floats), while these are in the first level or the second.
+ * One row takes as long as its panel is read, many rows as long as they are multiplied. Many rows are divided into chunks. The
+ * prepared bytes of a chunk stay in the second level of the cache. A chunk is multiplied with a panel (packed), or with 256
+ * channels of it (floats), while these are in the first level or the second.
  */
 #include "kvc_matmul_tile.h"
 

@@ -7,8 +7,8 @@ enum {
     ROWS_PER_ITEM = 24,       /* to prepare; a multiple of every block size */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
-    FINE_ITEMS = 16,          /* of many rows of packed weights: what one thread has left at the end is shorter; floats read
-                               * the rows from memory once for each item */
+    FINE_ITEMS = 16,          /* per thread, for many rows and packed weights: threads end at nearly the same time. Not for
+                               * floats, which read all rows from memory once for each item. */
     MANY_ROWS = 64,
 };
 

@@ -53,7 +53,7 @@ enum {
     KVC_CHANNEL_BLOCK = 256,
     KVC_CHUNK_ROWS = 240,  /* of floats, which meet the panels of a group together; a multiple of every size of a block */
     KVC_GROUP_PANELS = 16,
-    KVC_SPARE_ROWS = 12,   /* of sums: tiles of few rows also have sums of panels that are not there */
+    KVC_SPARE_ROWS = 12,   /* of sums: the last tiles of a chunk may be four panels wide where fewer panels are left */
     KVC_UNIT_BYTES = 64,
 };
 

@@ -1,12 +1,12 @@
-/* kvc_rows_parallel.c - rows are written to their blocks on several threads: runs are divided among these where the next run
- * is of another block, so that no two threads write to the same tile. */
+/* kvc_rows_parallel.c - writes rows to their blocks on several threads. Runs are divided where the next run is of another
+ * block, so no two threads write to the same tile. */
 #include "kvc.h"
 #include "kvc_threads.h"
 
 enum {
     ITEMS_PER_THREAD = 2,
-    VALUES_PER_ITEM = 1 << 11, /* coded in some 5 us; the tiles come from memory, which takes as long again */
-    MIN_THREAD_VALUES = 1 << 15, /* of a call that wakes a thread; one that spins helps at once */
+    VALUES_PER_ITEM = 1 << 11,   /* some 4 us of work if their tiles are in the cache, several times that if they are not */
+    MIN_THREAD_VALUES = 1 << 15, /* of a call that wakes a thread; fewer are worth the help of one that spins */
 };
 
 typedef struct call {

@@ -36,8 +36,8 @@ cdef class KvRows:
         self.dims[0], self.dims[1] = <int>keys.shape[2], <int>values.shape[2]
         self.keys, self.values = together(keys), together(values)
         self.tensors[0], self.tensors[1] = tensor_of(self.keys), tensor_of(self.values)
-        self.plain = _is_plain(&self.tensors[0], self.num_heads, self.dims[0]) \
-            and _is_plain(&self.tensors[1], self.num_heads, self.dims[1])
+        self.plain = _has_heads_together(&self.tensors[0], self.num_heads, self.dims[0]) \
+            and _has_heads_together(&self.tensors[1], self.num_heads, self.dims[1])
         if self.plain:
             return
         cdef size_t size = STEP * sizeof(float) * <size_t>self.num_heads * (<size_t>self.dims[0] + <size_t>self.dims[1])
@@ -102,7 +102,7 @@ cdef class KvRows:
         return -1
 
 
-cdef bint _is_plain(const kvc_tensor *tensor, int num_heads, int dim) noexcept:
+cdef bint _has_heads_together(const kvc_tensor *tensor, int num_heads, int dim) noexcept:
     cdef int64_t size = sizeof(float)
     return tensor.element == KVC_ELEMENT_F32 and (tensor.head_stride == dim * size or num_heads == 1) \
         and tensor.token_stride % size == 0 and tensor.token_stride >= 0

@@ -240,7 +240,7 @@ cdef class Matrix:
             activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
                 float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": as "int8", but
                 weights in bf16 with x rounded to bf16, twice as fast on AMD CPUs that multiply pairs of them.
-            add: to what `out` has, then the bias, not in its place.
+            add: add the product, then the bias, to what `out` has; by default they take its place.
 
         Raises:
             ValueError: another shape; other activations; an `out` of another kind, or that overlaps what is read; `add`

@@ -6,7 +6,7 @@
     kv           K and V of all slots, used or not
     bookkeeping  tables, pools, orders of eviction, indexes
     scratch      work memory of the kernels: what attention keeps from call to call, as much as its largest call took,
-                 and of engines the rows that the largest product so far prepared, which it freed when it ended
+                 and of engines the rows and partial sums of the largest product so far, which it freed when it ended
 
 Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory
 that they leave, the process keeps up to 128 MiB for the next ones (core/recycled.pxd).

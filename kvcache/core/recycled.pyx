@@ -8,7 +8,7 @@ from kvcache.core.mapped cimport MappedMemory
 
 from kvcache.errors import OutOfMemoryError
 
-__all__ = ["Piece", "free_pieces"]
+__all__ = ["Piece", "check", "free_pieces"]
 
 cnp.import_array()
 
@@ -16,7 +16,6 @@ cdef Py_ssize_t _LEAST = 1 << 17        # bytes of a piece that is kept
 cdef Py_ssize_t _MOST = 128 << 20       # bytes of all free pieces
 cdef Py_ssize_t _MOST_PIECES = 16
 cdef list _free = []                    # MappedMemory, in the order in which it was freed
-cdef Py_ssize_t _free_bytes = 0
 
 
 @cython.no_gc       # so that the memory is still there when the object goes
@@ -45,7 +44,6 @@ cdef class Piece:
 
 cdef MappedMemory _taken(Py_ssize_t size):
     """The smallest free memory of `size` to 2 * `size` bytes, or new memory."""
-    global _free_bytes
     cdef MappedMemory each, best = None
     for each in _free:
         if size <= <Py_ssize_t>each.nbytes <= 2 * size and (best is None or each.nbytes < best.nbytes):
@@ -53,17 +51,22 @@ cdef MappedMemory _taken(Py_ssize_t size):
     if best is None:
         return MappedMemory(size)
     _free.remove(best)
-    _free_bytes -= <Py_ssize_t>best.nbytes
     return best
 
 
 cdef int _keep(MappedMemory memory) except -1:
-    global _free_bytes
     _free.append(memory)
-    _free_bytes += <Py_ssize_t>memory.nbytes
-    while _free_bytes > _MOST or len(_free) > _MOST_PIECES:
-        _free_bytes -= <Py_ssize_t>(<MappedMemory>_free.pop(0)).nbytes
+    while len(_free) > _MOST_PIECES or _num_free_bytes() > _MOST:
+        _free.pop(0)
     return 0
+
+
+cdef Py_ssize_t _num_free_bytes() noexcept:
+    cdef Py_ssize_t total = 0
+    cdef MappedMemory each
+    for each in _free:
+        total += <Py_ssize_t>each.nbytes
+    return total
 
 
 cdef object new_floats(tuple shape):
@@ -80,6 +83,13 @@ cdef object new_floats(tuple shape):
     array = cnp.PyArray_SimpleNewFromData(ndim, lengths, cnp.NPY_FLOAT32, piece.bytes)
     cnp.set_array_base(array, piece)
     return array
+
+
+def check():
+    """Verify the limits of what is kept; AssertionError names the broken one."""
+    assert len(_free) <= _MOST_PIECES, f"recycled: {len(_free)} free pieces"
+    assert _num_free_bytes() <= _MOST, f"recycled: {_num_free_bytes()} free bytes"
+    assert min(free_pieces(), default=_LEAST) >= _LEAST, "recycled: a small piece is kept"
 
 
 def free_pieces():

@@ -65,6 +65,8 @@ class MatrixStack:
         add: bool = False,
     ) -> Float32:  # fmt: skip
         """What `Matrix.multiply` does."""
+        if add and out is None:
+            raise ValueError("out: expected an array to add to, got None")
         product = np.concatenate([part.multiply(x, activations=activations) for part in self.parts], axis=1)
         if out is None:
             out = product

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcache.core.layers import rms_norm
 from kvcache.core.matrix import Matrix
-from kvcache.core.recycled import Piece, free_pieces
+from kvcache.core.recycled import Piece, check, free_pieces
 from kvcache.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.no_level
@@ -49,6 +49,7 @@ class PieceMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_same_are_free(self) -> None:
+        check()
         assert free_pieces() == self.free
 
     def teardown(self) -> None:

@@ -35,6 +35,8 @@ def test_a_stack_is_its_parts(rng, parts):
             out = before.copy()
             assert stack.multiply(x, bias, activations=activations, out=out, add=add) is out
             np.testing.assert_array_equal(out, (before + want if add else want) + bias)
+    with pytest.raises(ValueError, match=r"^out: expected an array to add to, got None$"):
+        stack.multiply(x, add=True)
 
 
 def test_one_part_needs_no_stack(parts):
