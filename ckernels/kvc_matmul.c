@@ -8,7 +8,7 @@
  *
  * One row takes as long as its panel is read, many rows as long as they are multiplied. Many rows are divided into chunks. The
  * prepared bytes of a chunk stay in the second level of the cache. A chunk is multiplied with a panel (packed), or with 256
- * channels of it (floats), while these are in the first level or the second.
+ * channels of it (floats), while these are in the first level or the second. f16 and bf16 are converted once for the chunk.
  */
 #include "kvc_matmul_tile.h"
 
@@ -209,30 +209,38 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
 
 /* ---- Floats. */
 
+/* A block of channels of panels that lie `stride` bytes apart. */
+typedef struct block {
+    const unsigned char *data;
+    size_t stride;
+    int64_t channels;
+} block;
+
+INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
+    return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
+}
+
 INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64_t at) {
     if (format == KVC_MATRIX_F32) return f32v_load((const float *)p + at);
     if (format == KVC_MATRIX_F16) return f32v_load_half((const uint16_t *)p + at);
     return f32v_load_bf16((const uint16_t *)p + at);
 }
 
-/* Channels [k, k_stop), of which x has the prepared rows. */
-INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int rows, int panels, int64_t k,
-                       int64_t k_stop, const float *x, tile *t) {
+/* Channels of `weights`, of which x has the prepared rows. */
+INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows, int panels, const float *x, tile *t) {
     const int size = format == KVC_MATRIX_F32 ? 4 : 2;
     const size_t ahead = size == 2 && rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
+    const int64_t channels = weights->channels;
     const unsigned char *data[4];
     sums16 sums[24];
     UNROLL
-    for (int p = 0; p < panels; p++) {
-        const int64_t here = p < t->existing ? p : t->existing - 1;
-        data[p] = matrix->data + (size_t)(t->panel + here) * matrix->panel_bytes;
-    }
+    for (int p = 0; p < panels; p++) data[p] = panel_of(weights, p, t);
     UNROLL
     for (int i = 0; i < rows * panels; i++) {
         UNROLL
         for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
-    for (; k < k_stop; k++, x += rows) {
+    for (int64_t k = 0; k < channels; k++, x += rows) {
         f32v w[4][VECTORS];
         UNROLL
         for (int p = 0; p < panels; p++) {
@@ -260,10 +268,9 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
 /* Panels of a tile of so many rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
 #define PANELS(rows) ((rows) * 4 * VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
-#define FLOAT(format, unused, rows)                                                                            \
-    NOINLINE void float_##format##_##rows(const kvc_matrix *matrix, int64_t k, int64_t k_stop, const float *x, \
-                                          tile *t) {                                                           \
-        float_tile(matrix, KVC_MATRIX_##format, rows, PANELS(rows), k, k_stop, x, t);                          \
+#define FLOAT(format, unused, rows)                                                        \
+    NOINLINE void float_##format##_##rows(const block *weights, const float *x, tile *t) {        \
+        float_tile(weights, KVC_MATRIX_##format, rows, PANELS(rows), x, t);                \
     }
 #if KVC_FLOAT_ROWS == 12
 #define FLOAT_BLOCKS(X, format) \
@@ -275,7 +282,7 @@ INLINE void float_tile(const kvc_matrix *matrix, kvc_matrix_format format, int r
 #endif
 FLOAT_BLOCKS(FLOAT, F32) FLOAT_BLOCKS(FLOAT, F16) FLOAT_BLOCKS(FLOAT, BF16)
 
-typedef void float_fn(const kvc_matrix *, int64_t k, int64_t k_stop, const float *x, tile *);
+typedef void float_fn(const block *weights, const float *x, tile *);
 #define FLOAT_LINE(format, unused, rows) [rows] = float_##format##_##rows,
 static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
     {FLOAT_BLOCKS(FLOAT_LINE, F32)}, {FLOAT_BLOCKS(FLOAT_LINE, F16)}, {FLOAT_BLOCKS(FLOAT_LINE, BF16)}};
@@ -283,26 +290,24 @@ static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
 /* ---- Pairs of bf16, on CPUs that have them: as floats, two channels at a time. */
 
 #if KVC_BF16_TARGET
-INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix *matrix, int rows, int panels, int64_t k,
-                                                                int64_t k_stop, const uint32_t *x, tile *t) {
+INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const block *weights, int rows, int panels, const uint32_t *x,
+                                                                tile *t) {
     const size_t ahead = rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
+    const int64_t channels = weights->channels;
     const unsigned char *data[4];
     sums16 sums[24]; /* of one vector */
     UNROLL
-    for (int p = 0; p < panels; p++) {
-        const int64_t here = p < t->existing ? p : t->existing - 1;
-        data[p] = matrix->data + (size_t)(t->panel + here) * matrix->panel_bytes;
-    }
+    for (int p = 0; p < panels; p++) data[p] = panel_of(weights, p, t);
     UNROLL
     for (int i = 0; i < rows * panels; i++) sums[i].v[0] = f32v_zero();
-    for (; k < k_stop; k += 2, x += rows) {
+    for (int64_t k = 0; k < channels; k += 2, x += rows) {
         bf16x2 w[4];
         UNROLL
         for (int p = 0; p < panels; p++) {
             const uint16_t *words = (const uint16_t *)data[p] + k * KVC_PANEL;
             if (t->cold)
                 prefetch(0, (const unsigned char *)words + ahead_of(t, (size_t)(2 * k * KVC_PANEL), ahead), 64);
-            w[p] = k + 1 < k_stop ? bf16x2_load(words) : bf16x2_load_one(words);
+            w[p] = k + 1 < channels ? bf16x2_load(words) : bf16x2_load_one(words);
         }
         UNROLL
         for (int i = 0; i < rows; i++) {
@@ -315,9 +320,8 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const kvc_matrix
 }
 
 #define PAIRS(unused, also, rows)                                                                                     \
-    NOINLINE __attribute__((target(KVC_BF16_FEATURE))) void pairs_##rows(const kvc_matrix *matrix, int64_t k,         \
-                                                                         int64_t k_stop, const float *x, tile *t) {   \
-        pair_tile(matrix, rows, PANELS(rows), k, k_stop, (const uint32_t *)(const void *)x, t);                       \
+    NOINLINE __attribute__((target(KVC_BF16_FEATURE))) void pairs_##rows(const block *weights, const float *x, tile *t) {    \
+        pair_tile(weights, rows, PANELS(rows), (const uint32_t *)(const void *)x, t);                                 \
     }
 FLOAT_BLOCKS(PAIRS, )
 #define PAIRS_LINE(unused, also, rows) [rows] = pairs_##rows,
@@ -326,29 +330,65 @@ static float_fn *const pair_tiles[KVC_FLOAT_ROWS + 1] = {FLOAT_BLOCKS(PAIRS_LINE
 static float_fn *const *const pair_tiles = NULL;
 #endif
 
-/* Panels [panel, panel_stop), at most `wide`, times rows [start, stop), over one block of channels. `sums`: of these panels and
- * rows, tile by tile, over the blocks before. */
+/* ---- Blocks of channels. */
+
+/* Bytes of so many channels of a panel. */
+INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
+    return (size_t)(channels * KVC_PANEL * kvc_matrix_format_of(matrix->format)->bits / 8);
+}
+
+/* Of panels from `panel` on, the channels from k on that are multiplied together. */
+INLINE block block_at(const kvc_matrix *matrix, int64_t panel, int64_t k) {
+    const int64_t left = matrix->columns - k;
+    return (block){matrix->data + (size_t)panel * matrix->panel_bytes + channel_bytes(matrix, k), matrix->panel_bytes,
+                   left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK};
+}
+
+INLINE void widen_panels(kvc_matrix_format format, block weights, int64_t panels, float *to) {
+    const int64_t count = weights.channels * KVC_PANEL;
+    for (int64_t p = 0; p < panels; p++, to += count) {
+        const unsigned char *from = weights.data + (size_t)p * weights.stride;
+        for (int64_t at = 0; at < count; at += KVC_PANEL) { /* half a line */
+            __builtin_prefetch(from + (size_t)panels * weights.stride + 2 * at, 0, 2);
+            UNROLL
+            for (int v = 0; v < KVC_PANEL; v += KVC_LANES) f32v_store(to + at + v, load_weights(format, from, at + v));
+        }
+    }
+}
+
+/* `panels` panels of 16 bits as floats, in `to`: many rows convert them once, not in each tile. */
+static block widened(kvc_matrix_format format, block weights, int64_t panels, float *to) {
+    if (format == KVC_MATRIX_F16)
+        widen_panels(KVC_MATRIX_F16, weights, panels, to);
+    else
+        widen_panels(KVC_MATRIX_BF16, weights, panels, to);
+    const size_t stride = (size_t)(weights.channels * KVC_PANEL) * sizeof(float);
+    return (block){(const unsigned char *)to, stride, weights.channels};
+}
+
+/* Panels [panel, panel_stop) times rows [start, stop), over the block of channels from k on. `sums`: of these panels and rows,
+ * tile by tile, over the blocks before. */
 INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t stop, int64_t panel, int64_t panel_stop,
-                           int64_t k, float *sums) {
-    const int64_t columns = args->matrix->columns, left = columns - k;
-    const int64_t channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
-    const int pairs = kvc_in_pairs(args);
-    float_fn *const *tiles = pairs ? pair_tiles : float_tiles[args->matrix->format];
+                           int64_t k, float *sums, float *floats) {
+    const kvc_matrix *matrix = args->matrix;
+    const block stored = block_at(matrix, panel, k);
+    const int64_t channels = stored.channels, left = matrix->columns - k;
+    const int pairs = kvc_in_pairs(args), widens = kvc_widens(args);
+    const size_t read_stop = channel_bytes(matrix, args->n > FEW_ROWS ? channels : left);
+    const block weights = widens ? widened(matrix->format, stored, panel_stop - panel, floats) : stored;
+    float_fn *const *tiles = pairs ? pair_tiles : float_tiles[widens ? KVC_MATRIX_F32 : matrix->format];
     const float *x = (const float *)args->prepared + (pairs ? k / 2 : k) * args->n;
     for (int64_t row = start; row < stop;) {
         const int rows = kvc_block_rows(KVC_FLOAT_ROWS, stop - row);
         const float *mine = x + row * (pairs ? (channels + 1) / 2 : channels);
         const int64_t step = PANELS(rows);
         for (int64_t q = panel; q < panel_stop; q += step, sums += rows * step * KVC_PANEL) {
+            const block here = {weights.data + (size_t)(q - panel) * weights.stride, weights.stride, channels};
             tile t;
-            begin(&t, args, row, rows, q, step, panel_stop, row == start, k > 0 ? sums : NULL,
-                  k + channels < columns ? sums : NULL);
-            if (args->n > FEW_ROWS) {
-                const size_t channel = (size_t)(KVC_PANEL * kvc_matrix_format_of(args->matrix->format)->bits / 8);
-                t.read_stop = (size_t)(k + channels) * channel;
-                t.skipped += args->matrix->panel_bytes - (size_t)channels * channel;
-            }
-            tiles[rows](args->matrix, k, k + channels, mine, &t);
+            begin(&t, args, row, rows, q, step, panel_stop, row == start && !widens, k > 0 ? sums : NULL,
+                  channels < left ? sums : NULL);
+            t.read_stop = read_stop, t.skipped = (size_t)step * matrix->panel_bytes - read_stop;
+            tiles[rows](&here, mine, &t);
             give(args, &t);
         }
         row += rows;
@@ -358,9 +398,10 @@ INLINE void multiply_block(const kvc_matmul_args *args, int64_t start, int64_t s
 /* Few rows read four panels from begin to end, at the speed of memory. Many rows go in chunks. A chunk is multiplied with
  * one group of panels after another, and with each group block by block of channels. Meanwhile the second level of the
  * cache keeps the chunk's prepared rows of this block and its sums of the group, the first keeps `wide` panels of it. */
-static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *sums) {
+static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
     const int64_t wide = args->n <= FEW_ROWS ? 4 : PANELS(KVC_FLOAT_ROWS);
     const int64_t group = args->n <= FEW_ROWS ? 4 : KVC_GROUP_PANELS;
+    float *sums = scratch + (kvc_widens(args) ? KVC_WIDE_FLOATS : 0);
     for (int64_t start = 0; start < args->n; start += KVC_CHUNK_ROWS) {
         const int64_t stop = start + KVC_CHUNK_ROWS < args->n ? start + KVC_CHUNK_ROWS : args->n;
         for (int64_t first = panel; first < panel_stop; first += group) {
@@ -368,16 +409,16 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
             for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {
                 for (int64_t p = first; p < last; p += wide)
                     multiply_block(args, start, stop, p, p + wide < last ? p + wide : last, k,
-                                   sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL);
+                                   sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL, scratch);
             }
         }
     }
 }
 
 /* The results of panels [panel, panel_stop) for all rows. */
-void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *sums) {
+void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
     if (kvc_matrix_format_of(args->matrix->format)->packed)
         multiply_packed(args, panel, panel_stop);
     else
-        multiply_floats(args, panel, panel_stop, sums);
+        multiply_floats(args, panel, panel_stop, scratch);
 }

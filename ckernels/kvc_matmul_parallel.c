@@ -18,7 +18,7 @@ typedef struct call {
     int64_t items;
 } call;
 
-/* From `prepared` to the sums of the first thread, which begin at a cache line if it does. */
+/* From `prepared` to the floats of the first thread, which begin at a cache line if it does. */
 static size_t prepared_bytes(const kvc_matmul_args *args) {
     return ((size_t)args->n * kvc_prepared_row_bytes(args) + 63) / 64 * 64;
 }
@@ -42,12 +42,12 @@ static void multiply_item(void *context, int64_t index, int thread) {
     const int64_t first = steps * index / c->items * step, stop = steps * (index + 1) / c->items * step;
     c->kernels->multiply_panels(c->args, first, stop < panels ? stop : panels,
                                 (float *)(void *)(c->args->prepared + prepared_bytes(c->args)) +
-                                    (size_t)thread * kvc_sum_floats(c->args));
+                                    (size_t)thread * kvc_thread_floats(c->args));
 }
 
 size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) {
-    const size_t sums = (size_t)num_threads * kvc_sum_floats(args) * sizeof(float);
-    return sums ? prepared_bytes(args) + sums : (size_t)args->n * kvc_prepared_row_bytes(args);
+    const size_t floats = (size_t)num_threads * kvc_thread_floats(args) * sizeof(float);
+    return floats ? prepared_bytes(args) + floats : (size_t)args->n * kvc_prepared_row_bytes(args);
 }
 
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {

@@ -55,6 +55,8 @@ enum {
     KVC_GROUP_PANELS = 16,
     KVC_SPARE_ROWS = 12,   /* of sums: the last tiles of a chunk may be four panels wide where fewer panels are left */
     KVC_UNIT_BYTES = 64,
+    KVC_WIDE_ROWS = 96,    /* from so many rows on, weights of 16 bits are converted to floats once for all of a chunk: */
+    KVC_WIDE_FLOATS = 4 * KVC_PANEL * KVC_CHANNEL_BLOCK, /* a block of channels of up to four panels at a time */
 };
 
 /* symbol, name, bits of a code or float, packed, has minima, zero: the code of 0 */
@@ -129,7 +131,7 @@ typedef struct kvc_matmul_args {
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
     kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
-    unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then sums of each thread */
+    unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then floats of each thread */
 } kvc_matmul_args;
 
 static inline int kvc_in_pairs(const kvc_matmul_args *args) {
@@ -160,12 +162,18 @@ static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(args->digits));
 }
 
-/* Floats that a thread needs for the sums of a chunk and a group: of the blocks of channels before the last one. */
-static inline size_t kvc_sum_floats(const kvc_matmul_args *args) {
+static inline int kvc_widens(const kvc_matmul_args *args) {
+    return kvc_matrix_format_of(args->matrix->format)->bits == 16 && !kvc_in_pairs(args) && args->n >= KVC_WIDE_ROWS;
+}
+
+/* Floats that a thread needs: for weights that are converted, and for the sums of a chunk and a group, of the blocks of
+ * channels before the last one. */
+static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
     const kvc_matrix *m = args->matrix;
-    if (kvc_matrix_format_of(m->format)->packed || m->columns <= KVC_CHANNEL_BLOCK) return 0;
     const int64_t rows = args->n < KVC_CHUNK_ROWS ? args->n : KVC_CHUNK_ROWS;
-    return (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL;
+    const int sums = !kvc_matrix_format_of(m->format)->packed && m->columns > KVC_CHANNEL_BLOCK;
+    return (kvc_widens(args) ? KVC_WIDE_FLOATS : 0) +
+           (sums ? (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL : 0);
 }
 
 /* Rows of the next block: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */

@@ -210,9 +210,9 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
 
 
 @pytest.mark.parametrize(("format", "activations"), MEETINGS)
-def test_many_rows_meet_a_matrix_in_chunks(rng, simd, format, activations):
+@pytest.mark.parametrize(("n", "shape"), [(131, (9 if FAST else 18, 16_000)), (250, (70, 520))])
+def test_many_rows_meet_a_matrix_in_chunks(rng, simd, format, activations, n, shape):
     """More rows than a chunk of kvc_matmul.c has at any level, with so many channels: the bits of few at a time."""
-    n, shape = 131, (9 if FAST else 18, 16_000)
     matrix, x, bias = matrix_of(normal(rng, *shape), format), normal(rng, n, shape[1]), normal(rng, shape[0])
     for how in ({"bias": bias},) if FAST else ({}, {"bias": bias}):
         out = matrix.multiply(x, **how, activations=activations)
