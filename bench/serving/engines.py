@@ -95,12 +95,15 @@ def _greedy(new: int) -> SamplingParams:
 class Batch:
     """Our engine for many requests; K and V in q8."""
 
+    target_gap = 0.1  # seconds: the default
+
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
         del longest, threads
         blocks = tokens // BLOCK + 4 * running
         self.engine = BatchEngine(
-            _network(network.file), dtype="q8", block_size=BLOCK, num_blocks=blocks, max_running=running
-        )
+            _network(network.file), dtype="q8", block_size=BLOCK, num_blocks=blocks, max_running=running,
+            target_gap=self.target_gap,
+        )  # fmt: skip
         self._running: dict[int, tuple[Any, int]] = {}
 
     def submit(self, key: int, prompt: Tokens, new: int) -> None:
@@ -124,6 +127,12 @@ class Batch:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class ShortGaps(Batch):
+    """The same where prompts may keep written texts waiting for a shorter time: first tokens come later."""
+
+    target_gap = 0.03
 
 
 class OneAfterAnother:
@@ -284,6 +293,7 @@ class Transformers:
 
 ENGINES: dict[str, type[Engine]] = {
     "kvcache, BatchEngine": Batch,
+    "kvcache, target_gap=0.03": ShortGaps,
     "kvcache, one after another": OneAfterAnother,
     "OpenVINO GenAI": OpenVino,
     "llama.cpp": LlamaCpp,

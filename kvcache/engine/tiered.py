@@ -27,11 +27,11 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.lookups import Lookup
-from kvcache.tiers.source import GROUP_TOKENS
+from kvcache.tiers.source import GROUP_TOKENS, TierSource
 from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowedLookup, WindowSource
 
-__all__ = ["Tiered", "as_tiers", "model_name"]
+__all__ = ["Tiered", "as_tiers", "make_sources", "take_windows", "write_ends"]
 
 AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
 # Seconds that a prompt waits at most for the directory of `autosave`. A miss takes 0.1 ms, and 64 tokens of a hit some
@@ -63,12 +63,50 @@ def as_tiers(
     return Tiers([directory], after_uses=1, head_start=AUTOSAVE_START)
 
 
-def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
-    """What K and V of an engine depend on beside the library's formats; engines of all kinds share values.
+def make_sources(
+    tiers: Tiers, model: Model, paged: PagedKvCache, prefixes: PrefixCache, windows: CachedWindows
+) -> TierSource:
+    """Make tiers the sources of an engine's prefix cache and of its cached windows; the source of the first.
+
+    Args:
+        paged: the layers that keep all tokens.
 
     Raises:
         TypeError: the model is no `Transformer`.
     """
+    name = partial(_name, model, paged.residual_length, formats=paged.formats)
+    prefixes.source = source = tiers.source(name(paged.calibration), waits=False)
+    parts = []
+    for group in windows.groups:
+        layers = group.layers
+        part = tiers.window_source(f"{name(layers.cache.calibration)}, layers {layers.layers}", layers.window)
+        parts.append(part)
+        group.cache.source, group.ends = part, source.format.group_tokens
+    if parts:
+        source.make_lookup = partial(WindowedLookup, sources=parts)
+    return source
+
+
+def take_windows(windows: CachedWindows, lookup: Lookup, tokens: Tokens, namespace: Hashable) -> bool:
+    """Cache the windows that a lookup has fetched, where its request may continue; whether there is room for them."""
+    if not isinstance(lookup, WindowedLookup) or not lookup.target:
+        return True
+    for group, part in zip(windows.groups, lookup.parts, strict=True):
+        group.take(tokens, lookup.target, namespace, part.bodies)
+    return windows.longest(tokens, lookup.target, namespace) == lookup.target
+
+
+def write_ends(windows: CachedWindows, tokens: Tokens, prompt: int, namespace: Hashable) -> None:
+    """Offer to the tiers the windows at the ends of a prompt of so many tokens and of its text, as far as cached."""
+    for group in windows.groups:
+        source = group.cache.source
+        assert isinstance(source, WindowSource)
+        for end in sorted({prompt // group.ends * group.ends, len(tokens) // group.ends * group.ends} - {0}):
+            source.ends(namespace, tokens, partial(group.blocks, tokens, end, namespace))
+
+
+def _name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
+    """What K and V of an engine depend on beside the library's formats; engines of all kinds share values."""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
     return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}"
@@ -88,17 +126,7 @@ class Tiered:
     ) -> None:
         self._tiers, self._engine, self._sequence = tiers, engine, sequence
         self._cache, self._windows = cache, windows
-        name = partial(model_name, engine.model, engine.residual_length, formats=engine.cache.formats)
-        self._source = tiers.source(name(engine.cache.calibration), waits=False)
-        cache.source = self._source
-        sources = []
-        for group in windows.groups:
-            layers = group.layers
-            own = f"{name(layers.cache.calibration)}, layers {layers.layers}"
-            sources.append(tiers.window_source(own, layers.window))
-            group.cache.source, group.ends = sources[-1], self._source.format.group_tokens
-        if sources:
-            self._source.make_lookup = partial(WindowedLookup, sources=sources)
+        self._source = make_sources(tiers, engine.model, engine.cache, cache, windows)
         self._lookup: Lookup | None = None
 
     @contextmanager
@@ -158,11 +186,9 @@ class Tiered:
         cache.adopt(tokens[: full * cache.block_size], blocks[:full], namespace)
         with cache.open_again(tokens, namespace) as session:
             found = min(session.num_tokens, most, len(tokens) - 1) // group * group
-            if isinstance(lookup, WindowedLookup):
-                for each, part in zip(self._windows.groups, lookup.parts, strict=True):
-                    each.take(tokens, found, namespace, part.bodies)
-            if found <= start or (self._windows.groups and found < most):
-                lookup.cancel()  # there is no room for them
+            has_room = found > start and not (self._windows.groups and found < most)
+            if not has_room or not take_windows(self._windows, lookup, tokens, namespace):
+                lookup.cancel()
                 return start
 
             def share(_: PagedKvCache, seq_id: int) -> int:
@@ -186,9 +212,4 @@ class Tiered:
     def used(self, tokens: Tokens, prompt: int, namespace: Hashable) -> None:
         """Offer what a request had to the tiers, whose prompt had so many tokens."""
         self._source.used(namespace, tokens)
-        size = self._source.format.group_tokens
-        for group in self._windows.groups:
-            source = group.cache.source
-            assert isinstance(source, WindowSource)
-            for end in sorted({prompt // size * size, len(tokens) // size * size} - {0}):
-                source.ends(namespace, tokens, partial(group.blocks, tokens, end, namespace))
+        write_ends(self._windows, tokens, prompt, namespace)

@@ -99,6 +99,8 @@ class SharedBlocks:
         """`start` where these first tokens may be shared."""
         size = self.cache.block_size
         with self.prefixes.open_session(tokens, work.space) as session:  # holds what is found
+            if self.tiered is not None:
+                self.tiered.arrived(work, session.num_tokens)
             most, firsts = self._recall(work, min(session.num_tokens, work.num_tokens - 1))
             begun = self._adopt(work, running, session, most, firsts)
         if begun is None:

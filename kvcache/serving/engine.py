@@ -93,7 +93,7 @@ class BatchEngine:
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
-    `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep all tokens, and attend within it.
+    `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep 64 tokens more.
 
     Attributes:
         model: the network.
@@ -141,7 +141,8 @@ class BatchEngine:
             model, budgets, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, tiers
         )
         if tiers is not None:
-            self._blocks.tiered = TieredWorks(tiers, model, self._blocks.prefixes, storage)
+            blocks = self._blocks
+            blocks.tiered = TieredWorks(tiers, model, blocks.cache, blocks.prefixes, blocks.windows)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
             self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,

@@ -22,6 +22,7 @@ from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS
 from kvcache.serving.evicting import EvictingTexts
 from kvcache.serving.windows import WindowPools, num_blocks_with_windows
+from kvcache.tiers.source import GROUP_TOKENS
 from kvcache.tiers.tiers import Tiers
 
 __all__ = ["make_pools"]
@@ -44,7 +45,7 @@ def make_pools(
 
     Args:
         budgets: of layers that evict; None: they keep all tokens.
-        tiers: with them, layers with a window keep all tokens too.
+        tiers: with them, layers with a window keep more than it, so that the window at the end of a value is there.
     """
     if budgets is not None:
         if tiers is not None:
@@ -62,8 +63,8 @@ def make_pools(
 
     own = block_size, config.num_kv_heads, config.head_dim, *storage.dtypes, rotate
     BlockStore(config.num_layers, 0, *own)  # raises for formats that are not supported
-    whole = LayerGroups(tuple(range(config.num_layers)), ())
-    groups = whole if tiers is not None else LayerGroups.of(model, block_size, MOST)
+    groups = LayerGroups.of(model, block_size, MOST)
+    spare = 0 if tiers is None else max(GROUP_TOKENS, block_size)
     options = {
         "block_size": block_size, "num_heads": config.num_kv_heads, "head_dim": config.head_dim, "rotate": rotate,
         "residual_length": storage.residual_length, "first_tokens": storage.firsts,
@@ -76,13 +77,13 @@ def make_pools(
         newest = NewestGroups(cache, texts=4 * max_running)
     if groups.windows and max_memory_bytes is not None:
         most = max_running * (-(-config.max_position_embeddings // block_size) + 1)
-        num_blocks = num_blocks_with_windows(num_blocks, max_memory_bytes, groups, max_running, most, settings)
+        num_blocks = num_blocks_with_windows(num_blocks, max_memory_bytes, groups, spare, max_running, most, settings)
     else:
         num_blocks = num_blocks_within(
             num_blocks, max_memory_bytes, len(groups.whole), *settings(groups.whole),
             beside=cache.total_memory_bytes + (0 if newest is None else newest.memory()["kv"]),
         )  # fmt: skip
-    windows = WindowPools.of(groups, model, num_blocks, block_size, max_running, make)
+    windows = WindowPools.of(groups, spare, model, num_blocks, block_size, max_running, make)
     cache.grow(num_blocks)
     return SharedBlocks(cache, newest, windows)
 

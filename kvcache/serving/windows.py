@@ -35,28 +35,29 @@ __all__ = ["WindowPools", "num_blocks_with_windows", "num_window_blocks"]
 _SHARE = 16  # blocks of the layers that keep all tokens per cached page of a window, beside what running texts need
 
 
-def num_window_blocks(window: int, block_size: int, blocks: int, max_running: int) -> int:
+def num_window_blocks(kept: int, block_size: int, blocks: int, max_running: int) -> int:
     """The blocks of a group's pool beside `blocks` of the layers that keep all tokens.
 
     There is room for the windows of `max_running` texts, the piece of a step, and some cached pages; never more than
     `blocks`, so that a network with windows takes no more memory than one without.
     """
-    each = _num_kept(window, block_size)
+    each = _num_kept(kept, block_size)
     return min(blocks, max_running * each + -(-MOST // block_size) + 1 + max(2 * each, blocks // _SHARE))
 
 
-def _num_kept(window: int, block_size: int) -> int:
-    """The most blocks that a group keeps of a text between two steps, and one that a token begins."""
-    return -(-window // block_size) + 2
+def _num_kept(kept: int, block_size: int) -> int:
+    """The most blocks that a group has between two steps for `kept` tokens of a text, and one that a token begins."""
+    return -(-kept // block_size) + 2
 
 
 def num_blocks_with_windows(
-    num_blocks: int | None, max_memory_bytes: int | str, groups: LayerGroups, max_running: int, most: int,
+    num_blocks: int | None, max_memory_bytes: int | str, groups: LayerGroups, spare: int, max_running: int, most: int,
     settings: Callable[[Sequence[int]], tuple[Any, ...]],
 ) -> int:  # fmt: skip
     """As `num_blocks_within`, where groups of layers with windows have pools too, within the same bytes.
 
     Args:
+        spare: tokens before a window that stay.
         most: the most blocks that all texts can use.
         settings: those of the `BlockStore` of some layers, from the block size on.
 
@@ -69,11 +70,11 @@ def num_blocks_with_windows(
         return BlockStore(len(layers), 0, *settings(layers)).block_bytes
 
     block_size, size = settings(groups.whole)[0], block_bytes(groups.whole)
-    pages = [(group.window, block_bytes(group.layers)) for group in groups.windows]
+    pages = [(group.window + spare, block_bytes(group.layers)) for group in groups.windows]
 
     def needed(blocks: int) -> int:
         return blocks * size + sum(
-            num_window_blocks(window, block_size, blocks, max_running) * each for window, each in pages
+            num_window_blocks(kept, block_size, blocks, max_running) * each for kept, each in pages
         )
 
     if limit < needed(1):
@@ -97,13 +98,14 @@ class WindowPools:
 
     Args:
         groups: each with the pool of its blocks.
+        spare: tokens before a window that stay.
 
     Attributes:
         cached: the windows of prefixes.
     """
 
-    def __init__(self, groups: Sequence[WindowLayers] = ()) -> None:
-        self.groups, self.cached = tuple(groups), CachedWindows(groups, None)
+    def __init__(self, groups: Sequence[WindowLayers] = (), spare: int = 0) -> None:
+        self.groups, self.cached, self._spare = tuple(groups), CachedWindows(groups, None), spare
         self._places = [
             {layer: (own, group.attention[layer].options()) for own, layer in enumerate(group.layers)}
             for group in self.groups
@@ -111,7 +113,7 @@ class WindowPools:
 
     @classmethod
     def of(
-        cls, plan: LayerGroups, model: Model, blocks: int, block_size: int, max_running: int,
+        cls, plan: LayerGroups, spare: int, model: Model, blocks: int, block_size: int, max_running: int,
         make_cache: Callable[..., PagedKvCache],
     ) -> WindowPools:  # fmt: skip
         """The groups of a network, beside `blocks` of the layers that keep all tokens.
@@ -121,10 +123,10 @@ class WindowPools:
         """
         attention, groups = layer_attention(model), []
         for group in plan.windows:
-            num_blocks = num_window_blocks(group.window, block_size, blocks, max_running)
+            num_blocks = num_window_blocks(group.window + spare, block_size, blocks, max_running)
             cache = make_cache(num_blocks=num_blocks, layers=group.layers)
             groups.append(WindowLayers(group.window, group.layers, attention, cache))
-        return cls(groups)
+        return cls(groups, spare)
 
     def __contains__(self, layer: int) -> bool:
         return any(layer in places for places in self._places)
@@ -142,7 +144,7 @@ class WindowPools:
         for group, cache, each in zip(self.groups, self.cached.caches, pages, strict=True):
             size = group.cache.block_size
             first = each.first // size
-            most = _num_kept(group.window, size) + -(-MOST // size)
+            most = _num_kept(group.window + self._spare, size) + -(-MOST // size)
             needed = min(-(-num_tokens // size) - first, most) - (found // size - first)
             if not has_room(group.cache, cache, needed + spare, len(each.blocks) + spare * (most + 1)):
                 return False
@@ -176,7 +178,7 @@ class WindowPools:
         for i, group in enumerate(self.groups):
             size, firsts = group.cache.block_size, work.firsts
             assert firsts is not None
-            kept = -(-group.window // size) * size
+            kept = -(-(group.window + self._spare) // size) * size
             first = max(0, work.computed - kept) // size * size
             if first > firsts[i]:
                 work.firsts = None  # for `mend`: nobody knows until the next line but one

@@ -42,23 +42,64 @@ def test_engines_of_both_kinds_share_values(network, dtype, residual):
         settled(engine)
 
 
-def test_networks_with_windows(rng):
-    """They keep all tokens here, so their blocks go to tiers like others."""
-    model, store = Transformer.from_pretrained(GOLDEN / "gemma3"), ObjectStore()
-    text = rng.integers(0, 250, 300).astype(np.uint32)
-    want = InferenceEngine(model).complete(text, sampled(3))
-    for cached in (0, 256):
-        with tiers_over(store) as tiers, BatchEngine(model, tiers=tiers) as engine:
-            request = engine.submit(text, sampled(3))
-            same(request.completions()[0], want)
-            assert request.metrics.cached_tokens == cached
+WINDOWED = [("gemma3", 16), ("gpt_oss", 16), ("olmo3", 48), ("mixtral", 16), ("gemma3", 96)]
+
+
+@pytest.mark.parametrize(("name", "block_size"), WINDOWED)
+def test_networks_with_windows(name, block_size):
+    """They go on where the tiers have their windows, of prompts and answers; both kinds of engine share them."""
+    model, tokens = Transformer.from_pretrained(GOLDEN / name), prompt(1, 300)
+    options, params = {"dtype": "q8", "block_size": block_size}, sampled(3, 40, logprobs=1)
+    alone, size = InferenceEngine(model, **options), max(64 // block_size * block_size, block_size)
+    stores = [ObjectStore(), ObjectStore()]
+    with tiers_over(stores[0]) as tiers, BatchEngine(model, tiers=tiers, **options) as engine:
+        assert engine._blocks.windows.groups
+        request = engine.submit(tokens, params)
+        same(request.completions()[0], alone.complete(tokens, params))
+        settled(engine)
+        assert tiers.flush(60)
+    with tiers_over(stores[1]) as tiers:
+        cached = PrefixCachedEngine(InferenceEngine(model, **options), 64, tiers=tiers)
+        assert cached.generate(tokens, params) == request.tokens
+        assert tiers.flush(60)
+    assert list(stores[0].bucket) == list(stores[1].bucket)
+    text = np.append(tokens, [*request.tokens, *prompt(2, 60)]).astype(np.uint32)
+    want, ends = alone.complete(text, params), (300 + len(request.tokens) - 1) // size * size
+    for store in stores:
+        for wait in (60, 0):
+            with tiers_over(store, head_start=wait) as tiers, BatchEngine(model, tiers=tiers, **options) as engine:
+                again = [engine.submit(text, params) for _ in range(2)]
+                for each in again:
+                    same(each.completions()[0], want)
+                assert not wait or again[0].metrics.cached_tokens == ends
+                settled(engine)
+        with tiers_over(store) as tiers:
+            cached = PrefixCachedEngine(InferenceEngine(model, **options), 64, tiers=tiers)
+            assert cached.complete(text, params).cached_tokens == (len(text) - 1) // size * size
+
+
+@pytest.mark.parametrize("wait", [0, 60])
+def test_windows_that_arrive_and_have_no_room(monkeypatch, wait):
+    """Nothing of the lookup is used, and it is not tried again."""
+    model, store, tokens = Transformer.from_pretrained(GOLDEN / "gemma3"), ObjectStore(), prompt(1, 300)
+    want = InferenceEngine(model).complete(tokens, sampled(3, logprobs=1))
+    with tiers_over(store) as tiers, BatchEngine(model, tiers=tiers) as engine:
+        engine.generate_batch([tokens], SHORT)
+    monkeypatch.setattr("kvcache.serving.tiered.take_windows", lambda *_: False)
+    with tiers_over(store, head_start=wait) as tiers, BatchEngine(model, tiers=tiers) as engine:
+        request = engine.submit(tokens, sampled(3, logprobs=1))
+        same(request.completions()[0], want)
+        assert request.metrics.cached_tokens == 0
+        assert engine._blocks.tiered._lookups == {}
+        settled(engine)
 
 
 @pytest.mark.parametrize("head_start", [0, 60])
-@pytest.mark.parametrize("dtype", ["f32", "q4"])
-def test_many_requests_under_random_faults(network, monkeypatch, dtype, head_start):
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "f32"), ("llama", "q4"), ("gemma3", "q8"), ("gpt_oss", "f16")])
+def test_many_requests_under_random_faults(monkeypatch, name, dtype, head_start):
     """A pool that holds few of them, tiers that fail and lie, requests that are cancelled."""
     monkeypatch.setattr("kvcache.tiers.links.PAUSE", 0.001)
+    network = Transformer.from_pretrained(GOLDEN / name)
     alone, store = Alone(network, dtype=dtype), ObjectStore()
     rng = np.random.default_rng(5)
     for turn in range(2 if FAST else 6):
