@@ -209,17 +209,6 @@ static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t 
 
 /* ---- Floats. */
 
-/* A block of channels of panels that lie `stride` bytes apart. */
-typedef struct block {
-    const unsigned char *data;
-    size_t stride;
-    int64_t channels;
-} block;
-
-INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
-    return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
-}
-
 INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64_t at) {
     if (format == KVC_MATRIX_F32) return f32v_load((const float *)p + at);
     if (format == KVC_MATRIX_F16) return f32v_load_half((const uint16_t *)p + at);
@@ -269,7 +258,7 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
 #define PANELS(rows) ((rows) * 4 * VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
 #define FLOAT(format, unused, rows)                                                        \
-    NOINLINE void float_##format##_##rows(const block *weights, const float *x, tile *t) {        \
+    NOINLINE void float_##format##_##rows(const block *weights, const float *x, tile *t) { \
         float_tile(weights, KVC_MATRIX_##format, rows, PANELS(rows), x, t);                \
     }
 #if KVC_FLOAT_ROWS == 12
@@ -319,9 +308,10 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const block *wei
     keep(t, rows, panels, sums);
 }
 
-#define PAIRS(unused, also, rows)                                                                                     \
-    NOINLINE __attribute__((target(KVC_BF16_FEATURE))) void pairs_##rows(const block *weights, const float *x, tile *t) {    \
-        pair_tile(weights, rows, PANELS(rows), (const uint32_t *)(const void *)x, t);                                 \
+#define PAIRS(unused, also, rows)                                                                                   \
+    NOINLINE __attribute__((target(KVC_BF16_FEATURE))) void pairs_##rows(const block *weights, const float *x,      \
+                                                                         tile *t) {                                 \
+        pair_tile(weights, rows, PANELS(rows), (const uint32_t *)(const void *)x, t);                               \
     }
 FLOAT_BLOCKS(PAIRS, )
 #define PAIRS_LINE(unused, also, rows) [rows] = pairs_##rows,
@@ -332,7 +322,6 @@ static float_fn *const *const pair_tiles = NULL;
 
 /* ---- Blocks of channels. */
 
-/* Bytes of so many channels of a panel. */
 INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
     return (size_t)(channels * KVC_PANEL * kvc_matrix_format_of(matrix->format)->bits / 8);
 }
@@ -356,13 +345,11 @@ INLINE void widen_panels(kvc_matrix_format format, block weights, int64_t panels
     }
 }
 
-/* `panels` panels of 16 bits as floats, in `to`: many rows convert them once, not in each tile. */
+/* Panels of 16 bits as floats, in `to`: many rows convert them once, not in each tile. */
 static block widened(kvc_matrix_format format, block weights, int64_t panels, float *to) {
-    if (format == KVC_MATRIX_F16)
-        widen_panels(KVC_MATRIX_F16, weights, panels, to);
-    else
-        widen_panels(KVC_MATRIX_BF16, weights, panels, to);
     const size_t stride = (size_t)(weights.channels * KVC_PANEL) * sizeof(float);
+    if (format == KVC_MATRIX_F16) widen_panels(KVC_MATRIX_F16, weights, panels, to);
+    if (format == KVC_MATRIX_BF16) widen_panels(KVC_MATRIX_BF16, weights, panels, to);
     return (block){(const unsigned char *)to, stride, weights.channels};
 }
 

@@ -32,6 +32,17 @@ typedef struct tile {
     float results[KVC_FLOAT_SUMS * KVC_LANES];
 } tile;
 
+/* What a tile of floats reads: channels of its panels, which lie `stride` bytes apart. */
+typedef struct block {
+    const unsigned char *data;
+    size_t stride;
+    int64_t channels;
+} block;
+
+INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
+    return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
+}
+
 /* All but the results, which an initialiser would fill with zeros for every tile. The lines of `out` are fetched while the
  * tile is computed. */
 INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows, int64_t panel, int64_t panels,

@@ -101,7 +101,8 @@ def write_ends(windows: CachedWindows, tokens: Tokens, prompt: int, namespace: H
     for group in windows.groups:
         source = group.cache.source
         assert isinstance(source, WindowSource)
-        for end in sorted({prompt // group.ends * group.ends, len(tokens) // group.ends * group.ends} - {0}):
+        ends = {min(length, len(tokens)) // group.ends * group.ends for length in (prompt, len(tokens))}
+        for end in sorted(ends - {0}):
             source.ends(namespace, tokens, partial(group.blocks, tokens, end, namespace))
 
 

@@ -40,6 +40,9 @@ def num_window_blocks(kept: int, block_size: int, blocks: int, max_running: int)
 
     There is room for the windows of `max_running` texts, the piece of a step, and some cached pages; never more than
     `blocks`, so that a network with windows takes no more memory than one without.
+
+    Args:
+        kept: tokens of a text that stay.
     """
     each = _num_kept(kept, block_size)
     return min(blocks, max_running * each + -(-MOST // block_size) + 1 + max(2 * each, blocks // _SHARE))
