@@ -31,7 +31,7 @@ from kvcache.tiers.source import GROUP_TOKENS, TierSource
 from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowedLookup, WindowSource
 
-__all__ = ["Tiered", "as_tiers", "make_sources", "take_windows", "write_ends"]
+__all__ = ["Tiered", "as_tiers", "make_sources", "model_name", "take_windows", "write_ends"]
 
 AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
 # Seconds that a prompt waits at most for the directory of `autosave`. A miss takes 0.1 ms, and 64 tokens of a hit some
@@ -74,7 +74,7 @@ def make_sources(
     Raises:
         TypeError: the model is no `Transformer`.
     """
-    name = partial(_name, model, paged.residual_length, formats=paged.formats)
+    name = partial(model_name, model, paged.residual_length, formats=paged.formats)
     prefixes.source = source = tiers.source(name(paged.calibration), waits=False)
     parts = []
     for group in windows.groups:
@@ -106,7 +106,7 @@ def write_ends(windows: CachedWindows, tokens: Tokens, prompt: int, namespace: H
             source.ends(namespace, tokens, partial(group.blocks, tokens, end, namespace))
 
 
-def _name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
+def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
     """What K and V of an engine depend on beside the library's formats; engines of all kinds share values."""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
