@@ -132,7 +132,7 @@ class Batch:
 class ShortGaps(Batch):
     """The same where prompts may keep written texts waiting for a shorter time: first tokens come later."""
 
-    target_gap = 0.03
+    target_gap = 0.04
 
 
 class OneAfterAnother:
@@ -293,7 +293,7 @@ class Transformers:
 
 ENGINES: dict[str, type[Engine]] = {
     "kvcache, BatchEngine": Batch,
-    "kvcache, target_gap=0.03": ShortGaps,
+    "kvcache, target_gap=0.04": ShortGaps,
     "kvcache, one after another": OneAfterAnother,
     "OpenVINO GenAI": OpenVino,
     "llama.cpp": LlamaCpp,

@@ -29,6 +29,7 @@ __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
 _NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
+_ROWS_PER_GUESS = 8  # tokens of prompts that may run in a step, for each row of decodes and guesses beside them
 _ENOUGH_ROWS = 64  # of prompts: a product of twice as many takes twice as long
 Pieces = list[tuple[Work, int]]
 
@@ -148,10 +149,12 @@ class Scheduler:
                 heapq.heappush(self._waiting, work)
         if self.blocks.tiered is not None:
             self._jump(self.blocks.tiered)
-        pieces = self._guess([(work, 1) for work in self.running if work.remaining == 1])
-        left, rows = self.budget.tokens(len(pieces)), self._most_rows
-        prompts = self._most_prompts
+        decodes = [(work, 1) for work in self.running if work.remaining == 1]
         catching_up = [work for work in self.running if work.remaining > 1]
+        left, rows, prompts = self.budget.tokens(len(decodes)), self._most_rows, self._most_prompts
+        waits = bool(catching_up or (self._waiting and self._may_begin))
+        # Beside prompts each row costs time: few guesses where few tokens of prompts may run.
+        pieces = self._guess(decodes, min(CHEAP_ROWS, left // _ROWS_PER_GUESS) if waits else CHEAP_ROWS)
         others = sorted(catching_up[1:], key=_remaining)
         for work in catching_up[:1] + others:
             share = _share(work, left, pieces, work is catching_up[0] and self._is_long(work, others))
@@ -189,8 +192,11 @@ class Scheduler:
         """Whether more of a work remains than of the first of `others`, or of one of the next that may begin."""
         if others and others[0].remaining < work.remaining:
             return True
-        may_begin = not self._blocked and len(self.running) < self._max_running
-        return may_begin and any(each.num_tokens < work.remaining for each in self._waiting[:_NEXT])
+        return self._may_begin and any(each.num_tokens < work.remaining for each in self._waiting[:_NEXT])
+
+    @property
+    def _may_begin(self) -> bool:
+        return not self._blocked and len(self.running) < self._max_running
 
     def _jump(self, tiered: TieredWorks) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
@@ -204,9 +210,9 @@ class Scheduler:
     def _regime(self, num_tokens: int) -> int:
         return 0 if self._regime_of is None else self._regime_of(num_tokens)
 
-    def _guess(self, decodes: Pieces) -> Pieces:
-        """Add the guesses of works; together with the decodes a product has as many rows as cost little."""
-        left = CHEAP_ROWS - len(decodes)
+    def _guess(self, decodes: Pieces, most: int) -> Pieces:
+        """Add the guesses of works; together with the decodes they are at most so many rows."""
+        left = most - len(decodes)
         guessed = []
         for work, count in decodes:
             guess = 0 if left <= 0 or work.followers else work.think(left)

@@ -82,6 +82,29 @@ def test_a_long_prompt_does_not_delay_streams():
     assert alone[1].passes[:2] == [512, 488], "without streams, pieces are whole"
 
 
+def test_few_guesses_beside_a_prompt():
+    """Streams and their guesses have an eighth of the tokens that may run; alone each checks a guess in every step."""
+    _, _, engine = served(target_gap=0.06)
+    streams = [engine.submit([0] * 10, asked(600)) for _ in range(4)]
+
+    def gained():
+        before = [len(each.tokens) for each in streams]
+        engine.step()
+        return [len(each.tokens) - old for each, old in zip(streams, before, strict=True)]
+
+    for _ in range(20):
+        gained()
+    assert gained() == [2] * 4
+    long = engine.submit(np.arange(1000) % 90, asked(2))
+    counts = [gained()]
+    while not long.tokens:
+        counts.append(gained())
+    assert len(counts) > 20
+    assert counts[1:-1] == [[1] * 4] * (len(counts) - 2), "0.028 s of decodes leave 32 tokens, so 4 rows"
+    gained()
+    assert max(gained()) == 2
+
+
 def test_short_prompts_do_not_wait_for_long_ones():
     """Three of 3,000 tokens, each with three of 60 behind it; the first of all has half of each step, or more."""
     _, model, engine = served(num_blocks=800, target_gap=0.1)
