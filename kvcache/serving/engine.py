@@ -93,7 +93,7 @@ class BatchEngine:
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
-    `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep 64 tokens more.
+    `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep 64 tokens more, or a block.
 
     Attributes:
         model: the network.

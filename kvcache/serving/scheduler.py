@@ -29,7 +29,7 @@ __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
 _NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
-_ROWS_PER_GUESS = 8  # tokens of prompts that may run in a step, for each row of decodes and guesses beside them
+_TOKENS_PER_ROW = 8  # tokens of prompts that may run in a step, for each row of decodes and guesses beside them
 _ENOUGH_ROWS = 64  # of prompts: a product of twice as many takes twice as long
 Pieces = list[tuple[Work, int]]
 
@@ -154,7 +154,7 @@ class Scheduler:
         left, rows, prompts = self.budget.tokens(len(decodes)), self._most_rows, self._most_prompts
         waits = bool(catching_up or (self._waiting and self._may_begin))
         # Beside prompts each row costs time: few guesses where few tokens of prompts may run.
-        pieces = self._guess(decodes, min(CHEAP_ROWS, left // _ROWS_PER_GUESS) if waits else CHEAP_ROWS)
+        pieces = self._guess(decodes, min(CHEAP_ROWS, left // _TOKENS_PER_ROW) if waits else CHEAP_ROWS)
         others = sorted(catching_up[1:], key=_remaining)
         for work in catching_up[:1] + others:
             share = _share(work, left, pieces, work is catching_up[0] and self._is_long(work, others))
