@@ -234,6 +234,7 @@ INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_que
     for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
         unit_dot_tiles(n, tiles, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
+    DOT_ROWS(3)
     DOT_ROWS(2)
     DOT_ROWS(1)
 #undef DOT_ROWS
@@ -392,6 +393,7 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
         }                                                                                               \
     }
     MIX_ROWS(4)
+    MIX_ROWS(3)
     MIX_ROWS(2)
     MIX_ROWS(1)
 #undef MIX_ROWS
