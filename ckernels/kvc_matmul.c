@@ -14,9 +14,8 @@
 
 enum {
     CHUNK_BYTES = 2 << 20, /* of prepared rows that a packed panel meets */
-    /* Bytes of a panel from what is read to what is prefetched, measured: of packed weights for one or two rows, into the
-     * second level of the cache, and for more rows, into the first; of floats, up to four panels at a time. */
-    PACKED_AHEAD_OF_FEW = 2048,
+    /* Bytes of a panel from what is read to what is prefetched, measured: of packed weights into the first level of the
+     * cache; of floats, up to four panels at a time, into the second. */
     PACKED_AHEAD = 4096,
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
@@ -99,7 +98,6 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     const int minima = format == KVC_MATRIX_Q4_1, bits = format == KVC_MATRIX_Q8_0 ? 8 : 4;
     const size_t numbers = (size_t)(KVC_GROUP * rows), header = (minima ? 4 : 2) * KVC_PANEL * 2;
     const size_t code_bytes = (size_t)(KVC_GROUP * KVC_PANEL * bits / 8), record_bytes = header + 2 * code_bytes;
-    const size_t ahead = rows <= 2 ? PACKED_AHEAD_OF_FEW : PACKED_AHEAD;
     const unsigned char *records[2];
     sums16 sums[12]; /* 6 rows of 2 panels, or 8 of one */
     UNROLL
@@ -117,7 +115,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
             UNROLL
             for (int p = 0; p < panels; p++) {
                 codes[p] = records[p] + at + header + (size_t)half * code_bytes;
-                if (t->cold) prefetch(rows > 2, codes[p] + ahead_of(t, at, ahead), code_bytes);
+                if (t->cold) prefetch(1, codes[p] + ahead_of(t, at, PACKED_AHEAD), code_bytes);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
