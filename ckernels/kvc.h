@@ -119,8 +119,11 @@ typedef struct kvc_item {
     int64_t token, token_stop;
     int64_t first_segment, segments; /* of all tokens that these rows see */
     int32_t head, head_stop; /* KV heads */
-    int32_t part, parts; /* of the context, in whole segments; if parts > 1, combine_parts merges the results */
-    float *results;      /* if parts > 1: the results of each segment of the context, as in kvc_segment.h */
+    int32_t part, parts; /* of the context, in whole segments */
+    int64_t members; /* sequences, from `seq` on, whose rows read tokens that they share; 0: one that reads its own */
+    int64_t shared;  /* its first tokens, which such an item has read before: `results` has what became of them */
+    const struct kvc_item *own; /* of the first member the first item, and then those of all; NULL: no members */
+    float *results; /* NULL, or the results of each segment of the context (kvc_segment.h), which combine_parts merges */
     float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
 } kvc_item;
 

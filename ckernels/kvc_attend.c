@@ -138,17 +138,38 @@ static void write_rows(const job *j, results total, int first, int stop) {
     }
 }
 
-static void begin_segment(job *j, int64_t segment) {
-    const int rows = (j->item->head_stop - j->item->head) * j->rows;
-    if (j->item->parts > 1) {
-        const int64_t floats = kvc_result_floats(j->layout, rows);
-        j->segment = results_at(j->item->results + (segment - j->item->first_segment) * floats, rows, j->v_padded);
-    }
-    clear_results(j->segment, rows, j->v_padded);
+/* The results of a segment that an item keeps. */
+static results kept_results(const job *j, const kvc_item *item, int64_t segment) {
+    const int rows = (item->head_stop - item->head) * (int)(item->row_stop - item->row);
+    const int64_t floats = kvc_result_floats(j->layout, rows);
+    return results_at(item->results + (segment - item->first_segment) * floats, rows, j->v_padded);
 }
 
-static void end_segment(job *j) {
-    if (j->item->parts > 1) return;
+static void begin_segment(job *j, int64_t segment) {
+    if (j->item->results) j->segment = kept_results(j, j->item, segment);
+    if (segment * KVC_SEGMENT < j->item->shared) return; /* it goes on where the shared tokens ended */
+    clear_results(j->segment, (j->item->head_stop - j->item->head) * j->rows, j->v_padded);
+}
+
+/* Copies the results of one head's rows to the items of their sequences. */
+static void give_out(const job *j, int64_t segment) {
+    const kvc_item *own = j->item->own;
+    size_t row = 0;
+    for (int64_t i = 0; i < j->item->members; i++, own += own->parts) {
+        const size_t rows = (size_t)own->row_stop, at = (size_t)j->item->head * rows;
+        const results to = kept_results(j, own, segment);
+        memcpy(to.acc + at * (size_t)j->v_padded, j->segment.acc + row * (size_t)j->v_padded,
+               rows * (size_t)j->v_padded * sizeof(float));
+        memcpy(to.largest + at, j->segment.largest + row, rows * sizeof(float));
+        memcpy(to.sum + at, j->segment.sum + row, rows * sizeof(float));
+        row += rows;
+        if (j->item->head + 1 == own->head_stop) clear_sums(to, (int)(at + rows), (int)(at + rows));
+    }
+}
+
+static void end_segment(job *j, int64_t segment) {
+    if (j->item->members) give_out(j, segment);
+    if (j->item->members || j->item->results) return;
     if (j->merged++) {
         merge_results(j->segment, 0, (j->item->head_stop - j->item->head) * j->rows, j->v_padded, j->total);
         return;
@@ -192,9 +213,9 @@ void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void
         if (now->segment != segment) begin_segment(&j, segment = now->segment);
         next_chunk(&j, &at, &chunks[turn ^ 1]);
         for (int h = 0; h < heads; h++) attend_chunk(&j, now, next, h);
-        if (!next->lanes || next->segment != segment) end_segment(&j);
+        if (!next->lanes || next->segment != segment) end_segment(&j, segment);
     }
-    if (item->parts > 1) return;
+    if (item->members || item->results) return;
     if (!j.merged) clear_results(j.total, heads * j.rows, j.v_padded);
     write_rows(&j, j.total, 0, heads * j.rows);
 }

@@ -5,10 +5,15 @@
  *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
  *               too few segments, a unit of few rows has fewer heads
  *
+ * Neighbouring sequences of few rows that begin with the same blocks read these together, so that K and V are unpacked once
+ * for all of them. Such a set has a unit of each head over the shared tokens. Its results of each segment become those of
+ * the sequences, which go on from there: in the middle of a segment, if the shared tokens end in it.
+ *
  * No two items write to the same memory. The division changes no bit of the result (kvc_segment.h).
  * Scratch: [items][norms][results of segments][one piece per thread].
  */
 #include "kvc_attend.h"
+#include "kvc_quant.h"
 #include "kvc_threads.h"
 
 #include <string.h>
@@ -20,23 +25,35 @@ enum {
     /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one... */
     MIN_THREAD_WORK = 1 << 14,
     MIN_SPUN_WORK = 1 << 12, /* ... or of handing work to one that spins */
+    MOST_SHARED_HEADS = 2,   /* query heads of a KV head: more of them make nearly the most of a chunk by themselves */
+    MIN_SHARED_TOKENS = 256, /* minimum tokens that sequences read together */
+    SHARED_PER_THREAD = 3,   /* units of a set, so that threads finish together: with fewer, the set is divided */
 };
 
 typedef struct plan {
     const kvc_layout *layout;
     const kvc_seq *seqs;
     int64_t num_seqs;
-    int32_t num_query_heads;
+    int32_t num_query_heads, num_threads;
     int64_t fair_share; /* key-row products of one piece */
     int64_t work;       /* of the whole call */
-    int64_t num_items, num_score_items, result_floats, total_queries;
+    int64_t num_items, num_shared_items, num_score_items, result_floats, total_queries;
 } plan;
 
 typedef struct unit { /* rows and heads that share their tokens */
+    int64_t seq, first_query; /* the first sequence, and its first query */
+    int64_t members;          /* sequences that read shared tokens here; 0: one reads its own */
+    int64_t shared;           /* tokens of one sequence that such a unit reads, before its own */
     int64_t row, row_stop, first_segment, segments;
     kvc_span seen;
     int32_t head, head_stop, parts;
 } unit;
+
+typedef struct walk { /* over the units of a call */
+    int64_t seq, first_query, index; /* the next unit: its sequence, and its index among those of the sequence */
+    int64_t group_stop, group_shared, members; /* the sequences up to there share tokens; so many of them are a set */
+    int64_t set_stop, shared, head; /* the set, its shared tokens (0: one sequence alone), and the next head over these */
+} walk;
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -46,6 +63,57 @@ static int64_t seq_rows(const plan *p, const kvc_seq *seq) {
 
 static int64_t num_pieces(const plan *p, int64_t work) {
     return p->fair_share ? ceil_div(work, p->fair_share) : 1;
+}
+
+/* Whether the first tokens of a sequence may be read together with those of others: all its rows see them. */
+static int may_share(const plan *p, const kvc_seq *seq) {
+    const int64_t rows = seq_rows(p, seq);
+    return rows > 0 && rows <= KVC_FEW_ROWS && !seq->start && !seq->window && !seq->sink_tokens &&
+           !seq->skipped_tokens && !seq->parents;
+}
+
+/* The first tokens that two sequences read together: whole chunks in whole blocks, and less than either sees. */
+static int64_t num_shared(const plan *p, const kvc_seq *a, const kvc_seq *b) {
+    const int64_t size = p->layout->block_size;
+    int64_t blocks = 0;
+    if (p->num_query_heads > MOST_SHARED_HEADS * p->layout->num_heads || size % KVC_TILE) return 0;
+    if (!may_share(p, a) || !may_share(p, b)) return 0;
+    for (; blocks < a->num_runs && blocks < b->num_runs; blocks++) {
+        const kvc_run x = a->runs[blocks], y = b->runs[blocks];
+        if (x.block != y.block || x.first || y.first || x.stop != size || y.stop != size) break;
+    }
+    int64_t tokens = blocks * size;
+    if (kvc_seen(a, 0).stop <= tokens) tokens = kvc_seen(a, 0).stop - 1;
+    if (kvc_seen(b, 0).stop <= tokens) tokens = kvc_seen(b, 0).stop - 1;
+    tokens = tokens / KVC_CHUNK * KVC_CHUNK;
+    return tokens < MIN_SHARED_TOKENS ? 0 : tokens;
+}
+
+/* Finds the next group, of the sequences from at->seq on that share as many tokens as the first two; maybe one alone. */
+static void begin_group(const plan *p, walk *at) {
+    const kvc_seq *first = p->seqs + at->seq;
+    at->group_stop = at->seq + 1;
+    at->group_shared = at->group_stop < p->num_seqs ? num_shared(p, first, first + 1) : 0;
+    if (!at->group_shared) return;
+    do at->group_stop++;
+    while (at->group_stop < p->num_seqs && num_shared(p, first, p->seqs + at->group_stop) >= at->group_shared);
+    const int64_t units = p->layout->num_heads * ceil_div(at->group_shared, KVC_SEGMENT);
+    const int64_t sets = p->num_threads > 1 ? ceil_div(p->num_threads * SHARED_PER_THREAD, units) : 1;
+    at->members = ceil_div(at->group_stop - at->seq, sets);
+    if (at->members < 2) at->members = 2;
+}
+
+/* Finds the next set: some sequences of the group. */
+static void begin_set(const plan *p, walk *at) {
+    if (at->seq >= at->group_stop) begin_group(p, at);
+    int64_t rows = 0;
+    for (at->set_stop = at->seq; at->set_stop < at->group_stop && at->set_stop - at->seq < at->members; at->set_stop++) {
+        rows += seq_rows(p, p->seqs + at->set_stop);
+        if (rows > KVC_ITEM_ROWS) break;
+    }
+    if (at->set_stop < at->seq + 2) at->set_stop = at->seq + 1;
+    at->shared = at->set_stop > at->seq + 1 ? at->group_shared : 0;
+    at->head = at->index = 0;
 }
 
 /* What any query from `first` to `last` sees: every token of the span is seen by one of them. */
@@ -73,9 +141,27 @@ static int64_t unit_work(const unit *u) {
     return (u->seen.stop - u->seen.first) * (u->row_stop - u->row) * (u->head_stop - u->head);
 }
 
-static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t units) {
-    const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads;
-    unit u = {.row_stop = rows};
+/* The number of parts of a unit: of its segments from the first one on that it reads. */
+static void divide(const plan *p, const kvc_seq *seq, unit *u) {
+    const int64_t pieces = num_pieces(p, unit_work(u)), segments = kvc_num_segments(seq, u->seen);
+    const int64_t parts = pieces < segments ? pieces : segments;
+    u->parts = parts < 1 ? 1 : (int32_t)parts;
+}
+
+/* One head's rows of a set over the shared tokens. */
+static unit shared_unit(const plan *p, const walk *at) {
+    unit u = {at->seq, at->first_query, .members = at->set_stop - at->seq, .seen = {0, at->shared}};
+    u.head = (int32_t)at->head, u.head_stop = u.head + 1;
+    for (int64_t s = at->seq; s < at->set_stop; s++) u.row_stop += seq_rows(p, p->seqs + s);
+    u.segments = kvc_num_segments(p->seqs + at->seq, u.seen);
+    divide(p, p->seqs + at->seq, &u);
+    return u;
+}
+
+static unit unit_at(const plan *p, const walk *at, int64_t units) {
+    const kvc_seq *seq = p->seqs + at->seq;
+    const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads, index = at->index;
+    unit u = {at->seq, at->first_query, .row_stop = rows, .shared = at->shared};
     if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V; the last rows see most and come first */
         const int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
         u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
@@ -88,11 +174,32 @@ static unit unit_at(const plan *p, const kvc_seq *seq, int64_t index, int64_t un
     u.seen = seen_by(seq, u.row / group, (u.row_stop - 1) / group);
     u.first_segment = kvc_segment_of(seq, u.seen.first);
     u.segments = kvc_num_segments(seq, u.seen);
-    const int64_t pieces = num_pieces(p, unit_work(&u));
-    const int64_t parts = pieces < u.segments ? pieces : u.segments;
-    u.parts = parts < 1 ? 1 : (int32_t)parts;
+    if (u.shared) u.seen.first = u.shared;
+    divide(p, seq, &u);
     return u;
 }
+
+/* The next unit; those over the shared tokens of a set come before those of its sequences. Returns 0 behind the last. */
+static int next_unit(const plan *p, walk *at, unit *u) {
+    for (; at->seq < p->num_seqs; at->first_query += p->seqs[at->seq].num_queries, at->seq++, at->index = 0) {
+        if (at->seq >= at->set_stop) begin_set(p, at);
+        if (at->shared && at->head < p->layout->num_heads) {
+            *u = shared_unit(p, at);
+            at->head++;
+            return 1;
+        }
+        const int64_t units = at->shared ? 1 : num_units(p, p->seqs + at->seq);
+        if (at->index < units) {
+            *u = unit_at(p, at, units);
+            at->index++;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Whether the results of a unit's segments are kept, and combined at the end. */
+static int keeps_results(const unit *u) { return !u->members && (u->parts > 1 || u->shared); }
 
 /* Tokens that have scores, all those that are shown; the first of them that any query sees. */
 static int64_t num_scores(const kvc_seq *seq) { return seq->num_tokens - seq->hidden_tokens; }
@@ -112,25 +219,21 @@ static int64_t unit_floats(const plan *p, const unit *u) {
 
 static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs, int num_query_heads,
                       int num_threads) {
-    plan p = {layout, seqs, num_seqs, num_query_heads, 0, 0, 0, 0, 0, 0};
+    plan p = {layout, seqs, num_seqs, num_query_heads, num_threads, 0, 0, 0, 0, 0, 0, 0};
+    unit u;
     for (int64_t s = 0; s < num_seqs; s++) {
         p.total_queries += seqs[s].num_queries;
         p.num_score_items += num_score_parts(&seqs[s], num_threads);
-        for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
-            const unit u = unit_at(&p, &seqs[s], i, n);
-            p.work += unit_work(&u);
-        }
     }
+    for (walk at = {0}; next_unit(&p, &at, &u);) p.work += unit_work(&u);
     if (num_threads > 1 && p.work >= MIN_SPUN_WORK) { /* otherwise units are not divided */
         p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
         if (p.fair_share < MIN_PIECE_WORK) p.fair_share = MIN_PIECE_WORK;
     }
-    for (int64_t s = 0; s < num_seqs; s++) {
-        for (int64_t i = 0, n = num_units(&p, &seqs[s]); i < n; i++) {
-            const unit u = unit_at(&p, &seqs[s], i, n);
-            p.num_items += u.parts;
-            if (u.parts > 1) p.result_floats += unit_floats(&p, &u);
-        }
+    for (walk at = {0}; next_unit(&p, &at, &u);) {
+        p.num_items += u.parts;
+        if (u.members) p.num_shared_items += u.parts;
+        if (keeps_results(&u)) p.result_floats += unit_floats(&p, &u);
     }
     return p;
 }
@@ -158,34 +261,39 @@ size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, i
 
 /* The first token of a part's segments; it may lie before all tokens or behind them. */
 static int64_t segment_start(const kvc_seq *seq, const unit *u, int32_t part) {
-    return (u->first_segment + u->segments * part / u->parts) * KVC_SEGMENT - seq->start;
+    const int64_t first = u->shared / KVC_SEGMENT; /* of the segments, the first one that is read */
+    return (u->first_segment + first + (u->segments - first) * part / u->parts) * KVC_SEGMENT - seq->start;
 }
 
+/* Items over shared tokens come first. */
 static void list_items(const plan *p, kvc_item *items, float *norms, float *results) {
-    int64_t first_query = 0;
-    for (int64_t s = 0; s < p->num_seqs; first_query += p->seqs[s].num_queries, s++) {
-        for (int64_t i = 0, n = num_units(p, &p->seqs[s]); i < n; i++) {
-            const unit u = unit_at(p, &p->seqs[s], i, n);
-            for (int32_t part = 0; part < u.parts; part++, items++) {
-                *items = (kvc_item){.seq = s,
-                                    .first_query = first_query,
-                                    .row = u.row,
-                                    .row_stop = u.row_stop,
-                                    .head = u.head,
-                                    .head_stop = u.head_stop,
-                                    .first_segment = u.first_segment,
-                                    .segments = u.segments,
-                                    .part = part,
-                                    .parts = u.parts,
-                                    .results = u.parts > 1 ? results : NULL,
-                                    .norms = norms};
-                const int64_t first = segment_start(&p->seqs[s], &u, part);
-                const int64_t stop = segment_start(&p->seqs[s], &u, part + 1);
-                items->token = first > u.seen.first ? first : u.seen.first;
-                items->token_stop = stop < u.seen.stop ? stop : u.seen.stop;
-            }
-            if (u.parts > 1) results += unit_floats(p, &u);
+    kvc_item *shared = items, *own = items + p->num_shared_items;
+    unit u;
+    for (walk at = {0}; next_unit(p, &at, &u);) {
+        const kvc_seq *seq = &p->seqs[u.seq];
+        for (int32_t part = 0; part < u.parts; part++) {
+            const int64_t first = segment_start(seq, &u, part), stop = segment_start(seq, &u, part + 1);
+            *(u.members ? shared++ : own++) = (kvc_item){
+                .seq = u.seq,
+                .first_query = u.first_query,
+                .row = u.row,
+                .row_stop = u.row_stop,
+                .token = first > u.seen.first ? first : u.seen.first,
+                .token_stop = stop < u.seen.stop ? stop : u.seen.stop,
+                .first_segment = u.first_segment,
+                .segments = u.segments,
+                .head = u.head,
+                .head_stop = u.head_stop,
+                .part = part,
+                .parts = u.parts,
+                .members = u.members,
+                .shared = u.shared,
+                .own = u.members ? own : NULL, /* the next one that is listed is of the first member */
+                .results = keeps_results(&u) ? results : NULL,
+                .norms = norms,
+            };
         }
+        if (keeps_results(&u)) results += unit_floats(p, &u);
     }
 }
 
@@ -211,7 +319,7 @@ static void list_score_items(const plan *p, kvc_item *items, float *norms, int n
     }
 }
 
-/* A divided attention call; its three steps, attend, combine and score, run item by item. */
+/* A divided attention call; its steps, attend (shared tokens before others), combine and score, run item by item. */
 typedef struct call {
     const kvc_kernels *kernels;
     const kvc_attend_args *args;
@@ -220,17 +328,18 @@ typedef struct call {
     float *norms;
     unsigned char *own; /* one piece per thread */
     size_t own_bytes;
+    int64_t first; /* item of this step */
 } call;
 
 static void attend_at(void *context, int64_t i, int thread) {
     const call *c = context;
-    c->kernels->attend_item(c->args, &c->items[i], c->own + (size_t)thread * c->own_bytes);
+    c->kernels->attend_item(c->args, &c->items[c->first + i], c->own + (size_t)thread * c->own_bytes);
 }
 
 static void combine_at(void *context, int64_t i, int thread) {
     const call *c = context;
     (void)thread;
-    if (c->items[i].parts > 1) c->kernels->combine_parts(c->args, &c->items[i]);
+    if (c->items[i].results) c->kernels->combine_parts(c->args, &c->items[i]);
 }
 
 static void score_at(void *context, int64_t i, int thread) {
@@ -249,7 +358,9 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     c.own_bytes = thread_bytes(&c.plan);
     list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
     const int threads = c.plan.work >= (kvc_helper_spins() ? MIN_SPUN_WORK : MIN_THREAD_WORK) ? num_threads : 1;
-    kvc_run_items(c.plan.num_items, threads, attend_at, &c);
+    if (c.plan.num_shared_items) kvc_run_items(c.plan.num_shared_items, threads, attend_at, &c);
+    c.first = c.plan.num_shared_items;
+    kvc_run_items(c.plan.num_items - c.first, threads, attend_at, &c);
     if (c.plan.result_floats) kvc_run_items(c.plan.num_items, threads, combine_at, &c);
     if (!args->scores) return;
     list_score_items(&c.plan, c.items, c.norms, num_threads);

@@ -35,9 +35,14 @@ static results results_at(float *floats, int64_t rows, int padded) {
     return (results){floats, largest, largest + (rows + 15) / 16 * 16};
 }
 
+/* Clears maxima and sums from a row on, up to whole vectors. */
+static void clear_sums(results r, int from, int rows) {
+    for (int i = from; i < (rows + 15) / 16 * 16; i++) r.largest[i] = LOWEST, r.sum[i] = 0.0f;
+}
+
 static void clear_results(results r, int rows, int padded) {
     memset(r.acc, 0, (size_t)rows * (size_t)padded * sizeof(float));
-    for (int i = 0; i < (rows + 15) / 16 * 16; i++) r.largest[i] = LOWEST, r.sum[i] = 0.0f;
+    clear_sums(r, 0, rows);
 }
 
 /* Merges rows [first, stop) of a segment into those of the segments before it. first is a multiple of 16; stop is one

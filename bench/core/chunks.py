@@ -18,13 +18,17 @@ from bench.support.scattered import Scattered, Shape, fill_rows, queries_of, sca
 from kvcache.core.kernels import FORMATS
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["MIXED", "PREFILL", "mixed_cases", "prefill_cases", "thread_cases", "thread_columns"]
+__all__ = [
+    "MIXED", "PREFILL", "SHARED", "mixed_cases", "prefill_cases", "shared_cases", "thread_cases", "thread_columns",
+]  # fmt: skip
 
 ROWS = 512  # queries of a chunk
 PEAK = "FMA peak"
 _RIVALS = ("f32", TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values())
 PREFILL = Columns(tuple(FORMATS), lambda subject: PEAK, _RIVALS, "GFLOP/s")
 MIXED = Columns(("one call", "prefill", "decodes"))
+SAME, OWN = "the same blocks", "blocks of their own"
+SHARED = Columns((SAME,), rivals=(OWN,))
 
 
 def flop(shape: Shape, rows: int) -> float:
@@ -121,6 +125,36 @@ def _mixed_candidates(dtype: str, decodes: int, context: int, threads: int) -> I
         ("one call", batch.both), ("its parts", batch.parts), ("prefill", batch.prefill), ("decodes", batch.decode),
     ):  # fmt: skip
         yield Candidate(name, run)
+
+
+def shared_cases(sequences: int, threads: Iterable[int]) -> Iterator[Case]:
+    """Decodes whose texts begin alike: in the same blocks, and in blocks of their own."""
+    for (heads, kv_heads, head_dim), dtype, count in product(
+        ((32, 32, 128), (16, 8, 128), (9, 3, 64), (32, 8, 64)), ("f16", "q8", "q4"), threads
+    ):
+        what = f"{sequences} of 1k + 64, {heads}/{kv_heads} heads of {head_dim}, {dtype}, {count} thr"
+        yield Case(
+            what, partial(_shared_candidates, Shape(1024, 1, head_dim, 16, heads, kv_heads), sequences, dtype, count)
+        )
+
+
+def _shared_candidates(shape: Shape, sequences: int, dtype: str, threads: int) -> Iterator[Candidate]:
+    set_threads(threads)
+    keys, values = fill_rows(shape.context + 64, shape.kv_heads, shape.head_dim)
+    queries, ids = queries_of(shape, sequences), np.arange(sequences)
+    for name in (SAME, OWN):
+        blocks = sequences * (shape.context + 64) // shape.block_size
+        cache = PagedKvCache(blocks, shape.block_size, shape.kv_heads, shape.head_dim, dtype=dtype)
+        for seq_id in range(sequences):
+            if name == OWN or seq_id == 0:
+                cache.allocate(seq_id, shape.context)
+                cache.write(0, seq_id, keys[:-64], values[:-64])
+            else:
+                cache.fork(0, seq_id)
+        for seq_id in range(sequences):
+            cache.append(seq_id, 64)
+            cache.write(0, seq_id, keys[-64:], values[-64:])
+        yield Candidate(name, partial(cache.attention, 0, queries, ids, out=np.empty_like(queries)))
 
 
 ONE, TWO = "1 thread", "2 threads"

@@ -86,7 +86,12 @@ ITEMS = (
         (("5a. Prefill chunk and decodes in one call", lambda: chunks.MIXED),),
         lambda o: chunks.mixed_cases(63, 1024 if o.quick else 2048, o.threads),
     ),
-    Item("threads", (("5b. The second thread", chunks.thread_columns),), _thread_cases),
+    Item(
+        "shared",
+        (("5b. Decodes of texts that begin alike", lambda: chunks.SHARED),),
+        lambda o: chunks.shared_cases(8, o.threads),
+    ),
+    Item("threads", (("5c. The second thread", chunks.thread_columns),), _thread_cases),
     Item(
         "levels",
         (("6. SIMD levels on decode", decode.level_columns),),

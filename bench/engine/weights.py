@@ -194,8 +194,14 @@ def measure_network(
 
 
 def network_tables(
-    size: Size | Shape, threads: Sequence[int], rounds: int, folder: Path | None, rivals: bool, named: Sequence[str],
-    *, as_markdown: bool,
+    size: Size | Shape,
+    threads: Sequence[int],
+    rounds: int,
+    folder: Path | None,
+    rivals: bool,
+    named: Sequence[str],
+    *,
+    as_markdown: bool,
 ) -> list[tuple[Table, list[Result]]]:
     """Print decode and prefill of a network in every format of weights, beside rivals that read its files.
 

@@ -27,7 +27,9 @@ class Windows:
             folder.mkdir(parents=True, exist_ok=True)
 
     def measure(
-        self, window: npt.NDArray[np.uint32], groups: list[dict[str, Logits]],
+        self,
+        window: npt.NDArray[np.uint32],
+        groups: list[dict[str, Logits]],
         named: Callable[[str, Logits], Logits],
     ) -> dict[str, Divergence]:
         """The runs of a window, those that are not kept.

@@ -1,10 +1,10 @@
 """Windows of text for `python -m bench quality --model`: of what every Python has, and of the network's own chats.
 
-    documentation  the help topics of `pydoc_data.topics`
-    code           modules of the standard library
-    chats          questions of a person and answers that the network draws, by the template of its checkpoint
-    licences       of Python and of the packages that are installed: many repeat each other, and networks know some by
-                   heart, so they lose more than other texts
+documentation  the help topics of `pydoc_data.topics`
+code           modules of the standard library
+chats          questions of a person and answers that the network draws, by the template of its checkpoint
+licences       of Python and of the packages that are installed: many repeat each other, and networks know some by
+               heart, so they lose more than other texts
 """
 
 from __future__ import annotations

@@ -134,5 +134,3 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end, "expected the servers to answer within a minute"
         time.sleep(0.01)
-
-

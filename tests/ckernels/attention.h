@@ -153,18 +153,24 @@ static question draw_question(source *s, const world *w) {
     q.kind = usual ? GAUSSIAN : draw(s, NUM_KINDS);
     q.scale = usual ? 1.0f / sqrtf((float)dim) : (float)DRAW_OF(s, 0, 1, -1, 8) * 0.125f;
     int64_t room = (int64_t)w->most_floats * 64;
+    uint64_t sharing = w->options + s->at * 613; /* of long texts half begin like the one before, and have few queries */
+    const int together = w->many && splitmix(&sharing) % 2;
+    if (together) q.query_heads = w->layout.num_heads * (1 + (int)(splitmix(&sharing) % 2));
     for (int i = 0; i < q.num_seqs; i++) {
         q.of[i] = draw_runs(s, w, 1);
+        if (together && i) begin_as(&sharing, w, &q.of[i - 1], &q.of[i]);
         const int64_t tokens = q.of[i].num_tokens, each = (tokens + 1) * q.query_heads * dim;
         int64_t queries = DRAW_OF(s, 1, 1, 2, 3, 8, 16, 17, 33, 50, 97, 100, 200, 0, -1);
         if (queries < 0) queries = tokens;
+        if (together) queries = splitmix(&sharing) % 8 ? 1 + (int64_t)(splitmix(&sharing) % 3) : 0;
         if (queries * each > room) queries = room / each;
         room -= queries * each;
+        const int64_t sinks = draw(s, 40);
         const int64_t hidden = tokens % 5 != 3 ? 0 : queries < tokens ? queries : tokens;
         q.seqs[i] = (kvc_seq){.runs = q.of[i].runs.at,
                               .num_runs = q.of[i].num_runs,
                               .num_tokens = tokens,
-                              .sink_tokens = draw(s, 40),
+                              .sink_tokens = together && splitmix(&sharing) % 8 ? 0 : sinks,
                               .num_queries = queries,
                               .hidden_tokens = hidden};
         q.queries += queries, q.tokens += tokens - hidden;

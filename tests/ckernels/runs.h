@@ -79,6 +79,24 @@ static sequence draw_runs(source *s, const world *w, int empty_too) {
     return q;
 }
 
+/* A sequence begins with runs of another one, and goes on with some of its own: such sequences are read together. */
+static void begin_as(uint64_t *state, const world *w, const sequence *other, sequence *q) {
+    const int size = w->layout.block_size;
+    const int64_t both = other->num_runs - (int64_t)(splitmix(state) % 3 ? splitmix(state) % 4 : splitmix(state) % 70);
+    const int64_t first = both > 0 ? both : 0, own = least((size_t)q->num_runs, splitmix(state) % 6);
+    sequence new = {.num_runs = first + own, .slots = malloc(((size_t)((first + own) * size) + 1) * sizeof(size_t))};
+    new.runs = take((size_t)new.num_runs * sizeof(kvc_run), 4, 1);
+    kvc_run *runs = new.runs.at;
+    if (first) memcpy(runs, other->runs.at, (size_t)first * sizeof *runs);
+    if (own) memcpy(runs + first, q->runs.at, (size_t)own * sizeof *runs);
+    for (int64_t i = 0; i < new.num_runs; i++) {
+        for (int slot = runs[i].first; slot < runs[i].stop; slot++)
+            new.slots[new.num_tokens++] = slot_of(w, runs[i].block, slot);
+    }
+    give_back(&q->runs), free(q->slots);
+    *q = new;
+}
+
 static void drop_runs(sequence *q) { give_back(&q->runs), free(q->slots); }
 
 #endif
