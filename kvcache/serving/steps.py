@@ -124,7 +124,8 @@ class Steps:
             self._take_inbox()
             began = self._clock()
             self._scheduler.expire(began)
-            pieces = self._scheduler.plan(began)
+            # Texts that begin alike follow one another: attention may read what they share once.
+            pieces = sorted(self._scheduler.plan(began), key=lambda piece: piece[0].opening)
             self._note_evictions(pieces)
             decodes = sum(work.remaining == 1 for work, _ in pieces)
             prefilled = sum(n for work, n in pieces if work.remaining > 1)

@@ -28,6 +28,7 @@ from kvcache.serving.guesses import NO_GUESS, Guesses
 __all__ = ["Drawing", "FinishReason", "Scoring", "Tokens", "Work"]
 
 Tokens = NDArray[np.uint32]
+_OPENING = 256  # tokens: attention reads no fewer together
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -49,6 +50,7 @@ class Work(ABC):
         window_ends: at which tokens the windows are to be cached, when they have run.
         regime: of these, see `protocols.Model`.
         space: the namespace of its cached blocks; one for each regime, if the network has several.
+        opening: orders works; those whose texts begin alike in one namespace follow one another.
         reason: why it ended; None: it has not.
         error: what it failed with.
         trace: where, of `error`; each raise of it adds the frames of a caller, which are not to be kept.
@@ -67,6 +69,7 @@ class Work(ABC):
     def __init__(self, tokens: Tokens, namespace: Hashable) -> None:
         self._buffer, self.num_tokens = tokens, len(tokens)
         self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
+        self.opening = (hash(namespace), tokens[:_OPENING].tobytes())
         self.key: tuple[float, int] = (0.0, 0)
         self.arrival = 0.0
         self.deadline: float | None = None

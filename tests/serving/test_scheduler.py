@@ -251,3 +251,21 @@ def test_namespaces_share_nothing(network):
         engine.submit(prompt, GREEDY, namespace=name)
     run(engine)
     assert engine.stats().cached_tokens == 0
+
+
+def test_texts_that_begin_alike_follow_one_another():
+    """Prompts of two tenants come in turn; passes have those of one before those of the other."""
+    _, network, engine = served(speculate=False)
+    passes, forward = [], network.forward
+
+    def recorded(tokens, positions, *arguments):
+        passes.append(positions.tolist())
+        return forward(tokens, positions, *arguments)
+
+    network.forward = recorded
+    for i in range(6):
+        engine.submit([1 + i % 2] * 256 + [3 + i] * (100 * i + 1), asked(60))
+    run(engine)
+    tenants = [[(at - 256) // 100 % 2 for at in positions] for positions in passes if len(positions) == 6]
+    assert tenants, "no pass had all texts"
+    assert all(sorted(each) in (each, each[::-1]) for each in tenants), tenants
