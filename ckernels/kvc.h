@@ -120,11 +120,11 @@ typedef struct kvc_item {
     int64_t first_segment, segments; /* of all tokens that these rows see */
     int32_t head, head_stop; /* KV heads */
     int32_t part, parts; /* of the context, in whole segments */
-    int64_t members; /* sequences, from `seq` on, whose rows read tokens that they share; 0: one that reads its own */
-    int64_t shared;  /* its first tokens, which such an item has read before: `results` has what became of them */
-    const struct kvc_item *own; /* of the first member the first item, and then those of all; NULL: no members */
+    int64_t members; /* the item reads the first tokens of so many sequences, from `seq` on, which share them; 0: of one */
+    int64_t shared;  /* tokens of this sequence that an item with members reads; their results are in `results` */
+    const struct kvc_item *own; /* the other items of the members, in order; each member has `parts` of them; or NULL */
     float *results; /* NULL, or the results of each segment of the context (kvc_segment.h), which combine_parts merges */
-    float *norms;        /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
+    float *norms;   /* NULL, or (total_queries, num_query_heads, 2): maximum and 1/sum, of log2 scores */
 } kvc_item;
 
 /* Float rows (tokens, heads, channels of one side): heads and channels lie together. */

@@ -25,9 +25,9 @@ enum {
     /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one... */
     MIN_THREAD_WORK = 1 << 14,
     MIN_SPUN_WORK = 1 << 12, /* ... or of handing work to one that spins */
-    MOST_SHARED_HEADS = 2,   /* query heads of a KV head: more of them make nearly the most of a chunk by themselves */
+    MOST_SHARED_HEADS = 2,   /* most query heads of a KV head where sequences are read together; with more it gains little */
     MIN_SHARED_TOKENS = 256, /* minimum tokens that sequences read together */
-    SHARED_PER_THREAD = 3,   /* units of a set, so that threads finish together: with fewer, the set is divided */
+    SHARED_PER_THREAD = 3,   /* minimum pieces of a group's shared work per thread: with fewer, it becomes several sets */
 };
 
 typedef struct plan {
@@ -42,8 +42,8 @@ typedef struct plan {
 
 typedef struct unit { /* rows and heads that share their tokens */
     int64_t seq, first_query; /* the first sequence, and its first query */
-    int64_t members;          /* sequences that read shared tokens here; 0: one reads its own */
-    int64_t shared;           /* tokens of one sequence that such a unit reads, before its own */
+    int64_t members;          /* of a set, over its shared tokens: the number of sequences; 0: the unit is of one sequence */
+    int64_t shared;           /* of one sequence: its tokens that the units of its set read */
     int64_t row, row_stop, first_segment, segments;
     kvc_span seen;
     int32_t head, head_stop, parts;

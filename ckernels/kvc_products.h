@@ -47,12 +47,13 @@ INLINE void fetch_ahead(ahead_rows ahead, int token, int d) {
  * too late. */
 INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 3); }
 
-/* rows (1 to 4) x KVC_DOT_SUMS / rows tokens; 3 rows take as many tokens as 4. */
-#define DOT_TOKENS(rows) (KVC_DOT_SUMS / ((rows) == 3 ? 4 : (rows)))
+/* Accumulators of each of 1 to 4 rows, a power of two: 3 rows have as many each as 4. */
+#define ROW_SUMS(rows) (KVC_DOT_SUMS / ((rows) == 3 ? 4 : (rows)))
 
+/* rows (1 to 4) x ROW_SUMS(rows) tokens. */
 INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q_stride,
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
-    const int tokens = DOT_TOKENS(rows);
+    const int tokens = ROW_SUMS(rows);
     f32v sums[KVC_DOT_SUMS];
     UNROLL
     for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
@@ -92,7 +93,7 @@ INLINE void dot_step(int rows, kvc_format format, int dim, const float *q, int q
     int r = 0;
 #define DOT_ROWS(n)                                                                                    \
     for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                                             \
-        for (int t = 0; t < KVC_DOT_TOKENS; t += DOT_TOKENS(n)) {                                      \
+        for (int t = 0; t < KVC_DOT_TOKENS; t += ROW_SUMS(n)) {                                        \
             dot_tile(n, format, dim, q + r * q_stride, q_stride, k + t, offset, s + r * KVC_CHUNK + t, \
                      ahead, first + t);                                                                \
         }                                                                                              \
@@ -264,8 +265,8 @@ INLINE void mix_rows(int rows, int vecs, kvc_format format, int dim, int tokens,
     }
 }
 
-/* Vectors per tile of 1 to 4 rows: at most KVC_DOT_SUMS accumulators in all, and 8 per row. */
-#define MIX_VECS(rows) (DOT_TOKENS(rows) < 8 ? DOT_TOKENS(rows) : 8)
+/* Vectors per tile of 1 to 4 rows: at most 8 per row. */
+#define MIX_VECS(rows) (ROW_SUMS(rows) < 8 ? ROW_SUMS(rows) : 8)
 
 INLINE void mix_chunk(int tile_rows, kvc_format format, int dim, int rows, int tokens, const float *s,
                       const unsigned char *const *v, size_t offset, const float *alpha, float *acc,

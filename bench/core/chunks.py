@@ -128,7 +128,7 @@ def _mixed_candidates(dtype: str, decodes: int, context: int, threads: int) -> I
 
 
 def shared_cases(sequences: int, threads: Iterable[int]) -> Iterator[Case]:
-    """Decodes whose texts begin alike: in the same blocks, and in blocks of their own."""
+    """Decodes of texts with equal first tokens, which lie in the same blocks, or for each text in blocks of its own."""
     for (heads, kv_heads, head_dim), dtype, count in product(
         ((32, 32, 128), (16, 8, 128), (9, 3, 64), (32, 8, 64)), ("f16", "q8", "q4"), threads
     ):

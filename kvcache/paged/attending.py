@@ -106,8 +106,9 @@ def attention(
     blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
     tokens before a window are stored.
 
-    Where a KV head has one or two query heads, sequences that follow one another and begin with the same blocks (forks,
-    adopted prefixes of 256 tokens and more) read these once for all, which changes no bit.
+    Sequences that follow one another and begin with the same blocks (forks, adopted prefixes) have these read once for
+    all, which changes no bit: where a KV head has one or two query heads, a block a multiple of 16 tokens, and each
+    sequence few queries, 256 shared tokens and more, and neither window, start, mask nor skipped or evicted tokens.
 
     With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones: what
     is attended there and in the packed rows is merged. With groups, queries are then at most those from the group on in

@@ -124,7 +124,7 @@ class Steps:
             self._take_inbox()
             began = self._clock()
             self._scheduler.expire(began)
-            # Texts that begin alike follow one another: attention may read what they share once.
+            # Texts with equal first tokens become neighbours, of which attention reads shared blocks once.
             pieces = sorted(self._scheduler.plan(began), key=lambda piece: piece[0].opening)
             self._note_evictions(pieces)
             decodes = sum(work.remaining == 1 for work, _ in pieces)

@@ -50,7 +50,7 @@ class Work(ABC):
         window_ends: at which tokens the windows are to be cached, when they have run.
         regime: of these, see `protocols.Model`.
         space: the namespace of its cached blocks; one for each regime, if the network has several.
-        opening: orders works; those whose texts begin alike in one namespace follow one another.
+        opening: its namespace's hash and its first tokens, by which the texts of a pass are sorted.
         reason: why it ended; None: it has not.
         error: what it failed with.
         trace: where, of `error`; each raise of it adds the frames of a caller, which are not to be kept.
