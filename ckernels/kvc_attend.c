@@ -76,24 +76,38 @@ static void finish_scores(const job *j, const chunk *c, int64_t row, int lanes, 
     if (j->seq->parents) mask_tree(j, c, row / j->group, w);
 }
 
-/* Turns scores into masked weights 2^(score - largest), and updates largest, sum and alpha. */
-NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
-                         float *sum) {
+/* The same of at most KVC_LANES rows, `alpha` being theirs. Each step is done for all rows before the next one: in one row a
+ * step waits for the one before. */
+INLINE void softmax_few(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *weights, float *alpha,
+                        float *largest, float *sum) {
     for (int r = 0; r < rows; r++) {
-        float *w = j->weights + r * KVC_CHUNK;
+        float *w = weights + r * KVC_CHUNK;
         finish_scores(j, c, row + r, tokens, w);
         f32v max_v = f32v_set1(largest[r]);
         for (int t = 0; t < tokens; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
         const float max = f32v_max_of(max_v);
+        alpha[r] = largest[r] - max;
+        largest[r] = max;
+    }
+    f32v_store(alpha, f32v_exp2(f32v_load(alpha)));
+    for (int r = 0; r < rows; r++) {
+        float *w = weights + r * KVC_CHUNK;
         f32v sum_v = f32v_zero();
         for (int t = 0; t < tokens; t += KVC_LANES) {
-            const f32v w_v = f32v_exp2(f32v_sub(f32v_load(w + t), f32v_set1(max)));
+            const f32v w_v = f32v_exp2(f32v_sub(f32v_load(w + t), f32v_set1(largest[r])));
             f32v_store(w + t, w_v);
             sum_v = f32v_add(sum_v, w_v);
         }
-        j->alpha[r] = f32v_max_of(f32v_exp2(f32v_set1(largest[r] - max)));
-        sum[r] = sum[r] * j->alpha[r] + f32v_sum_of(sum_v);
-        largest[r] = max;
+        sum[r] = sum[r] * alpha[r] + f32v_sum_of(sum_v);
+    }
+}
+
+/* Turns scores into masked weights 2^(score - largest), and updates largest, sum and alpha. */
+NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
+                         float *sum) {
+    for (int r = 0; r < rows; r += KVC_LANES) {
+        softmax_few(j, c, row + r, rows - r < KVC_LANES ? rows - r : KVC_LANES, tokens, j->weights + r * KVC_CHUNK,
+                    j->alpha + r, largest + r, sum + r);
     }
 }
 

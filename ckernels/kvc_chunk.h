@@ -87,29 +87,23 @@ INLINE void mix_few(kvc_format format, int dim, int rows, int tokens, const floa
 }
 
 #if defined(KVC_HAVE_DOTS)
-static const unsigned char *tile_of(const job *j, const piece *p, kvc_rows rows, int head) {
-    const size_t tile = (size_t)(p->slot / KVC_TILE) * kvc_tile_bytes(rows);
-    if (rows.side == KVC_KEYS) return p->block + (size_t)head * j->layout->key_head_bytes + tile;
-    const size_t values = (size_t)j->layout->num_heads * j->layout->key_head_bytes;
-    return p->block + values + (size_t)head * j->layout->value_head_bytes + tile;
-}
-
 /* The tiles of a head's rows in a chunk, and those of the next chunk to prefetch; where it has fewer, the same again.
- * Returns whether there is a next chunk. */
-static int list_tiles(const job *j, const chunk *c, const chunk *next, kvc_rows rows, int head,
+ * `offset`: of the head in a block, from head 0 on. Returns whether there is a next chunk. */
+INLINE int list_tiles(const unsigned char *const *first, const unsigned char *const *then, int tiles, int more, size_t offset,
                       const unsigned char **tile, const unsigned char **ahead) {
-    for (int i = 0; i < c->pieces; i++) {
-        tile[i] = ahead[i] = tile_of(j, &c->piece[i], rows, head);
-        if (next && i < next->pieces) ahead[i] = tile_of(j, &next->piece[i], rows, head);
+    for (int i = 0; i < tiles; i++) {
+        tile[i] = first[i] + offset;
+        ahead[i] = (i < more ? then[i] : first[i]) + offset;
         fetch_lines(ahead[i], KVC_TILE_HEADER);
     }
-    return next && next->pieces;
+    return more > 0;
 }
 
 static int score_tiles(const job *j, const chunk *c, int head, const unit_query *q, int rows,
                        const chunk *next) {
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
-    const int more = list_tiles(j, c, next, j->k_rows, head, tile, ahead);
+    const int more = list_tiles(c->k, next ? next->k : NULL, c->pieces, next ? next->pieces : 0,
+                                (size_t)head * j->layout->key_head_bytes, tile, ahead);
     unit_dot(j->k_rows.bits, j->k_rows.dim, rows, c->pieces, q, tile, j->weights, more ? ahead : NULL);
     return c->lanes;
 }
@@ -134,7 +128,8 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
     float scales[KVC_CHUNK], middles[KVC_CHUNK];
     const float centre = centre_of(j->v_rows.bits);
-    const int more = list_tiles(j, c, next, j->v_rows, head, tile, ahead);
+    const int more = list_tiles(c->v, next ? next->v : NULL, c->pieces, next ? next->pieces : 0,
+                                (size_t)head * j->layout->value_head_bytes, tile, ahead);
     for (int i = 0; i < c->pieces; i++)
         load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
     quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);

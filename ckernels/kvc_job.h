@@ -27,7 +27,8 @@ typedef struct chunk {
     int64_t segment;
     piece piece[KVC_CHUNK];
     const unsigned char *k[KVC_POINTERS],
-        *v[KVC_POINTERS]; /* f32, f16: rows of head 0 lane by lane, the first and the last one repeated */
+        *v[KVC_POINTERS]; /* of head 0: with units the tile of each piece; else rows lane by lane, the first and the last
+                           * one repeated */
 } chunk;
 
 typedef struct cursor { /* the next token of a sequence */
@@ -125,10 +126,11 @@ static cursor seek(const job *j, int64_t token) {
 /* A piece of a tile takes the 16 lanes of the tile, any other piece one lane per token. */
 static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     const unsigned char *block = j->args->arena + (size_t)at->run->block * j->layout->block_bytes;
-    const unsigned char *k = block + (size_t)at->slot * j->k_row_bytes;
-    const unsigned char *v = block + (size_t)j->layout->num_heads * j->layout->key_head_bytes;
-    v += (size_t)at->slot * j->v_row_bytes;
-    const int lane = c->lanes + (j->units ? at->slot % KVC_TILE : 0);
+    const int row = j->units ? at->slot / KVC_TILE * KVC_TILE : at->slot; /* which a tile begins with */
+    const unsigned char *k = block + (size_t)row * j->k_row_bytes;
+    const unsigned char *v = block + (size_t)j->layout->num_heads * j->layout->key_head_bytes + (size_t)row * j->v_row_bytes;
+    const int lane = c->lanes + at->slot - row;
+    if (j->units) c->k[c->pieces] = k, c->v[c->pieces] = v;
     c->piece[c->pieces++] = (piece){block, at->token, at->slot, count, lane};
     if (j->units) {
         c->lanes += KVC_TILE;

@@ -23,7 +23,7 @@
  *   i32x16_dot_q (codes times signed bytes), dot_w (signed codes times bytes of 0 to 127), joined(high, low, bits) =
  *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): 32 rounded x = 128 high + low, high is (x + centre) / 128,
  *   rounded down; or, with KVC_WHOLE_NUMBERS, i16x64_of(u8x64) and i32x16_dot_whole: codes times four numbers of 16 bits,
- *   in the order of f32v_store_whole.
+ *   in the order of f32v_store_whole, which rounds. What rounds returns i32v with the same sum as the rounded numbers.
  * Its type u64x8 has sums for kvc_digest.c: zero, sum_of, add_products(sums, u8x64, key).
  * It also defines the shape of its register tiles:
  *   KVC_TILE_ROWS x KVC_TILE_VECS   accumulators of the product over many rows

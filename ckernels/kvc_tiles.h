@@ -43,8 +43,6 @@
 
 #if defined(KVC_HAVE_DOTS)
 
-#define MOST 16383.0f /* 127 * 128 + 127 */
-
 enum { UNIT_VECS = 16 / KVC_LANES };
 
 INLINE int32_t four_bytes(const void *p) {
@@ -75,40 +73,32 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
-/* Rounds x * inverse to the numbers that codes of so many bits are multiplied by; n is a multiple of 32. Returns their sum.
- * Numbers exceed MOST only for NaN or infinite scales and queries; these are clamped. */
+/* Rounds x * inverse to the numbers that codes of so many bits are multiplied by; n is a multiple of 32. Returns their sum,
+ * which is exact. Queries that are not finite become any numbers of 16 bits. */
 INLINE float split(int bits, int is_signed, int n, const float *x, float inverse, int8_t *high, int8_t *low,
                    int16_t *whole) {
     (void)bits, (void)is_signed, (void)high, (void)low, (void)whole;
-#if KVC_SHARED_DIGITS
-    if (are_shared(bits)) {
-        f32v sum = f32v_zero();
-        for (int i = 0; i < n; i += 32) {
-            const f32v x0 = f32v_round(f32v_mul(f32v_load(x + i), f32v_set1(inverse)));
-            const f32v x1 = f32v_round(f32v_mul(f32v_load(x + i + 16), f32v_set1(inverse)));
-            f32v_shared_digits(x0, x1, high + i, low + i);
-            sum = f32v_add(sum, f32v_add(x0, x1));
-        }
-        return f32v_sum_of(sum);
-    }
-#endif
-    f32v sum_v = f32v_zero(); /* exact: all numbers together are below 2^24 */
+    i32v sum = i32v_zero();
     for (int i = 0; i < n; i += 32) {
         f32v number[32 / KVC_LANES];
         UNROLL
         for (int v = 0; v < 32 / KVC_LANES; v++) {
-            const f32v y = f32v_max(f32v_mul(f32v_load(x + i + v * KVC_LANES), f32v_set1(inverse)), f32v_set1(-MOST));
-            number[v] = f32v_round(f32v_min(y, f32v_set1(MOST)));
-            sum_v = f32v_add(sum_v, number[v]);
+            number[v] = f32v_mul(f32v_load(x + i + v * KVC_LANES), f32v_set1(inverse));
 #if KVC_WHOLE_NUMBERS
-            f32v_store_whole(whole + i + v * KVC_LANES, number[v]);
+            sum = i32v_add(sum, f32v_store_whole(whole + i + v * KVC_LANES, number[v]));
 #endif
         }
+#if KVC_SHARED_DIGITS
+        if (are_shared(bits)) {
+            sum = i32v_add(sum, f32v_shared_digits(number, high + i, low + i));
+            continue;
+        }
+#endif
 #if !KVC_WHOLE_NUMBERS
-        f32v_seven_bits(number, is_signed ? 64 : 0, high + i, low + i);
+        sum = i32v_add(sum, f32v_seven_bits(number, is_signed ? 64 : 0, high + i, low + i));
 #endif
     }
-    return f32v_sum_of(sum_v);
+    return f32v_sum_of(i32v_floats(sum));
 }
 
 /* The middle of the codes' range; at 8 bits, the offset that makes them signed. */
@@ -255,35 +245,43 @@ NOINLINE void unit_dot(int bits, int dim, int rows, int tiles, const unit_query 
 #undef DOT
 }
 
-/* One row's weights times the scales of V, in digits or whole. */
-INLINE void quantise_row(int bits, int lanes, const float *w, const float *scales, const float *middles,
-                         unit_weights *to) {
-    float u[KVC_CHUNK];
+/* One row's weights times the scales of V, in their place; the largest of them as the scale, and the term of every channel
+ * but for the centre of the codes. */
+INLINE void scale_row(int lanes, float *w, const float *scales, const float *middles, unit_weights *to) {
     f32v largest_v = f32v_zero(), base_v = f32v_zero();
     for (int t = 0; t < lanes; t += KVC_LANES) {
         const f32v w_v = f32v_load(w + t), u_v = f32v_mul(w_v, f32v_load(scales + t));
         largest_v = f32v_max(largest_v, u_v);
         base_v = f32v_fma(w_v, f32v_load(middles + t), base_v);
-        f32v_store(u + t, u_v);
+        f32v_store(w + t, u_v);
     }
-    for (int t = lanes; t % 32; t++) u[t] = 0.0f;
-    const int shared = are_shared(bits);
-    const float limit = shared ? 1791.0f : 16383.0f, largest = f32v_max_of(largest_v);
-    const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
-    const float sum = split(bits, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
-    to->scale = largest / limit, to->rounded = sum;
-    to->base = f32v_sum_of(base_v) - (bits == 8 ? 0.0f : centre_of(bits) * to->scale * sum);
+    for (int t = lanes; t % 32; t++) w[t] = 0.0f;
+    to->scale = f32v_max_of(largest_v), to->base = f32v_sum_of(base_v);
 }
 
-NOINLINE void quantise_weights(int bits, int rows, int lanes, const float *w, const float *scales,
-                               const float *middles, unit_weights *to) {
-#define ROWS(symbol, name, bits, ...)                                              \
-    case bits:                                                                     \
-        for (int r = 0; r < rows; r++)                                             \
-            quantise_row(bits, lanes, w + r * KVC_CHUNK, scales, middles, to + r); \
+/* In digits or whole. */
+INLINE void round_row(int bits, int lanes, const float *u, unit_weights *to) {
+    const float limit = are_shared(bits) ? 1791.0f : 16383.0f, largest = to->scale;
+    const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
+    const float sum = split(bits, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
+    to->scale = largest / limit;
+    if (KVC_WHOLE_NUMBERS) to->rounded = sum;
+    if (bits != 8) to->base -= centre_of(bits) * to->scale * sum;
+}
+
+/* Each step is done for some rows before the next one: in one row a step waits for the one before. */
+NOINLINE void quantise_weights(int bits, int rows, int lanes, float *w, const float *scales, const float *middles,
+                               unit_weights *to) {
+    for (int first = 0; first < rows; first += KVC_LANES) {
+        const int stop = rows - first < KVC_LANES ? rows : first + KVC_LANES;
+        for (int r = first; r < stop; r++) scale_row(lanes, w + r * KVC_CHUNK, scales, middles, to + r);
+#define ROWS(symbol, name, bits, ...)                                                                \
+    case bits:                                                                                       \
+        for (int r = first; r < stop; r++) round_row(bits, lanes, w + r * KVC_CHUNK, to + r);        \
         break;
-    switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
+        switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
 #undef ROWS
+    }
 }
 
 /* acc = acc * alpha + the sums of codes times weights, for rows (a constant) and two blocks of 16 channels. */

@@ -135,6 +135,7 @@ INLINE i16v i16v_mul15(i16v a, i16v b) { return _mm256_mulhrs_epi16(a, b); }
 INLINE i16v i16v_shr(i16v x, int n) { return _mm256_srli_epi16(x, n); }
 INLINE i16v i16v_min(i16v a, i16v b) { return _mm256_min_epi16(a, b); }
 INLINE i32v i32v_zero(void) { return _mm256_setzero_si256(); }
+INLINE i32v i32v_add(i32v a, i32v b) { return _mm256_add_epi32(a, b); }
 INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 
@@ -255,11 +256,12 @@ INLINE i32x16 i32x16_dot_whole(i32x16 sums, i16x64 codes, const int16_t *x) {
     sums.b = added(_mm256_add_epi32(sums.b, _mm256_madd_epi16(codes.odd.b, odd)));
     return sums;
 }
-INLINE void f32v_store_whole(int16_t *p, f32v x) {
+INLINE i32v f32v_store_whole(int16_t *p, f32v x) {
     enum { EVEN_FIRST = _MM_SHUFFLE(3, 1, 2, 0) };
     const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
     const __m128i x_i16x8 = _mm_packs_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
     _mm_storeu_si128((__m128i *)p, _mm_shufflehi_epi16(_mm_shufflelo_epi16(x_i16x8, EVEN_FIRST), EVEN_FIRST));
+    return _mm256_zextsi128_si256(_mm_madd_epi16(x_i16x8, _mm_set1_epi16(1)));
 }
 
 typedef struct u64x8 {

@@ -145,6 +145,7 @@ INLINE i16v i16v_mul15(i16v a, i16v b) { return _mm512_mulhrs_epi16(a, b); }
 INLINE i16v i16v_shr(i16v x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
 INLINE i16v i16v_min(i16v a, i16v b) { return _mm512_min_epi16(a, b); }
 INLINE i32v i32v_zero(void) { return _mm512_setzero_si512(); }
+INLINE i32v i32v_add(i32v a, i32v b) { return _mm512_add_epi32(a, b); }
 INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm512_dpwssd_epi32(sums, a, b); }
 INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 
@@ -219,7 +220,7 @@ INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low);
 }
 /* Packing interleaves the fours of the four vectors, and `in_order` restores their order. */
-INLINE void f32v_seven_bits(const f32v x[2], int centre, int8_t *high, int8_t *low) {
+INLINE i32v f32v_seven_bits(const f32v x[2], int centre, int8_t *high, int8_t *low) {
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i whole = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
     const __m512i digit = _mm512_srai_epi16(_mm512_add_epi16(whole, _mm512_set1_epi16((short)centre)), 7);
@@ -227,13 +228,14 @@ INLINE void f32v_seven_bits(const f32v x[2], int centre, int8_t *high, int8_t *l
     const __m512i bytes = _mm512_permutexvar_epi32(in_order, both);
     _mm256_storeu_si256((__m256i *)high, _mm512_castsi512_si256(bytes));
     _mm256_storeu_si256((__m256i *)low, _mm512_extracti64x4_epi64(bytes, 1));
+    return _mm512_madd_epi16(whole, _mm512_set1_epi16(1));
 }
-/* Splits 32 rounded numbers, |x| <= 1791, into shared digits (kvc_tiles.h): of 8, the first four are x_a, the others
+/* Splits 32 numbers, |x| <= 1791, into shared digits (kvc_tiles.h): of 8, the first four are x_a, the others
  * x_b. With r the low digit of x_a alone, low_a = r + 16 m for the m that makes x_b - 16 low_a a byte. Computed in
  * 16-bit lanes; packing interleaves the fours of the two vectors, and `in_order` restores their order. */
-INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
+INLINE i32v f32v_shared_digits(const f32v numbers[2], int8_t *high, int8_t *low) {
     const __m256i in_order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-    const __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(x0), _mm512_cvtps_epi32(x1));
+    const __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(numbers[0]), _mm512_cvtps_epi32(numbers[1]));
     const __m512i other = _mm512_shuffle_i32x4(x, x, 0xb1);
     const __m512i r16 = _mm512_srai_epi16(_mm512_slli_epi16(x, 12), 8);
     const __m512i rest = _mm512_add_epi16(_mm512_sub_epi16(other, r16), _mm512_set1_epi16(128));
@@ -244,6 +246,7 @@ INLINE void f32v_shared_digits(f32v x0, f32v x1, int8_t *high, int8_t *low) {
     const __m512i lows = _mm512_mask_mov_epi64(low_a, 0xcc, low_b);
     _mm256_storeu_si256((__m256i *)low, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(lows), in_order));
     _mm256_storeu_si256((__m256i *)high, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(high_a), in_order));
+    return _mm512_madd_epi16(x, _mm512_set1_epi16(1));
 }
 
 typedef __m512i u64x8;

@@ -94,6 +94,7 @@ INLINE i16v i16v_mul15(i16v a, i16v b) {
 INLINE i16v i16v_shr(i16v x, int n) { return vshlq_u16(x, vdupq_n_s16((int16_t)-n)); }
 INLINE i16v i16v_min(i16v a, i16v b) { return vminq_u16(a, b); }
 INLINE i32v i32v_zero(void) { return vdupq_n_s32(0); }
+INLINE i32v i32v_add(i32v a, i32v b) { return vaddq_s32(a, b); }
 INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) {
     const int16x8_t a_i16x8 = vreinterpretq_s16_u16(a), b_i16x8 = vreinterpretq_s16_u16(b);
     const int32x4_t low = vmull_s16(vget_low_s16(a_i16x8), vget_low_s16(b_i16x8));
@@ -186,16 +187,19 @@ INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) {
     UNROLL
     for (int i = 0; i < 4; i++) out[i] = vcvtq_f32_s32(x.val[i]);
 }
-INLINE void f32v_seven_bits(const f32v x[8], int centre, int8_t *high, int8_t *low) {
+INLINE i32v f32v_seven_bits(const f32v x[8], int centre, int8_t *high, int8_t *low) {
+    i32v sum = i32v_zero();
     UNROLL
     for (int i = 0; i < 8; i++) {
-        const int32x4_t whole = vcvtq_s32_f32(x[i]), digit = vshrq_n_s32(vaddq_s32(whole, vdupq_n_s32(centre)), 7);
+        const int32x4_t whole = vcvtnq_s32_f32(x[i]), digit = vshrq_n_s32(vaddq_s32(whole, vdupq_n_s32(centre)), 7);
         const int16x4_t rest = vmovn_s32(vsubq_s32(whole, vshlq_n_s32(digit, 7)));
         const int8x8_t both = vmovn_s16(vcombine_s16(vmovn_s32(digit), rest));
         int8_t bytes[8];
         vst1_s8(bytes, both);
         memcpy(high + 4 * i, bytes, 4), memcpy(low + 4 * i, bytes + 4, 4);
+        sum = i32v_add(sum, whole);
     }
+    return sum;
 }
 INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     UNROLL
