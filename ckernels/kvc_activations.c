@@ -1,78 +1,130 @@
 /* kvc_activations.c - blocks of rows of x as the products read them (kvc_matrix.h). */
+#include <math.h>
 #include <string.h>
 
 #include "kvc_half.h"
 #include "kvc_matrix.h"
 #include "kvc_simd.h"
 
-enum { GROUP_VECTORS = KVC_GROUP / KVC_LANES, MOST_ROWS = 16 /* of a block */ };
+enum {
+    GROUP_VECTORS = KVC_GROUP / KVC_LANES,
+    MOST_ROWS = 16,    /* of a block */
+    MOST_GROUPS = 128, /* of rows, at a time; a multiple of KVC_LANES */
+};
 
-/* One group of the rows of a block, of which row i is at x[i]. With a value that is not finite the scale is NaN. With one
- * digit the scale has 22 bits. The steps of all rows come first: so the processor divides for some rows while it looks for
- * the largest of others. */
-INLINE void put_group(const float *const *x, int rows, int digits, int zero, int has_minima, unsigned char *to) {
-    const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
-    unsigned char *behind = to + (size_t)(KVC_GROUP * digits * rows);
-    float steps[MOST_ROWS], scales[MOST_ROWS];
-    for (int i = 0; i < rows; i++) {
-        f32v largest_v = f32v_zero();
+/* One row of a block in one group. */
+typedef struct row_group {
+    const float *x;         /* KVC_GROUP channels */
+    unsigned char *numbers; /* where the first four of them go; the next four follow those of the other rows */
+    unsigned char *behind;  /* where the scale goes; the other floats follow those of the other rows */
+} row_group;
+
+/* The largest magnitude of each of KVC_LANES of them, NaN if one is. */
+INLINE f32v largest_of(const row_group *at) {
+    f32v largest[KVC_LANES];
+    for (int i = 0; i < KVC_LANES; i++) {
+        largest[i] = f32v_abs(f32v_load(at[i].x));
         UNROLL
-        for (int v = 0; v < GROUP_VECTORS; v++) largest_v = f32v_max(largest_v, f32v_abs(f32v_load(x[i] + v * KVC_LANES)));
-        const float largest = f32v_max_of(largest_v);
-        steps[i] = largest > 0x1p-100f ? most / largest : 0.0f;
-        scales[i] = largest / most;
+        for (int v = 1; v < GROUP_VECTORS; v++)
+            largest[i] = f32v_larger(largest[i], f32v_abs(f32v_load(at[i].x + v * KVC_LANES)));
     }
-    for (int i = 0; i < rows; i++) {
-        unsigned char high[KVC_GROUP], low[KVC_GROUP]; /* signed */
-        f32v sum = f32v_zero(), finite = f32v_zero();
+    return f32v_maxima(largest);
+}
+
+/* Puts the numbers of KVC_LANES of them. Returns the sums. */
+INLINE f32v put_numbers(const row_group *at, const float *steps, float most, int rows, int digits) {
+    f32v sum[KVC_LANES];
+    unsigned char bytes[KVC_LANES][2 * KVC_GROUP]; /* of the high digits, then of the low ones */
+    ROLLED
+    for (int i = 0; i < KVC_LANES; i++) {
+        f32v number[GROUP_VECTORS], above[GROUP_VECTORS];
+        sum[i] = f32v_zero();
         UNROLL
         for (int v = 0; v < GROUP_VECTORS; v++) {
-            const f32v x_v = f32v_load(x[i] + v * KVC_LANES);
-            f32v number = f32v_round(f32v_mul(x_v, f32v_set1(steps[i])));
-            number = f32v_min(f32v_max(number, f32v_set1(-most)), f32v_set1(most)); /* NaN becomes -most */
-            finite = f32v_fma(x_v, f32v_zero(), finite); /* 0, or NaN from infinities and NaN */
-            sum = f32v_add(sum, number);
-            if (digits == 2) {
-                const f32v above = f32v_round(f32v_mul(number, f32v_set1(1.0f / 128.0f)));
-                f32v_store_signed_bytes(low + v * KVC_LANES, f32v_fma(above, f32v_set1(-128.0f), number));
-                number = above;
-            }
-            f32v_store_signed_bytes(high + v * KVC_LANES, number);
+            number[v] = f32v_round(f32v_mul(f32v_load(at[i].x + v * KVC_LANES), f32v_set1(steps[i])));
+            number[v] = f32v_max(number[v], f32v_set1(-most)); /* instead of NaN */
+            sum[i] = f32v_add(sum[i], number[v]);
+            above[v] = f32v_round(f32v_mul(number[v], f32v_set1(1.0f / 128.0f)));
+            if (digits == 2) number[v] = f32v_fma(above[v], f32v_set1(-128.0f), number[v]);
         }
-        for (int unit = 0; unit < KVC_GROUP / 4; unit++) {
-            memcpy(to + (unit * rows + i) * 4, high + 4 * unit, 4);
-            if (digits == 2) memcpy(to + ((KVC_GROUP / 4 + unit) * rows + i) * 4, low + 4 * unit, 4);
+        f32v_store_signed32(bytes[i] + (digits - 1) * KVC_GROUP, number);
+        if (digits == 2) f32v_store_signed32(bytes[i], above);
+    }
+    ROLLED
+    for (int i = 0; i < KVC_LANES; i++) {
+        if (rows == 1) { /* they lie side by side */
+            memcpy(at[i].numbers, bytes[i], (size_t)(KVC_GROUP * digits));
+            continue;
         }
-        const int32_t numbers = (int32_t)f32v_sum_of(sum); /* exact: below 2^24 */
-        const int32_t shift = (digits == 1 ? KVC_SUM_START : 0) - zero * numbers;
-        float scale = scales[i] + f32v_sum_of(finite);
-        if (digits == 1) scale = kvc_float_of_bits(kvc_float_bits(scale) & ~3u);
-        const float correction = scale * (float)numbers, less = -0x1.8p23f * scale;
-        memcpy(behind + 4 * (size_t)i, &scale, 4);
-        memcpy(behind + 4 * (size_t)(rows + i), has_minima ? (const void *)&correction : &shift, 4);
-        if (digits == 1) memcpy(behind + 4 * (size_t)(2 * rows + i), &less, 4);
+        UNROLL
+        for (int unit = 0; unit < KVC_GROUP * digits / 4; unit++)
+            memcpy(at[i].numbers + unit * rows * 4, bytes[i] + 4 * unit, 4);
+    }
+    return f32v_sums(sum); /* exact: below 2^24 */
+}
+
+/* Puts what is behind the numbers of KVC_LANES of them. */
+INLINE void put_behind(const row_group *at, f32v scale, f32v numbers, int rows, int digits, int zero, int has_minima) {
+    float scales[KVC_LANES], corrections[KVC_LANES], less[KVC_LANES];
+    const f32v shift = f32v_fma(f32v_set1((float)-zero), numbers, f32v_set1(digits == 1 ? 0x1.8p23f : 0.0f)); /* exact */
+    f32v_store(scales, scale);
+    f32v_store(corrections, has_minima ? f32v_mul(scale, numbers) : shift);
+    f32v_store(less, f32v_mul(scale, f32v_set1(-0x1.8p23f)));
+    ROLLED
+    for (int i = 0; i < KVC_LANES; i++) {
+        const int32_t whole = has_minima || digits == 1 ? 0 : (int32_t)corrections[i];
+        memcpy(at[i].behind, &scales[i], 4);
+        memcpy(at[i].behind + 4 * rows, has_minima || digits == 1 ? (const void *)&corrections[i] : &whole, 4);
+        if (digits == 1) memcpy(at[i].behind + 8 * rows, &less[i], 4);
+    }
+}
+
+/* Puts n of them, a multiple of KVC_LANES. Steps come first: so the processor divides for some while it looks for the
+ * largest of others. With a value that is not finite the scale is NaN. With one digit the scale has 22 bits. */
+INLINE void put_groups(const row_group *at, int n, int rows, int digits, int zero, int has_minima) {
+    const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
+    const f32v most_v = f32v_set1(most), infinity = f32v_set1(INFINITY);
+    float steps[MOST_GROUPS], scales[MOST_GROUPS];
+    for (int i = 0; i < n; i += KVC_LANES) {
+        const f32v largest = largest_of(at + i);
+        f32v_store(steps + i, f32v_pick(largest, f32v_set1(0x1p-100f), f32v_zero(), f32v_div(most_v, largest)));
+        f32v_store(scales + i, f32v_pick(largest, infinity, f32v_div(largest, most_v), f32v_set1(NAN)));
+    }
+    for (int i = 0; i < n && digits == 1; i++) scales[i] = kvc_float_of_bits(kvc_float_bits(scales[i]) & ~3u);
+    for (int i = 0; i < n; i += KVC_LANES) {
+        const f32v scale = f32v_load(scales + i);
+        const f32v numbers = put_numbers(at + i, steps + i, most, rows, digits);
+        put_behind(at + i, scale, f32v_pick(scale, infinity, numbers, f32v_zero()), rows, digits, zero, has_minima);
     }
 }
 
 /* Levels whose dot products take signed weights subtract 128 from codes of 8 bits themselves (u8x64_weights). */
 INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int digits, unsigned char *to) {
+    static const float zeros[KVC_GROUP];
     const kvc_matrix *matrix = args->matrix;
     const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
     const int zero = info->bits == 8 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
-    const size_t group_bytes = ((size_t)(KVC_GROUP * digits) + kvc_behind_numbers(digits)) * (size_t)rows;
-    float padded[MOST_ROWS][KVC_GROUP];
-    const float *x[MOST_ROWS];
-    for (int64_t g = 0; g < matrix->groups; g++, to += group_bytes) {
-        const int64_t left = matrix->columns - g * KVC_GROUP;
-        for (int i = 0; i < rows; i++) {
-            x[i] = args->x + (first + i) * matrix->columns + g * KVC_GROUP;
-            if (left >= KVC_GROUP) continue;
-            memset(padded[i], 0, sizeof padded[i]);
-            if (left > 0) memcpy(padded[i], x[i], (size_t)left * sizeof(float));
-            x[i] = padded[i];
-        }
-        put_group(x, rows, digits, zero, info->has_minima, to);
+    const int64_t whole = matrix->columns / KVC_GROUP, left = matrix->columns % KVC_GROUP;
+    const float *x = args->x + first * matrix->columns;
+    float last[MOST_ROWS][KVC_GROUP]; /* the channels of a group that has fewer */
+    for (int i = 0; i < rows && left; i++) {
+        memset(last[i], 0, sizeof last[i]);
+        memcpy(last[i], x + i * matrix->columns + whole * KVC_GROUP, (size_t)left * sizeof(float));
     }
+    row_group at[MOST_GROUPS];
+    int n = 0;
+    for (int64_t g = 0; g < matrix->groups; g++) {
+        unsigned char *behind = to + (size_t)(KVC_GROUP * digits * rows);
+        const float *own = g < whole ? x + g * KVC_GROUP : g == whole && left ? last[0] : zeros;
+        const int64_t stride = g < whole ? matrix->columns : g == whole && left ? KVC_GROUP : 0;
+        for (int i = 0; i < rows; i++, own += stride) {
+            at[n++] = (row_group){own, to + 4 * i, behind + 4 * i};
+            if (n == MOST_GROUPS) put_groups(at, n, rows, digits, zero, info->has_minima), n = 0;
+        }
+        to = behind + kvc_behind_numbers(digits) * (size_t)rows;
+    }
+    for (; n % KVC_LANES; n++) at[n] = at[n - 1];
+    put_groups(at, n, rows, digits, zero, info->has_minima);
 }
 
 INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows, int rounded) {

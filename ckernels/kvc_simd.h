@@ -4,10 +4,11 @@
  *   load, store, load_half, store_half, load_bf16, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
- *   store_signed_bytes: -128 to 127,
+ *   store_signed32: 32 rounded floats, -128 to 127,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
  *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, adding
  *   neighbours, then neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
+ *   larger(a, b) of numbers that are not negative, NaN if one is NaN, and maxima(rows[KVC_LANES]), likewise,
  *   load8/store8 (and _half): 8 floats, if a vector is wider than 8.
  * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
@@ -56,6 +57,8 @@
 #else
 #define UNROLL
 #endif
+/* Loops over lanes in memory: unrolled, they would take them out of a register one by one. */
+#define ROLLED _Pragma("GCC unroll 1")
 
 enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any call adds */
 

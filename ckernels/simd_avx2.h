@@ -51,10 +51,11 @@ INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
         _mm_packus_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(x_u16x8, x_u16x8));
 }
-INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) {
-    const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
-    const __m128i x_i16x8 = _mm_packs_epi32(_mm256_castsi256_si128(x_i32x8), _mm256_extracti128_si256(x_i32x8, 1));
-    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(x_i16x8, x_i16x8));
+INLINE void f32v_store_signed32(unsigned char *p, const f32v x[4]) {
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1]));
+    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(x[2]), _mm256_cvtps_epi32(x[3]));
+    _mm256_storeu_si256((__m256i *)p, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), in_order));
 }
 
 /* Within each 2n lanes: first half + second half, then first half - second half. */
@@ -117,6 +118,20 @@ INLINE f32v f32v_sums(const f32v r[8]) {
     const f32v s0123 = _mm256_hadd_ps(s01, s23), s4567 = _mm256_hadd_ps(s45, s67);
     return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20),
                          _mm256_permute2f128_ps(s0123, s4567, 0x31));
+}
+
+INLINE f32v f32v_larger(f32v a, f32v b) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+INLINE f32v f32v_maxima(const f32v r[8]) {
+    f32v t[4], u[2];
+    UNROLL
+    for (int i = 0; i < 4; i++) /* per half: (r0, r1, r0, r1) */
+        t[i] = f32v_larger(_mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+    UNROLL
+    for (int i = 0; i < 2; i++) /* per half: (r0, r1, r2, r3) */
+        u[i] = f32v_larger(_mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44), _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
+    return f32v_larger(_mm256_permute2f128_ps(u[0], u[1], 0x20), _mm256_permute2f128_ps(u[0], u[1], 0x31));
 }
 
 /* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */

@@ -53,7 +53,12 @@ INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
-INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) { f32v_store_bytes(p, x); }
+INLINE void f32v_store_signed32(unsigned char *p, const f32v x[2]) {
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
+    const __m512i words = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const __m512i bytes = _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(words, words));
+    _mm256_storeu_si256((__m256i *)p, _mm512_castsi512_si256(bytes));
+}
 
 /* Within each 2n lanes: first half + second half, then first half - second half. */
 INLINE f32v f32v_butterfly1(f32v x) {
@@ -110,24 +115,29 @@ INLINE void f32v_transpose(f32v r[16]) {
         r[c + 12] = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0xdd);
     }
 }
-INLINE f32v f32v_sums(const f32v r[16]) {
-    f32v t[8], u[4];
-    UNROLL
-    for (int i = 0; i < 8; i++) { /* per quarter: (r0, r0, r1, r1) */
-        t[i] = _mm512_add_ps(_mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0x88),
-                             _mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0xdd));
-    }
-    UNROLL
-    for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */
-        u[i] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x88),
-                             _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xdd));
-    }
-    const f32v lo =
-        _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-    const f32v hi =
-        _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
+INLINE f32v f32v_larger(f32v a, f32v b) {
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
+#define REDUCTION(name, of)                                                                                           \
+    INLINE f32v name(const f32v r[16]) {                                                                              \
+        f32v t[8], u[4];                                                                                              \
+        UNROLL                                                                                                        \
+        for (int i = 0; i < 8; i++) { /* per quarter: (r0, r0, r1, r1) */                                             \
+            t[i] = of(_mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0x88),                                                \
+                      _mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0xdd));                                               \
+        }                                                                                                             \
+        UNROLL                                                                                                        \
+        for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */                                             \
+            u[i] = of(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x88),                                                \
+                      _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xdd));                                               \
+        }                                                                                                             \
+        const f32v lo = of(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));           \
+        const f32v hi = of(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));           \
+        return of(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));                            \
+    }
+REDUCTION(f32v_sums, f32v_add)
+REDUCTION(f32v_maxima, f32v_larger)
+#undef REDUCTION
 
 /* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
 

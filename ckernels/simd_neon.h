@@ -44,10 +44,12 @@ INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(x_u16x4, x_u16x4))), 0);
     __builtin_memcpy(p, &four, sizeof four);
 }
-INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) {
-    const int16x4_t x_i16x4 = vmovn_s32(vcvtnq_s32_f32(x));
-    const uint32_t four = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(x_i16x4, x_i16x4))), 0);
-    __builtin_memcpy(p, &four, sizeof four);
+INLINE void f32v_store_signed32(unsigned char *p, const f32v x[8]) {
+    UNROLL
+    for (int i = 0; i < 8; i += 2) {
+        const int16x4_t low = vmovn_s32(vcvtnq_s32_f32(x[i])), high = vmovn_s32(vcvtnq_s32_f32(x[i + 1]));
+        vst1_s8((int8_t *)p + 4 * i, vmovn_s16(vcombine_s16(low, high)));
+    }
 }
 
 INLINE float f32v_max_of(f32v x) { return vmaxvq_f32(x); }
@@ -74,6 +76,8 @@ INLINE void f32v_transpose(f32v r[4]) {
 #undef TRN64
 }
 INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }
+INLINE f32v f32v_larger(f32v a, f32v b) { return vmaxq_f32(a, b); }
+INLINE f32v f32v_maxima(const f32v r[4]) { return vpmaxq_f32(vpmaxq_f32(r[0], r[1]), vpmaxq_f32(r[2], r[3])); }
 
 /* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
 

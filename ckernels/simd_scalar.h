@@ -41,13 +41,17 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) { return x < limit ? 0.0f : r; }
 INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) { return x < limit ? below : other; }
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) { *p = (unsigned char)(int)f32v_round(x); }
-INLINE void f32v_store_signed_bytes(unsigned char *p, f32v x) { f32v_store_bytes(p, x); }
+INLINE void f32v_store_signed32(unsigned char *p, const f32v x[32]) {
+    for (int i = 0; i < 32; i++) f32v_store_bytes(p + i, x[i]);
+}
 
 INLINE float f32v_max_of(f32v x) { return x; }
 INLINE float f32v_sum_of(f32v x) { return x; }
 INLINE int f32v_first_not_below(f32v x, float limit) { return fabsf(x) < limit ? -1 : 0; }
 INLINE void f32v_transpose(f32v rows[KVC_LANES]) { (void)rows; }
 INLINE f32v f32v_sums(const f32v rows[KVC_LANES]) { return rows[0]; }
+INLINE f32v f32v_larger(f32v a, f32v b) { return a < b || b != b ? b : a; }
+INLINE f32v f32v_maxima(const f32v rows[KVC_LANES]) { return rows[0]; }
 
 typedef struct i16v {
     int even, odd; /* 0 to 2^15 - 1 */
