@@ -72,7 +72,8 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
         ValueError: an array with masked values, or a list of those; lists of different lengths.
     """
     array = _as_it_is(x, name)
-    return _widened(array["bfloat16"]) if array.dtype == BFLOAT16 else array
+    structured = array.dtype.kind == "V"  # quickly: equality of dtypes such as BFLOAT16 is slow
+    return _widened(array["bfloat16"]) if structured and array.dtype == BFLOAT16 else array
 
 
 def _as_it_is(x: Any, name: str) -> npt.NDArray[Any]:

@@ -5,13 +5,18 @@ The bits of a row depend on that row alone (ckernels/kvc_network.c), as those of
 
 import numpy as np
 
+cimport numpy as cnp
 from libc.math cimport exp
 from libc.stdint cimport int64_t
 
 from kvcache.core cimport kernels
 from kvcache.core.recycled cimport new_floats
 
+from kvcache.core.arguments import described
+
 __all__ = ["clamped_swiglu", "geglu", "rms_norm", "rotate", "softcap", "swiglu", "top_experts"]
+
+cnp.import_array()
 
 
 def rms_norm(x, weight, double eps):
@@ -25,18 +30,15 @@ def rms_norm(x, weight, double eps):
     Returns:
         A new array of x's shape.
     """
-    shape = x.shape
-    cdef const float[:, :, :] c_x = _rows(x if x.ndim == 3 else x[:, None])
-    cdef const float[:, ::1] c_weight = weight if weight.ndim == 2 else weight[None]
-    cdef int64_t n = c_x.shape[0], heads = c_x.shape[1], dim = c_x.shape[2]
-    if c_weight.shape[0] != heads or c_weight.shape[1] != dim:
-        raise ValueError(f"weight: expected {tuple(shape[1:])}, got {weight.shape}")
-    out = new_floats(shape)
-    cdef float[:, :, ::1] c_out = out.reshape((n, heads, dim))
-    if out.size:
+    cdef cnp.ndarray rows = _rows(x), scale = _plain(weight, "weight")
+    cdef int last = rows.ndim - 1
+    if scale.ndim != last or scale.shape[last - 1] != rows.shape[last] or scale.shape[0] != rows.shape[1]:
+        raise ValueError(f"weight: expected {np.shape(rows)[1:]}, got {np.shape(scale)}")
+    cdef int64_t n = rows.shape[0], heads = rows.shape[1] if last == 2 else 1, dim = rows.shape[last]
+    cdef cnp.ndarray out = new_floats(np.shape(rows))
+    if cnp.PyArray_SIZE(out):
         with nogil:
-            kernels.rms_norm(n, heads, dim, &c_x[0, 0, 0], c_x.strides[0] // <int64_t>sizeof(float), &c_weight[0, 0],
-                             <float>eps, &c_out[0, 0, 0])
+            kernels.rms_norm(n, heads, dim, _floats(rows), _row_floats(rows), _floats(scale), <float>eps, _floats(out))
     return out
 
 
@@ -51,22 +53,24 @@ def rotate(x, cos, sin):
     Returns:
         A new array of x's shape.
     """
-    cdef const float[:, :, :] c_x = _rows(x)
-    cdef const float[:, ::1] c_cos = cos, c_sin = sin
-    cdef int64_t n = c_x.shape[0], heads = c_x.shape[1], dim = c_x.shape[2], half = c_cos.shape[1]
+    cdef cnp.ndarray rows = _rows(x), c = _plain(cos, "cos"), s = _plain(sin, "sin")
+    if rows.ndim != 3:
+        raise ValueError(f"x: expected (n, heads, dim), got {np.shape(rows)}")
+    cdef int64_t n = rows.shape[0], heads = rows.shape[1], dim = rows.shape[2]
+    cdef int64_t half = c.shape[1] if c.ndim == 2 else -1
     if half > dim // 2:
         raise ValueError(f"cos: expected at most {dim // 2} pairs of {dim} channels, got {half}")
-    for name, angles in (("cos", c_cos), ("sin", c_sin)):
-        if angles.shape[0] != n or angles.shape[1] != half:
-            raise ValueError(f"{name}: expected {(n, half)}, got {(angles.shape[0], angles.shape[1])}")
-    out = new_floats((n, heads, dim))
-    cdef float[:, :, ::1] c_out = out
-    if out.size and not half:
-        out[...] = x
-    elif out.size:
+    if half < 0 or c.shape[0] != n:
+        raise ValueError(f"cos: expected ({n}, turned / 2), got {np.shape(c)}")
+    if s.ndim != 2 or s.shape[0] != n or s.shape[1] != half:
+        raise ValueError(f"sin: expected {(n, half)}, got {np.shape(s)}")
+    cdef cnp.ndarray out = new_floats(np.shape(rows))
+    if cnp.PyArray_SIZE(out) and not half:
+        out[...] = rows
+    elif cnp.PyArray_SIZE(out):
         with nogil:
-            kernels.rotate(n, heads, dim, 2 * half, &c_x[0, 0, 0], c_x.strides[0] // <int64_t>sizeof(float),
-                           &c_cos[0, 0], &c_sin[0, 0], &c_out[0, 0, 0])
+            kernels.rotate(n, heads, dim, 2 * half, _floats(rows), _row_floats(rows), _floats(c), _floats(s),
+                           _floats(out))
     return out
 
 
@@ -79,22 +83,20 @@ def swiglu(x):
     Returns:
         A new float32 array `(n, dim)`.
     """
-    cdef const float[:, ::1] c_x = x
-    cdef float[:, ::1] c_out = _halves(c_x)
-    if c_out.size:
+    cdef cnp.ndarray both = _plain(x, "x"), out = _halves(both)
+    if cnp.PyArray_SIZE(out):
         with nogil:
-            kernels.swiglu(c_out.shape[0], c_out.shape[1], &c_x[0, 0], &c_out[0, 0])
-    return c_out.base
+            kernels.swiglu(out.shape[0], out.shape[1], _floats(both), _floats(out))
+    return out
 
 
 def geglu(x):
     """As `swiglu`, with GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its approximation with tanh."""
-    cdef const float[:, ::1] c_x = x
-    cdef float[:, ::1] c_out = _halves(c_x)
-    if c_out.size:
+    cdef cnp.ndarray both = _plain(x, "x"), out = _halves(both)
+    if cnp.PyArray_SIZE(out):
         with nogil:
-            kernels.geglu(c_out.shape[0], c_out.shape[1], &c_x[0, 0], &c_out[0, 0])
-    return c_out.base
+            kernels.geglu(out.shape[0], out.shape[1], _floats(both), _floats(out))
+    return out
 
 
 def clamped_swiglu(x, float alpha, float limit):
@@ -102,22 +104,19 @@ def clamped_swiglu(x, float alpha, float limit):
 
     Args and result as for `swiglu`.
     """
-    cdef const float[:, ::1] c_x = x
-    cdef float[:, ::1] c_out = _halves(c_x)
-    if c_out.size:
+    cdef cnp.ndarray both = _plain(x, "x"), out = _halves(both)
+    if cnp.PyArray_SIZE(out):
         with nogil:
-            kernels.clamped_swiglu(c_out.shape[0], c_out.shape[1], &c_x[0, 0], alpha, limit, &c_out[0, 0])
-    return c_out.base
+            kernels.clamped_swiglu(out.shape[0], out.shape[1], _floats(both), alpha, limit, _floats(out))
+    return out
 
 
 def softcap(x, float cap):
     """`cap * tanh(x / cap)` of a contiguous float32 array, as a new one. `cap` is positive."""
-    cdef const float[::1] c_x = x.reshape(-1)
-    out = new_floats(x.shape)
-    cdef float[::1] c_out = out.reshape(-1)
-    if out.size:
+    cdef cnp.ndarray rows = _plain(x, "x"), out = new_floats(np.shape(rows))
+    if cnp.PyArray_SIZE(out):
         with nogil:
-            kernels.softcap(c_x.shape[0], &c_x[0], cap, &c_out[0])
+            kernels.softcap(cnp.PyArray_SIZE(out), _floats(rows), cap, _floats(out))
     return out
 
 
@@ -159,17 +158,46 @@ def top_experts(logits, int64_t count, bint normalise):
     return chosen, weights
 
 
-cdef float[:, ::1] _halves(const float[:, ::1] x):
+cdef cnp.ndarray _halves(cnp.ndarray x):
     """A new array `(n, dim)` for x `(n, 2 * dim)`."""
+    if x.ndim != 2:
+        raise ValueError(f"x: expected (n, 2 * dim), got {np.shape(x)}")
     if x.shape[1] % 2:
         raise ValueError(f"x: expected an even number of columns, got {x.shape[1]}")
     return new_floats((x.shape[0], x.shape[1] // 2))
 
 
-cdef object _rows(object x):
-    """x `(n, heads, dim)`, or a copy, with its last two axes contiguous and whole floats between rows."""
-    if x.size:
-        strides, itemsize = x.strides, x.itemsize
-        if strides[2] != itemsize or strides[1] != itemsize * x.shape[2] or strides[0] % itemsize:
-            return np.ascontiguousarray(x)
+cdef cnp.ndarray _float32(object x, str name):
+    if not cnp.PyArray_Check(x) or cnp.PyArray_TYPE(x) != cnp.NPY_FLOAT32:
+        raise ValueError(f"{name}: expected a float32 array, got {described(x)}")
     return x
+
+
+cdef cnp.ndarray _plain(object x, str name):
+    """A float32 array, or a copy of it that is contiguous."""
+    cdef cnp.ndarray array = _float32(x, name)
+    return array if cnp.PyArray_ISCARRAY_RO(array) else np.array(array, np.float32, order="C")
+
+
+cdef cnp.ndarray _rows(object x):
+    """float32 `(n, dim)` or `(n, heads, dim)`, or a copy, with each row contiguous and whole floats between rows."""
+    cdef cnp.ndarray rows = _float32(x, "x")
+    cdef cnp.npy_intp size = sizeof(float)
+    cdef int axis = rows.ndim - 1
+    if axis != 1 and axis != 2:
+        raise ValueError(f"x: expected (n, dim) or (n, heads, dim), got {np.shape(rows)}")
+    while axis > 0 and cnp.PyArray_STRIDE(rows, axis) == size:
+        size *= rows.shape[axis]
+        axis -= 1
+    if axis or cnp.PyArray_STRIDE(rows, 0) % <cnp.npy_intp>sizeof(float) or not cnp.PyArray_ISBEHAVED_RO(rows):
+        return np.array(rows, np.float32, order="C")
+    return rows
+
+
+cdef inline float *_floats(cnp.ndarray x) noexcept nogil:
+    return <float *>cnp.PyArray_DATA(x)
+
+
+cdef inline int64_t _row_floats(cnp.ndarray x) noexcept nogil:
+    """Floats from one row to the next."""
+    return cnp.PyArray_STRIDE(x, 0) // <cnp.npy_intp>sizeof(float)
