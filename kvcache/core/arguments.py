@@ -33,7 +33,7 @@ REQUIRED: Any = None
 
 _INT64 = 2**63 - 1
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # its words
-_WORD, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
+_WORD, _FLOAT32, _INDEX = np.dtype(np.uint16), np.dtype(np.float32), np.dtype(np.int64)
 _UNITS = {"B": 1} | {f"{c}{i}B": (1024 if i else 1000) ** n for n, c in enumerate("KMGT", 1) for i in ("", "i")}
 _BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
 _shortened = reprlib.Repr()
@@ -154,7 +154,7 @@ def as_stored(x: Any, shape: tuple[int | None, ...], name: str) -> npt.NDArray[A
 
     Raises as `as_floats`. Floats of other sizes are converted to float64.
     """
-    array = _as_it_is(x, name)
+    array = x if type(x) is np.ndarray and x.dtype is _FLOAT32 else _as_it_is(x, name)
     dtype = array.dtype
     if dtype is BFLOAT16:  # quickly: equality of such a type is slow
         array = dlpack.as_words(array, _WORD)
@@ -167,6 +167,8 @@ def as_stored(x: Any, shape: tuple[int | None, ...], name: str) -> npt.NDArray[A
         elif array.dtype not in (np.float16, np.float64):
             with np.errstate(over="ignore"):
                 array = array.astype(np.float64)
+    if shape[:1] == (None,) and array.shape[1:] == shape[1:]:  # quickly: rows of a cache
+        return array
     fits = array.ndim == len(shape)
     for want, got in zip(shape, array.shape, strict=False):
         fits &= want is None or want == got
@@ -358,6 +360,8 @@ def as_indices(x: Any, name: str) -> npt.NDArray[np.int64]:
     Raises:
         TypeError, ValueError: not integers, not one-dimensional, beyond int64.
     """
+    if type(x) is np.ndarray and x.dtype is _INDEX and x.ndim == 1 and x.flags.c_contiguous:
+        return x
     array = as_integers(x, name)
     if array.size and array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: expected integers below 2**63, got {int(array.max())}")

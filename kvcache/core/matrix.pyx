@@ -248,16 +248,12 @@ cdef class Matrix:
         """
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
-        cdef cnp.ndarray rows = np.ascontiguousarray(x, dtype=np.float32), biases = None
-        cdef const float[:, ::1] c_x = rows
-        cdef const float[::1] c_bias = None
-        if c_x.shape[1] != self.c.columns:
-            raise ValueError(f"x: expected (n, {self.c.columns}), got {(c_x.shape[0], c_x.shape[1])}")
-        if bias is not None:
-            c_bias = biases = np.ascontiguousarray(bias, dtype=np.float32)
-            if c_bias.shape[0] != self.c.rows:
-                raise ValueError(f"bias: expected ({self.c.rows},), got ({c_bias.shape[0]},)")
-        shape = (c_x.shape[0], self.c.rows)
+        cdef cnp.ndarray rows = _plain(x, 2), biases = None if bias is None else _plain(bias, 1)
+        if rows.ndim != 2 or rows.shape[1] != self.c.columns:
+            raise ValueError(f"x: expected (n, {self.c.columns}), got {np.shape(rows)}")
+        if biases is not None and (biases.ndim != 1 or biases.shape[0] != self.c.rows):
+            raise ValueError(f"bias: expected ({self.c.rows},), got {np.shape(biases)}")
+        shape = (rows.shape[0], self.c.rows)
         if out is None:
             if add:
                 raise ValueError("out: expected an array to add to, got None")
@@ -268,17 +264,14 @@ cdef class Matrix:
             for name, other in (("x", rows), ("bias", biases), ("the weights", self.memory)):
                 if other is not None and overlap(out, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
-        cdef float[:, ::1] c_out = out
         cdef kvc_matmul_args args
-        args.n = c_x.shape[0]
+        args.n = rows.shape[0]
         if args.n == 0:
             return out
         args.matrix = &self.c
-        args.x = &c_x[0, 0]
-        args.bias = NULL
-        if c_bias is not None:
-            args.bias = &c_bias[0]
-        args.out = &c_out[0, 0]
+        args.x = <const float *>cnp.PyArray_DATA(rows)
+        args.bias = NULL if biases is None else <const float *>cnp.PyArray_DATA(biases)
+        args.out = <float *>cnp.PyArray_DATA(out)
         args.add = add
         args.digits = 2 if activations == "exact" else 1
         args.bf16_rows = rounded_rows() if activations == "bf16" else KVC_BF16_FLOATS
@@ -304,6 +297,11 @@ cdef kvc_matrix_format _number(object name) except *:
     if not isinstance(name, str) or name not in MATRIX_FORMATS:
         raise ValueError(f"format: expected one of {', '.join(MATRIX_FORMATS)}, got {short(name)}")
     return <kvc_matrix_format><int>_NAMES.index(name)
+
+
+cdef cnp.ndarray _plain(object x, int ndim):
+    """x as contiguous float32: itself, if it has so many dimensions."""
+    return x if is_plain(x, cnp.NPY_FLOAT32, ndim) else np.array(x, np.float32, order="C")
 
 
 cdef object _halves(object values, object shape, str name):
