@@ -73,7 +73,7 @@ typedef struct unit_weights {
         int16_t whole[KVC_CHUNK];
     };
     float scale, base; /* base: the term of every channel, from the minima and the bias of signed codes */
-    float rounded;     /* the sum of whole numbers, exact */
+    float rounded;     /* the sum of the numbers, exact */
 } unit_weights;
 
 /* Most (head, row) pairs of one item. */

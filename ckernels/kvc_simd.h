@@ -21,7 +21,7 @@
  *   times signed bytes), and end(part, sums), the sums with the part added. KVC_PART_UNITS(code, byte) units fit a part
  *   where no factor is larger than these. Only the AVX2 level has a limit; at the others a part is the sums themselves.
  * Attention (kvc_tiles.h) adds the products of a unit to sums at a level with KVC_HAVE_DOTS, in one of two ways:
- *   i32x16_dot_q (codes times signed bytes), dot_w (signed codes times bytes of 0 to 127), joined(high, low, bits) =
+ *   i32x16_dot_q (codes, signed ones with KVC_SIGNED_CODES, times signed bytes), joined(high, low, bits) =
  *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): 32 rounded x = 128 high + low, high is (x + centre) / 128,
  *   rounded down; or, with KVC_WHOLE_NUMBERS, i16x64_of(u8x64) and i32x16_dot_whole: codes times four numbers of 16 bits,
  *   in the order of f32v_store_whole, which rounds. What rounds returns i32v with the same sum as the rounded numbers.

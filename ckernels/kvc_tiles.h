@@ -41,6 +41,8 @@
 #include "kvc_attend.h"
 #include "kvc_kernels.h"
 
+#include <stddef.h>
+
 #if defined(KVC_HAVE_DOTS)
 
 enum { UNIT_VECS = 16 / KVC_LANES };
@@ -101,7 +103,7 @@ INLINE float split(int bits, int is_signed, int n, const float *x, float inverse
     return f32v_sum_of(i32v_floats(sum));
 }
 
-/* The middle of the codes' range; at 8 bits, the offset that makes them signed. */
+/* The middle of the codes' range; at 8 bits, the offset that makes them signed (KVC_SIGNED_CODES). */
 INLINE float centre_of(int bits) { return bits == 8 ? 128.0f : 0.5f * (float)((1 << bits) - 1); }
 
 static void quantise_query(int bits, const float *q, int dim, unit_query *to) { /* dim a multiple of 32 */
@@ -117,7 +119,7 @@ static void quantise_query(int bits, const float *q, int dim, unit_query *to) { 
     const float rounded = split(bits, 1, dim, q, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
     to->sum = f32v_sum_of(sum_v);
-    to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_KEYS ? 0.0f : to->scale * rounded));
+    to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_CODES ? 0.0f : to->scale * rounded));
 }
 
 /* Sums of codes times numbers as scores of rows and tiles (constants). Rows are KVC_CHUNK scores apart. */
@@ -179,29 +181,32 @@ INLINE unit_pair pair_codes(int bits, const unsigned char *packed, int n) {
     return x;
 }
 
-/* rows times tiles (constants): 16 scores for each row and tile. */
+/* rows times tiles (constants): 16 scores for each row and tile. One pointer for the numbers of all rows: the compiler has
+ * too few registers for one per row and digit. */
 INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
                            const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     i32x16 high[8], low[8]; /* [row][tile] */
     UNROLL
     for (int i = 0; i < rows * tiles; i++) high[i] = low[i] = i32x16_zero();
-    for (int d = 0, at = KVC_TILE_HEADER; d < dim; at += bytes) {
+    const unsigned char *numbers = (const unsigned char *)q + offsetof(unit_query, high), *stop = numbers + dim;
+    for (size_t at = KVC_TILE_HEADER; numbers < stop; at += (size_t)bytes) {
         UNROLL
         for (int t = 0; t < tiles; t++) {
             if (ahead) fetch_lines(ahead[t] + at, bytes);
         }
         UNROLL
-        for (int n = 0; n < together; n++, d += 4) {
-            unit_pair codes[2];
+        for (int n = 0; n < together; n++, numbers += 4) {
+            unit_pair codes[4];
             UNROLL
             for (int t = 0; t < tiles; t++) {
                 codes[t] = pair_codes(bits, tile[t] + at, n);
-                if (bits == 8 && KVC_SIGNED_KEYS) codes[t].own = codes[t].both = u8x64_xor(codes[t].own, 0x80);
+                if (bits == 8 && KVC_SIGNED_CODES) codes[t].own = codes[t].both = u8x64_xor(codes[t].own, 0x80);
             }
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const int32_t q_high = four_bytes(q[r].high + d), q_low = four_bytes(q[r].low + d);
+                const unsigned char *own = numbers + (size_t)r * sizeof(unit_query);
+                const int32_t q_high = four_bytes(own), q_low = four_bytes(own + KVC_MAX_HEAD_DIM);
                 UNROLL
                 for (int t = 0; t < tiles; t++) {
                     i32x16 *high_one = &high[r * tiles + t], *low_one = &low[r * tiles + t];
@@ -221,7 +226,7 @@ INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_que
                           const unsigned char *const *tile, float *s, const unsigned char *const *ahead) {
     int r = 0;
 #define DOT_ROWS(n)                                                           \
-    for (; n <= KVC_UNIT_DOT_ROWS && r + (n) <= rows; r += (n), ahead = NULL) \
+    for (; n <= KVC_UNIT_DOT_ROWS && (n) * tiles <= 8 && r + (n) <= rows; r += (n), ahead = NULL) \
         unit_dot_tiles(n, tiles, bits, dim, q + r, tile, s + r * KVC_CHUNK, ahead);
     DOT_ROWS(4)
     DOT_ROWS(3)
@@ -230,16 +235,19 @@ INLINE void unit_dot_rows(int tiles, int bits, int dim, int rows, const unit_que
 #undef DOT_ROWS
 }
 
-/* All rows times `tiles` tiles, KVC_UNIT_DOT_TILES at a time, for which a row's numbers are loaded once. */
+/* All rows times `tiles` tiles, KVC_UNIT_DOT_TILES at a time, for which a row's numbers are loaded once. Where that is 2, one
+ * and two rows meet four tiles, and four blocks of channels, at a time: so no sum waits for its last product. */
 NOINLINE void unit_dot(int bits, int dim, int rows, int tiles, const unit_query *q, const unsigned char *const *tile,
                        float *s, const unsigned char *const *ahead) {
     int t = 0;
-#define DOT(symbol, name, bits, ...)                                                                             \
-    case bits:                                                                                                   \
-        for (; t + KVC_UNIT_DOT_TILES <= tiles; t += KVC_UNIT_DOT_TILES)                                         \
+#define DOT(symbol, name, bits, ...)                                                                                     \
+    case bits:                                                                                                           \
+        for (; rows <= 2 && KVC_UNIT_DOT_TILES == 2 && t + 4 <= tiles; t += 4)                                           \
+            unit_dot_rows(4, bits, dim, rows, q, tile + t, s + KVC_TILE * t, ahead ? ahead + t : NULL);                  \
+        for (; t + KVC_UNIT_DOT_TILES <= tiles; t += KVC_UNIT_DOT_TILES)                                                 \
             unit_dot_rows(KVC_UNIT_DOT_TILES, bits, dim, rows, q, tile + t, s + KVC_TILE * t, ahead ? ahead + t : NULL); \
-        for (; KVC_UNIT_DOT_TILES > 1 && t < tiles; t++)                                                         \
-            unit_dot_rows(1, bits, dim, rows, q, tile + t, s + KVC_TILE * t, ahead ? ahead + t : NULL);          \
+        for (; KVC_UNIT_DOT_TILES > 1 && t < tiles; t++)                                                                 \
+            unit_dot_rows(1, bits, dim, rows, q, tile + t, s + KVC_TILE * t, ahead ? ahead + t : NULL);                  \
         break;
     switch (bits) { KVC_QUANTISED_FORMATS(DOT) }
 #undef DOT
@@ -265,7 +273,7 @@ INLINE void round_row(int bits, int lanes, const float *u, unit_weights *to) {
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
     const float sum = split(bits, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
-    if (KVC_WHOLE_NUMBERS) to->rounded = sum;
+    to->rounded = sum;
     if (bits != 8) to->base -= centre_of(bits) * to->scale * sum;
 }
 
@@ -284,15 +292,15 @@ NOINLINE void quantise_weights(int bits, int rows, int lanes, float *w, const fl
     }
 }
 
-/* acc = acc * alpha + the sums of codes times weights, for rows (a constant) and two blocks of 16 channels. */
-INLINE void store_mixed(int rows, int cb, const i32x16 *sums, const unit_weights *w, const float *alpha, float *acc,
+/* acc = acc * alpha + the sums of codes times weights, for rows and blocks of 16 channels (constants). */
+INLINE void store_mixed(int rows, int blocks, int cb, const i32x16 *sums, const unit_weights *w, const float *alpha, float *acc,
                         int acc_stride) {
     UNROLL
     for (int r = 0; r < rows; r++) {
         UNROLL
-        for (int c = 0; c < 2; c++) {
+        for (int c = 0; c < blocks; c++) {
             f32v exact[UNIT_VECS];
-            i32x16_to_floats(sums[2 * r + c], exact);
+            i32x16_to_floats(sums[blocks * r + c], exact);
             UNROLL
             for (int v = 0; v < UNIT_VECS; v++) {
                 float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
@@ -303,79 +311,78 @@ INLINE void store_mixed(int rows, int cb, const i32x16 *sums, const unit_weights
     }
 }
 
-/* The codes of a tile from block `cb` of 16 channels on, of which a block has 32 * bits bytes. Prefetches two blocks of the
- * tile `ahead`; NULL: nothing. */
-INLINE const unsigned char *channels_of(int bits, int cb, const unsigned char *tile, const unsigned char *ahead) {
+/* The codes of a tile from block `cb` of 16 channels on, of which a block has 32 * bits bytes. Prefetches as many blocks of
+ * the tile `ahead`; NULL: nothing. */
+INLINE const unsigned char *channels_of(int bits, int blocks, int cb, const unsigned char *tile, const unsigned char *ahead) {
     const int at = KVC_TILE_HEADER + cb * bits * 32;
-    if (ahead) fetch_lines(ahead + at, bits * 64);
+    if (ahead) fetch_lines(ahead + at, blocks * bits * 32);
     return tile + at;
 }
 
-/* rows (a constant) times 32 channels over all tiles of a chunk; cb is the first block of 16 channels, even. */
+/* rows times blocks of 16 channels (constants; two or four blocks) from block cb on, over all tiles of a chunk. */
 #if KVC_WHOLE_NUMBERS
-INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
+INLINE void unit_mix_tile(int rows, int blocks, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
-    i32x16 sums[4]; /* [row][of the two blocks of channels]; codes of 8 bits count from 128 */
+    i32x16 sums[4]; /* [row][block]; codes of 8 bits count from 128 */
     UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * (int32_t)w[i / 2].rounded : 0);
+    for (int i = 0; i < blocks * rows; i++) sums[i] = i32x16_set1(bits == 8 ? -128 * (int32_t)w[i / blocks].rounded : 0);
     for (int i = 0; i < tiles; i++) {
-        const unsigned char *packed = channels_of(bits, cb, tile[i], ahead ? ahead[i] : NULL);
+        const unsigned char *packed = channels_of(bits, blocks, cb, tile[i], ahead ? ahead[i] : NULL);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
             UNROLL
-            for (int c = 0; c < 2; c++) {
+            for (int c = 0; c < blocks; c++) {
                 const int unit = 4 * c + tg;
                 const i16x64 codes = i16x64_of(unit_codes(bits, packed + unit / together * bytes, unit % together));
                 UNROLL
                 for (int r = 0; r < rows; r++)
-                    sums[2 * r + c] = i32x16_dot_whole(sums[2 * r + c], codes, w[r].whole + KVC_TILE * i + 4 * tg);
+                    sums[blocks * r + c] = i32x16_dot_whole(sums[blocks * r + c], codes, w[r].whole + KVC_TILE * i + 4 * tg);
             }
         }
     }
-    store_mixed(rows, cb, sums, w, alpha, acc, acc_stride);
+    store_mixed(rows, blocks, cb, sums, w, alpha, acc, acc_stride);
 }
 #else
-INLINE void unit_mix_tile(int rows, int bits, int cb, int tiles, const unit_weights *w,
+INLINE void unit_mix_tile(int rows, int blocks, int bits, int cb, int tiles, const unit_weights *w,
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
-    i32x16 high[8], low[8]; /* [row][of the two blocks of channels] */
+    i32x16 high[8], low[8]; /* [row][block] */
     UNROLL
-    for (int i = 0; i < 2 * rows; i++) high[i] = low[i] = i32x16_zero();
-    for (int i = 0; i < tiles; i++) {
-        const unsigned char *packed = channels_of(bits, cb, tile[i], ahead ? ahead[i] : NULL);
+    for (int i = 0; i < blocks * rows; i++) {
+        high[i] = i32x16_zero();
+        low[i] = bits == 8 && !KVC_SIGNED_CODES ? i32x16_set1(-128 * (int32_t)w[i / blocks].rounded) : i32x16_zero();
+    }
+    const unsigned char *numbers = (const unsigned char *)w + offsetof(unit_weights, high);
+    for (int i = 0; i < tiles; i++, numbers += KVC_TILE) {
+        const unsigned char *packed = channels_of(bits, blocks, cb, tile[i], ahead ? ahead[i] : NULL);
         UNROLL
         for (int tg = 0; tg < 4; tg++) {
-            unit_pair codes[2];
+            unit_pair codes[4];
             UNROLL
-            for (int c = 0; c < 2; c++) {
+            for (int c = 0; c < blocks; c++) {
                 const int unit = 4 * c + tg;
                 codes[c] = pair_codes(bits, packed + unit / together * bytes, unit % together);
-                if (bits == 8) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
+                if (bits == 8 && KVC_SIGNED_CODES) codes[c].own = codes[c].both = u8x64_xor(codes[c].own, 0x80);
             }
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const int32_t w_high = four_bytes(w[r].high + KVC_TILE * i + 4 * tg);
-                const int32_t w_low = four_bytes(w[r].low + KVC_TILE * i + 4 * tg);
+                const unsigned char *own = numbers + (size_t)r * sizeof(unit_weights) + 4 * tg;
+                const int32_t w_high = four_bytes(own), w_low = four_bytes(own + KVC_CHUNK);
                 UNROLL
-                for (int c = 0; c < 2; c++) {
-                    i32x16 *high_one = &high[2 * r + c], *low_one = &low[2 * r + c];
-                    if (!are_shared(bits)) {
-                        *high_one = i32x16_dot_w(*high_one, codes[c].own, w_high);
-                        *low_one = i32x16_dot_w(*low_one, codes[c].own, w_low);
-                        continue;
-                    }
-                    if (tg % 2 == 0) *high_one = i32x16_dot_q(*high_one, codes[c].own, w_high);
+                for (int c = 0; c < blocks; c++) {
+                    i32x16 *high_one = &high[blocks * r + c], *low_one = &low[blocks * r + c];
+                    if (!(are_shared(bits) && tg % 2)) *high_one = i32x16_dot_q(*high_one, codes[c].own, w_high);
                     *low_one = i32x16_dot_q(*low_one, codes[c].both, w_low);
                 }
             }
         }
     }
     UNROLL
-    for (int i = 0; i < 2 * rows; i++) high[i] = i32x16_joined(high[i], low[i], radix_bits(bits));
-    store_mixed(rows, cb, high, w, alpha, acc, acc_stride);
+    for (int i = 0; i < blocks * rows; i++) high[i] = i32x16_joined(high[i], low[i], radix_bits(bits));
+    store_mixed(rows, blocks, cb, high, w, alpha, acc, acc_stride);
 }
 #endif
 
@@ -383,12 +390,13 @@ INLINE void unit_mix_rows(int bits, int dim, int rows, int tiles, const unit_wei
                           const unsigned char *const *tile, const float *alpha, float *acc, int acc_stride,
                           const unsigned char *const *ahead) {
     int r = 0;
-#define MIX_ROWS(n)                                                                                     \
-    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n), ahead = NULL) {                         \
-        for (int cb = 0; cb < dim / 16; cb += 2) {                                                      \
-            unit_mix_tile(n, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, \
-                          ahead);                                                                       \
-        }                                                                                               \
+#define MIX_ROWS(n)                                                                                                \
+    for (; n <= KVC_UNIT_MIX_ROWS && r + (n) <= rows; r += (n), ahead = NULL) {                                    \
+        int cb = 0;                                                                                                \
+        for (; (n) <= 2 && KVC_UNIT_DOT_TILES == 2 && cb + 4 <= dim / 16; cb += 4)                                 \
+            unit_mix_tile(n, 4, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, ahead); \
+        for (; cb < dim / 16; cb += 2)                                                                             \
+            unit_mix_tile(n, 2, bits, cb, tiles, w + r, tile, alpha + r, acc + r * acc_stride, acc_stride, ahead); \
     }
     MIX_ROWS(4)
     MIX_ROWS(3)

@@ -158,7 +158,7 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
  * bits, where those of small codes leave room for more units: a part. */
 
 #define KVC_HAVE_DOTS 1
-#define KVC_SIGNED_KEYS 0
+#define KVC_SIGNED_CODES 0
 #define KVC_SHARED_DIGITS 0
 #define KVC_WHOLE_NUMBERS 1
 #define KVC_UNIT_DOT_ROWS 4

@@ -162,7 +162,7 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). */
 
 #define KVC_HAVE_DOTS 1
-#define KVC_SIGNED_KEYS 0
+#define KVC_SIGNED_CODES 0
 #define KVC_SHARED_DIGITS 1
 #define KVC_WHOLE_NUMBERS 0
 #define KVC_UNIT_DOT_ROWS 4
@@ -206,9 +206,6 @@ INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n
 INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
 INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(q));
-}
-INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) {
-    return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(w), codes);
 }
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS

@@ -109,7 +109,7 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). Both operands of sdot are signed. */
 
 #define KVC_HAVE_DOTS 1
-#define KVC_SIGNED_KEYS 1
+#define KVC_SIGNED_CODES 1
 #define KVC_SHARED_DIGITS 0
 #define KVC_WHOLE_NUMBERS 0
 #define KVC_UNIT_DOT_ROWS 2
@@ -165,7 +165,6 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     }
     return sums;
 }
-INLINE i32x16 i32x16_dot_w(i32x16 sums, u8x64 codes, int32_t w) { return i32x16_dot_q(sums, codes, w); }
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
 INLINE part16 part16_begin(i32x16 sums) { return sums; }
