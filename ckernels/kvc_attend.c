@@ -76,8 +76,8 @@ static void finish_scores(const job *j, const chunk *c, int64_t row, int lanes, 
     if (j->seq->parents) mask_tree(j, c, row / j->group, w);
 }
 
-/* The same of at most KVC_LANES rows, `alpha` being theirs. Each step is done for all rows before the next one: in one row a
- * step waits for the one before. */
+/* Turns scores of at most KVC_LANES rows into masked weights 2^(score - largest), and updates their largest, sum and alpha.
+ * Each step is done for all rows before the next one: in one row a step waits for the one before. */
 INLINE void softmax_few(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *weights, float *alpha,
                         float *largest, float *sum) {
     for (int r = 0; r < rows; r++) {
@@ -102,7 +102,7 @@ INLINE void softmax_few(const job *j, const chunk *c, int64_t row, int rows, int
     }
 }
 
-/* Turns scores into masked weights 2^(score - largest), and updates largest, sum and alpha. */
+/* The same of any number of rows. */
 NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r += KVC_LANES) {
