@@ -270,7 +270,9 @@ cdef class Matrix:
             return out
         args.matrix = &self.c
         args.x = <const float *>cnp.PyArray_DATA(rows)
-        args.bias = NULL if biases is None else <const float *>cnp.PyArray_DATA(biases)
+        args.bias = NULL
+        if biases is not None:
+            args.bias = <const float *>cnp.PyArray_DATA(biases)
         args.out = <float *>cnp.PyArray_DATA(out)
         args.add = add
         args.digits = 2 if activations == "exact" else 1
