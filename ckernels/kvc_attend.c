@@ -102,7 +102,7 @@ INLINE void softmax_few(const job *j, const chunk *c, int64_t row, int rows, int
     }
 }
 
-/* The same of any number of rows. */
+/* Does that for any number of rows. */
 NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r += KVC_LANES) {

@@ -1,6 +1,7 @@
 """What a network computes between two products: norms, rotary embeddings, gates, the choice of experts, row by row.
 
 The bits of a row depend on that row alone (ckernels/kvc_network.c), as those of `Matrix.multiply` do.
+An array of another dtype or shape raises ValueError.
 """
 
 import numpy as np

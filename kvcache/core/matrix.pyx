@@ -248,7 +248,7 @@ cdef class Matrix:
         """
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
-        cdef cnp.ndarray rows = _plain(x, 2), biases = None if bias is None else _plain(bias, 1)
+        cdef cnp.ndarray rows = _as_float32(x, 2), biases = None if bias is None else _as_float32(bias, 1)
         if rows.ndim != 2 or rows.shape[1] != self.c.columns:
             raise ValueError(f"x: expected (n, {self.c.columns}), got {np.shape(rows)}")
         if biases is not None and (biases.ndim != 1 or biases.shape[0] != self.c.rows):
@@ -301,7 +301,7 @@ cdef kvc_matrix_format _number(object name) except *:
     return <kvc_matrix_format><int>_NAMES.index(name)
 
 
-cdef cnp.ndarray _plain(object x, int ndim):
+cdef cnp.ndarray _as_float32(object x, int ndim):
     """x as contiguous float32: itself, if it has so many dimensions."""
     return x if is_plain(x, cnp.NPY_FLOAT32, ndim) else np.array(x, np.float32, order="C")
 
