@@ -33,6 +33,22 @@ def test_rms_norm_of_some_heads(rng, simd):
     assert rms_norm(x[:0, :4], weight, 1e-6).shape == (0, 4, 24)
 
 
+def test_arrays_that_are_not_plain(rng, simd):
+    """Other strides, other byte orders and odd addresses give the bits of a plain array."""
+    x, weight = rng.standard_normal((5, 24), dtype=np.float32), rng.standard_normal(24, dtype=np.float32)
+    odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(x.shape)
+    odd[...] = x
+    swapped = x.astype(x.dtype.newbyteorder())
+    for other in (np.asfortranarray(x), odd, swapped, np.repeat(x, 2, axis=1)[:, ::2]):
+        np.testing.assert_array_equal(rms_norm(other, weight, 1e-6), rms_norm(x, weight, 1e-6))
+        np.testing.assert_array_equal(swiglu(other), swiglu(x))
+        np.testing.assert_array_equal(softcap(other, 3.0), softcap(x, 3.0))
+        heads = other[:, None, :]
+        np.testing.assert_array_equal(
+            rotate(heads, other[:, :12], other[:, 12:]), rotate(x[:, None], x[:, :12], x[:, 12:])
+        )
+
+
 @pytest.mark.parametrize("dim", [2, 16, 24, 64, 128])
 def test_rotate(rng, simd, dim):
     """Each pair of channels is a complex number, turned by its angle; a slice of heads is read where it lies."""
@@ -172,6 +188,15 @@ def test_mistakes():
         rms_norm(x, np.ones(5, np.float32), 1e-5)
     with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
         swiglu(np.ones((2, 5), np.float32))
+    for weight in (np.ones((1, 6), np.float32), np.ones((6, 1), np.float32)):
+        with pytest.raises(ValueError, match=r"weight: expected \(6,\), got"):
+            rms_norm(x, weight, 1e-5)
+    with pytest.raises(ValueError, match=r"x: expected a float32 array, got float64 \(2, 6\)"):
+        rms_norm(x.astype(np.float64), x[0], 1e-5)
+    with pytest.raises(ValueError, match=r"x: expected \(n, 2 \* dim\), got \(6,\)"):
+        swiglu(x[0])
+    with pytest.raises(ValueError, match=r"x: expected \(n, heads, dim\), got \(2, 6\)"):
+        rotate(x, x, x)
     heads, angles = np.ones((2, 3, 8), np.float32), np.ones((2, 4), np.float32)
     with pytest.raises(ValueError, match=r"sin: expected \(2, 4\), got \(2, 3\)"):
         rotate(heads, angles, np.ones((2, 3), np.float32))
