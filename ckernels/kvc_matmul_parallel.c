@@ -4,7 +4,7 @@
 #include "kvc_threads.h"
 
 enum {
-    ROWS_PER_ITEM = 24,       /* to prepare; a multiple of every block size */
+    ROWS_PER_ITEM = 12,       /* to prepare: whole blocks, for 8 rows are one only in a call without others */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
     FINE_ITEMS = 16,          /* per thread, for many rows and packed weights: threads end at nearly the same time. Not for
@@ -50,6 +50,14 @@ size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) {
     return floats ? prepared_bytes(args) + floats : (size_t)args->n * kvc_prepared_row_bytes(args);
 }
 
+/* At most `items`: all of one size and as many for each thread, if there is such a number. */
+static int64_t even_items(int64_t items, int64_t steps, int num_threads) {
+    for (int64_t even = items / num_threads * num_threads; even > 0; even -= num_threads) {
+        if (steps % even == 0) return even;
+    }
+    return items;
+}
+
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
     const int64_t blocks = (args->n + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
     const int64_t step = panels_per_step(args), steps = (args->matrix->panels + step - 1) / step;
@@ -59,6 +67,7 @@ void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num
     int64_t items = (int64_t)num_threads * (fine ? FINE_ITEMS : ITEMS_PER_THREAD);
     if (items > worth) items = worth > 1 ? worth : 1;
     if (items > steps) items = steps;
+    items = even_items(items, steps, num_threads);
     if (num_threads == 1) items = 1;
     call c = {kernels, args, items};
     kvc_run_items(blocks, items == 1 ? 1 : num_threads, prepare_item, &c);

@@ -1,6 +1,7 @@
 /* kvc_parallel.c - divides an attention call into items for the threads.
  *
- *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows)
+ *   sequence -> units: (all heads, few rows) for decode, else (one head, at most KVC_ITEM_ROWS rows; fewer if the threads
+ *               would not end at the same time)
  *   Tokens that no row of a unit sees, before its windows, belong to none and cost nothing.
  *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
  *               too few segments, a unit of few rows has fewer heads
@@ -20,6 +21,8 @@
 
 enum {
     PIECES_PER_THREAD = 4,     /* so that threads that start late or run slowly still finish together */
+    UNIT_ROWS = 8,             /* rows of a unit of one head are a multiple of that */
+    MIN_UNIT_ROWS = 20,        /* minimum rows of such a unit, on average, that are divided for the threads' sake */
     MIN_PIECE_WORK = 1 << 11,  /* minimum key-row products of an item: fewer do not pay for its start */
     MIN_SCORE_TOKENS = 256,    /* minimum tokens of an item of scores */
     /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one... */
@@ -131,10 +134,23 @@ static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
     return groups < p->layout->num_heads ? groups : p->layout->num_heads;
 }
 
+/* Rows of a unit of one head: as many as an item may have; fewer where the threads would not end at the same time, as two
+ * threads with three heads. */
+static int64_t rows_of_unit(const plan *p, const kvc_seq *seq) {
+    const int64_t rows = seq_rows(p, seq), heads = p->layout->num_heads;
+    const kvc_span seen = seen_by(seq, 0, seq->num_queries - 1);
+    const int64_t tokens = seen.stop - seen.first, parts = tokens < KVC_SEGMENT ? 1 : tokens / KVC_SEGMENT;
+    int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
+    while (heads * blocks * parts % p->num_threads && num_pieces(p, tokens * rows / blocks) > parts &&
+           rows >= (blocks + 1) * MIN_UNIT_ROWS)
+        blocks++;
+    return ceil_div(ceil_div(rows, blocks), UNIT_ROWS) * UNIT_ROWS;
+}
+
 static int64_t num_units(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq);
     if (rows <= KVC_FEW_ROWS) return rows > 0 ? num_head_groups(p, seq) : 0;
-    return ceil_div(rows, KVC_ITEM_ROWS) * p->layout->num_heads;
+    return ceil_div(rows, rows_of_unit(p, seq)) * p->layout->num_heads;
 }
 
 static int64_t unit_work(const unit *u) {
@@ -163,10 +179,10 @@ static unit unit_at(const plan *p, const walk *at, int64_t units) {
     const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads, index = at->index;
     unit u = {at->seq, at->first_query, .row_stop = rows, .shared = at->shared};
     if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V; the last rows see most and come first */
-        const int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
+        const int64_t most = rows_of_unit(p, seq), blocks = ceil_div(rows, most);
         u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
-        u.row = (blocks - 1 - index % blocks) * KVC_ITEM_ROWS;
-        u.row_stop = u.row + KVC_ITEM_ROWS < rows ? u.row + KVC_ITEM_ROWS : rows;
+        u.row = (blocks - 1 - index % blocks) * most;
+        u.row_stop = u.row + most < rows ? u.row + most : rows;
     } else {
         u.head = (int32_t)(p->layout->num_heads * index / units);
         u.head_stop = (int32_t)(p->layout->num_heads * (index + 1) / units);
