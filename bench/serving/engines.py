@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -95,14 +95,14 @@ def _greedy(new: int) -> SamplingParams:
 class Batch:
     """Our engine for many requests; K and V in q8."""
 
-    target_gap = 0.1  # seconds: the default
+    options: ClassVar[dict[str, float]] = {}  # of the engine; else the defaults
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
         del longest, threads
         blocks = tokens // BLOCK + 4 * running
         self.engine = BatchEngine(
             _network(network.file), dtype="q8", block_size=BLOCK, num_blocks=blocks, max_running=running,
-            target_gap=self.target_gap,
+            **self.options,
         )  # fmt: skip
         self._running: dict[int, tuple[Any, int]] = {}
 
@@ -129,10 +129,10 @@ class Batch:
         self.engine.close()
 
 
-class ShortGaps(Batch):
-    """The same where prompts may keep written texts waiting for a shorter time: first tokens come later."""
+class LongGaps(Batch):
+    """The same where prompts may keep written texts waiting for twice the time."""
 
-    target_gap = 0.04
+    options: ClassVar[dict[str, float]] = {"target_gap": 0.1}
 
 
 class OneAfterAnother:
@@ -293,7 +293,7 @@ class Transformers:
 
 ENGINES: dict[str, type[Engine]] = {
     "kvcache, BatchEngine": Batch,
-    "kvcache, target_gap=0.04": ShortGaps,
+    "kvcache, target_gap=0.1": LongGaps,
     "kvcache, one after another": OneAfterAnother,
     "OpenVINO GenAI": OpenVino,
     "llama.cpp": LlamaCpp,

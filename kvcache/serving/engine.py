@@ -78,7 +78,7 @@ class BatchEngine:
         max_queue: the most requests that wait, samples counted.
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
-            a step where a step would last longer (16 to 512).
+            a step where a step would last longer (16 to 512). More seconds make more tokens per second.
         speculate: whether requests guess tokens that followed their last ones before, in the prompt or the text, and
             check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
@@ -116,7 +116,7 @@ class BatchEngine:
         max_memory_bytes: int | str | None = None,
         max_queue: int = 1024,
         max_running: int = 64,
-        target_gap: float = 0.1,
+        target_gap: float = 0.05,
         speculate: bool = True,
         residual_length: int | None = None,
         calibrate: Any = False,

@@ -120,7 +120,7 @@ def test_short_prompts_do_not_wait_for_long_ones():
 
 def test_a_prompt_that_ends_waits_for_few_others():
     """Where four come at once the first token of the first takes 64 tokens, not 240; a short rest runs at once."""
-    _, model, engine = served()
+    _, model, engine = served(target_gap=0.1)
     requests = [engine.submit(np.arange(60) + i, asked(2)) for i in range(4)]
     run(engine)
     first = [request.metrics.ttft for request in requests]
@@ -128,7 +128,7 @@ def test_a_prompt_that_ends_waits_for_few_others():
     assert first[0] == pytest.approx(0.084)
     assert first == sorted(first)
     assert first[-1] < 0.24 + 4 * 0.03, "no later than together, but for three steps and the tokens beside"
-    _, model, engine = served()
+    _, model, engine = served(target_gap=0.1)
     requests = [engine.submit(np.arange(count) + 7 * count % 50, asked(2)) for count in (50, 25, 40)]
     run(engine)
     assert [round(request.metrics.ttft, 3) for request in requests] == [0.095, 0.095, 0.157]
@@ -255,7 +255,7 @@ def test_namespaces_share_nothing(network):
 
 def test_texts_that_begin_alike_follow_one_another():
     """Prompts of two tenants come in turn; passes have those of one before those of the other."""
-    _, network, engine = served(speculate=False)
+    _, network, engine = served(target_gap=0.1, speculate=False)
     passes, forward = [], network.forward
 
     def recorded(tokens, positions, *arguments):
