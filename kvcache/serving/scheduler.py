@@ -155,6 +155,7 @@ class Scheduler:
         waits = bool(catching_up or (self._waiting and self._may_begin))
         # Beside prompts each row costs time: few guesses where few tokens of prompts may run.
         pieces = self._guess(decodes, min(CHEAP_ROWS, left // _TOKENS_PER_ROW) if waits else CHEAP_ROWS)
+        left -= sum(count for _, count in pieces) - len(decodes)
         others = sorted(catching_up[1:], key=_remaining)
         for work in catching_up[:1] + others:
             share = _share(work, left, pieces, work is catching_up[0] and self._is_long(work, others))

@@ -70,7 +70,7 @@ class HeapMachine(RuleBasedStateMachine):
 
 
 TestHeapMachine = HeapMachine.TestCase
-TestHeapMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestHeapMachine.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
 
 def test_pops_in_order_with_ties_to_the_lowest_id() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from pace import examples
 
 from kvcache import PagedKvCache, PrefixAwarePrefill, PrefixCache
 from kvcache.core.runs import RUN
@@ -257,5 +256,5 @@ def test_unwritten_slots_read_zero(tmp_path, request, dtype, block_size):
     from hypothesis.stateful import run_state_machine_as_test
 
     machine = type("Machine", (ZerosMachine,), {"dtype": dtype, "block_size": block_size, "folder": tmp_path})
-    most = 900 if request.config.getoption("--long") else examples(28)
+    most = 900 if request.config.getoption("--long") else 40
     run_state_machine_as_test(machine, settings=settings(max_examples=most, stateful_step_count=30, deadline=None))

@@ -396,4 +396,4 @@ class SharedBlocksMachine(RuleBasedStateMachine):
 
 
 TestSharedBlocks = SharedBlocksMachine.TestCase
-TestSharedBlocks.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
+TestSharedBlocks.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

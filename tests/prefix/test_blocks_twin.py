@@ -127,4 +127,4 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocksMachine = BlocksMachine.TestCase
-TestBlocksMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBlocksMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

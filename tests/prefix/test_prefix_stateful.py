@@ -83,4 +83,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=130, stateful_step_count=40, deadline=None)
+TestPrefixMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

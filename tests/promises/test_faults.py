@@ -47,7 +47,7 @@ ALL = 1 << 40  # number of consecutive failing allocations: all until the call e
 @pytest.mark.parametrize(("module", "subject"), SUBJECTS)
 def test_nothing_is_lost_when_allocations_fail(shim, long, module, subject, width):
     engine = module in ("subjects_engine", "subjects_serving")  # the caches inside have subjects of their own
-    step = 0 if long else (1 + engine) * (1 + FAST) if width == 1 else (5, 10)[FAST]
+    step = 0 if long else (1, 2 + engine)[FAST] if width == 1 else (5, 10)[FAST]
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
     environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)
     command = [sys.executable, str(SUPPORT / "faults.py"), module, subject, str(width), str(step)]

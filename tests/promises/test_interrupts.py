@@ -133,7 +133,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
     assert name not in ("generate", "stream") or answer == reference
     chosen = places(seen, every=long)
     if not long:
-        chosen = chosen[:: max(1, len(chosen) // (3 if FAST else 8))]
+        chosen = chosen[:: max(1, len(chosen) // (4 if FAST else 12))]
     problems = []
     for stop in chosen:
         served = Served(kind, network)
@@ -188,7 +188,7 @@ def test_a_network_that_fails_at_every_step(network, kind, name, after):
     served = Served(kind, model)
     calls = model.calls
     getattr(served, name)()
-    for fails in range(1, model.calls - calls + 1, 5 if FAST else 1):
+    for fails in range(1, model.calls - calls + 1):
         served = Served(kind, model)
         model.countdown, model.after = fails, after
         with pytest.raises(RuntimeError, match="broken"):

@@ -86,7 +86,7 @@ def quietly():
 
 @pytest.mark.parametrize(("subject", "name"), OPERATIONS)
 def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, subject, name):
-    most = 4 if issubclass(subject, Paged) else 6 if FAST else 16  # a paged cache runs each call in compiled code
+    most = 4 if issubclass(subject, Paged) else 10 if FAST else 24  # a paged cache runs each call in compiled code
     runs = [(most, True, False), (most // 3, True, True)]
     if long:
         runs = [(None, False, False), (500, True, False), (500, True, True)]

@@ -17,7 +17,7 @@ PAIRS = ["saves", "saves_over_one", "states", "engines", "engine_and_cache", "en
 @pytest.mark.parametrize("pair", PAIRS)
 def test_no_deadlock(tmp_path, long, pair):
     """If a thread hangs, the process prints all stacks and ends."""
-    rounds = 3000 if long else 18 if FAST else 60
+    rounds = 3000 if long else 30 if FAST else 100
     if "engine" in pair:
         rounds //= 6
     command = [sys.executable, str(SUPPORT / "lock_order.py"), pair, str(rounds), str(tmp_path)]

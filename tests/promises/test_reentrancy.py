@@ -24,7 +24,7 @@ SYSTEMS = [
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_nested_calls(tmp_path, long, system):
-    rounds, seconds = (30, 20) if long else (0.3, 0.2) if FAST else (1, 0.4)
+    rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "reentry.py"), system, str(rounds), str(seconds), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},

@@ -55,9 +55,9 @@ def test_the_budget():
     assert (budget.tokens(0), budget.tokens(3)) == (MOST, LEAST)
     budget.observe(0, 400, 0.4)
     budget.observe(3, 0, 0.02)
-    assert budget.tokens(3) == 80
-    budget.observe(3, 80, 0.1)  # as expected: 80 tokens in the 0.08 s beside the decodes
-    assert budget.tokens(3) == 80
+    assert budget.tokens(3) == 70
+    budget.observe(3, 70, 0.09)  # as expected: 70 tokens in the 0.07 s beside the decodes
+    assert budget.tokens(3) == 70
     for _ in range(40):
         budget.observe(3, 80, 0.5)
     assert budget.tokens(3) == LEAST

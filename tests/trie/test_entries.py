@@ -67,7 +67,7 @@ class EntryMachine(RuleBasedStateMachine):
 
 
 TestEntries = EntryMachine.TestCase
-TestEntries.settings = settings(max_examples=130, stateful_step_count=40, deadline=None)
+TestEntries.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def store(trie: EntryTrie, root: int, key: list[int], first_value: int = 0) -> None:

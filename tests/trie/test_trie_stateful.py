@@ -136,10 +136,10 @@ def machine(page_size: int, examples: int) -> Any:
     return case
 
 
-TestPagesOfOne = machine(1, 70)
-TestPagesOfTwo = machine(2, 70)
-TestPagesOfThree = machine(3, 70)
-TestPagesOfFour = machine(4, 70)
+TestPagesOfOne = machine(1, 100)
+TestPagesOfTwo = machine(2, 100)
+TestPagesOfThree = machine(3, 100)
+TestPagesOfFour = machine(4, 100)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
