@@ -39,6 +39,7 @@ from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.serving.engines import ENGINES, Engine, Network
 from bench.serving.measured import Measured
 from bench.serving.picture import plot_loads
+from bench.serving.products import seconds_of_products
 from bench.serving.simulate import simulate
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
@@ -237,6 +238,19 @@ def measure_shared(network: Network, options: argparse.Namespace, measured: Meas
         if len(ours) > 1:
             print("the same tokens" if all(each == ours[0] for each in ours) else "OTHER TOKENS")
         report.add(title, [cold, warm])
+        _print_products(network, count, options.threads, measured)
+
+
+def _print_products(network: Network, count: int, threads: int, measured: Measured) -> None:
+    """What `count` cached requests could gain over one if a step had its products alone."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        counts = [1, count]
+        done = pool.submit(seconds_of_products, network.file, counts, threads)
+        seconds = measured.get(f"products of {counts} rows, {network.name}, {threads} threads", done.result)
+    if seconds:
+        one, many = map(time_text, seconds)
+        gain = count * seconds[0] / seconds[1]
+        print(f"products of a pass: {one} for 1 row, {many} for {count}, {gain:.2f} times as many per second")
 
 
 def measure_arrivals(
