@@ -111,7 +111,7 @@ def test_load_reads_no_page(tmp_path):
     loaded.check()
 
 
-def test_a_thousand_mutations(tmp_path):
+def test_two_thousand_mutations(tmp_path):
     """`python tests/support/fuzz_snapshot.py` runs any number of mutations."""
     outcomes = fuzz(300 if FAST else 2000, 1, tmp_path)
     seen = {(kind, outcome) for kind, _, outcome in outcomes}
