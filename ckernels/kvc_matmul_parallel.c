@@ -4,7 +4,7 @@
 #include "kvc_threads.h"
 
 enum {
-    ROWS_PER_ITEM = 12,       /* to prepare: whole blocks, for 8 rows are one only in a call without others */
+    ROWS_PER_ITEM = 12,       /* to prepare: whole blocks, since blocks of 8 are in calls of at most 8 rows alone */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
     FINE_ITEMS = 16,          /* per thread, for many rows and packed weights: threads end at nearly the same time. Not for
@@ -50,9 +50,9 @@ size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) {
     return floats ? prepared_bytes(args) + floats : (size_t)args->n * kvc_prepared_row_bytes(args);
 }
 
-/* At most `items`: all of one size and as many for each thread, if there is such a number. */
+/* A number of items that are of one size, and as many for each thread: between half of `items` and all, if there is one. */
 static int64_t even_items(int64_t items, int64_t steps, int num_threads) {
-    for (int64_t even = items / num_threads * num_threads; even > 0; even -= num_threads) {
+    for (int64_t even = items / num_threads * num_threads; 2 * even >= items && even > 0; even -= num_threads) {
         if (steps % even == 0) return even;
     }
     return items;

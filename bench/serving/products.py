@@ -1,4 +1,4 @@
-"""The products of one pass of a network by themselves: without them no number of requests is served faster."""
+"""The products of one pass of a network by themselves: requests at once gain no more than these do."""
 
 from __future__ import annotations
 

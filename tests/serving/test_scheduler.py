@@ -105,6 +105,20 @@ def test_few_guesses_beside_a_prompt():
     assert max(gained()) == 2
 
 
+def test_guesses_count_among_the_tokens_of_a_step():
+    """Beside a stream that guesses, a piece of a prompt is shorter by the guesses."""
+    _, model, engine = served(target_gap=0.1)
+    stream = engine.submit([0] * 10, asked(600))
+    for _ in range(20):
+        engine.step()
+    engine.submit(np.arange(1000) % 90, asked(2))
+    for _ in range(10):
+        before, allowed = len(stream.tokens), engine._steps._scheduler.budget.tokens(1)
+        engine.step()
+        assert len(stream.tokens) == before + 2, "a guess, which held"
+        assert model.passes[-1] == 1 + allowed
+
+
 def test_short_prompts_do_not_wait_for_long_ones():
     """Three of 3,000 tokens, each with three of 60 behind it; the first of all has half of each step, or more."""
     _, model, engine = served(num_blocks=800, target_gap=0.1)
