@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from kvcache.core.arguments import as_finite
+
 __all__ = ["TokenBudget"]
 
 LEAST, MOST = 16, 512  # tokens of prompts per step
 MOST_PROMPTS = 8  # prompts of which a step may run a piece, where each may touch a block of f16 rows more than it keeps
 CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
 _WEIGHT = 0.25  # of the newest measurement in the running means
+_GAP = 0.05  # seconds: the default
 _AIM = 0.9  # share of the target that a step is meant to last: with that 99 of 100 gaps keep it, or nearly
 
 
@@ -17,11 +20,13 @@ class TokenBudget:
     The measurements decide when tokens run, never which tokens come out.
 
     Args:
-        target_gap: seconds that a step beside decodes should last at most.
+        target_gap: seconds that a step beside decodes should last at most. None: 0.05, and where decodes take longer
+            than half of that, prompts have as much time as they.
     """
 
-    def __init__(self, target_gap: float) -> None:
-        self.target_gap = target_gap
+    def __init__(self, target_gap: float | None = None) -> None:
+        self._grows = target_gap is None
+        self.target_gap = _GAP if target_gap is None else as_finite(target_gap, "target_gap", 0.0)
         self.decode_seconds = 0.0  # of a step of decodes alone; 0: not measured yet
         self.prefill_rate = 0.0  # prompt tokens per second; 0: not measured yet
 
@@ -29,8 +34,10 @@ class TokenBudget:
         """The most prompt tokens of a step beside so many decodes."""
         if not num_decodes or not self.prefill_rate:
             return MOST if not num_decodes else LEAST
-        spare = (_AIM * self.target_gap - self.decode_seconds) * self.prefill_rate
-        return int(min(max(spare, LEAST), MOST))
+        spare = _AIM * self.target_gap - self.decode_seconds
+        if self._grows:
+            spare = max(spare, self.decode_seconds)
+        return int(min(max(spare * self.prefill_rate, LEAST), MOST))
 
     def observe(self, num_decodes: int, num_prefilled: int, seconds: float) -> None:
         """Note a step that was measured."""

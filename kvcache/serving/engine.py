@@ -78,7 +78,7 @@ class BatchEngine:
         max_queue: the most requests that wait, samples counted.
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
-            a step where a step would last longer (16 to 512). More seconds make more tokens per second.
+            a step that would last longer (16 to 512). None: 0.05, or twice as long as a step without prompts.
         speculate: whether requests guess tokens that followed their last ones before, in the prompt or the text, and
             check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
@@ -116,7 +116,7 @@ class BatchEngine:
         max_memory_bytes: int | str | None = None,
         max_queue: int = 1024,
         max_running: int = 64,
-        target_gap: float = 0.05,
+        target_gap: float | None = None,
         speculate: bool = True,
         residual_length: int | None = None,
         calibrate: Any = False,
@@ -145,7 +145,7 @@ class BatchEngine:
             blocks.tiered = TieredWorks(tiers, model, blocks.cache, blocks.prefixes, blocks.windows)
         forward = Forward(model, self._blocks)
         scheduler = Scheduler(
-            self._blocks, TokenBudget(as_finite(target_gap, "target_gap", 0.0)), max_running,
+            self._blocks, TokenBudget(target_gap), max_running,
             max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
             Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
         )  # fmt: skip

@@ -65,6 +65,11 @@ def test_the_budget():
         budget.observe(3, 400, 0.03)
     assert budget.tokens(3) == MOST
     assert budget.tokens(0) == MOST
+    for gap, tokens in ((None, 100), (0.05, LEAST), (0.12, LEAST), (0.2, 80)):  # by default as long as the decodes
+        budget = TokenBudget(gap)
+        budget.observe(0, 400, 0.4)
+        budget.observe(3, 0, 0.1)
+        assert budget.tokens(3) == tokens
 
 
 def test_a_long_prompt_does_not_delay_streams():
