@@ -54,6 +54,7 @@ typedef struct unit { /* rows and heads that share their tokens */
 
 typedef struct walk { /* over the units of a call */
     int64_t seq, first_query, index; /* the next unit: its sequence, and its index among those of the sequence */
+    int64_t units;                   /* of that sequence, known from index 0 on */
     int64_t group_stop, group_shared, members; /* the sequences up to there share tokens; so many of them are a set */
     int64_t set_stop, shared, head; /* the set, its shared tokens (0: one sequence alone), and the next head over these */
 } walk;
@@ -134,9 +135,14 @@ static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
     return groups < p->layout->num_heads ? groups : p->layout->num_heads;
 }
 
-/* Rows of a unit of one head: as many as an item may have; fewer where the threads would not end at the same time, as two
+/* Rows of each of so many units of one head; the last one may have fewer. */
+static int64_t rows_of_unit(int64_t rows, int64_t units) {
+    return ceil_div(ceil_div(rows, units), UNIT_ROWS) * UNIT_ROWS;
+}
+
+/* Units of one head: as few as an item can have the rows of; more where the threads would not end at the same time, as two
  * threads with three heads. */
-static int64_t rows_of_unit(const plan *p, const kvc_seq *seq) {
+static int64_t num_units_of_head(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq), heads = p->layout->num_heads;
     const kvc_span seen = seen_by(seq, 0, seq->num_queries - 1);
     const int64_t tokens = seen.stop - seen.first, parts = tokens < KVC_SEGMENT ? 1 : tokens / KVC_SEGMENT;
@@ -144,13 +150,13 @@ static int64_t rows_of_unit(const plan *p, const kvc_seq *seq) {
     while (heads * blocks * parts % p->num_threads && num_pieces(p, tokens * rows / blocks) > parts &&
            rows >= (blocks + 1) * MIN_UNIT_ROWS)
         blocks++;
-    return ceil_div(ceil_div(rows, blocks), UNIT_ROWS) * UNIT_ROWS;
+    return ceil_div(rows, rows_of_unit(rows, blocks));
 }
 
 static int64_t num_units(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq);
     if (rows <= KVC_FEW_ROWS) return rows > 0 ? num_head_groups(p, seq) : 0;
-    return ceil_div(rows, rows_of_unit(p, seq)) * p->layout->num_heads;
+    return num_units_of_head(p, seq) * p->layout->num_heads;
 }
 
 static int64_t unit_work(const unit *u) {
@@ -174,18 +180,18 @@ static unit shared_unit(const plan *p, const walk *at) {
     return u;
 }
 
-static unit unit_at(const plan *p, const walk *at, int64_t units) {
+static unit unit_at(const plan *p, const walk *at) {
     const kvc_seq *seq = p->seqs + at->seq;
     const int64_t rows = seq_rows(p, seq), group = p->num_query_heads / p->layout->num_heads, index = at->index;
     unit u = {at->seq, at->first_query, .row_stop = rows, .shared = at->shared};
     if (rows > KVC_FEW_ROWS) { /* neighbouring items share a head's K and V; the last rows see most and come first */
-        const int64_t most = rows_of_unit(p, seq), blocks = ceil_div(rows, most);
+        const int64_t blocks = at->units / p->layout->num_heads, most = rows_of_unit(rows, blocks);
         u.head = (int32_t)(index / blocks), u.head_stop = u.head + 1;
         u.row = (blocks - 1 - index % blocks) * most;
         u.row_stop = u.row + most < rows ? u.row + most : rows;
     } else {
-        u.head = (int32_t)(p->layout->num_heads * index / units);
-        u.head_stop = (int32_t)(p->layout->num_heads * (index + 1) / units);
+        u.head = (int32_t)(p->layout->num_heads * index / at->units);
+        u.head_stop = (int32_t)(p->layout->num_heads * (index + 1) / at->units);
     }
     u.seen = seen_by(seq, u.row / group, (u.row_stop - 1) / group);
     u.first_segment = kvc_segment_of(seq, u.seen.first);
@@ -204,9 +210,9 @@ static int next_unit(const plan *p, walk *at, unit *u) {
             at->head++;
             return 1;
         }
-        const int64_t units = at->shared ? 1 : num_units(p, p->seqs + at->seq);
-        if (at->index < units) {
-            *u = unit_at(p, at, units);
+        if (at->index == 0) at->units = at->shared ? 1 : num_units(p, p->seqs + at->seq);
+        if (at->index < at->units) {
+            *u = unit_at(p, at);
             at->index++;
             return 1;
         }

@@ -1,7 +1,7 @@
 """Fixtures of all tests, and the amount of work of random tests.
 
 --long              an hour's worth of random examples and of load
-KVCACHE_TESTS=fast  a tenth of the random examples, half of the failing allocations, every second value of some
+KVCACHE_TESTS=fast  a tenth of most random examples, half of the failing allocations, every second value of some
                     parameters (pace.py), for builds that run slowly (sanitizers, bounds checks)
 """
 

@@ -1,4 +1,4 @@
-"""The products of one pass of a network by themselves: requests at once gain no more than these do."""
+"""The products of one pass of a network by themselves: what more rows at once gain in them."""
 
 from __future__ import annotations
 

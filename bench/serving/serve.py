@@ -20,7 +20,7 @@ import multiprocessing
 import re
 import resource
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,16 +139,21 @@ def _serve(name: str, network: Network, workloads: Sequence[Workload], again: in
     return served
 
 
+def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the call returns, made in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, *arguments).result()
+
+
 def served_by(
     name: str, network: Network, workloads: Sequence[Workload], threads: int, again: int = 0
 ) -> list[Served]:  # fmt: skip
     """`_serve` in a new process; an empty list where the engine's package is absent, or does not read the network."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_serve, name, network, workloads, again, threads).result()
-        except Exception as error:
-            print(f"not measured: {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})")
-            return []
+    try:
+        return _in_a_process(_serve, name, network, workloads, again, threads)  # type: ignore[no-any-return]
+    except Exception as error:
+        print(f"not measured: {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})")
+        return []
 
 
 def shared(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Workload:
@@ -242,15 +247,13 @@ def measure_shared(network: Network, options: argparse.Namespace, measured: Meas
 
 
 def _print_products(network: Network, count: int, threads: int, measured: Measured) -> None:
-    """What `count` cached requests could gain over one if a step had its products alone."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        counts = [1, count]
-        done = pool.submit(seconds_of_products, network.file, counts, threads)
-        seconds = measured.get(f"products of {counts} rows, {network.name}, {threads} threads", done.result)
+    """The products of a pass over one row and over `count`, by themselves."""
+    measure = partial(_in_a_process, seconds_of_products, network.file, [1, count], threads)
+    seconds = measured.get(f"products of 1 and {count} rows, {network.name}, {threads} threads", measure)
     if seconds:
         one, many = map(time_text, seconds)
         gain = count * seconds[0] / seconds[1]
-        print(f"products of a pass: {one} for 1 row, {many} for {count}, {gain:.2f} times as many per second")
+        print(f"products of a pass: {one} for 1 row, {many} for {count}, {gain:.2f} times the rows per second")
 
 
 def measure_arrivals(

@@ -20,8 +20,8 @@ class TokenBudget:
     The measurements decide when tokens run, never which tokens come out.
 
     Args:
-        target_gap: seconds that a step beside decodes should last at most. None: 0.05, and where decodes take longer
-            than half of that, prompts have as much time as they.
+        target_gap: seconds that a step beside decodes should last at most. None: 0.05, with at least as much time
+            for prompts as for decodes.
     """
 
     def __init__(self, target_gap: float | None = None) -> None:
