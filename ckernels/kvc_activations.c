@@ -64,8 +64,8 @@ INLINE f32v put_numbers(const row_group *at, const float *steps, float most, int
 }
 
 /* Puts the scales, corrections and `less` of KVC_LANES of them behind the numbers. With one digit and no minima the i32
- * correction is computed as a float: from 1.5 * 2^23 on, whose bits are KVC_SUM_START, a float that is 1 larger has bits that
- * are 1 larger. */
+ * correction is computed as a float: the bits of 1.5 * 2^23 are KVC_SUM_START, and those of a float near it that is larger by 1
+ * are larger by 1. */
 INLINE void put_behind(const row_group *at, f32v scale, f32v numbers, int rows, int digits, int zero, int has_minima) {
     float scales[KVC_LANES], corrections[KVC_LANES], less[KVC_LANES];
     const f32v shift = f32v_fma(f32v_set1((float)-zero), numbers, f32v_set1(digits == 1 ? 0x1.8p23f : 0.0f)); /* exact */
